@@ -1,0 +1,310 @@
+"""What a LLaMA is: its sizes and its rotary embedding, from and to a Hugging Face config.json, and the named presets."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROPE_RULES = ("default", "llama3")
+# Rules that Hugging Face knows and this project does not compute (yet). Named, so that the error says more than "unknown".
+_ROPE_RULES_REFUSED = ("linear", "dynamic", "yarn", "longrope", "proportional")
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """The rotary embedding. The four last fields are used by the rule `llama3` alone, and are None for `default`.
+
+    Raises ValueError for a rule that is not computed here and for numbers that make no rotation.
+    """
+
+    rule: str = "default"
+    theta: float = 10000.0
+    factor: float | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    original_max_position_embeddings: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.rule not in ROPE_RULES:
+            what = "not supported yet" if self.rule in _ROPE_RULES_REFUSED else "not a RoPE rule known here"
+            raise ValueError(f"rope_type: {self.rule!r} is {what}; supported are {', '.join(ROPE_RULES)}")
+        _require_number("rope_theta", self.theta, above=0)
+        scaling = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        if self.rule == "llama3":
+            for name in scaling:
+                if getattr(self, name) is None:
+                    raise ValueError(f"rope_scaling: {name} is missing; rope_type 'llama3' needs {', '.join(scaling)}")
+                _require_number(f"rope_scaling.{name}", getattr(self, name), above=0)
+            if self.high_freq_factor <= self.low_freq_factor:
+                raise ValueError(
+                    f"rope_scaling.high_freq_factor: {self.high_freq_factor} must be greater than "
+                    f"low_freq_factor, which is {self.low_freq_factor}"
+                )
+        else:
+            # One spelling for one embedding, so that equal configs compare equal: the unused numbers are dropped.
+            for name in scaling:
+                object.__setattr__(self, name, None)
+
+
+@dataclass(frozen=True)
+class LlamaConfig:
+    """A LLaMA's sizes. Field names are Hugging Face's; `rope` holds what Hugging Face spells in two ways.
+
+    `num_key_value_heads` and `head_dim` may be left out (None): they become `num_attention_heads` and
+    `hidden_size // num_attention_heads`. `eos_token_id` is an int or, with several, a tuple.
+    Hashable, so it may be a static argument of jax.jit. Raises ValueError, one line, naming the field.
+    """
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    rms_norm_eps: float = 1e-6
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    initializer_range: float = 0.02
+    bos_token_id: int | None = 1
+    eos_token_id: int | tuple[int, ...] | None = 2
+    pad_token_id: int | None = None
+    rope: RopeConfig = field(default_factory=RopeConfig)
+
+    def __post_init__(self) -> None:
+        if self.num_key_value_heads is None:
+            object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
+        for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                     "num_key_value_heads", "max_position_embeddings"):
+            _require_int(name, getattr(self, name), at_least=1)
+        if self.head_dim is None:
+            if self.hidden_size % self.num_attention_heads:
+                raise ValueError(
+                    f"head_dim: not given, and hidden_size {self.hidden_size} is not divisible by "
+                    f"num_attention_heads {self.num_attention_heads}; give head_dim"
+                )
+            object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
+        _require_int("head_dim", self.head_dim, at_least=2)
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim: {self.head_dim} is odd; rotary embedding turns halves, so it must be even")
+        if self.num_attention_heads % self.num_key_value_heads:
+            good = [n for n in range(1, self.num_attention_heads + 1) if self.num_attention_heads % n == 0]
+            raise ValueError(
+                f"num_key_value_heads: {self.num_key_value_heads} does not divide num_attention_heads "
+                f"{self.num_attention_heads}; these do: {', '.join(map(str, good))}"
+            )
+        _require_number("rms_norm_eps", self.rms_norm_eps, above=0)
+        _require_number("initializer_range", self.initializer_range, above=0, or_equal=True)
+        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name}: {getattr(self, name)!r} is not true or false")
+        if isinstance(self.eos_token_id, list):
+            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
+        eos = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
+        for name, values in (("bos_token_id", (self.bos_token_id,)), ("eos_token_id", eos),
+                             ("pad_token_id", (self.pad_token_id,))):
+            for value in values:
+                # -1 is what some published configs say for "none"; it indexes nothing here, so it does no harm.
+                if value is not None and not (_is_int(value) and -1 <= value):
+                    raise ValueError(f"{name}: {value!r} is not a token id")
+        if not isinstance(self.rope, RopeConfig):
+            raise ValueError(f"rope: {self.rope!r} is not a RopeConfig")
+
+    @classmethod
+    def from_hf(cls, folder: str | Path) -> LlamaConfig:
+        """Reads `folder`/config.json. Raises ValueError if it is missing, not JSON, or not a LLaMA we compute."""
+        path = Path(folder) / "config.json"
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (FileNotFoundError, NotADirectoryError):
+            raise ValueError(f"{folder}: no config.json here; a Hugging Face model folder has one") from None
+        try:
+            return cls.from_hf_dict(json.loads(text))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}: not valid JSON ({error}); download it again") from None
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from None
+
+    @classmethod
+    def from_hf_dict(cls, config: dict[str, Any]) -> LlamaConfig:
+        """Reads a Hugging Face config; absent fields have the defaults of transformers' LlamaConfig.
+
+        Takes both spellings of the rotary embedding: `rope_theta` with `rope_scaling`, and `rope_parameters`
+        (transformers 5). Raises ValueError for whatever would make this another model than the one computed here.
+        """
+        if not isinstance(config, dict):
+            raise ValueError(f"a Hugging Face config is a JSON object, found {type(config).__name__}")
+        architectures = config.get("architectures") or []
+        if architectures:
+            if "LlamaForCausalLM" not in architectures:
+                raise ValueError(f"architectures: found {', '.join(map(str, architectures))}; needs LlamaForCausalLM")
+        elif config.get("model_type") != "llama":
+            raise ValueError(f"model_type: found {config.get('model_type')!r}; needs 'llama' (LlamaForCausalLM)")
+        if config.get("model_type", "llama") != "llama":
+            raise ValueError(f"model_type: found {config['model_type']!r}; needs 'llama' (LlamaForCausalLM)")
+        if config.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"hidden_act: found {config['hidden_act']!r}; only 'silu' is supported")
+        if config.get("pretraining_tp") not in (None, 1):
+            raise ValueError(f"pretraining_tp: found {config['pretraining_tp']!r}; only 1 is supported "
+                             "(the weights are the same: set it to 1 to accept another order of summation)")
+        if config.get("quantization_config"):
+            raise ValueError("quantization_config: quantised weights are not supported; use the unquantised model")
+        if config.get("attention_dropout"):
+            raise ValueError(f"attention_dropout: found {config['attention_dropout']!r}; only 0 is supported")
+        if config.get("sliding_window") is not None:
+            raise ValueError(f"sliding_window: found {config['sliding_window']!r}; only full attention is supported")
+        names = {f.name for f in dataclasses.fields(cls)} - {"rope"}
+        values = {name: config[name] for name in names if name in config}
+        for name in ("bos_token_id", "eos_token_id"):  # "not given" means transformers' default, null means none
+            values.setdefault(name, {"bos_token_id": 1, "eos_token_id": 2}[name])
+        for name in values:
+            if values[name] is None and name not in ("bos_token_id", "eos_token_id", "pad_token_id", "head_dim",
+                                                     "num_key_value_heads"):
+                raise ValueError(f"{name}: found null; needs a value")
+        rope = _rope_from_hf(config, values.get("max_position_embeddings", cls.max_position_embeddings))
+        return cls(**values, rope=rope)
+
+    def to_hf(self) -> dict[str, Any]:
+        """A Hugging Face config as a JSON-ready dict. It carries no dtype: who writes weights adds it.
+
+        The rotary embedding is written in both spellings, so that transformers 4 and 5 (and others) read the same.
+        """
+        rope = self.rope
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "rope"}
+        if isinstance(self.eos_token_id, tuple):
+            values["eos_token_id"] = list(self.eos_token_id)
+        scaling = None
+        if rope.rule == "llama3":
+            scaling = {
+                "rope_type": "llama3", "factor": rope.factor, "low_freq_factor": rope.low_freq_factor,
+                "high_freq_factor": rope.high_freq_factor,
+                "original_max_position_embeddings": rope.original_max_position_embeddings,
+            }
+        return {
+            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
+            "attention_dropout": 0.0, "pretraining_tp": 1, "use_cache": True, **values,
+            "rope_theta": rope.theta, "rope_scaling": scaling,
+            "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": rope.theta},
+        }
+
+    @classmethod
+    def preset(cls, name: str) -> LlamaConfig:
+        """The preset called `name`. Raises ValueError that lists the names for an unknown one."""
+        presets = _presets()
+        if name not in presets:
+            raise ValueError(f"unknown model preset {name!r}; presets are {', '.join(presets)}")
+        return cls(**presets[name])
+
+
+def _rope_from_hf(config: dict[str, Any], max_position_embeddings: int) -> RopeConfig:
+    """The rotary embedding of a Hugging Face config. Raises ValueError if its two spellings contradict each other."""
+    spellings = {}
+    for key in ("rope_parameters", "rope_scaling"):
+        value = config.get(key)
+        if value is None or value == {}:
+            continue
+        if not isinstance(value, dict):
+            raise ValueError(f"{key}: found {value!r}; needs an object or null")
+        if any(isinstance(inner, dict) for inner in value.values()):
+            raise ValueError(f"{key}: a different embedding per layer type is not supported; needs one for all layers")
+        spellings[key] = _rope_from_parameters(key, value, config.get("rope_theta"), max_position_embeddings)
+    if config.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise ValueError(f"partial_rotary_factor: found {config['partial_rotary_factor']!r}; only 1 is supported")
+    if len(set(spellings.values())) > 1:
+        # `rope_parameters` of rule default beside a scaling `rope_scaling` is a contradiction, too: one of them is wrong,
+        # and a model fine-tuned under the wrong one is spoilt without a sound.
+        raise ValueError(f"rope_parameters and rope_scaling contradict each other: {spellings['rope_parameters']} "
+                         f"and {spellings['rope_scaling']}; remove the wrong one")
+    if spellings:
+        return next(iter(spellings.values()))
+    theta = config.get("rope_theta")
+    return RopeConfig(theta=10000.0 if theta is None else _as_float("rope_theta", theta))
+
+
+def _rope_from_parameters(key: str, found: dict[str, Any], outer_theta: Any, max_position: int) -> RopeConfig:
+    inner_theta = found.get("rope_theta")
+    if inner_theta is not None and outer_theta is not None and float(inner_theta) != float(outer_theta):
+        raise ValueError(f"rope_theta: {outer_theta} beside {key}.rope_theta {inner_theta}; remove the wrong one")
+    theta = next((t for t in (inner_theta, outer_theta) if t is not None), 10000.0)
+    if found.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise ValueError(f"{key}.partial_rotary_factor: found {found['partial_rotary_factor']!r}; only 1 is supported")
+    rule = found.get("rope_type", found.get("type", "default"))  # `type` is the older name of the key
+    if rule not in ROPE_RULES:
+        what = "not supported yet" if rule in _ROPE_RULES_REFUSED else "not a RoPE rule known here"
+        raise ValueError(f"{key}.rope_type: {rule!r} is {what}; supported are {', '.join(ROPE_RULES)}")
+    if rule == "default":
+        return RopeConfig(theta=_as_float("rope_theta", theta))
+    numbers = {}
+    for name in ("factor", "low_freq_factor", "high_freq_factor"):
+        if found.get(name) is None:
+            raise ValueError(f"{key}.{name}: missing; rope_type 'llama3' needs it")
+        numbers[name] = _as_float(f"{key}.{name}", found[name])
+    original = found.get("original_max_position_embeddings")
+    # transformers falls back in the same way
+    numbers["original_max_position_embeddings"] = max_position if original is None else original
+    return RopeConfig(rule="llama3", theta=_as_float("rope_theta", theta), **numbers)
+
+
+def _presets() -> dict[str, dict[str, Any]]:
+    """Keyword arguments of LlamaConfig by preset name."""
+
+    def sizes(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int | None = None, **more: Any) -> dict[str, Any]:
+        return {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers,
+                "num_attention_heads": heads, "num_key_value_heads": kv_heads, **more}
+
+    def llama3(factor: float, hidden: int, ffn: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
+        rope = RopeConfig("llama3", 500000.0, factor=factor, low_freq_factor=1.0, high_freq_factor=4.0,
+                          original_max_position_embeddings=8192)
+        return sizes(hidden, ffn, layers, heads, 8, vocab_size=128256, rms_norm_eps=1e-5, rope=rope,
+                     max_position_embeddings=131072, bos_token_id=128000, eos_token_id=128001, **more)
+
+    return {
+        # Ring Attention's and Striped Attention's sizes (vocabulary 32000).
+        "llama-1b": sizes(2048, 5504, 22, 16),
+        "llama-3b": sizes(3200, 8640, 26, 32),
+        "llama-7b": sizes(4096, 11008, 32, 32),
+        "llama-13b": sizes(5120, 13824, 40, 40),
+        "llama-30b": sizes(6656, 17920, 60, 52),
+        "llama-65b": sizes(8192, 22016, 80, 64),
+        # DistFlashAttn's variants of the 7B model: grouped queries, and numbers of heads that split badly.
+        "llama-gqa": sizes(4096, 11008, 32, 32, 8),
+        "llama-33h": sizes(4224, 11008, 32, 33),
+        "llama-16h": sizes(2048, 11008, 64, 16),
+        "llama-8h": sizes(1024, 11008, 128, 8),
+        "llama-4h": sizes(512, 11008, 256, 4),
+        "llama-2h": sizes(256, 11008, 512, 2),
+        "llama-3.1-8b": llama3(8.0, 4096, 14336, 32, 32),
+        "llama-3.1-70b": llama3(8.0, 8192, 28672, 80, 64),
+        "llama-3.2-1b": llama3(32.0, 2048, 8192, 16, 32, tie_word_embeddings=True),
+        "llama-3.2-3b": llama3(32.0, 3072, 8192, 28, 24, tie_word_embeddings=True),
+        "smollm2-135m": sizes(576, 1536, 30, 9, 3, vocab_size=49152, rms_norm_eps=1e-5, max_position_embeddings=8192,
+                              tie_word_embeddings=True, pad_token_id=2, rope=RopeConfig(theta=100000.0)),
+        # Small enough for a test, with everything that can go wrong: grouped heads, head_dim apart from hidden / heads.
+        "tiny": sizes(64, 128, 2, 4, 2, head_dim=32, vocab_size=512),
+    }
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _require_int(name: str, value: Any, at_least: int) -> None:
+    if not _is_int(value) or value < at_least:
+        raise ValueError(f"{name}: {value!r} is not a whole number of at least {at_least}")
+
+
+def _require_number(name: str, value: Any, above: float, or_equal: bool = False) -> None:
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value < above or (value == above and not or_equal):
+        raise ValueError(f"{name}: {value!r} is not a number {'of at least' if or_equal else 'above'} {above}")
+
+
+def _as_float(name: str, value: Any) -> float:
+    _require_number(name, value, above=0)
+    return float(value)
