@@ -1,0 +1,42 @@
+# Every target makes .venv itself, from nothing but Python 3.11 or newer: make quickstart | test | lint | bench | soak | install
+PYTHON ?= python3
+PLATFORM ?= cpu
+VENV ?= .venv
+RUN := $(VENV)/bin/python
+REQUIREMENTS := requirements$(if $(filter cpu,$(PLATFORM)),,-$(PLATFORM)).txt
+
+.DEFAULT_GOAL := help
+.PHONY: help install quickstart test lint bench soak
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make install PLATFORM=cpu|tpu|cuda   make the environment in $(VENV)"
+	@echo "make quickstart                      train, evaluate and export a small model on simulated devices"
+	@echo "make test | lint                     run the tests | check the style"
+	@echo "make bench | soak                    measure | train, kill and resume for long"
+
+# A stamp for each list of requirements: pip runs again only where that list has changed.
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, {v} found: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.requirements%stamp: requirements%txt requirements.txt | $(VENV)/bin/python
+	$(RUN) -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+install: $(VENV)/.$(REQUIREMENTS:.txt=.stamp)
+
+quickstart: install
+	$(RUN) -m scripts.quickstart
+
+test: $(VENV)/.requirements-test.stamp
+	$(RUN) -m pytest tests
+
+lint: $(VENV)/.requirements-test.stamp
+	$(RUN) -m ruff check .
+
+bench: $(VENV)/.requirements-test.stamp
+	$(RUN) -m scripts.bench
+
+soak: $(VENV)/.requirements-test.stamp
+	$(RUN) -m scripts.soak

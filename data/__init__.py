@@ -1,0 +1,1 @@
+"""What is learned from: sources, templates, tokenizers, packing, loader."""

@@ -1,0 +1,1 @@
+"""Tests of Longstripe; they mirror the tree."""

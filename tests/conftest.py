@@ -1,0 +1,33 @@
+"""What every test shares: 8 simulated CPU devices, and compiled programs kept between runs."""
+
+import os
+import pathlib
+
+# Before jax is imported: a GPU or TPU on the machine must not change what is tested, and two processes that load the
+# TPU compiler (workers of the tests, scripts they start) abort each other on its lock file otherwise.
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
+CACHE = pathlib.Path(os.environ.get("LONGSTRIPE_CACHE") or pathlib.Path.home() / ".cache" / "longstripe")
+
+import jax  # noqa: E402
+import pytest  # noqa: E402
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_compilation_cache_dir", str(CACHE / "xla"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(scope="session")
+def repository() -> pathlib.Path:
+    """The project's root."""
+    return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def cache() -> pathlib.Path:
+    """A folder kept between runs, for what is dear to make: models, compiled programs."""
+    CACHE.mkdir(parents=True, exist_ok=True)
+    return CACHE

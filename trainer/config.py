@@ -1,0 +1,534 @@
+"""The run's configuration: typed sections, read from a YAML recipe and overridden by `--section.field value`."""
+
+import dataclasses
+import difflib
+import math
+import pathlib
+import re
+import sys
+from typing import Any, Literal
+
+import yaml
+
+from data.errors import UserError
+
+VERSION = 1
+SCHEDULES = ("local", "ring")
+Row = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Which model is trained, and which of its parameters."""
+
+    path: str | None = None
+    """Pretrained model: a Hugging Face folder, org/name@revision, or a Longstripe checkpoint. On the command line it
+    replaces the recipe's preset and overrides."""
+    preset: str | None = None
+    """Shape of a model trained from scratch: a name of LlamaConfig.preset, such as llama-7b or tiny."""
+    tokenizer: str | None = None
+    """Folder or file of the tokenizer; needed from scratch, otherwise the model's own unless given."""
+    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """LlamaConfig fields set over the preset, for a model from scratch."""
+    trainable: str = ".*"
+    """Regular expression: parameters whose whole name it matches are trained, the others stay frozen."""
+    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Precision of activations and of keys and values on the wire; parameters and moments are float32."""
+    seed: int = 0
+    """Seed of the initialiser of a model from scratch."""
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceConfig:
+    """One file of conversations."""
+
+    path: str
+    """File or folder of records."""
+    format: str = "sharegpt"
+    """Format of the records."""
+    template: str | None = None
+    """Chat template of this source; data.template where not given."""
+    weight: float = 1.0
+    """How often the source is seen in an epoch, relative to once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DataConfig:
+    """What the model is trained on."""
+
+    path: str | None = None
+    """One source, shorthand for a list of one; on the command line it replaces the recipe's sources."""
+    template: str = "vicuna_v1.1"
+    """Chat template: vicuna_v1.1, or tokenizer for the tokenizer's own."""
+    sources: tuple[SourceConfig, ...] = ()
+    """The sources, each {path, format, template, weight}."""
+    context_length: int = 4096
+    """Tokens in a packed row; a multiple of mesh.sequence."""
+    prepared: str = "prepared"
+    """Folder that keeps the tokenized data sets."""
+    held_out_fraction: float = 0.05
+    """Share of the conversations kept out of training for the held-out loss, unless held_out_path is given."""
+    held_out_path: str | None = None
+    """File of held-out conversations, in the sources' format; replaces held_out_fraction."""
+    seed: int = 0
+    """Seed of the order of the documents and of the held-out choice."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshConfig:
+    """How many devices along each axis; their product is the number of devices."""
+
+    data: int = 1
+    """Copies of the model, each with its own share of the batch."""
+    fsdp: int = 1
+    """Shards of the batch over which the parameters are sharded too."""
+    tensor: int = 1
+    """Shards of the heads and of the feed-forward width."""
+    sequence: int = 1
+    """Shards of the sequence."""
+    simulate: int = 0
+    """Simulate this many devices on the CPU; 0 uses the machine's own devices."""
+
+    @property
+    def devices(self) -> int:
+        """Number of devices the mesh takes."""
+        return self.data * self.fsdp * self.tensor * self.sequence
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """How attention is distributed and computed; every choice gives the same numbers to rounding."""
+
+    layout: Literal["contiguous", "striped"] = "striped"
+    """Which tokens a sequence shard holds; striped balances the causal work."""
+    schedule: str | dict[str, Any] = "ring"
+    """Who meets whom: local or ring; with options, a mapping {name: ring, option: value}."""
+    kernel: Literal["auto", "xla", "reference"] = "auto"
+    """The block kernel; auto takes the fastest for the platform."""
+    query_tile: int = 512
+    """Queries in a tile."""
+    key_tile: int = 512
+    """Keys in a tile."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryConfig:
+    """What is kept for the backward pass, and in what pieces the rest is computed; chunks count tokens of a device."""
+
+    remat: Literal["nothing", "save_attention"] = "save_attention"
+    """Kept between forward and backward beside the layers' inputs: nothing, or also attention's output and lse."""
+    feed_forward_chunk: int = 1024
+    """Tokens of a feed-forward chunk; 0 computes all at once."""
+    projection_chunk: int = 0
+    """Tokens of a chunk of the query, key, value and output projections; 0 computes all at once."""
+    loss_chunk: int = 1024
+    """Tokens whose logits exist at a time; 0 computes all at once."""
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with warm-up, cosine decay and clipping."""
+
+    learning_rate: float = 2e-5
+    """Peak learning rate."""
+    warmup_steps: int = 0
+    """Steps over which the learning rate rises linearly to its peak."""
+    final_fraction: float = 0.1
+    """Learning rate at the last step, as a share of the peak."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.95
+    """Decay of the second moment."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay of the matrices."""
+    clip_norm: float = 1.0
+    """The gradient is scaled down to this global norm; 0 never clips."""
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainConfig:
+    """How long, and in what batches."""
+
+    steps: int = 100
+    """Optimizer steps of the whole run; the decay depends on it."""
+    batch_size: int = 1
+    """Rows of context_length tokens in a step, over all devices; a multiple of mesh.data * mesh.fsdp."""
+    evaluate_every: int = 0
+    """Steps between held-out losses; 0 measures only before the first and after the last step."""
+    log_every: int = 1
+    """Steps between lines of metrics."""
+    seed: int = 0
+    """Seed of whatever else training draws."""
+
+
+@dataclasses.dataclass(frozen=True)
+class CheckpointConfig:
+    """When checkpoints are saved, and how many are kept."""
+
+    every: int = 100
+    """Steps between checkpoints; the last step is always saved. 0 saves only the last."""
+    keep: int = 2
+    """Newest checkpoints kept."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LoggingConfig:
+    """Where metrics go beside metrics.jsonl."""
+
+    tensorboard: bool = True
+    """Write TensorBoard event files."""
+    console: bool = True
+    """Show a progress bar."""
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluateConfig:
+    """Line retrieval after training, for recipes that end with it."""
+
+    line_cases: tuple[str, ...] = ()
+    """Case files."""
+    max_new_tokens: int = 100
+    """Tokens generated for an answer."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RunConfig:
+    """Everything a run is made from."""
+
+    config_version: int = VERSION
+    """Version of this format."""
+    name: str = ""
+    """Name of the run; the recipe's file name where not given."""
+    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
+    memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
+    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
+    evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
+    run_dir: str | None = None
+    """Folder of the run; runs/NAME where not given."""
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """The run's folder."""
+        return pathlib.Path(self.run_dir or f"runs/{self.name}")
+
+
+SECTIONS = {f.name: f.type for f in dataclasses.fields(RunConfig) if dataclasses.is_dataclass(f.type)}
+LEAVES = tuple(
+    name
+    for field in dataclasses.fields(RunConfig)
+    for name in (
+        [f"{field.name}.{inner.name}" for inner in dataclasses.fields(field.type)]
+        if field.name in SECTIONS
+        else [field.name]
+    )
+)
+
+
+# Reading
+
+
+def load(argv: list[str] | None = None) -> RunConfig:
+    """The configuration of `--config RECIPE.yaml [--section.field value ...]`; UserError for whatever is wrong."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser()
+    if {"-h", "--help"} & set(argv):
+        parser.parse_args(["--help"])  # prints and exits
+    recipe, flags = _split(argv)
+    written = _read(recipe)
+    given = {flag.split("=", 1)[0].removeprefix("--") for flag in flags if flag.startswith("--")}
+    _replace_shorthands(written, given)
+    base = _parse(lambda: parser.parse_object(written), recipe)
+    if flags:
+        base = _parse(lambda: parser.parse_args(flags, namespace=base), "command line")
+    config = parser.instantiate_classes(base)
+    config = RunConfig(**{field.name: config[field.name] for field in dataclasses.fields(RunConfig)})
+    if not config.name:
+        config = dataclasses.replace(config, name=pathlib.Path(recipe).stem)
+    return check(_one_source(config), f"{recipe} with the command line" if flags else recipe)
+
+
+def resolved(config: RunConfig) -> Row:
+    """The configuration as plain dicts, lists and scalars, every default filled in: what config.yaml holds."""
+    return _plain(dataclasses.asdict(config))
+
+
+def from_resolved(written: Row, where: str = "config.yaml") -> RunConfig:
+    """The RunConfig that `resolved` made a dict of, as checkpoints keep it."""
+    _check_names(written, where)
+    parser = _parser()
+    config = parser.instantiate_classes(_parse(lambda: parser.parse_object(written), where))
+    return check(RunConfig(**{field.name: config[field.name] for field in dataclasses.fields(RunConfig)}), where)
+
+
+def dump(config: RunConfig) -> str:
+    """`resolved` as YAML."""
+    return yaml.safe_dump(resolved(config), sort_keys=False)
+
+
+def _parser():
+    """The jsonargparse parser of RunConfig. Built on demand: its settings are global to the process."""
+    import jsonargparse
+
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    # Abbreviations are off because `--mesh.seq` would be taken silently.
+    parser = jsonargparse.ArgumentParser(
+        prog="train.py", description="Fine-tune a model.", exit_on_error=False, allow_abbrev=False
+    )
+    parser.add_argument("--config", metavar="RECIPE.yaml", help="The recipe (required).")
+    parser.add_class_arguments(RunConfig)
+    return parser
+
+
+def _split(argv: list[str]) -> tuple[str, list[str]]:
+    """The recipe's path and the other arguments, each flag checked for its name."""
+    recipes, flags, position = [], [], 0
+    while position < len(argv):
+        word = argv[position]
+        if word == "--config" or word.startswith("--config="):
+            if word == "--config":
+                position += 1
+            if position == len(argv):
+                raise UserError("command line: --config needs the path of a recipe, such as configs/quickstart.yaml")
+            recipes.append(argv[position].removeprefix("--config="))
+        else:
+            flag = word.split("=", 1)[0]
+            if not flag.startswith("--"):
+                raise UserError(f"command line: {word!r} belongs to no flag; write --section.field value")
+            _check_flag(flag.removeprefix("--"))
+            flags.append(word)
+            if "=" not in word:
+                position += 1
+                if position == len(argv) or argv[position].startswith("--"):
+                    raise UserError(f"command line: {flag} needs a value")
+                flags.append(argv[position])
+        position += 1
+    if len(recipes) != 1:
+        raise UserError(f"command line: give one --config RECIPE.yaml, found {len(recipes)}")
+    return recipes[0], flags
+
+
+def _check_flag(name: str) -> None:
+    """Refuse flags that are no leaf field, with the nearest one."""
+    if name.startswith(("data.sources.", "data.sources+")):
+        raise UserError(
+            f"command line: --{name} cannot edit one of the sources; give --data.path FILE for one source, "
+            "or the whole list as --data.sources '[{\"path\": \"FILE\"}]'"
+        )
+    if name in SECTIONS:
+        raise UserError(f"command line: --{name} is a section; its fields are {_fields(name + '.')}")
+    if name in LEAVES or name.startswith(("model.overrides.", "attention.schedule.")):
+        return
+    section = name.split(".")[0]
+    valid = [leaf for leaf in LEAVES if leaf.startswith(section + ".")] if section in SECTIONS else list(LEAVES)
+    raise UserError(f"command line: unknown field --{name}{_nearest(name, LEAVES, '--')}; valid: {', '.join(valid)}")
+
+
+def _fields(prefix: str) -> str:
+    return ", ".join(leaf for leaf in LEAVES if leaf.startswith(prefix))
+
+
+def _nearest(name: str, valid, prefix: str = "") -> str:
+    """', did you mean X?' or nothing."""
+    found = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
+    return f" (did you mean {prefix}{found[0]}?)" if found else ""
+
+
+def _read(recipe: str) -> Row:
+    """The recipe as a dict whose field names are all known."""
+    try:
+        text = pathlib.Path(recipe).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        folder = pathlib.Path(recipe).parent
+        there = sorted(str(path) for path in folder.glob("*.yaml")) if folder.is_dir() else []
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{recipe}: cannot read the recipe ({reason}); there: {', '.join(there) or 'none'}") from error
+    try:
+        written = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{recipe}: not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(written, dict):
+        raise UserError(f"{recipe}: expected sections such as model: and data:, found {type(written).__name__}")
+    _check_names(written, recipe)
+    return written
+
+
+def _check_names(written: Row, where: str) -> None:
+    """Refuse unknown sections and fields of a recipe, and a version this code does not know."""
+
+    def check_keys(found, cls, prefix):
+        valid = [f.name for f in dataclasses.fields(cls)]
+        if not isinstance(found, dict):
+            raise UserError(f"{where}: {prefix[:-1]} expects the fields {', '.join(valid)}, found {found!r}")
+        for key in found:
+            if key not in valid:
+                hint = _nearest(str(key), valid, prefix)
+                raise UserError(f"{where}: unknown field {prefix}{key}{hint}; valid: {', '.join(valid)}")
+
+    check_keys(written, RunConfig, "")
+    if written.get("config_version", VERSION) != VERSION:
+        version = written["config_version"]
+        raise UserError(f"{where}: config_version {version!r} is not known; this code reads {VERSION}")
+    for name, cls in SECTIONS.items():
+        if name in written:
+            check_keys(written[name], cls, f"{name}.")
+    sources = written.get("data", {}).get("sources") or []
+    if not isinstance(sources, list | tuple):
+        fields = ", ".join(f.name for f in dataclasses.fields(SourceConfig))
+        raise UserError(f"{where}: data.sources expects a list of {{{fields}}}, found {sources!r}")
+    for number, source in enumerate(sources):
+        check_keys(source, SourceConfig, f"data.sources[{number}].")
+
+
+def _replace_shorthands(written: Row, given: set[str]) -> None:
+    """What the command line gives replaces what the recipe says in another way; edits `written`."""
+    if {"data.path", "data.sources"} <= given:
+        raise UserError("command line: --data.path and --data.sources exclude each other; give one")
+    model_section, data_section = written.setdefault("model", {}), written.setdefault("data", {})
+    if data_section.get("path") and data_section.get("sources"):
+        raise UserError("the recipe gives both data.path and data.sources; keep one")
+    if "data.path" in given:
+        data_section.pop("sources", None)
+    if "data.sources" in given:
+        data_section.pop("path", None)
+    if "model.path" in given:
+        model_section.pop("preset", None)
+        model_section.pop("overrides", None)
+        if "model.tokenizer" not in given:
+            model_section.pop("tokenizer", None)
+
+
+def _parse(call, where: str):
+    """Run a jsonargparse call; its errors become UserErrors that name the field, what was found and what is valid."""
+    import argparse
+
+    import jsonargparse
+
+    try:
+        return call()
+    except (argparse.ArgumentError, jsonargparse.ArgumentError, TypeError, ValueError, KeyError) as error:
+        raise UserError(f"{where}: {_readable(' '.join(str(error).split()))}") from error
+
+
+def _readable(text: str) -> str:
+    """jsonargparse's message in words: which field, what it expects, what was found."""
+    text = text.removeprefix("Validation failed: ")
+    text = re.sub(r"Parser key \"([^\"]+)\":?", r"\1:", text)
+    text = re.sub(r"Expected an? <class '(\w+)'>", r"expects \1", text)
+    text = re.sub(r"Expected an? typing\.Literal\[(.*?)\]", r"expects one of \1", text)
+    text = re.sub(r"\. Got value: (.*)", r", found \1", text)
+    fields = ", ".join(f.name for f in dataclasses.fields(SourceConfig))
+    return text.replace(f"Problem with given class_path '{__name__}.SourceConfig'", f"a source has {fields}")
+
+
+def _one_source(config: RunConfig) -> RunConfig:
+    """data.path written out as the one source."""
+    if not config.data.path:
+        return config
+    sources = (SourceConfig(path=config.data.path),)
+    return dataclasses.replace(config, data=dataclasses.replace(config.data, path=None, sources=sources))
+
+
+def _plain(value: Any) -> Any:
+    """Tuples to lists, all the way down, for YAML and JSON."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inner) for inner in value]
+    return value
+
+
+# Checking what types cannot
+
+
+def check(config: RunConfig, where: str = "configuration") -> RunConfig:
+    """`config` itself, or a UserError naming the field, what was found and what would be right. Needs no device."""
+
+    def need(right: bool, field: str, expected: str) -> None:
+        if not right:
+            found = config
+            for part in field.split("."):
+                found = getattr(found, part)
+            raise UserError(f"{where}: {field} is {found!r}; {expected}")
+
+    model, data, mesh, train = config.model, config.data, config.mesh, config.train
+    attention, optimizer = config.attention, config.optimizer
+    for field in ("data", "fsdp", "tensor", "sequence"):
+        need(getattr(mesh, field) >= 1, f"mesh.{field}", "at least 1 is needed")
+    at_least_one = ("data.context_length", "train.steps", "train.batch_size", "train.log_every", "checkpoint.keep",
+                    "attention.query_tile", "attention.key_tile", "evaluate.max_new_tokens")  # fmt: skip
+    not_negative = ("mesh.simulate", "train.evaluate_every", "checkpoint.every", "memory.feed_forward_chunk",
+                    "memory.projection_chunk", "memory.loss_chunk", "optimizer.warmup_steps",
+                    "optimizer.weight_decay", "optimizer.clip_norm")  # fmt: skip
+    for field in at_least_one + not_negative:
+        section, name = field.split(".")
+        least = 1 if field in at_least_one else 0
+        need(getattr(getattr(config, section), name) >= least, field, f"at least {least} is needed")
+    need(0 < optimizer.learning_rate < math.inf, "optimizer.learning_rate", "a positive number is needed")
+    need(0 <= optimizer.final_fraction <= 1, "optimizer.final_fraction", "a share between 0 and 1 is needed")
+    need(optimizer.epsilon > 0, "optimizer.epsilon", "a positive number is needed")
+    for field in ("beta1", "beta2"):
+        need(0 <= getattr(optimizer, field) < 1, f"optimizer.{field}", "a number from 0 to below 1 is needed")
+    need(0 <= data.held_out_fraction < 1, "data.held_out_fraction", "a share from 0 to below 1 is needed")
+
+    need(bool(data.sources), "data.sources", "no data: give --data.path FILE, or sources in the recipe")
+    for number, source in enumerate(data.sources):
+        if not source.weight > 0:
+            raise UserError(f"{where}: data.sources[{number}].weight is {source.weight!r}; a positive number is needed")
+    need(not (model.path and model.preset), "model.preset", "model.path is given too; keep one of them")
+    need(not (model.path and model.overrides), "model.overrides", "model.path fixes the shape; leave overrides out")
+    need(bool(model.path or model.preset or model.overrides), "model.path",
+         "no model: give --model.path HF_DIR, or for a model from scratch model.preset or model.overrides")  # fmt: skip
+    need(bool(model.path or model.tokenizer), "model.tokenizer", "a model from scratch needs a tokenizer's folder")
+    try:
+        re.compile(model.trainable)
+    except re.error as error:
+        raise UserError(f"{where}: model.trainable is {model.trainable!r}, no regular expression: {error}") from error
+
+    schedule = schedule_name(attention)
+    need(schedule in SCHEDULES, "attention.schedule",
+         f"valid: {', '.join(SCHEDULES)}, or a mapping whose `name` is one of them")  # fmt: skip
+    need(schedule != "local" or mesh.sequence == 1, "attention.schedule",
+         f"local cannot attend across mesh.sequence = {mesh.sequence} shards; use ring")  # fmt: skip
+
+    shards, length = mesh.sequence, data.context_length
+    up, down = -(-length // shards) * shards, length // shards * shards
+    below = f" (or {down})" if down else ""
+    need(length % shards == 0, "data.context_length",
+         f"it must be a multiple of mesh.sequence = {shards}; the next good length is {up}{below}")  # fmt: skip
+    rows = mesh.data * mesh.fsdp
+    need(train.batch_size % rows == 0, "train.batch_size",
+         f"it must be a multiple of mesh.data * mesh.fsdp = {rows}; the next good size is "
+         f"{-(-train.batch_size // rows) * rows}")  # fmt: skip
+    need(mesh.simulate in (0, mesh.devices), "mesh.simulate",
+         f"the mesh takes {_product(mesh)} devices; simulate {mesh.devices}, or change the mesh")  # fmt: skip
+    return config
+
+
+def schedule_name(attention: AttentionConfig) -> str | None:
+    """The schedule's name, whether given plainly or in a mapping."""
+    return attention.schedule.get("name") if isinstance(attention.schedule, dict) else attention.schedule
+
+
+def check_devices(config: RunConfig, n: int) -> None:
+    """UserError unless the mesh takes just the `n` devices there are (simulated ones may be more)."""
+    mesh = config.mesh
+    if mesh.devices == n or (mesh.simulate and mesh.devices <= n):
+        return
+    raise UserError(
+        f"mesh: {_product(mesh)} devices are asked for, {n} found; change --mesh.data, --mesh.fsdp, --mesh.tensor or "
+        f"--mesh.sequence so that their product is {n}, or try it on the CPU with --mesh.simulate {mesh.devices}"
+    )
+
+
+def _product(mesh: MeshConfig) -> str:
+    return (
+        f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor} x sequence {mesh.sequence} = {mesh.devices}"
+    )
