@@ -1,0 +1,1 @@
+"""What is computed: the model, its attention, its sharding. Knows nothing of users, data sets or loops."""

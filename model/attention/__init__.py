@@ -1,0 +1,122 @@
+"""Exact attention over a sharded sequence: any layout with any schedule, on one mask made from token coordinates.
+
+`attention` takes and gives global arrays; `attend` is the same for a shard's own arrays, inside `shard_map`.
+"""
+from __future__ import annotations
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, PartitionSpec
+
+from .coords import Mask, TokenCoords
+from .kernels import Kernel, get_kernel
+from .layout import LAYOUTS
+from .partial import AttentionPartial, merge
+from .schedules import get_schedule
+
+__all__ = ["AttentionPartial", "Mask", "TokenCoords", "attend", "attention", "merge"]
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4, 5))
+def _attend(schedule, kernel, axis, size, mask, scale, q, k, v, q_coords, kv_coords):
+    return _attend_forward(schedule, kernel, axis, size, mask, scale, q, k, v, q_coords, kv_coords)[0]
+
+
+def _attend_forward(schedule, kernel, axis, size, mask, scale, q, k, v, q_coords, kv_coords):
+    partial = schedule.forward(kernel, q, k, v, q_coords, kv_coords, axis=axis, size=size, mask=mask, scale=scale)
+    # Named, so that a remat policy can keep them: the backward then never runs attention forward again
+    # (DistFlashAttn, section 3.3).
+    out = checkpoint_name(partial.out.astype(q.dtype), "attention_out")
+    lse = checkpoint_name(partial.lse, "attention_lse")
+    return (out, lse), (q, k, v, q_coords, kv_coords, out, lse)
+
+
+def _attend_backward(schedule, kernel, axis, size, mask, scale, residuals, cotangents):
+    q, k, v, q_coords, kv_coords, out, lse = residuals
+    dout, dlse = cotangents
+    delta = jnp.einsum("bthd,bthd->bht", dout.astype(jnp.float32), out.astype(jnp.float32))
+    # d lse / d score = weight, and d score = weight * (dweight - delta): lse's own cotangent joins delta.
+    delta = delta - jnp.where(jnp.isneginf(lse), 0.0, dlse)
+    gradients = schedule.backward(
+        kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, axis=axis, size=size, mask=mask, scale=scale)
+    return *(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True)), None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def attend(q, k, v, q_coords, kv_coords, *, schedule, kernel: Kernel, axis: str, size: int, mask=Mask(), scale=None):
+    """Attention of a shard's queries over the keys of all shards; to be called inside `shard_map`.
+
+    Args:
+      q: [B, T, Hq, D]; k, v: [B, T, Hkv, D], this shard's tokens, Hq a multiple of Hkv.
+      q_coords, kv_coords: TokenCoords of [B, T].
+      schedule: a name, or a schedule; kernel: from `get_kernel`; axis, size: the mesh axis of the sequence.
+      scale: multiplies the scores; D ** -0.5 unless given.
+
+    Returns:
+      out like q (in its dtype), and lse float32 [B, Hq, T].
+    """
+    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    return _attend(get_schedule(schedule, size), kernel, axis, size, mask, scale, q, k, v,
+                   TokenCoords(*q_coords), TokenCoords(*kv_coords))
+
+
+def attention(q, k, v, coords, *, kv_coords=None, mesh: Mesh, layout="striped", schedule="ring", kernel="auto",
+              mask=Mask(), scale=None, return_lse=False):
+    """Exact attention of global arrays on a mesh, already permuted for `layout`.
+
+    Args:
+      q: [B, L, Hq, D]; k, v: [B, L, Hkv, D], Hq a multiple of Hkv.
+      coords: TokenCoords (or a pair) of int32 [B, L], permuted as the tokens are; `kv_coords` the same for k and v, if
+        they are not the queries' own.
+      mesh: axes out of data, fsdp (batch), tensor (heads), sequence (length); a missing one has size 1.
+      layout: name of the layout that the arrays are in; it does not change the result, only the balance.
+      schedule: a name, or a schedule with options. kernel: a name, or a Kernel.
+      mask, scale: see Mask and `attend`.
+
+    Returns:
+      out like q, in q's dtype; with return_lse also lse, float32 [B, Hq, L].
+
+    Raises:
+      ValueError: sizes that do not fit each other or the mesh, in one line that names those that do.
+    """
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: found {layout!r}; known: {', '.join(LAYOUTS)}")
+    coords = TokenCoords(*coords)
+    kv_coords = coords if kv_coords is None else TokenCoords(*kv_coords)
+    size = mesh.shape.get("sequence", 1)
+    batch = tuple(axis for axis in ("data", "fsdp") if axis in mesh.shape)
+    _check(q, k, v, mesh, size, batch)
+    tensor = mesh.shape.get("tensor", 1)
+    heads = "tensor" if tensor > 1 and k.shape[2] % tensor == 0 else None
+    sequence = "sequence" if "sequence" in mesh.shape else None
+    tokens = PartitionSpec(batch, sequence)
+    vectors = PartitionSpec(batch, sequence, heads)
+    kernel = get_kernel(kernel) if isinstance(kernel, str) else kernel
+    local = functools.partial(attend, schedule=schedule, kernel=kernel, axis="sequence", size=size, mask=mask, scale=scale)
+    out, lse = jax.shard_map(
+        local, mesh=mesh, in_specs=(vectors, vectors, vectors, tokens, tokens),
+        out_specs=(vectors, PartitionSpec(batch, heads, sequence)), check_vma=False)(q, k, v, coords, kv_coords)
+    return (out, lse) if return_lse else out
+
+
+def _check(q, k, v, mesh, size, batch):
+    """Refuses shapes that cannot be sharded, with the ones that could."""
+    if k.shape != v.shape:
+        raise ValueError(f"k and v: found shapes {k.shape} and {v.shape}; they must be equal")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"heads: {q.shape[2]} query heads are no multiple of {k.shape[2]} key/value heads")
+    for name, length in (("q", q.shape[1]), ("k", k.shape[1])):
+        if length % size:
+            raise ValueError(f"length of {name}: {length} is not divisible by {size} sequence shards; the next good one "
+                             f"is {-(-length // size) * size}")
+    rows = math.prod(mesh.shape[axis] for axis in batch)
+    if q.shape[0] % rows:
+        raise ValueError(f"batch: {q.shape[0]} rows are not divisible by data x fsdp = {rows}; use a multiple of {rows}")
+
+

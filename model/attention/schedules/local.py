@@ -1,0 +1,17 @@
+"""Local attention: nothing travels, one round. Vanilla, memory-efficient or blockwise attention, as the kernel is."""
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Local:
+    """All keys are here already (sequence axis of 1)."""
+
+    def forward(self, kernel, q, k, v, q_coords, kv_coords, *, axis, size, mask, scale):
+        del axis, size
+        return kernel.forward(q, k, v, q_coords, kv_coords, mask=mask, scale=scale)
+
+    def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, axis, size, mask, scale):
+        del axis, size
+        return kernel.backward(q, k, v, dout, lse, delta, q_coords, kv_coords, mask=mask, scale=scale)

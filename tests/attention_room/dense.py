@@ -1,0 +1,36 @@
+"""An independent truth: dense attention and its gradients in float64 numpy, from the definition."""
+import numpy as np
+
+
+def dense_attention(q, k, v, index, segment_ids, dout, *, causal=True, window=None):
+    """out, lse and the gradients of sum(out * dout); arrays like the product's, all float64.
+
+    Args: q [B, L, Hq, D]; k, v [B, L, Hkv, D]; index, segment_ids [B, L] (in the order of q, k, v); dout like q.
+    """
+    q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
+    group = q.shape[2] // k.shape[2]
+    k_wide, v_wide = np.repeat(k, group, 2), np.repeat(v, group, 2)
+    seen = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids[:, :, None] > 0)
+    if causal:
+        seen &= index[:, :, None] >= index[:, None, :]
+    if window is not None:
+        seen &= np.abs(index[:, :, None] - index[:, None, :]) < window
+    scale = q.shape[-1] ** -0.5
+    scores = np.where(seen[:, None], np.einsum("bqhd,bkhd->bhqk", q, k_wide) * scale, -np.inf)
+    top = scores.max(-1, keepdims=True, initial=-1e30)
+    weights = np.exp(scores - top)
+    total = weights.sum(-1, keepdims=True)
+    weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
+    with np.errstate(divide="ignore"):
+        lse = np.where(total > 0, top + np.log(total), -np.inf)[..., 0]
+    out = np.einsum("bhqk,bkhd->bqhd", weights, v_wide)
+    dweights = np.einsum("bqhd,bkhd->bhqk", dout, v_wide)
+    dscores = weights * (dweights - (weights * dweights).sum(-1, keepdims=True)) * scale
+    dq = np.einsum("bhqk,bkhd->bqhd", dscores, k_wide)
+
+    def per_kv_head(x):
+        return x.reshape(*x.shape[:2], k.shape[2], group, x.shape[3]).sum(3)
+
+    dk = per_kv_head(np.einsum("bhqk,bqhd->bkhd", dscores, q))
+    dv = per_kv_head(np.einsum("bhqk,bqhd->bkhd", weights, dout))
+    return out, lse, dq, dk, dv

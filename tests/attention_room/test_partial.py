@@ -1,0 +1,38 @@
+"""Merging partial attention: the laws it must keep."""
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.attention import AttentionPartial, merge
+from model.attention.partial import empty
+
+numbers = st.one_of(st.just(-np.inf), st.floats(-300, 300, width=32))
+
+
+def part(lse, seed):
+    lse = np.asarray(lse, np.float32).reshape(1, 2, 2)
+    out = np.random.default_rng(seed).standard_normal((1, 2, 2, 3)).astype(np.float32)
+    return AttentionPartial(jnp.where(jnp.isneginf(lse).swapaxes(1, 2)[..., None], 0.0, out), jnp.asarray(lse))
+
+
+def assert_close(a, b):
+    np.testing.assert_allclose(a.out, b.out, atol=2e-6)
+    np.testing.assert_allclose(a.lse, b.lse, rtol=1e-6, atol=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(*[st.lists(numbers, min_size=4, max_size=4)] * 3)
+def test_merge_is_associative_and_commutative(a, b, c):
+    a, b, c = part(a, 0), part(b, 1), part(c, 2)
+    assert_close(merge(merge(a, b), c), merge(a, merge(b, c)))
+    assert_close(merge(a, b), merge(b, a))
+    assert not np.isnan(merge(a, b).out).any()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(numbers, min_size=4, max_size=4))
+def test_the_empty_part_changes_nothing(a):
+    a = part(a, 0)
+    assert_close(merge(a, empty(1, 2, 2, 3)), a)
+    assert_close(merge(empty(1, 2, 2, 3), a), a)
