@@ -1,0 +1,303 @@
+"""The LLaMA transformer. Flax modules declare it; `Llama` runs it on a mesh from a flat dictionary of sharded arrays.
+
+Everything between tokens and loss runs inside one `shard_map`: a device has its rows (data, fsdp), its tokens (sequence)
+and its heads, width and vocabulary (tensor). Layers are stacked and scanned. The carry of that scan holds the token
+coordinates beside the hidden states: anything computed from values outside it (a mask!) is loop-invariant, and
+differentiating the scan would hoist it out and keep it for every layer.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, PartitionSpec
+
+from .attention import Mask, TokenCoords, attend
+from .attention.kernels import Kernel, get_kernel
+from .chunked import chunked, product
+from .config import LlamaConfig
+from .feedforward import FeedForward, Projection, RMSNorm, param
+from .loss import token_losses
+from .remat import policy
+from .rope import apply_rope, inverse_frequencies
+from .sharding import BATCH_AXES, Parallel, Parameter, Sharding
+
+TOKENS = PartitionSpec(BATCH_AXES, "sequence")
+
+
+class SelfAttention(nnx.Module):
+    """The projections around attention; heads are split over `tensor` where they can be."""
+
+    def __init__(self, config: LlamaConfig, *, rngs):
+        self.config = config
+        hidden, size, std, bias = config.hidden_size, config.head_dim, config.initializer_range, config.attention_bias
+
+        def inward(heads, name):
+            extra = ((heads, size), (name, "head_dim")) if bias else ()
+            return Projection("bte,ehd->bthd", (hidden, heads, size), ("embed", name, "head_dim"), std, *extra, rngs=rngs)
+
+        extra = ((hidden,), ("norm",)) if bias else ()
+        self.q_proj = inward(config.num_attention_heads, "heads")
+        self.k_proj = inward(config.num_key_value_heads, "kv_heads")
+        self.v_proj = inward(config.num_key_value_heads, "kv_heads")
+        self.o_proj = Projection("bthd,hde->bte", (config.num_attention_heads, size, hidden),
+                                 ("heads", "head_dim", "embed"), std, *extra, rngs=rngs)
+
+    def project(self, x, positions, parallel: Parallel):
+        """x [B, T, E] -> q [B, T, Hq, D], k and v [B, T, Hkv, D], RoPE applied; heads of this tensor rank."""
+        q, k, v = (part.add_bias(part(x)) for part in (self.q_proj, self.k_proj, self.v_proj))
+        if parallel.heads and not parallel.kv_heads:
+            # Fewer key heads than ranks: each rank keeps the one that its query heads share.
+            head = parallel.rank() * k.shape[2] // parallel.tensor
+            k, v = (lax.dynamic_slice_in_dim(t, head, 1, axis=2) for t in (k, v))
+        frequencies = inverse_frequencies(self.config.rope, self.config.head_dim)
+        return apply_rope(q, positions, frequencies), apply_rope(k, positions, frequencies), v
+
+    def combine(self, attended, parallel: Parallel):
+        """[B, T, Hq, D] -> [B, T, E], summed over the tensor ranks."""
+        return self.o_proj.add_bias(parallel.sum(self.o_proj(attended), "heads"))
+
+
+class DecoderLayer(nnx.Module):
+    """Attention and feed-forward with their norms."""
+
+    def __init__(self, config: LlamaConfig, *, rngs):
+        self.input_layernorm = RMSNorm(config)
+        self.self_attn = SelfAttention(config, rngs=rngs)
+        self.post_attention_layernorm = RMSNorm(config)
+        self.mlp = FeedForward(config, rngs=rngs)
+
+
+class Ends(nnx.Module):
+    """What stands before and after the layers: the embedding table, the final norm, the head."""
+
+    def __init__(self, config: LlamaConfig, *, rngs):
+        self.embed_tokens = nnx.Dict(weight=param(
+            rngs, (config.vocab_size, config.hidden_size), ("vocab", "embed"), config.initializer_range))
+        self.norm = RMSNorm(config)
+        if not config.tie_word_embeddings:
+            self.lm_head = nnx.Dict(weight=param(
+                rngs, (config.hidden_size, config.vocab_size), ("embed", "vocab"), config.initializer_range))
+
+
+def _flat(state) -> dict:
+    return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
+
+
+@functools.cache
+def _layer_module(config: LlamaConfig):
+    return nnx.split(nnx.eval_shape(lambda: DecoderLayer(config, rngs=nnx.Rngs(0))))
+
+
+def declare(config: LlamaConfig) -> dict[str, Parameter]:
+    """Every parameter's name, shape and logical axes, layers stacked on a leading axis."""
+    _, layer = _layer_module(config)
+    ends = nnx.state(nnx.eval_shape(lambda: Ends(config, rngs=nnx.Rngs(0))))
+    found = {name: Parameter(leaf.shape, leaf.get_metadata()["axes"]) for name, leaf in _flat(ends).items()}
+    for name, leaf in _flat(layer).items():
+        axes = ("layers", *leaf.get_metadata()["axes"])
+        found[f"layers.{name}"] = Parameter((config.num_hidden_layers, *leaf.shape), axes)
+    return dict(sorted(found.items()))
+
+
+def init(config: LlamaConfig, key: jax.Array) -> dict[str, jax.Array]:
+    """Fresh float32 parameters: normal with `initializer_range`, norms 1, biases 0. To be jitted with output shardings."""
+    ends_key, layers_key = jax.random.split(key)
+
+    def one_layer(key):
+        return {f"layers.{name}": leaf[...] for name, leaf in _flat(nnx.state(DecoderLayer(config, rngs=nnx.Rngs(key)))).items()}
+
+    layers = jax.vmap(one_layer)(jax.random.split(layers_key, config.num_hidden_layers))
+    ends = {name: leaf[...] for name, leaf in _flat(nnx.state(Ends(config, rngs=nnx.Rngs(ends_key)))).items()}
+    return dict(sorted({**ends, **layers}.items()))
+
+
+def bind(config: LlamaConfig, weights: dict[str, jax.Array]) -> DecoderLayer:
+    """A decoder layer on these weights, named as within the layer."""
+    graph, state = _layer_module(config)
+    paths = [(path, leaf.replace(weights[name])) for (path, leaf), name in
+             zip(nnx.to_flat_state(state), _flat(state), strict=True) if name in weights]
+    return nnx.merge(graph, nnx.from_flat_state(paths + [
+        (path, leaf) for (path, leaf), name in zip(nnx.to_flat_state(state), _flat(state), strict=True) if name not in weights]))
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """Tokens a device handles at once in position-wise work."""
+
+    projection: int | None = 2048
+    feed_forward: int | None = 2048
+    loss: int | None = 1024
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama:
+    """A LLaMA on a mesh. Methods called `local_*` run inside `shard_map`, on a device's shards.
+
+    Attributes:
+      schedule, kernel, mask: see `model.attention`.
+      dtype: compute precision; parameters stay float32.
+      remat: a policy of `model.remat`.
+    """
+
+    config: LlamaConfig
+    mesh: Mesh
+    schedule: object = "ring"
+    kernel: Kernel = dataclasses.field(default_factory=get_kernel)
+    dtype: object = jnp.bfloat16
+    remat: str = "save_attention"
+    chunks: Chunks = Chunks()
+    storage_axes: tuple[str, ...] = ("fsdp", "sequence")
+
+    @functools.cached_property
+    def sharding(self) -> Sharding:
+        return Sharding(self.mesh, self.config, self.storage_axes)
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        return declare(self.config)
+
+    @functools.cached_property
+    def specs(self) -> dict[str, PartitionSpec]:
+        return self.sharding.specs(self.parameters)
+
+    @functools.cached_property
+    def shardings(self):
+        return self.sharding.shardings(self.parameters)
+
+    @property
+    def parallel(self) -> Parallel:
+        return self.sharding.parallel
+
+    def init(self, seed: int) -> dict[str, jax.Array]:
+        """Fresh parameters, born sharded."""
+        return jax.jit(lambda key: init(self.config, key), out_shardings=self.shardings)(jax.random.key(seed))
+
+    def _run(self, fn, params, names, arrays, labels, chunk):
+        weights = {name: params[name] for name in names}
+        specs = {name: self.specs[name] for name in names}
+        return chunked(fn, weights, specs, arrays, labels, dtype=self.dtype, chunk=chunk)
+
+    def local_embed(self, params, tokens):
+        """int32 [B, T] -> [B, T, E]. The float32 table is indexed and the rows cast, so that its gradient is float32."""
+        parallel = self.parallel
+
+        def embed(weights, arrays, labels):
+            table, ids = weights["embed_tokens.weight"], labels["tokens"]
+            if parallel.tensor > 1 and parallel.vocab:
+                ids = ids - parallel.rank() * table.shape[0]
+            here = (ids >= 0) & (ids < table.shape[0])
+            rows = jnp.where(here[..., None], table[jnp.where(here, ids, 0)], 0.0)
+            return parallel.sum(rows.astype(self.dtype), "vocab")
+
+        return self._run(embed, params, ["embed_tokens.weight"], {}, {"tokens": tokens}, None)
+
+    def _layer_call(self, fn, weights, part, arrays, labels, chunk):
+        """`chunked` over those of a layer's weights (names within the layer) that start with one of `part`."""
+        weights = {name: w for name, w in weights.items() if name.startswith(part)}
+        specs = {name: PartitionSpec(*self.specs[f"layers.{name}"][1:]) for name in weights}
+        return chunked(fn, weights, specs, arrays, labels, dtype=self.dtype, chunk=chunk)
+
+    def local_project(self, weights, x, positions):
+        """A layer's norm, projections and RoPE: q, k, v."""
+        def project(weights, arrays, labels):
+            layer = bind(self.config, weights)
+            return layer.self_attn.project(layer.input_layernorm(arrays["x"]), labels["positions"], self.parallel)
+
+        part = ("input_layernorm", "self_attn.q", "self_attn.k", "self_attn.v")
+        return self._layer_call(project, weights, part, {"x": x}, {"positions": positions}, self.chunks.projection)
+
+    def local_finish(self, weights, x, attended):
+        """A layer from attention's output to the next layer's input."""
+        def finish(weights, arrays, labels):
+            layer = bind(self.config, weights)
+            x = arrays["x"] + layer.self_attn.combine(arrays["attended"], self.parallel)
+            return x + layer.mlp(layer.post_attention_layernorm(x), self.parallel)
+
+        part = ("self_attn.o", "post_attention", "mlp")
+        return self._layer_call(finish, weights, part, {"x": x, "attended": attended}, {}, self.chunks.feed_forward)
+
+    def local_layers(self, params, x, positions, coords: TokenCoords, keep_kv: bool = False):
+        """All layers: [B, T, E] -> [B, T, E], and with keep_kv every layer's k and v [layers, B, T, Hkv, D]."""
+        layers = {name.removeprefix("layers."): w for name, w in params.items() if name.startswith("layers.")}
+        size = self.mesh.shape["sequence"]
+
+        def body(carry, weights):
+            x, positions, coords = carry
+            x = checkpoint_name(x, "layer_input")
+            q, k, v = self.local_project(weights, x, positions)
+            attended, _ = attend(q, k, v, coords, coords, schedule=self.schedule, kernel=self.kernel, axis="sequence",
+                                 size=size, mask=Mask())
+            return (self.local_finish(weights, x, attended), positions, coords), (k, v) if keep_kv else None
+
+        body = jax.checkpoint(body, policy=policy(self.remat), prevent_cse=False)
+        (x, _, _), kv = lax.scan(body, (x, positions, coords), layers)
+        return (x, kv) if keep_kv else x
+
+    def _head(self, weights, x):
+        """Final norm and logits of this tensor rank's vocabulary."""
+        norm = (x.astype(jnp.float32))
+        norm = norm * lax.rsqrt(jnp.mean(jnp.square(norm), -1, keepdims=True) + self.config.rms_norm_eps)
+        norm = (norm * weights["norm.weight"]).astype(x.dtype)
+        if self.config.tie_word_embeddings:
+            return product("bte,ve->btv", norm, weights["embed_tokens.weight"])
+        return product("bte,ev->btv", norm, weights["lm_head.weight"])
+
+    @property
+    def _head_names(self):
+        return ["norm.weight", "embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight"]
+
+    def local_logits(self, params, x):
+        """[B, T, E] -> float32 [B, T, V], all of the vocabulary on every tensor rank. For evaluation: not chunked."""
+        def head(weights, arrays, labels):
+            logits = self._head(weights, arrays["x"])
+            if self.parallel.tensor > 1 and self.parallel.vocab:
+                logits = lax.all_gather(logits, "tensor", axis=2, tiled=True)
+            return logits.astype(jnp.float32)
+
+        return self._run(head, params, self._head_names, {"x": x}, {}, None)
+
+    def local_token_losses(self, params, batch):
+        """-log p(target) of every token of this device: float32 [B, T]. Logits exist for one chunk at a time."""
+        coords = TokenCoords(batch["index"], batch["segment_ids"])
+        x = self.local_embed(params, batch["tokens"])
+        x = self.local_layers(params, x, batch["positions"], coords)
+
+        def loss(weights, arrays, labels):
+            return token_losses(self._head(weights, arrays["x"]), labels["targets"], self.parallel)
+
+        return self._run(loss, params, self._head_names, {"x": x}, {"targets": batch["targets"]}, self.chunks.loss)
+
+    def token_losses(self, params, batch):
+        """-log p(target) of every token of a global batch (see ARCHITECTURE.md): float32 [B, L]."""
+        return self._sharded(self.local_token_losses, TOKENS)(params, batch)
+
+    def logits(self, params, batch):
+        """Logits of every token of a global batch: float32 [B, L, V]. For tests and short inputs."""
+        def local(params, batch):
+            x = self.local_embed(params, batch["tokens"])
+            x = self.local_layers(params, x, batch["positions"], TokenCoords(batch["index"], batch["segment_ids"]))
+            return self.local_logits(params, x)
+
+        return self._sharded(local, PartitionSpec(*TOKENS, None))(params, batch)
+
+    def loss(self, params, batch):
+        """Weighted cross-entropy in nats over the *global* sum of weights, and that sum: two float32 scalars.
+
+        Take gradients outside: inside `shard_map` they would be wrong once a psum over `tensor` is in the loss.
+        """
+        def local(params, batch):
+            losses = self.local_token_losses(params, batch)
+            axes = (*BATCH_AXES, "sequence")
+            total = lax.psum(jnp.sum(batch["loss_weights"]), axes)
+            return lax.psum(jnp.sum(losses * batch["loss_weights"]), axes) / jnp.maximum(total, 1e-9), total
+
+        return self._sharded(local, (PartitionSpec(), PartitionSpec()))(params, batch)
+
+    def _sharded(self, fn, out_specs):
+        return jax.shard_map(fn, mesh=self.mesh, in_specs=(self.specs, TOKENS), out_specs=out_specs, check_vma=False)

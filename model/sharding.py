@@ -1,0 +1,145 @@
+"""From a parameter's logical axes to mesh axes: one table, one function that applies it, and how shards become whole.
+
+Every parameter is sharded over `tensor` where its heads, feed-forward width or vocabulary are split, and over `fsdp` *and*
+`sequence` as well, since the devices along both share the parameters (ZeRO-3 over all devices that share a batch).
+"""
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from .config import LlamaConfig
+
+MESH_AXES = ("data", "fsdp", "tensor", "sequence")
+BATCH_AXES = ("data", "fsdp")
+STORAGE_AXES = ("fsdp", "sequence")
+
+# Logical axis -> which decision of `Parallel` splits it over the tensor axis.
+TENSOR_RULES = {"heads": "heads", "kv_heads": "kv_heads", "mlp": "mlp", "vocab": "vocab"}
+# The axes that storage is split along first; others serve where these do not divide.
+STORAGE_FIRST = ("embed", "norm")
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """A parameter's shape and the logical names of its axes."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Parallel:
+    """What the tensor axis splits for this model. What it does not divide is replicated over it.
+
+    Attributes:
+      tensor: size of the tensor axis.
+      heads, kv_heads, mlp, vocab: whether that is split. With `heads` and not `kv_heads`, each rank computes with
+        the one key/value head that its query heads share.
+    """
+
+    tensor: int
+    heads: bool
+    kv_heads: bool
+    mlp: bool
+    vocab: bool
+
+    @classmethod
+    def of(cls, config: LlamaConfig, tensor: int) -> Parallel:
+        """The splits that the sizes allow."""
+        query, key = config.num_attention_heads, config.num_key_value_heads
+        kv_heads = key % tensor == 0
+        heads = query % tensor == 0 and (kv_heads or tensor % key == 0)
+        return cls(tensor, heads, heads and kv_heads, config.intermediate_size % tensor == 0, config.vocab_size % tensor == 0)
+
+    def sum(self, x: jax.Array, what: str) -> jax.Array:
+        """Adds the tensor ranks' shares of a product over a split axis; nothing to add where it is not split."""
+        return lax.psum(x, "tensor") if self.tensor > 1 and getattr(self, what) else x
+
+    def rank(self) -> jax.Array:
+        """This device's place on the tensor axis."""
+        return lax.axis_index("tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class Sharding:
+    """Where the parameters of one model lie on one mesh.
+
+    Attributes:
+      mesh: has all of MESH_AXES.
+      storage_axes: mesh axes that storage is split over; () keeps a whole copy on each device (small models, decoding).
+    """
+
+    mesh: Mesh
+    config: LlamaConfig
+    storage_axes: tuple[str, ...] = STORAGE_AXES
+
+    @property
+    def parallel(self) -> Parallel:
+        return Parallel.of(self.config, self.mesh.shape["tensor"])
+
+    def spec(self, name: str, parameter: Parameter) -> PartitionSpec:
+        """Mesh axes of each axis of a parameter. JAX refuses uneven shards, so a mesh axis goes only where it divides.
+
+        Raises:
+          ValueError: a logical axis that the table lacks; names the parameter.
+        """
+        placed: list[list[str]] = [[] for _ in parameter.shape]
+        left = list(parameter.shape)
+
+        def place(i: int, axis: str) -> bool:
+            size = self.mesh.shape[axis]
+            if left[i] % size:
+                return False
+            left[i] //= size
+            placed[i].append(axis)
+            return True
+
+        for i, logical in enumerate(parameter.axes):
+            if logical in TENSOR_RULES:
+                if self.mesh.shape["tensor"] > 1 and getattr(self.parallel, TENSOR_RULES[logical]):
+                    place(i, "tensor")
+            elif logical not in (*STORAGE_FIRST, "layers", "head_dim"):
+                raise ValueError(f"{name}: no sharding rule for its axis {logical!r}")
+        order = sorted((i for i, logical in enumerate(parameter.axes) if logical != "layers"),
+                       key=lambda i: (parameter.axes[i] not in STORAGE_FIRST, -parameter.shape[i]))
+        for axis in self.storage_axes:
+            if self.mesh.shape[axis] > 1:
+                any(place(i, axis) for i in order)
+        return PartitionSpec(*(tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in placed))
+
+    def specs(self, parameters: dict[str, Parameter]) -> dict[str, PartitionSpec]:
+        return {name: self.spec(name, parameter) for name, parameter in parameters.items()}
+
+    def shardings(self, parameters: dict[str, Parameter]) -> dict[str, NamedSharding]:
+        return {name: NamedSharding(self.mesh, spec) for name, spec in self.specs(parameters).items()}
+
+
+def storage_axes_of(spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
+    """The axes of an array, and the storage mesh axes that split each."""
+    found = []
+    for i, entry in enumerate(spec):
+        axes = tuple(a for a in ((entry,) if isinstance(entry, str) else entry or ()) if a in STORAGE_AXES)
+        if axes:
+            found.append((i, axes))
+    return found
+
+
+def gather(shard: jax.Array, spec: PartitionSpec, dtype) -> jax.Array:
+    """A parameter's shard -> the whole (of this tensor rank), sent in `dtype`. Inside `shard_map`."""
+    whole = shard.astype(dtype)
+    for i, axes in storage_axes_of(spec):
+        whole = lax.all_gather(whole, axes, axis=i, tiled=True)
+    return whole
+
+
+def reduce_scatter(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
+    """Float32 gradients of a whole parameter, one from each device -> this device's shard of their sum, in float32."""
+    assert gradient.dtype == jnp.float32, gradient.dtype
+    for i, axes in reversed(storage_axes_of(spec)):
+        gradient = lax.psum_scatter(gradient, axes, scatter_dimension=i, tiled=True)
+    return gradient
