@@ -188,7 +188,7 @@ class EvaluateConfig:
     """Line retrieval after training, for recipes that end with it."""
 
     line_cases: tuple[str, ...] = ()
-    """Case files."""
+    """Case files (JSONL) to evaluate on."""
     max_new_tokens: int = 100
     """Tokens generated for an answer."""
 
@@ -379,7 +379,10 @@ def _check_names(written: Row, where: str) -> None:
     for name, cls in SECTIONS.items():
         if name in written:
             check_keys(written[name], cls, f"{name}.")
-    sources = written.get("data", {}).get("sources") or []
+    data = written.get("data", {})
+    sources = data.get("sources") or []
+    if data.get("path") and sources:
+        raise UserError(f"{where}: both data.path and data.sources are given; keep one")
     if not isinstance(sources, list | tuple):
         fields = ", ".join(f.name for f in dataclasses.fields(SourceConfig))
         raise UserError(f"{where}: data.sources expects a list of {{{fields}}}, found {sources!r}")
@@ -392,8 +395,6 @@ def _replace_shorthands(written: Row, given: set[str]) -> None:
     if {"data.path", "data.sources"} <= given:
         raise UserError("command line: --data.path and --data.sources exclude each other; give one")
     model_section, data_section = written.setdefault("model", {}), written.setdefault("data", {})
-    if data_section.get("path") and data_section.get("sources"):
-        raise UserError("the recipe gives both data.path and data.sources; keep one")
     if "data.path" in given:
         data_section.pop("sources", None)
     if "data.sources" in given:
@@ -458,6 +459,7 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
                 found = getattr(found, part)
             raise UserError(f"{where}: {field} is {found!r}; {expected}")
 
+    need(config.config_version == VERSION, "config_version", f"this code reads {VERSION}")
     model, data, mesh, train = config.model, config.data, config.mesh, config.train
     attention, optimizer = config.attention, config.optimizer
     for field in ("data", "fsdp", "tensor", "sequence"):

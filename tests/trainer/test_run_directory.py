@@ -1,0 +1,100 @@
+"""Tests of trainer/run_directory.py: the same run goes on, another is refused, logs are cut back."""
+
+import dataclasses
+import json
+
+import pytest
+
+from data.errors import UserError
+from trainer.config import (
+    AttentionConfig,
+    DataConfig,
+    LoggingConfig,
+    MemoryConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    SourceConfig,
+    TrainConfig,
+)
+from trainer.run_directory import identity, open_run
+
+
+@pytest.fixture
+def config(tmp_path):
+    return RunConfig(
+        name="one", model=ModelConfig(preset="tiny", tokenizer="t"), data=DataConfig(sources=(SourceConfig("a.json"),)),
+        run_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+
+
+def test_same_run_goes_on_whatever_the_hardware(config):
+    run = open_run(config)
+    elsewhere = dataclasses.replace(
+        config,
+        name="two",
+        mesh=MeshConfig(fsdp=4, simulate=4),
+        memory=MemoryConfig(loss_chunk=8),
+        attention=AttentionConfig(kernel="xla", query_tile=8),
+        logging=LoggingConfig(console=False),
+        data=dataclasses.replace(config.data, prepared="/elsewhere"),
+        train=TrainConfig(log_every=5),
+    )
+    assert open_run(elsewhere) == run
+    assert identity(elsewhere) == identity(config)
+    assert "query_tile: 8" in run.config.read_text(), "config.yaml tells how it was last run"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"train": TrainConfig(steps=5)}, "train.steps is 100 there and 5 now"),
+        ({"optimizer": OptimizerConfig(learning_rate=1.0)}, "optimizer.learning_rate is 2e-05 there and 1.0 now"),
+        ({"data": DataConfig(sources=(SourceConfig("b.json"),))}, "data.sources is"),
+        ({"attention": AttentionConfig(layout="contiguous")}, "attention.layout is 'striped' there"),
+    ],
+)
+def test_another_run_is_refused(config, change, words):
+    run = open_run(config)
+    before = run.config.read_text()
+    with pytest.raises(UserError) as error:
+        open_run(dataclasses.replace(config, **change))
+    assert words in str(error.value)
+    assert "--run_dir" in str(error.value) and "delete" in str(error.value)
+    assert run.config.read_text() == before
+
+
+def test_a_folder_that_is_no_run_is_refused(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    open_run(config)  # empty is fine
+    other = dataclasses.replace(config, run_dir=str(tmp_path))
+    with pytest.raises(UserError, match="not a run"):
+        open_run(other)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        open_run(dataclasses.replace(config, run_dir=str(tmp_path / "file")))
+    (tmp_path / "run" / "config.yaml").write_text("[")
+    with pytest.raises(UserError, match=r"config\.yaml: cannot be read"):
+        open_run(config)
+
+
+def test_killed_while_opening_can_be_opened(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml.tmp").write_text("half")
+    assert open_run(config).config.exists()
+
+
+def test_only_the_first_process_writes(config):
+    assert not open_run(config, write=False).folder.exists()
+
+
+def test_cut_back(config):
+    run = open_run(config)
+    lines = [json.dumps({"step": step, "loss": 1 / step}) for step in range(1, 6)]
+    run.metrics.write_text("\n".join(lines) + '\n{"step": 6, "lo')
+    run.cut_back(3)
+    assert run.metrics.read_text() == "\n".join(lines[:3]) + "\n"
+    run.cut_back(0)
+    assert run.metrics.read_text() == ""
+    assert not run.held_out.exists()

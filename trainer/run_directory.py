@@ -1,0 +1,150 @@
+"""A run's folder: what lies where, and the rule by which the same command continues it.
+
+    RUN/config.yaml           the resolved configuration, as last run
+    RUN/metrics.jsonl         one line of training metrics every train.log_every steps
+    RUN/held_out.jsonl        one line for every held-out loss
+    RUN/tensorboard/          the same figures for TensorBoard
+    RUN/checkpoints/STEP/     model/ assets/ optimizer/ data/ manifest.json
+    RUN/evaluation/           what line retrieval found, where the recipe evaluates
+
+A run *is* its resolved configuration without what cannot change its result: logging, where logs and prepared data lie,
+and placement on hardware (see PLACEMENT). So a run may be continued on another mesh or with other tiles. Another
+configuration in the same folder is refused. `step` counts finished optimizer steps everywhere.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+from typing import Any
+
+import yaml
+
+from data.errors import UserError
+from trainer import config as configuration
+from trainer.config import RunConfig
+
+# Sections and fields that do not make another run: a resumed run may change them.
+PLACEMENT = (
+    "name", "run_dir", "data.prepared",  # where things lie
+    "logging", "train.log_every",
+    "mesh", "memory", "attention.kernel", "attention.query_tile", "attention.key_tile",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class RunDirectory:
+    """The paths of one run's folder."""
+
+    folder: pathlib.Path
+
+    @property
+    def config(self) -> pathlib.Path:
+        """The resolved configuration."""
+        return self.folder / "config.yaml"
+
+    @property
+    def metrics(self) -> pathlib.Path:
+        """Training metrics, one JSON object a line."""
+        return self.folder / "metrics.jsonl"
+
+    @property
+    def held_out(self) -> pathlib.Path:
+        """Held-out losses, one JSON object a line."""
+        return self.folder / "held_out.jsonl"
+
+    @property
+    def tensorboard(self) -> pathlib.Path:
+        """TensorBoard's event files."""
+        return self.folder / "tensorboard"
+
+    @property
+    def checkpoints(self) -> pathlib.Path:
+        """Checkpoints, each in a folder named by its step."""
+        return self.folder / "checkpoints"
+
+    @property
+    def evaluation(self) -> pathlib.Path:
+        """Results of line retrieval."""
+        return self.folder / "evaluation"
+
+    def cut_back(self, step: int) -> None:
+        """Forget the logged lines after `step`, the one that training goes on from; 0 forgets all.
+
+        Steps that were logged but not saved are run again, and must not be in the files twice.
+        """
+        for path in (self.metrics, self.held_out):
+            if path.exists():
+                kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= step]
+                _write(path, "".join(line + "\n" for line in kept))
+
+
+def identity(config: RunConfig) -> dict[str, Any]:
+    """What makes `config` this run and no other: its flat fields, `section.field` to value, without PLACEMENT."""
+    return _identity(configuration.resolved(config))
+
+
+def open_run(config: RunConfig, write: bool = True) -> RunDirectory:
+    """The run's folder, made if need be; UserError if another run, or no run, is in it.
+
+    With several processes only the first writes.
+    """
+    run = RunDirectory(config.folder)
+    if run.folder.exists() and not run.folder.is_dir():
+        raise UserError(f"{run.folder}: is a file; give another --run_dir")
+    if run.config.exists():
+        _require_same(run, config)
+    elif run.folder.is_dir() and any(not path.name.endswith(".tmp") for path in run.folder.iterdir()) and write:
+        raise UserError(
+            f"{run.folder}: holds files but no config.yaml, so it is not a run; give another --run_dir, or delete it"
+        )
+    if write:
+        try:
+            run.folder.mkdir(parents=True, exist_ok=True)
+            _write(run.config, configuration.dump(config))
+        except OSError as error:
+            raise UserError(f"{run.folder}: cannot write there ({error.strerror}); give another --run_dir") from error
+    return run
+
+
+def _require_same(run: RunDirectory, config: RunConfig) -> None:
+    """UserError that names the first difference between the folder's run and `config`."""
+    try:
+        written = yaml.safe_load(run.config.read_text(encoding="utf-8"))
+        there = _identity(written)
+    except (OSError, yaml.YAMLError, AttributeError, UnicodeDecodeError) as error:
+        raise UserError(f"{run.config}: cannot be read as a run's configuration ({error}); give another --run_dir, "
+                        f"or delete {run.folder}") from error  # fmt: skip
+    here, missing = identity(config), "(nothing)"
+    for name in [*here, *(name for name in there if name not in here)]:
+        old, new = there.get(name, missing), here.get(name, missing)
+        if old != new:
+            raise UserError(
+                f"{run.folder}: another run is in this folder: {name} is {old!r} there and {new!r} now; "
+                f"give another --run_dir, or delete {run.folder}"
+            )
+
+
+def _identity(written: dict[str, Any]) -> dict[str, Any]:
+    flat = {}
+    for section, value in written.items():
+        fields = {section: value}
+        if section in configuration.SECTIONS:
+            fields = {f"{section}.{name}": inner for name, inner in value.items()}
+        flat |= {name: inner for name, inner in fields.items() if section not in PLACEMENT and name not in PLACEMENT}
+    return flat
+
+
+def _step(line: str) -> float:
+    """The line's step; infinity for a line that a kill cut short."""
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        return float("inf")
+
+
+def _write(path: pathlib.Path, text: str) -> None:
+    """Replace a file as a whole: killed at any moment, either the old or the new one is there."""
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_text(text, encoding="utf-8")
+    os.replace(scratch, path)
