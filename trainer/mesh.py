@@ -1,0 +1,51 @@
+"""Devices to mesh: the four axes, outermost first, and where batches and scalars lie."""
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from data.errors import UserError
+from model.sharding import BATCH_AXES, MESH_AXES
+
+from .config import MeshConfig
+
+
+def simulate(devices: int) -> None:
+    """Make the CPU look like `devices` devices. Only works before JAX has started its backend.
+
+    Raises:
+      UserError: JAX has started already, with another number.
+    """
+    try:
+        jax.config.update("jax_num_cpu_devices", devices)
+        jax.config.update("jax_platforms", "cpu")
+    except RuntimeError:
+        if len(jax.devices()) != devices:
+            raise UserError(f"mesh.simulate: found {devices}, but JAX runs on {len(jax.devices())} devices already") from None
+
+
+def make_mesh(config: MeshConfig, devices=None) -> Mesh:
+    """The mesh (data, fsdp, tensor, sequence) over `devices` (all of them unless given).
+
+    Raises:
+      UserError: the axes' product is not the number of devices.
+    """
+    devices = jax.devices() if devices is None else devices
+    shape = tuple(getattr(config, axis) for axis in MESH_AXES)
+    if config.devices != len(devices):
+        named = " x ".join(f"{axis} {size}" for axis, size in zip(MESH_AXES, shape, strict=True))
+        raise UserError(f"mesh: {named} is {config.devices} devices, found {len(devices)}; change an axis so that the "
+                        f"product is {len(devices)}, or give --mesh.simulate {config.devices} to try it on a CPU")
+    return jax.make_mesh(shape, MESH_AXES, devices=devices, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def batch_sharding(mesh: Mesh) -> NamedSharding:
+    """Rows over data and fsdp, length over sequence."""
+    return NamedSharding(mesh, PartitionSpec(BATCH_AXES, "sequence"))
+
+
+def place_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
+    """A global host batch [B, L] as arrays of which each process places what its devices hold."""
+    sharding = batch_sharding(mesh)
+    return {name: jax.make_array_from_callback(x.shape, sharding, lambda index, x=x: x[index]) for name, x in batch.items()}

@@ -1,0 +1,61 @@
+"""AdamW with warm-up, cosine decay and clipping, and which parameters it moves."""
+from __future__ import annotations
+
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from data.errors import UserError
+
+from .config import OptimizerConfig
+
+
+def learning_rate(config: OptimizerConfig, steps: int, count) -> jax.Array:
+    """The rate of the step that follows `count` finished ones: linear warm-up (not from 0), then cosine to the end."""
+    warm = jnp.minimum((count + 1) / max(config.warmup_steps, 1), 1.0)
+    progress = jnp.clip((count + 1 - config.warmup_steps) / max(steps - config.warmup_steps, 1), 0.0, 1.0)
+    cosine = (1 + jnp.cos(math.pi * progress)) / 2
+    return config.learning_rate * warm * (config.final_fraction + (1 - config.final_fraction) * cosine)
+
+
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """Clipping, then AdamW; weight decay on matrices alone (not on norms and biases)."""
+    def matrices(params):
+        return {name: not name.endswith(("norm.weight", ".bias")) for name in params}
+
+    return optax.chain(
+        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
+        optax.adamw(lambda count: learning_rate(config, steps, count), config.beta1, config.beta2, config.epsilon,
+                    weight_decay=config.weight_decay, mask=matrices))
+
+
+def split_trainable(names, pattern: str) -> tuple[list[str], list[str]]:
+    """Names that `pattern` matches as a whole, and the others.
+
+    Raises:
+      UserError: not a regular expression, or one that matches no parameter.
+    """
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise UserError(f"model.trainable: {pattern!r} is not a regular expression ({error})") from None
+    chosen = [name for name in names if expression.fullmatch(name)]
+    if not chosen:
+        raise UserError(f"model.trainable: {pattern!r} matches no parameter; there are {', '.join(names)}")
+    return chosen, [name for name in names if name not in chosen]
+
+
+def optimizer_shardings(optimizer, abstract: dict, mesh: Mesh):
+    """Moments lie where their parameters lie, counters everywhere: ShapeDtypeStructs with shardings, shaped like the state.
+
+    abstract: name -> ShapeDtypeStruct with a sharding, of the trained parameters.
+    """
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    return optax.tree_utils.tree_map_params(
+        optimizer, lambda moment, parameter: jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=parameter.sharding),
+        jax.eval_shape(optimizer.init, abstract), abstract,
+        transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere))
