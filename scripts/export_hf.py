@@ -1,0 +1,44 @@
+"""python -m scripts.export_hf CHECKPOINT HF_DIR: writes a Hugging Face folder that transformers loads."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from pathlib import Path
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(prog="python -m scripts.export_hf", allow_abbrev=False, description=(
+        "Writes a Hugging Face folder (safetensors, config, generation config, tokenizer, chat template) from a "
+        "checkpoint, in the dtype the model came in. Needs nothing beside the checkpoint, and no accelerator."))
+    result.add_argument("checkpoint", metavar="CHECKPOINT",
+                        help="a checkpoint folder (RUN/checkpoints/STEP), or a run directory: its newest good one")
+    result.add_argument("hf_dir", metavar="HF_DIR", type=Path, help="folder to write; must not exist or be empty")
+    return result
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code; an error, and the warning of a damaged checkpoint, is one line on stderr."""
+    arguments = parser().parse_args(argv)
+    # After the arguments, so that --help answers at once.
+    from model.config import LlamaConfig
+    from trainer.checkpoint import find_checkpoint, restore_model
+    from trainer.huggingface import write_hf
+
+    warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
+    try:
+        checkpoint = find_checkpoint(arguments.checkpoint)
+        params = restore_model(checkpoint)
+        config = LlamaConfig.from_hf(checkpoint / "assets")
+        write_hf(params, config, checkpoint / "assets", arguments.hf_dir)
+    except (ValueError, OSError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{arguments.hf_dir}: from {checkpoint}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
