@@ -1,0 +1,1 @@
+"""What the model can do now: line retrieval and its report."""

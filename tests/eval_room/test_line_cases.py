@@ -1,0 +1,81 @@
+"""Tests of eval/line_cases.py: cases are read as written, generated cases can be answered, bad files are named."""
+
+import json
+import re
+
+import pytest
+
+from data.errors import UserError
+from eval.line_cases import KEY_STYLES, LineCase, generate, read, write
+from eval.scoring import last_integer
+
+
+@pytest.mark.parametrize("style", KEY_STYLES)
+def test_generated_cases_have_one_answer_each(style):
+    cases = generate(20, 40, seed=3, key_style=style)
+    assert cases == generate(20, 40, seed=3, key_style=style) != generate(20, 40, seed=4, key_style=style)
+    places = []
+    for case in cases:
+        record = re.findall(r"^line (\S+): .*?(\d+)>?$", case.prompt, re.MULTILINE)
+        keys, numbers = zip(*record, strict=True)
+        assert len(record) == case.num_lines == len(set(keys)) == len(set(numbers)) == 20
+        asked = re.search(r"in line (\S+)\?", case.prompt).group(1)
+        assert dict(record)[asked] == str(case.expected_number)
+        assert case.correct_line in case.prompt and last_integer(case.correct_line) == case.expected_number
+        places.append(keys.index(asked))
+        assert case.prompt.endswith(" ") == (style == "adjective_noun")
+    assert sorted(places) == [depth for depth in range(20) for _ in range(2)], "every depth equally often"
+
+
+def test_written_cases_are_read_back(tmp_path):
+    cases = generate(5, 3, key_style="noun_noun")
+    write(cases, tmp_path / "cases.jsonl")
+    again = read(tmp_path / "cases.jsonl")
+    assert [case.prompt for case in again] == [case.prompt for case in cases]
+    assert again[0].family == cases[0].family and again[0].source == "cases.jsonl"
+
+
+def test_longchat_form_and_families(tmp_path):
+    record = {"random_idx": ["a-b", 0], "expected_number": 7, "num_lines": 680, "token_size": 9,
+              "correct_line": "x <7>\n", "prompt": "line a-b: REGISTER_CONTENT is <7>\u2028"}  # fmt: skip
+    path = tmp_path / "680_lines.jsonl"
+    path.write_text(json.dumps(record, ensure_ascii=False) + "\n\n" + json.dumps(record | {"num_lines": 700}) + "\n")
+    small, great = read(path)
+    assert small.expected_number == 7 and small.prompt == record["prompt"], "U+2028 ends no line of a JSONL file"
+    assert small.family != great.family
+
+
+def test_our_own_fixture(repository):
+    cases = read(repository / "data" / "fixtures" / "line_cases.jsonl")
+    assert len(cases) >= 100
+    ours = generate(cases[0].num_lines, 1, key_style="short")[0]
+    skeletons = {re.sub(r"line \w+|\d+", "_", case.prompt) for case in (cases[0], ours)}
+    assert len(skeletons) == 1, "the short style is worded as the fixtures are"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "no line cases"),
+        ("{}\n", ":1: prompt should be str, found None"),
+        ('{"prompt": "p", "expected_number": "7", "num_lines": 1, "correct_line": ""}', "expected_number should be"),
+        ("[1]", "expected an object"),
+        ("\n{", ":2: not valid JSON"),
+    ],
+)
+def test_bad_files(tmp_path, text, words):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        read(path)
+    assert str(path) in str(error.value) and words in str(error.value)
+
+
+def test_what_cannot_be_had():
+    with pytest.raises(UserError, match=r"gone\.jsonl"):
+        read("gone.jsonl")
+    with pytest.raises(UserError, match="short has keys for 1 to"):
+        generate(5000, 1, key_style="short")
+    with pytest.raises(UserError, match="valid: adjective_noun"):
+        generate(5, 1, key_style="verb")
+    assert LineCase("", 1, 200, "").family == LineCase("", 1, 680, "").family
