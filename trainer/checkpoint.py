@@ -163,9 +163,11 @@ class _Saving:
             raise ValueError(f"{assets}: no such folder; a checkpoint holds the assets of its model")
         if jax.process_index() == 0:
             # What a killed process left behind, of this step and of others.
-            for left in target.parent.glob("*.tmp*") if target.parent.is_dir() else ():
-                if _STEP.fullmatch(left.name.split(".")[0]) or left == self.scratch:
-                    shutil.rmtree(left, ignore_errors=True)
+            shutil.rmtree(self.scratch, ignore_errors=True)
+            if target.parent.name == CHECKPOINTS and target.parent.is_dir():
+                for left in target.parent.iterdir():
+                    if re.fullmatch(r"\d+\.tmp(-removed)?", left.name):
+                        shutil.rmtree(left, ignore_errors=True)
             self.scratch.mkdir(parents=True)
             shutil.copytree(assets, self.scratch / "assets")
             if data is not None:

@@ -1,0 +1,23 @@
+"""Train: python train.py --config configs/NAME.yaml [--section.field value ...]; the same command again goes on.
+
+Every field is described by --help. LONGSTRIPE_TRACEBACK=1 shows where an error comes from.
+"""
+import sys
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Configuration -> trainer."""
+    from trainer import config, entry
+
+    def work():
+        from trainer.loop import train
+
+        run_config = config.load(argv)
+        entry.keep_compiled()
+        train(run_config)
+
+    return entry.run(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

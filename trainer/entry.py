@@ -1,0 +1,32 @@
+"""What every command does around its work: one line for an error that a user can mend, and compiled programs kept."""
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from data.errors import UserError
+
+
+def keep_compiled() -> None:
+    """Keep compiled programs between starts, in $LONGSTRIPE_CACHE/xla or ~/.cache/longstripe/xla."""
+    import jax
+
+    root = Path(os.environ.get("LONGSTRIPE_CACHE") or Path.home() / ".cache" / "longstripe")
+    jax.config.update("jax_compilation_cache_dir", str(root / "xla"))
+
+
+def run(work: Callable[[], object]) -> int:
+    """Runs a command's work; 2 and one line on standard error for an error that its user can mend."""
+    try:
+        work()
+    except (UserError, ValueError) as error:
+        if os.environ.get("LONGSTRIPE_TRACEBACK"):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        return 130
+    return 0

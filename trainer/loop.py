@@ -1,0 +1,135 @@
+"""The training loop: restore or begin, step, log, evaluate, save. Knows an objective, not what it is made of."""
+from __future__ import annotations
+
+import shutil
+import tempfile
+import warnings
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from data.errors import UserError
+
+from .checkpoint import CheckpointStore
+from .config import RunConfig
+from .mesh import make_mesh, place_batch, simulate
+from .metrics import Meter, MetricsLog
+from .objective import Objective, TextObjective
+from .optimizer import split_trainable
+from .run_directory import open_run
+from .step import StepBuilder
+
+
+def train(config: RunConfig) -> Path:
+    """Runs (or goes on with) the run that `config` describes, to its last step; gives the newest checkpoint's folder.
+
+    Raises:
+      UserError, ValueError: what a user can mend, in one line.
+    """
+    if config.mesh.simulate:
+        simulate(config.mesh.simulate)
+    mesh = make_mesh(config.mesh)
+    run = open_run(config, write=jax.process_index() == 0)
+    objective = TextObjective(config, mesh)
+    with CheckpointStore(run.folder, keep=config.checkpoint.keep) as store:
+        return _Training(config, objective, run, store).run()
+
+
+class _Training:
+    """One process's part in a run: the arrays, the compiled steps and the place in the data."""
+
+    def __init__(self, config: RunConfig, objective: Objective, run, store: CheckpointStore):
+        self.config, self.objective, self.run_directory, self.store = config, objective, run, store
+        model = objective.model
+        self.trained, self.fixed = split_trainable(model.parameters, config.model.trainable)
+        self.builder = StepBuilder(model, objective.loss, tuple(self.trained), objective.abstract_batch(),
+                                   config.optimizer, config.train.steps)
+        self.meter = Meter(model.config, model.mesh.devices.flat)
+        self.step = self._restore()
+
+    def _restore(self) -> int:
+        """Parameters, moments and the step they belong to: from the newest good checkpoint, or fresh."""
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            latest = self.store.latest_good()
+        for warning in told:
+            print(f"warning: {warning.message}")
+        if latest is None:
+            params = self.objective.read_params()
+            self.optimizer_state = self.builder.init_optimizer({name: params[name] for name in self.trained})
+            self._take(params)
+            return 0
+        restored = self.store.restore(latest, self.builder.abstract_params, self.builder.abstract_optimizer)
+        if restored.data["fingerprint"] != self.objective.fingerprint:
+            raise UserError(f"{self.store.path(latest)}: was trained on other data (fingerprint "
+                            f"{restored.data['fingerprint']}, now {self.objective.fingerprint}); give the files that the run "
+                            "began with, or another --run_dir")
+        self._take(restored.model)
+        self.optimizer_state = restored.optimizer
+        return restored.data["step"]
+
+    def _take(self, params) -> None:
+        self.trainable = {name: params[name] for name in self.trained}
+        self.frozen = {name: params[name] for name in self.fixed}
+
+    def run(self) -> Path:
+        config, steps = self.config, self.config.train.steps
+        with MetricsLog(self.run_directory, steps=steps, start_step=self.step, tensorboard=config.logging.tensorboard,
+                        console=config.logging.console, write=jax.process_index() == 0) as log:
+            if self.step >= steps:
+                log.say(f"already trained to step {self.step}")
+                return self.store.path(self.step)
+            log.say(f"compiling for {self.objective.model.mesh.size} devices")
+            with self.meter.compiling():
+                train_step = self.builder.lower_train().compile()
+                self.evaluate_step = self.builder.lower_evaluate().compile()
+            if self.step == 0:
+                self._evaluate(log)
+            batches = self.objective.batches(self.step)
+            self.meter.start()
+            while self.step < steps:
+                self._train_one(train_step, batches, log)
+                due = config.train.evaluate_every and self.step % config.train.evaluate_every == 0
+                if due or self.step == steps:
+                    with self.meter.paused():
+                        self._evaluate(log)
+                due = config.checkpoint.every and self.step % config.checkpoint.every == 0
+                if due or self.step == steps:
+                    with self.meter.paused():
+                        self._save()
+            self.store.wait()
+            log.say(f"saved {self.store.path(self.step)}")
+        return self.store.path(self.step)
+
+    def _train_one(self, train_step, batches, log) -> None:
+        with self.meter.waiting_for_data():
+            host = next(batches)
+        batch = place_batch(host, self.objective.model.mesh)
+        self.trainable, self.optimizer_state, metrics = train_step(
+            self.trainable, self.frozen, self.optimizer_state, batch, np.int32(self.step))
+        metrics = {name: float(value) for name, value in metrics.items()}
+        self.step += 1
+        self.meter.count(host)
+        if self.step % self.config.train.log_every == 0 or self.step == self.config.train.steps:
+            row = self.meter.read(self.step, **metrics)
+            log.train(row, self.meter.seconds_left(self.step, self.config.train.steps))
+
+    def _evaluate(self, log) -> None:
+        """Held-out loss: a weighted mean over all held-out target tokens, not a mean of batches."""
+        total = weight = 0.0
+        for host in self.objective.held_out():
+            value, count = self.evaluate_step(self.trainable, self.frozen, place_batch(host, self.objective.model.mesh))
+            total, weight = total + float(value) * float(count), weight + float(count)
+        if weight:
+            log.held_out({"step": self.step, "held_out_loss_nats_per_target": total / weight,
+                          "held_out_target_tokens": weight})
+
+    def _save(self) -> None:
+        assets = Path(tempfile.mkdtemp(prefix="longstripe-assets-"))
+        try:
+            self.objective.write_assets(assets)
+            self.store.save(self.step, model={**self.trainable, **self.frozen}, optimizer=self.optimizer_state,
+                            data={"step": self.step, "fingerprint": self.objective.fingerprint}, assets=assets)
+        finally:
+            shutil.rmtree(assets, ignore_errors=True)

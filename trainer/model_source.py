@@ -1,0 +1,96 @@
+"""Where a model comes from: a Hugging Face folder (or hub name), a checkpoint, a run's newest one, or nothing but a shape."""
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+from data.errors import UserError
+from data.tokenizer import Tokenizer
+from model.config import LlamaConfig
+
+from .checkpoint import assets_dir, restore_model
+from .config import ModelConfig
+from .huggingface import copy_assets, read_hf, resolve_model_path, write_source_dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSource:
+    """A model to be read onto any mesh.
+
+    Attributes:
+      config: what it is.
+      kind: 'huggingface', 'checkpoint' or 'scratch'.
+      folder: where its files are; None from scratch.
+      tokenizer_path: what `Tokenizer.load` takes.
+    """
+
+    config: LlamaConfig
+    kind: str
+    folder: Path | None
+    tokenizer_path: Path
+
+    def read(self, model, seed: int = 0) -> dict:
+        """float32 parameters on the mesh of `model` (a Llama), each device reading its own part; fresh ones from scratch."""
+        if self.kind == "scratch":
+            return model.init(seed)
+        if self.kind == "huggingface":
+            return read_hf(self.folder, model.config, model.shardings)
+        return restore_model(self.folder, model.shardings, dtype="float32")
+
+    def tokenizer(self) -> Tokenizer:
+        return Tokenizer.load(self.tokenizer_path)
+
+    def write_assets(self, assets: Path, tokenizer: Tokenizer, chat_template: str, resolved: str) -> None:
+        """What a checkpoint of a model that began here carries, so that export needs nothing beside it."""
+        if self.kind == "huggingface":
+            copy_assets(self.folder, assets)
+        elif self.kind == "checkpoint":
+            shutil.copytree(assets_dir(self.folder), assets, dirs_exist_ok=True)
+        else:
+            assets.mkdir(parents=True, exist_ok=True)
+            write_source_dtype(assets, "float32")
+        (assets / "config.json").write_text(json.dumps(self.config.to_hf(), indent=2) + "\n", encoding="utf-8")
+        tokenizer.save(assets, chat_template)
+        (assets / "run.yaml").write_text(resolved, encoding="utf-8")
+
+
+def open_model(path: str) -> ModelSource:
+    """The model at a Hugging Face folder, org/name@revision, checkpoint or run folder.
+
+    Raises:
+      ValueError: there is none, or none that this project computes; one line that says what would work.
+    """
+    folder = Path(path).expanduser()
+    if (folder / "manifest.json").exists() or (folder / "checkpoints").is_dir():
+        assets = assets_dir(folder)
+        return ModelSource(LlamaConfig.from_hf(assets), "checkpoint", assets.parent, assets)
+    folder = resolve_model_path(path)
+    return ModelSource(LlamaConfig.from_hf(folder), "huggingface", folder, folder)
+
+
+def choose_model(config: ModelConfig) -> ModelSource:
+    """What a recipe's `model` section asks for.
+
+    Raises:
+      UserError, ValueError: neither a path nor a shape, no tokenizer, or a shape that is none.
+    """
+    if config.path:
+        source = open_model(config.path)
+        return dataclasses.replace(source, tokenizer_path=Path(config.tokenizer)) if config.tokenizer else source
+    if not config.preset and not config.overrides:
+        raise UserError("model: neither model.path (a pretrained model) nor model.preset (a shape) is given; "
+                        "add --model.path HF_DIR")
+    if not config.tokenizer:
+        raise UserError("model.tokenizer: a model from scratch needs a tokenizer; give its folder or .model file")
+    shape = LlamaConfig.preset(config.preset) if config.preset else LlamaConfig.preset("tiny")
+    tokenizer = Tokenizer.load(config.tokenizer)
+    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
+    names = {field.name for field in dataclasses.fields(LlamaConfig)} - {"rope"}
+    unknown = sorted(set(config.overrides) - names)
+    if unknown:
+        raise UserError(f"model.overrides: unknown field {unknown[0]!r}; valid: {', '.join(sorted(names))}")
+    derived = {"head_dim": None, "num_key_value_heads": None} if "num_attention_heads" in config.overrides else {}
+    shape = dataclasses.replace(shape, **{**ids, **derived, **config.overrides})
+    return ModelSource(shape, "scratch", None, Path(config.tokenizer))

@@ -1,0 +1,107 @@
+"""What is learned: the loop asks an objective for its loss, its batches and its assets, and knows nothing of text itself."""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+from jax.sharding import Mesh
+
+from data.batch import permute
+from data.errors import UserError
+from data.loader import Loader
+from data.prepare import prepare
+from data.sources import Source
+from data.templates import jinja_template
+from model.attention.kernels import get_kernel
+from model.attention.layout import permutation
+from model.llama import Chunks, Llama
+
+from . import config as configuration
+from .config import RunConfig
+from .model_source import choose_model
+from .step import text_batch
+
+
+class Objective(Protocol):
+    """What the training loop needs.
+
+    Attributes:
+      model: has `parameters`, `shardings`, `mesh` and `config`; fingerprint: changes whenever a batch would.
+    """
+
+    model: object
+    fingerprint: str
+
+    def loss(self, params, batch): """(mean loss in nats, sum of weights) of a global batch."""
+    def abstract_batch(self) -> dict: """Shapes and shardings of a batch."""
+    def batches(self, step: int) -> Iterator[dict[str, np.ndarray]]: """Host batches, on from `step` finished steps."""
+    def held_out(self) -> Iterator[dict[str, np.ndarray]]: """Every held-out batch once."""
+    def read_params(self) -> dict: """The parameters to begin with."""
+    def write_assets(self, folder: Path) -> None: """What a checkpoint needs beside arrays."""
+
+
+def build_llama(config: RunConfig, model_config, mesh: Mesh, storage_axes=("fsdp", "sequence")) -> Llama:
+    """The model as a run's attention and memory sections want it computed."""
+    attention, chunks = config.attention, config.memory
+    schedule = attention.schedule if isinstance(attention.schedule, str) else attention.schedule["name"]
+    return Llama(
+        model_config, mesh, schedule=schedule,
+        kernel=get_kernel(attention.kernel, query_tile=attention.query_tile, key_tile=attention.key_tile),
+        dtype=np.dtype(config.model.compute_dtype) if config.model.compute_dtype == "float32" else _bfloat16(),
+        remat=chunks.remat, storage_axes=storage_axes,
+        chunks=Chunks(chunks.projection_chunk or None, chunks.feed_forward_chunk or None, chunks.loss_chunk or None))
+
+
+def _bfloat16():
+    import jax.numpy as jnp
+
+    return jnp.dtype(jnp.bfloat16)
+
+
+@dataclasses.dataclass
+class TextObjective:
+    """Next tokens of conversations: cross-entropy over the assistant's part."""
+
+    config: RunConfig
+    mesh: Mesh
+
+    def __post_init__(self):
+        data = self.config.data
+        self.source = choose_model(self.config.model)
+        self.tokenizer = self.source.tokenizer()
+        if self.tokenizer.vocab_size > self.source.config.vocab_size:
+            raise UserError(f"model: vocab_size is {self.source.config.vocab_size}, but the tokenizer has ids up to "
+                            f"{self.tokenizer.vocab_size - 1}; another tokenizer or a larger vocab_size would work")
+        self.model = build_llama(self.config, self.source.config, self.mesh)
+        self.loss = self.model.loss
+        held_out = [Source(data.held_out_path, template=data.template)] if data.held_out_path else []
+        sources = [Source(s.path, s.format, s.template or data.template, s.weight) for s in data.sources]
+        self.prepared = prepare(sources, self.tokenizer, data.context_length, data.prepared, held_out_sources=held_out,
+                                held_out_fraction=0.0 if held_out else data.held_out_fraction)
+        rows = self.config.train.batch_size
+        self.loader = Loader(self.prepared, data.context_length, rows, data.seed)
+        self._held_out = (Loader(self.prepared, data.context_length, rows, data.seed, split="held_out")
+                          if len(self.prepared.held_out) else None)
+        self.order = permutation(data.context_length, self.mesh.shape["sequence"], self.config.attention.layout)
+        self.fingerprint = self.loader.fingerprint
+
+    def abstract_batch(self):
+        return text_batch(self.config.train.batch_size, self.config.data.context_length, self.mesh)
+
+    def batches(self, step):
+        for batch in self.loader.batches(step):
+            yield permute(batch, self.order)
+
+    def held_out(self):
+        for batch in self._held_out.epoch_batches() if self._held_out else ():
+            yield permute(batch, self.order)
+
+    def read_params(self):
+        return self.source.read(self.model, self.config.model.seed)
+
+    def write_assets(self, folder):
+        template = jinja_template(self.config.data.sources[0].template or self.config.data.template, self.tokenizer)
+        self.source.write_assets(folder, self.tokenizer, template, configuration.dump(self.config))
