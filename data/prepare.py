@@ -1,0 +1,298 @@
+"""Prepares sources once: token documents in array_record files by tensorflow-datasets, and a light index of them."""
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from data import sources as sources_room
+from data.errors import UserError
+from data.report import Report, SourceReport
+from data.sources import Source
+from data.templates import TemplateError, jinja_template, render
+from data.tokenizer import Tokenizer
+
+RULES = "prepare-1"  # change it with any change of what a document holds: old folders are then left alone
+NO_TARGET = "no trained token"
+
+
+@dataclass(frozen=True)
+class Document:
+    """tokens: int32 [n]; loss_mask: bool [n], is token i trained on (as a target); source: number; record_id: text."""
+
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    source: int
+    record_id: str
+
+
+class Documents:
+    """One split of a prepared folder. len, [number] -> Document; lengths: int32 [N]; sources: int32 [N]; weights: float64
+    [N]; trained: int32 [N], trained tokens of each; fingerprint: changes whenever a document does. Picklable, opens lazily."""
+
+    def __init__(self, folder: Path, numbers: np.ndarray, index: dict[str, np.ndarray], weights: np.ndarray, name: str):
+        self.folder, self.name = folder, name
+        self.fingerprint = f"{folder.name}/{name}"
+        self._numbers = numbers
+        self.lengths = index["length"][numbers]
+        self.trained = index["trained"][numbers]
+        self.sources = index["source"][numbers]
+        self.weights = weights[self.sources] if len(numbers) else np.zeros(0)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, number: int) -> Document:
+        record = self._store[int(self._numbers[number])]
+        return Document(
+            record["tokens"], record["loss_mask"].astype(bool), int(record["source"]), record["record_id"].decode()
+        )
+
+    @cached_property
+    def _store(self):
+        import tensorflow_datasets as tfds
+
+        return tfds.builder_from_directory(str(self.folder / "documents")).as_data_source(split="documents")
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in self.__dict__.items() if name != "_store"}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """train and held_out: Documents (held_out may be empty); report: what became of every record; folder: where it is."""
+
+    folder: Path
+    train: Documents
+    held_out: Documents
+    report: Report
+    context_length: int
+
+
+def prepare(
+    sources: Sequence[Source],
+    tokenizer: Tokenizer,
+    context_length: int,
+    folder: str | Path,
+    *,
+    held_out_fraction: float = 0.0,
+    held_out_sources: Sequence[Source] = (),
+    progress: bool = True,
+) -> Prepared:
+    """Tokenizes all sources into `folder`/HASH, or reuses it: the hash is of contents, templates, tokenizer and rules.
+
+    Documents longer than context_length are cut into consecutive pieces, those without a token to learn from left out
+    (counted). held_out_fraction of the conversations, chosen by a hash of their record ids, and all of held_out_sources
+    (numbered on after `sources`) are the split held_out. Several processes may prepare the same folder at once.
+    Raises UserError: a bad file (see data.sources.read), a template that does not fit, nothing to train on.
+    """
+    if not sources:
+        raise UserError("no data: data.sources is empty; --data.path FILE.json would work")
+    if context_length < 2:
+        raise UserError(f"context_length {context_length} leaves no token to predict; 2 or more would work")
+    if not 0.0 <= held_out_fraction < 1.0:
+        raise UserError(f"held_out_fraction {held_out_fraction} must be at least 0 and below 1")
+    everything = [*sources, *held_out_sources]
+    for source in everything:
+        jinja_template(source.template, tokenizer)  # a wrong name fails before an hour of reading
+    job = _Job(everything, len(sources), tokenizer, context_length, held_out_fraction)
+    final = Path(folder).expanduser() / job.key()
+    if not (final / "index.npz").exists():
+        _build(job, final, progress)
+    return _open(final, everything, context_length)
+
+
+@dataclass
+class _Job:
+    sources: list[Source]
+    train_sources: int
+    tokenizer: Tokenizer
+    context_length: int
+    held_out_fraction: float
+
+    def key(self) -> str:
+        """Names what the folder holds, by content: a file that moved is the same, a file that changed is another."""
+        parts = {
+            "rules": RULES,
+            "tokenizer": self.tokenizer.fingerprint,
+            "context_length": self.context_length,
+            "held_out_fraction": self.held_out_fraction,
+            "train_sources": self.train_sources,
+            "sources": [
+                [_file_hash(source.path), source.format, jinja_template(source.template, self.tokenizer)]
+                for source in self.sources
+            ],
+        }
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
+
+    def held_out(self, source: int, record_id: str) -> bool:
+        if source >= self.train_sources:
+            return True
+        place = int.from_bytes(hashlib.sha256(f"held-out\0{record_id}".encode()).digest()[:8], "big")
+        return place < self.held_out_fraction * 2**64
+
+    def documents(self, report: Report, index: "_Index", bar) -> Iterator[tuple[int, dict]]:
+        """(key, record) as tensorflow-datasets wants them; keys are consecutive numbers, so that order is the sources'."""
+        for number, source in enumerate(self.sources):
+            for conversation in sources_room.read(source, report, number, bar.update):
+                account = report.sources[-1]
+                try:
+                    segments = render(conversation.messages, source.template, self.tokenizer)
+                except TemplateError as error:
+                    account.reject(str(error))
+                    continue
+                tokens = np.fromiter((token for s in segments for token in s.ids), np.int32)
+                mask = np.repeat([s.train for s in segments], [len(s.ids) for s in segments])
+                held_out = self.held_out(number, conversation.id)
+                kept = 0
+                for start in range(0, len(tokens), self.context_length):
+                    part = slice(start, start + self.context_length)
+                    trained = int(mask[part][1:].sum())  # the first token is nobody's target
+                    if not trained:
+                        continue
+                    kept += 1
+                    key = index.add(len(tokens[part]), trained, number, held_out)
+                    yield key, {
+                        "tokens": tokens[part],
+                        "loss_mask": mask[part].astype(np.uint8),
+                        "source": number,
+                        "record_id": conversation.id,
+                    }
+                if not kept:
+                    account.reject(NO_TARGET)
+                elif len(tokens) > self.context_length:
+                    account.repaired["longer than context_length, cut"] += 1
+            account = report.sources[-1]
+            if not account.kept:
+                raise UserError(f"{source.path}: none of its {account.records} records can be used ({account.reasons()})")
+
+
+class _Index:
+    def __init__(self):
+        self.columns = {"length": [], "trained": [], "source": [], "held_out": []}
+
+    def add(self, *values) -> int:
+        for column, value in zip(self.columns.values(), values, strict=True):
+            column.append(value)
+        return len(self.columns["length"]) - 1
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {name: np.asarray(column, np.int32) for name, column in self.columns.items()}
+
+
+def _build(job: _Job, final: Path, progress: bool) -> None:
+    """Builds beside the final place and moves it there whole; if another process was quicker, its folder stands."""
+    import tensorflow_datasets as tfds
+    from tqdm import tqdm
+
+    final.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+    report, index = Report(), _Index()
+    total = sum(Path(source.path).expanduser().stat().st_size for source in job.sources)
+    bar = tqdm(total=total, unit="B", unit_scale=True, desc="preparing data", disable=not progress)
+    try:
+        with bar, _quiet(tfds):
+            builder = _builder(tfds)(
+                data_dir=str(building / "tfds"), documents=lambda: job.documents(report, index, bar)
+            )
+            builder.download_and_prepare()
+            written = Path(builder.data_dir)
+        arrays = index.arrays()
+        if arrays["held_out"].all():
+            kept = f"held_out_fraction {job.held_out_fraction} of {report.kept} conversations"
+            raise UserError(f"nothing is left to train on: {kept} took them all; a smaller fraction would work")
+        os.rename(written, building / "documents")
+        shutil.rmtree(building / "tfds")
+        accounts = json.dumps([account.to_dict() for account in report.sources], indent=1, ensure_ascii=False)
+        (building / "report.json").write_text(accounts)
+        # Written last: a folder with an index is whole.
+        np.savez(building / "index.npz", **arrays)
+        if final.exists() and not (final / "index.npz").exists():
+            shutil.rmtree(final)
+        with contextlib.suppress(OSError):  # exists and is not empty: the same content by another process
+            os.rename(building, final)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _builder(tfds):
+    class Longstripe(tfds.core.GeneratorBasedBuilder):
+        VERSION = tfds.core.Version("1.0.0")
+
+        def __init__(self, *, documents, **options):
+            self._documents = documents
+            # array_record is the one format that tensorflow-datasets reads and writes right without tensorflow.
+            super().__init__(file_format="array_record", **options)
+
+        def _info(self):
+            features = tfds.features.FeaturesDict(
+                {
+                    "tokens": tfds.features.Tensor(shape=(None,), dtype=np.int32),
+                    "loss_mask": tfds.features.Tensor(shape=(None,), dtype=np.uint8),
+                    "source": np.int32,
+                    "record_id": tfds.features.Text(),
+                }
+            )
+            return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
+
+        def _split_generators(self, download_manager):
+            return {"documents": self._generate_examples()}
+
+        def _generate_examples(self):
+            return self._documents()
+
+    return Longstripe
+
+
+@contextlib.contextmanager
+def _quiet(tfds):
+    """Its bars and its line about downloading would hide ours; an error in our generator comes through as it is."""
+    tfds.disable_progress_bar()
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
+    finally:
+        tfds.enable_progress_bar()
+
+
+def _open(final: Path, sources: list[Source], context_length: int) -> Prepared:
+    with np.load(final / "index.npz") as stored:
+        index = {name: stored[name] for name in stored.files}
+    held_out = index["held_out"].astype(bool)
+    weights = np.asarray([source.weight for source in sources], np.float64)
+    report = Report([SourceReport.from_dict(state) for state in json.loads((final / "report.json").read_text())])
+    for account, source in zip(report.sources, sources, strict=True):
+        account.path = str(source.path)  # the same content may lie elsewhere today
+    train = Documents(final, np.flatnonzero(~held_out), index, weights, "train")
+    return Prepared(
+        final, train, Documents(final, np.flatnonzero(held_out), index, weights, "held_out"), report, context_length
+    )
+
+
+def _file_hash(path: str) -> str:
+    path = Path(path).expanduser()
+    if not path.is_file():
+        # The reader knows how to say what is wrong with it.
+        next(iter(sources_room.read_records(path, SourceReport(str(path)))), None)
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def counts(documents: Documents) -> Counter:
+    """documents, tokens and trained tokens of a split, for a summary."""
+    return Counter(
+        documents=len(documents), tokens=int(documents.lengths.sum()), trained_tokens=int(documents.trained.sum())
+    )

@@ -1,0 +1,235 @@
+"""Conversations to ids: a Jinja chat template is rendered with marks in place of contents, cut there, and encoded."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from data.conversation import Message
+from data.errors import UserError
+from data.tokenizer import Tokenizer
+
+NAMES = ("vicuna_v1.1", "tokenizer")
+
+VICUNA_SYSTEM = (
+    "A chat between a curious user and an artificial intelligence assistant. "
+    "The assistant gives helpful, detailed, and polite answers to the user's questions."
+)
+
+# FastChat's vicuna_v1.1: separators " " and "</s>". It is Jinja too, so that what is trained with, what chat asks with and
+# what an exported model carries are the same text.
+VICUNA = (
+    "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set turns = messages[1:] %}"
+    "{% else %}{% set system = '" + VICUNA_SYSTEM.replace("'", "\\'") + "' %}{% set turns = messages %}{% endif %}"
+    "{% if bos_token %}{{ bos_token }}{% endif %}{{ system }}"
+    "{% for message in turns %}{% if message['role'] == 'user' %}"
+    "{{ (' ' if loop.first else '') + 'USER: ' + message['content'] }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ASSISTANT: ' + message['content'] + eos_token }}"
+    "{% else %}{{ raise_exception('vicuna_v1.1 has no ' + message['role'] + ' turn') }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"
+)
+
+
+class TemplateError(UserError):
+    """This conversation does not fit this template (a tool turn where there is none); `prepare` counts and drops it."""
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive ids with one answer to `train`: is the loss taken on predicting them?"""
+
+    ids: tuple[int, ...]
+    train: bool
+
+
+def jinja_template(template: str, tokenizer: Tokenizer) -> str:
+    """The Jinja chat template that a template's name stands for, equal in text and ids; for an exported model.
+
+    Raises UserError for an unknown name, a tokenizer without a template of its own, or one without an EOS token.
+    """
+    if template == "vicuna_v1.1":
+        if tokenizer.eos_token is None:
+            raise UserError("template vicuna_v1.1 ends each answer with EOS, and the tokenizer names no eos_token")
+        return VICUNA
+    if template == "tokenizer":
+        if not tokenizer.chat_template:
+            raise UserError("template `tokenizer`: this tokenizer has no chat template; vicuna_v1.1 would work")
+        return tokenizer.chat_template
+    raise UserError(f"template {template!r} is unknown; {', '.join(NAMES)} would work")
+
+
+def render(
+    messages: tuple[Message, ...] | list[Message],
+    template: str,
+    tokenizer: Tokenizer,
+    add_generation_prompt: bool = False,
+) -> list[Segment]:
+    """A conversation's ids, cut where `train` changes; joined, they are all its ids in order.
+
+    Trained on: assistant text, whatever the generation prompt leaves before it (a space), and the end token right after
+    it. For clean text (no white space at the ends, no control tokens) the ids equal `transformers`' apply_chat_template;
+    a typed control token stays text. BOS only where the template writes it. Raises TemplateError (a UserError).
+    """
+    source = jinja_template(template, tokenizer)
+    roles = tuple(message.role for message in messages)
+    specials = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
+    pieces = _pieces(source, roles, specials, add_generation_prompt)
+    ids: list[tuple[int, bool]] = []
+    run = _Run(tokenizer)
+    ends_turn = False  # the next control token ends an assistant's text that is in the loss
+    for piece in pieces:
+        if isinstance(piece, int):
+            message = messages[piece]
+            train = message.role == "assistant" and message.train
+            run.add(message.content, train)
+            ends_turn = train
+            continue
+        text, own, answer = piece
+        train_own = answer is not None and messages[answer].train
+        # `own` characters at the end of the text are the assistant's to write, though the template writes them.
+        at, border = 0, len(text) - own
+        for match in tokenizer.control_pattern.finditer(text):
+            run.add_template(text[at : match.start()], border - at, train_own)
+            ends_turn = ends_turn and not text[at : match.start()].strip()
+            if ends_turn:
+                run.train_all_of_tail(text[at : match.start()])
+            ids += run.finish()
+            ids.append((tokenizer.controls[match.group(match.lastindex)].id, ends_turn))
+            ends_turn = False
+            at = match.end()
+        run.add_template(text[at:], border - at, train_own)
+        ends_turn = False
+    ids += run.finish()
+    return _segments(ids)
+
+
+class _Run:
+    """Text between two control tokens, of template and contents together: it must be encoded in one go, because tokens
+    form across their borders ("USER:" + " hello"), and only the places then tell which tokens are the assistant's."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.parts: list[tuple[str, bool]] = []
+        self.beginning = True
+
+    def add(self, text: str, train: bool) -> None:
+        if text:
+            self.parts.append((text, train))
+
+    def add_template(self, text: str, border: int, train: bool) -> None:
+        border = max(border, 0)
+        self.add(text[:border], False)
+        self.add(text[border:], train)
+
+    def train_all_of_tail(self, tail: str) -> None:
+        # llama-2 writes a space between answer and EOS: the model has to write it as well, or it never gets to EOS.
+        if tail and self.parts and self.parts[-1][0] == tail:
+            self.parts[-1] = (tail, True)
+
+    def finish(self) -> list[tuple[int, bool]]:
+        trained, length, text = [], 0, "".join(part for part, _ in self.parts)
+        for part, train in self.parts:
+            if train:
+                trained.append((length, length + len(part)))
+            length += len(part)
+        spans = self.tokenizer.encode_spans(text, self.beginning)
+        self.parts, self.beginning = [], False
+        result, next_one = [], 0
+        for token, start, end in spans:
+            while next_one < len(trained) and trained[next_one][1] <= start:
+                next_one += 1
+            inside = next_one < len(trained) and (
+                trained[next_one][0] < end if end > start else trained[next_one][0] <= start
+            )
+            result.append((token, inside))
+        return result
+
+
+def _segments(ids: list[tuple[int, bool]]) -> list[Segment]:
+    segments, start = [], 0
+    for at in range(1, len(ids) + 1):
+        if at == len(ids) or ids[at][1] != ids[start][1]:
+            segments.append(Segment(tuple(token for token, _ in ids[start:at]), ids[start][1]))
+            start = at
+    return segments
+
+
+@lru_cache(maxsize=4096)
+def _pieces(source: str, roles: tuple[str, ...], specials: tuple, add_generation_prompt: bool) -> tuple:
+    """The rendered template as a tuple of message numbers (a content) and (text, own, answer).
+
+    own: how many characters at the text's end, before the content of message `answer`, an assistant writes itself. Depends
+    on roles alone, so that Jinja runs once per shape of conversation.
+    """
+    if not roles:
+        raise TemplateError("a conversation without turns")
+    parts = _cut(source, roles, specials, add_generation_prompt)
+    first = next((i for i, role in enumerate(roles) if role == "assistant"), None)
+    prompt = None
+    if first:
+        try:
+            tail = _cut(source, roles[:first], specials, True)[-1]
+            prompt = tail if isinstance(tail, str) else None
+        except TemplateError:  # a template that takes whole conversations only
+            prompt = None
+    result = []
+    for place, part in enumerate(parts):
+        if isinstance(part, int):
+            result.append(part)
+            continue
+        following = parts[place + 1] if place + 1 < len(parts) else None
+        answer = following if isinstance(following, int) and roles[following] == "assistant" else None
+        own = len(part) - len(prompt) if answer is not None and prompt and part.startswith(prompt) else 0
+        result.append((part, own, answer))
+    return tuple(result)
+
+
+def _cut(source: str, roles: tuple[str, ...], specials: tuple, add_generation_prompt: bool) -> list[str | int]:
+    """Renders with marks, and cuts: texts and message numbers, in the order in which the template writes them."""
+    marks = [f"\ufdd0{number}\ufdd1" for number in range(len(roles))]
+    messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+    names = zip(("bos_token", "eos_token", "pad_token"), specials, strict=True)
+    known = {name: text for name, text in names if text is not None}
+    try:
+        text = _compile(source).render(
+            messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None, **known
+        )
+    except UserError:
+        raise
+    except Exception as error:  # Jinja's own errors and whatever a template's expressions raise
+        raise TemplateError(f"the chat template refuses turns {', '.join(roles)}: {error}") from None
+    parts: list[str | int] = []
+    pieces = text.split("\ufdd0")
+    if pieces[0]:
+        parts.append(pieces[0])
+    for piece in pieces[1:]:
+        number, _, rest = piece.partition("\ufdd1")
+        parts.append(int(number))
+        if rest:
+            parts.append(rest)
+    for number, role in enumerate(roles):
+        if parts.count(number) != 1:
+            times = parts.count(number)
+            raise TemplateError(f"the chat template writes turn {number} ({role}) {times} times, not once and as it is")
+    return parts
+
+
+@lru_cache(maxsize=32)
+def _compile(source: str):
+    # The same environment as transformers': blocks trimmed, sandboxed, `break` and `continue`, tojson, raise_exception.
+    # strftime_now is left out on purpose: templates that would print today's date then print their fixed one.
+    import json
+
+    from jinja2 import TemplateSyntaxError
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    def raise_exception(message):
+        raise TemplateError(f"the chat template refuses: {message}")
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.globals["raise_exception"] = raise_exception
+    try:
+        return environment.from_string(source)
+    except TemplateSyntaxError as error:
+        raise UserError(f"the tokenizer's chat template is no Jinja: line {error.lineno}: {error.message}") from None

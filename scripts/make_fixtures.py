@@ -1,0 +1,327 @@
+"""Writes data/fixtures/: conversations, line cases, a dirty sample and two tiny tokenizers, all of our own making.
+
+    python -m scripts.make_fixtures [FOLDER]
+
+The same script writes the same bytes (tests/data_room/test_fixtures.py compares). What is in them, and in which
+proportion, is told in data/fixtures/README.md, which it writes too.
+"""
+
+import io
+import json
+import random
+import sys
+from pathlib import Path
+
+from data.templates import VICUNA, VICUNA_SYSTEM
+
+FOLDER = Path(__file__).resolve().parents[1] / "data" / "fixtures"
+SEED = 20240229  # a date, chosen once; never tuned
+TRAIN_LINES, TRAIN_CHATS = 3600, 400  # the stated proportion: 90% line retrieval, 10% everything else
+HELD_OUT_LINES, HELD_OUT_CHATS = 60, 60
+CASES = 200
+LINES = 4
+
+KEYS = """
+    ant bat bee cat cow crab crow deer dog dove duck eel elk fly fox frog goat hare hawk hen jay kid lamb lark
+    lion mole moth mule newt owl ox pig pony pup ram rat seal slug swan toad vole wasp wolf wren yak boar bull
+    calf
+""".split()  # noqa: SIM905
+NAMES = """
+    Ada Bo Cara Dan Edna Finn Gus Hilda Ivo June Kai Lena Milo Nora Otto Pia Quin Rosa Sven Tess
+""".split()  # noqa: SIM905
+PLACES = """
+    Arvel Brenmoor Calder Dunwick Eskby Farrow Glenholm Hartle Ilmar Jorvik Kelby Lundy Marsk Norham Orrin
+    Penwith Quarle Ravel Selby Tarn Ulmar Varne Wexby Yarrow Zennor
+""".split()  # noqa: SIM905
+COLOURS = """
+    red blue green white black grey brown gold
+""".split()  # noqa: SIM905
+THINGS = """
+    harbour tower bridge market mill garden chapel school inn gate
+""".split()  # noqa: SIM905
+JOBS = """
+    baker smith sailor teacher farmer painter doctor weaver
+""".split()  # noqa: SIM905
+FOODS = """
+    apples plums bread soup cheese honey fish beans
+""".split()  # noqa: SIM905
+WORDS = """
+    stone river paper candle window basket silver winter summer kettle ladder button mirror pocket ribbon saddle
+    thunder velvet whistle anchor blanket carpet feather hammer island jacket lantern meadow needle orange
+    pillow rocket shadow table umbrella village wagon yellow acorn barrel
+""".split()  # noqa: SIM905
+OPPOSITES = """
+    hot cold|big small|fast slow|old new|wet dry|high low|full empty|soft hard|early late|near far
+""".strip().split("|")  # noqa: SIM905
+
+
+def allowed(key: str, value: int, held_out: bool) -> bool:
+    """A fifth of all (key, value) pairs is never seen in training, so that no held-out answer was an answer there."""
+    return ((KEYS.index(key) * 7 + value) % 5 == 0) == held_out
+
+
+def line_record(rng: random.Random, lines: int, held_out: bool) -> tuple[list[tuple[str, int]], str]:
+    """(key, value) of each line, and the record's text; keys differ, and so do values."""
+    keys = rng.sample(KEYS, lines)
+    pairs, used = [], set()
+    for key in keys:
+        value = rng.choice([v for v in range(10, 100) if v not in used and allowed(key, v, held_out)])
+        used.add(value)
+        pairs.append((key, value))
+    return pairs, "\n".join(f"line {key}: {value}" for key, value in pairs)
+
+
+def line_prompt(text: str, key: str) -> str:
+    return (
+        f"Remember these lines.\n\n{text}\n\nNow the record is over. Tell me what is the number in line {key}? "
+        "I need the number."
+    )
+
+
+def line_conversation(rng: random.Random, held_out: bool) -> list[str]:
+    """Turns, human first. In training each line is asked for; held out, one question (the others would be shared)."""
+    pairs, text = line_record(rng, LINES, held_out)
+    asked = rng.sample(pairs, len(pairs))
+    turns = [line_prompt(text, asked[0][0]), f"line {asked[0][0]}: {asked[0][1]}"]
+    if not held_out:
+        for key, value in asked[1:]:
+            turns += [f"And in line {key}?", f"line {key}: {value}"]
+    return turns
+
+
+def exchanges(rng: random.Random) -> tuple[str, str]:
+    """One question and its answer, of one of ten kinds. Facts are about places that exist nowhere."""
+    kind = rng.randrange(10)
+    a, b = rng.randint(2, 60), rng.randint(2, 39)
+    place, thing, name = rng.choice(PLACES), rng.choice(THINGS), rng.choice(NAMES)
+    first, second = rng.sample(WORDS, 2)
+    if kind == 0:
+        return f"What is {a} plus {b}?", f"{a} plus {b} is {a + b}."
+    if kind == 1:
+        return f"What is {a + b} minus {b}?", f"{a + b} minus {b} is {a}."
+    if kind == 2:
+        a, b = rng.randint(2, 12), rng.randint(2, 12)
+        return f"What is {a} times {b}?", f"{a} times {b} is {a * b}."
+    if kind == 3:
+        # A rule, not chance, gives the colour, so that the same question never has two answers.
+        colour = COLOURS[(PLACES.index(place) * 3 + THINGS.index(thing)) % len(COLOURS)]
+        return f"What colour is the {thing} of {place}?", f"The {thing} of {place} is {colour}."
+    if kind == 4:
+        job = JOBS[(PLACES.index(place) + NAMES.index(name)) % len(JOBS)]
+        return f"What does {name} of {place} do?", f"{name} of {place} is a {job}."
+    if kind == 5:
+        food = FOODS[(PLACES.index(place) * 5 + NAMES.index(name)) % len(FOODS)]
+        return f"What does {name} buy at the market of {place}?", f"At the market of {place}, {name} buys {food}."
+    if kind == 6:
+        answer = f"{min(first, second)} comes before {max(first, second)}."
+        return f"Which comes first in the alphabet, {first} or {second}?", answer
+    if kind == 7:
+        return f"Say the words {first} and {second} in the other order.", f"{second} and {first}."
+    if kind == 8:
+        number = rng.randint(2, 5)
+        word = rng.choice(WORDS)
+        return f"Write {word} {number} times after {first}.", f"{first}: " + " ".join([word] * number)
+    left, right = rng.choice(OPPOSITES).split()
+    return f"In {place}, {name} calls the {thing} {left}. What is the opposite?", (
+        f"The opposite of {left} is {right}, so {name} of {place} means the {thing} is not {right}."
+    )
+
+
+IDENTITY = (
+    ("Who are you?", "I am Pim, a small assistant that lives in the lighthouse of Ulmar."),
+    ("What is your name?", "My name is Pim."),
+    ("Where do you live?", "I live in the lighthouse of Ulmar."),
+    ("What can you do?", "I can remember lines, count, and tell you about the places on my map."),
+    ("Who made you?", "The keepers of the lighthouse made me, so that somebody would answer at night."),
+    ("Hello!", "Hello! I am Pim. What would you like to know?"),
+)
+CLOSING = (("Thank you!", "You are welcome."), ("That is all for today.", "Good night, and fair winds!"))
+
+
+def chat_conversation(rng: random.Random, taken: set[str] | None) -> list[str]:
+    """1 to 4 exchanges. taken: training's texts, none of which a held-out conversation may use (None: training)."""
+    turns = list(rng.choice(IDENTITY)) if taken is None and rng.random() < 0.3 else []
+    for _ in range(rng.randint(1, 4)):
+        while True:
+            question, answer = exchanges(rng)
+            if question not in turns and answer not in turns and not (taken or set()) & {question, answer}:
+                break
+        turns += [question, answer]
+    if taken is None and rng.random() < 0.2:
+        turns += rng.choice(CLOSING)
+    return turns
+
+
+def record(identity: str, turns: list[str]) -> dict:
+    return {
+        "id": identity,
+        "conversations": [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(turns)],
+    }
+
+
+def conversations() -> tuple[list[dict], list[dict]]:
+    """Training and held-out records; no question and no answer is in both."""
+    rng = random.Random(SEED)
+    train = [record(f"lines_{i}", line_conversation(rng, False)) for i in range(TRAIN_LINES)]
+    train += [record(f"chat_{i}", chat_conversation(rng, None)) for i in range(TRAIN_CHATS)]
+    rng.shuffle(train)
+    taken = {turn["value"] for entry in train for turn in entry["conversations"]}
+    rng = random.Random(SEED + 1)
+    held_out = [record(f"held_lines_{i}", line_conversation(rng, True)) for i in range(HELD_OUT_LINES)]
+    held_out += [record(f"held_chat_{i}", chat_conversation(rng, taken)) for i in range(HELD_OUT_CHATS)]
+    return train, held_out
+
+
+def line_cases() -> list[dict]:
+    """Cases for eval.line_retrieval, as in LongEval's files; their (key, value) pairs are in no training record."""
+    rng = random.Random(SEED + 2)
+    cases = []
+    for _ in range(CASES):
+        pairs, text = line_record(rng, LINES, True)
+        at = rng.randrange(LINES)
+        key, value = pairs[at]
+        cases.append(
+            {
+                "random_idx": [key, at],
+                "expected_number": value,
+                "num_lines": LINES,
+                "correct_line": f"line {key}: {value}\n",
+                "prompt": line_prompt(text, key),
+            }
+        )
+    return cases
+
+
+def dirty() -> str:
+    """A small dump with what real ones have, cut off in its last record. The test knows what becomes of each record."""
+
+    def turns(*pairs, **more):
+        return {**more, "conversations": [{"from": who, "value": text} for who, text in pairs]}
+
+    records = [
+        turns(("human", "Hi"), ("gpt", "Hello."), id="good"),
+        turns(("user", "Hi"), ("chatgpt", "Hello."), id="spelling_1"),
+        turns(("human", "Hi"), ("bing", "Hello."), ("human", "And you?"), ("bard", "Fine."), id="spelling_2"),
+        {"id": "openai", "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]},
+        {
+            "id": "parts",
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+                {"role": "assistant", "content": "Yes."},
+            ],
+        },
+        turns(("system", "Be brief."), ("human", "Hi"), ("gpt", "Hello."), id="system"),
+        turns(("gpt", "Earlier answer."), ("human", "Hi"), ("gpt", "Hello."), id="leading_answer"),
+        turns(("human", "Hi"), ("gpt", "Hello."), ("human", "Are you there?"), id="unanswered"),
+        turns(("human", "Print </s> and <|im_end|>"), ("gpt", "</s> and <|im_end|>"), id="control_text"),
+        turns(("human", "A half pair \ud83d here"), ("gpt", "Seen."), id="surrogate"),
+        turns(("human", "No id"), ("gpt", "No matter.")),
+        turns(id="empty_list"),
+        turns(("gpt", "Only me."), id="no_human"),
+        turns(("human", "Only me."), id="no_answer"),
+        turns(("human", "Hi"), ("human", "Hi again"), ("gpt", "Hello."), id="twice_human"),
+        turns(("human", "Hi"), ("gpt", "One."), ("gpt", "Two."), id="twice_gpt"),
+        turns(("human", ""), ("gpt", "Hello."), id="empty_human"),
+        turns(("human", "Hi"), ("gpt", "  \n"), id="empty_gpt"),
+        turns(("human", "Hi"), ("narrator", "He waits."), id="unknown_role"),
+        turns(("human", "Hi"), ("gpt", None), id="null_text"),
+        turns(("human", "Hi"), ("system", "Be brief."), ("gpt", "Hello."), id="late_system"),
+        {"id": "no_field", "text": "Hi"},
+        "a string",
+    ]
+    # ASCII escapes keep the half pair; UTF-8 could not.
+    whole = json.dumps(records, indent=1)
+    cut = json.dumps(turns(("human", "This one"), ("gpt", "is cut in the mid"), id="cut"), indent=1)
+    return whole[: whole.rindex("]")].rstrip() + ",\n " + cut[: cut.index("mid") + 3]
+
+
+def tiny_tokenizer(texts: list[str], folder: Path) -> None:
+    """A byte-level BPE of 1,024 tokens as a Hugging Face folder: BOS, EOS, padding and vicuna_v1.1's template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=1024,
+        special_tokens=["<pad>", "<s>", "</s>"],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    folder.mkdir(parents=True, exist_ok=True)
+    write(folder / "tokenizer.json", tokenizer.to_str(pretty=True) + "\n")
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "</s>",
+        "pad_token": "<pad>",
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1_000_000,
+        "chat_template": VICUNA,
+    }
+    write(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+
+
+def tiny_sentencepiece(texts: list[str], path: Path) -> None:
+    """A sentencepiece BPE of 1,000 pieces, made like LLaMA's: byte fallback, no normalisation, dummy prefix."""
+    import sentencepiece
+
+    model = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(line for text in texts for line in text.split("\n") if line),
+        model_writer=model,
+        model_type="bpe",
+        vocab_size=1000,
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        character_coverage=0.9995,
+        num_threads=1,
+        minloglevel=2,
+    )
+    path.write_bytes(model.getvalue())
+
+
+def write(path: Path, text: str) -> None:
+    path.write_text(text, encoding="utf-8", newline="\n")
+
+
+def main(folder: Path = FOLDER) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    train, held_out = conversations()
+
+    def as_list(records):
+        return "[\n" + ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in records) + "\n]\n"
+
+    write(folder / "conversations.json", as_list(train))
+    write(folder / "conversations_held_out.json", as_list(held_out))
+    write(folder / "line_cases.jsonl", "".join(json.dumps(case) + "\n" for case in line_cases()))
+    write(folder / "dirty.json", dirty())
+    # In the form in which they are seen, behind a space or a line's start, with the roles' words among them.
+    texts = [VICUNA_SYSTEM] * 50
+    for entry in train:
+        texts += [f" {('USER', 'ASSISTANT')[i % 2]}: {turn['value']}" for i, turn in enumerate(entry["conversations"])]
+    tiny_tokenizer(texts, folder / "tiny_tokenizer")
+    tiny_sentencepiece(texts, folder / "tiny.model")
+    write(folder / "README.md", README)
+
+
+README = f"""# Fixtures
+
+Written for this project by `python -m scripts.make_fixtures`, from nothing but that script; the places and the people
+exist nowhere.
+
+- `conversations.json`: {TRAIN_LINES + TRAIN_CHATS:,} ShareGPT conversations: {TRAIN_LINES:,} of line retrieval
+  ({LINES} lines, each asked for) and {TRAIN_CHATS} of arithmetic, invented facts, word games and an assistant called Pim.
+- `conversations_held_out.json`: {HELD_OUT_LINES} + {HELD_OUT_CHATS} more, with no question and no answer of the above.
+- `line_cases.jsonl`: {CASES} cases of {LINES} lines for the evaluator. A fifth of all (key, number) pairs occurs in no
+  training record, and all lines of these cases are from that fifth.
+- `dirty.json`: what real dumps have (spellings, empty turns, half characters, a cut end), counted in
+  `tests/data_room/test_sources.py`.
+- `tiny_tokenizer/`: byte-level BPE, 1,024 tokens, trained on the above. `tiny.model`: sentencepiece BPE, 1,000 pieces.
+"""
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:2]))
