@@ -1,0 +1,80 @@
+"""LlamaConfig against transformers' LlamaConfig, its presets, and what it refuses."""
+
+import json
+
+import pytest
+import transformers
+
+from model.config import LlamaConfig, RopeConfig
+
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 8192}
+NAMES = ["llama-1b", "llama-3b", "llama-7b", "llama-13b", "llama-30b", "llama-65b", "llama-gqa", "llama-33h", "llama-16h",
+         "llama-8h", "llama-4h", "llama-2h", "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "llama-3.2-3b",
+         "smollm2-135m", "tiny"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_preset_there_and_back(name):
+    config = LlamaConfig.preset(name)
+    assert hash(config) == hash(LlamaConfig.preset(name))
+    assert LlamaConfig.from_hf_dict(json.loads(json.dumps(config.to_hf()))) == config
+    theirs = transformers.LlamaConfig(**config.to_hf())
+    for field in ("vocab_size", "hidden_size", "intermediate_size", "num_key_value_heads", "head_dim", "rms_norm_eps",
+                  "tie_word_embeddings", "bos_token_id", "eos_token_id", "pad_token_id"):
+        assert getattr(theirs, field) == getattr(config, field)
+    assert theirs.rope_parameters["rope_theta"] == config.rope.theta
+    assert theirs.rope_parameters["rope_type"] == config.rope.rule
+
+
+def test_what_transformers_saves_is_read(tmp_path):
+    theirs = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=32, rope_theta=5e5,
+                                      rope_scaling=dict(LLAMA3), architectures=["LlamaForCausalLM"], eos_token_id=[1, 7])
+    theirs.save_pretrained(tmp_path)
+    config = LlamaConfig.from_hf(tmp_path)
+    assert config.rope == RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 8192)
+    assert (config.head_dim, config.num_key_value_heads, config.eos_token_id) == (32, 4, (1, 7))
+
+
+def test_both_spellings_of_rope():
+    base = {"model_type": "llama"}
+    old = LlamaConfig.from_hf_dict({**base, "rope_theta": 5e5, "rope_scaling": LLAMA3})
+    new = LlamaConfig.from_hf_dict({**base, "rope_parameters": {**LLAMA3, "rope_theta": 5e5}})
+    older = {("type" if key == "rope_type" else key): value for key, value in LLAMA3.items()}
+    assert old == new == LlamaConfig.from_hf_dict({**base, "rope_theta": 5e5, "rope_scaling": older})
+    assert LlamaConfig.from_hf_dict({**base, "rope_scaling": None}).rope == RopeConfig()
+
+
+@pytest.mark.parametrize("change, words", [
+    ({"architectures": ["MistralForCausalLM"]}, ["architectures", "MistralForCausalLM", "LlamaForCausalLM"]),
+    ({"model_type": "qwen2"}, ["model_type", "qwen2", "llama"]),
+    ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+    ({"pretraining_tp": 2}, ["pretraining_tp", "2", "1"]),
+    ({"quantization_config": {"bits": 4}}, ["quantization_config"]),
+    ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["rope_scaling", "yarn", "llama3"]),
+    ({"rope_parameters": {"rope_type": "spiral"}}, ["rope_parameters", "spiral", "default"]),
+    ({"rope_scaling": {**LLAMA3, "factor": None}}, ["factor", "missing"]),
+    ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}}, ["contradict"]),
+    ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 2e4}}, ["rope_theta", "10000.0", "20000.0"]),
+    ({"num_attention_heads": 12, "num_key_value_heads": 5, "head_dim": 8}, ["num_key_value_heads", "5", "1, 2, 3, 4, 6, 12"]),
+    ({"hidden_size": 100, "num_attention_heads": 32}, ["head_dim", "100", "32"]),
+    ({"head_dim": 33}, ["head_dim", "33", "even"]),
+    ({"vocab_size": None}, ["vocab_size", "null"]),
+    ({"num_hidden_layers": "many"}, ["num_hidden_layers", "many"]),
+    ({"tie_word_embeddings": "no"}, ["tie_word_embeddings", "no"]),
+])
+def test_what_is_not_computed_is_refused_by_name(change, words):
+    with pytest.raises(ValueError) as caught:
+        LlamaConfig.from_hf_dict({"model_type": "llama", **change})
+    assert all(word in str(caught.value) for word in words), caught.value
+    assert "\n" not in str(caught.value)
+
+
+def test_folder_and_preset_errors(tmp_path):
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        LlamaConfig.from_hf(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": ')
+    with pytest.raises(ValueError, match="not valid JSON"):
+        LlamaConfig.from_hf(tmp_path)
+    with pytest.raises(ValueError, match=r"llama-1b.*tiny"):
+        LlamaConfig.preset("llama-8b")
