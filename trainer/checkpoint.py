@@ -1,4 +1,6 @@
-"""Checkpoints: saved asynchronously and atomically, verified before use, restored onto any mesh. Only here is Orbax used.
+"""Checkpoints: saved asynchronously and atomically, verified before use, restored onto any mesh.
+
+The one file that imports Orbax.
 
 A checkpoint is a folder:
 
@@ -8,9 +10,9 @@ A checkpoint is a folder:
     assets/         plain files: config.json, tokenizer, chat template, run configuration, source dtype
     manifest.json   size and sha256 of every file above; written last
 
-A run keeps them as RUN/checkpoints/STEP. A checkpoint is written as STEP.tmp and renamed when whole, so a process killed at
-any moment leaves nothing but a .tmp folder, which nobody reads and the next save removes. Orbax alone does not notice most
-bits that flip on disk; the manifest does.
+A run keeps them as RUN/checkpoints/STEP. A checkpoint is written as STEP.tmp and renamed when whole, so a process killed
+at any moment leaves nothing but a .tmp folder, which nobody reads and the next save removes. Orbax alone does not notice
+most bits that flip on disk; the manifest does.
 """
 
 from __future__ import annotations
@@ -80,8 +82,8 @@ class CheckpointStore:
     ) -> None:
         """Starts to save; returns as soon as the arrays are copied to the host, so they may be donated at once.
 
-        `optimizer` is any pytree of arrays (None: not saved), `data` is JSON, `assets` a folder of plain files. Waits for
-        the save before, whose error, if it had one, is raised here.
+        `optimizer` is any pytree of arrays (None: not saved), `data` is JSON, `assets` a folder of plain files. Waits
+        for the save before, whose error, if it had one, is raised here.
         """
         self.wait()
         self._saving = _Saving(self.path(step), model, optimizer, data, Path(assets), after=self._retain)
@@ -101,8 +103,8 @@ class CheckpointStore:
     def latest_good(self) -> int | None:
         """The newest step whose files are all as they were written, or None if there is no checkpoint at all.
 
-        A damaged one is told by a warning that names the file, and the one before is tried. Raises ValueError if there are
-        checkpoints and none is good, or if one is not this project's.
+        A damaged one is told by a warning that names the file, and the one before is tried. Raises ValueError if there
+        are checkpoints and none is good.
         """
         self.wait()
         step = -1
@@ -127,12 +129,14 @@ class CheckpointStore:
         for step in reversed(steps):
             try:
                 verify(self.path(step))
-            except DamagedError as error:
+            except (DamagedError, ForeignError) as error:
                 self._damaged.add(step)
-                problems.append(str(error))
+                problems.append(error)
                 warnings.warn(f"{error}; using the checkpoint before", stacklevel=3)
             else:
                 return step
+        if problems and all(isinstance(problem, ForeignError) for problem in problems):
+            raise problems[0]
         if problems:
             raise ValueError(f"{self.folder}: every checkpoint is damaged (newest: {problems[0]}); "
                              "start again in another run directory, or restore them from a copy")
@@ -143,7 +147,7 @@ class CheckpointStore:
         return restore(self.path(step), abstract_model, abstract_optimizer, verified=True)
 
     def _retain(self, saved: Path) -> None:
-        """Deletes the oldest good checkpoints beyond `keep`. Damaged ones neither count nor vanish: somebody may look."""
+        """Deletes the oldest good checkpoints beyond `keep`. Damaged ones neither count nor vanish."""
         self._damaged.discard(int(saved.name))
         good = [step for step in self.steps() if step not in self._damaged]
         for step in good[:-self.keep]:
@@ -234,7 +238,9 @@ def save_checkpoint(
 
 
 def find_checkpoint(path: str | Path) -> Path:
-    """The checkpoint folder that `path` means: itself, or the newest good one of a run folder. Not yet verified if itself.
+    """The checkpoint folder that `path` means: itself, or the newest good one of a run folder.
+
+    A checkpoint named itself is not verified here.
 
     Raises ForeignError (a ValueError) if it is neither.
     """
@@ -252,7 +258,8 @@ def find_checkpoint(path: str | Path) -> Path:
     if path.name.endswith(".tmp"):
         raise ForeignError(f"{path}: a checkpoint that was never finished; its run's folder finds the last good one")
     if (path / "config.json").exists():
-        raise ForeignError(f"{path}: a Hugging Face folder, not a checkpoint; python -m scripts.import_hf makes one of it")
+        raise ForeignError(
+                f"{path}: a Hugging Face folder, not a checkpoint; python -m scripts.import_hf makes one of it")
     raise ForeignError(f"{path}: neither a checkpoint (no {MANIFEST}) nor a run directory with {CHECKPOINTS}/")
 
 
@@ -279,8 +286,8 @@ def restore(
 ) -> Restored:
     """Restores a checkpoint (or a run's newest good one) onto the shardings of the abstract trees: any mesh.
 
-    `abstract_model` maps names to arrays or jax.ShapeDtypeStruct with a sharding; `abstract_optimizer` is a pytree of the
-    same, of the state's structure (None: the moments are not read). A leaf without sharding comes back as numpy.
+    `abstract_model` maps names to arrays or jax.ShapeDtypeStruct with a sharding; `abstract_optimizer` is a pytree
+    of the same, of the state's structure (None: the moments are not read). A leaf without sharding comes back as numpy.
     Raises ForeignError, DamagedError, and ValueError that names the parameter whose name, shape or dtype differs.
     """
     folder = find_checkpoint(path)
@@ -363,12 +370,12 @@ def _stored(folder: Path, item: str) -> dict[str, jax.ShapeDtypeStruct]:
 def _flat_model(model: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in model.items():
         if not isinstance(name, str) or not hasattr(value, "shape"):
-            raise ValueError(f"model: a checkpoint holds a flat dictionary name -> array, found {name!r}: {type(value)}")
+            raise ValueError(f"model: must be a flat dictionary name -> array, found {name!r}: {type(value)}")
     return dict(model)
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
-    """Path -> leaf of any pytree: `0.mu.norm.weight`. Names survive changes of the containers, and can be told in errors."""
+    """Path -> leaf of any pytree: `0.mu.norm.weight`. Names survive changes of the containers, and read well in errors."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     flat = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     if len(flat) != len(leaves):

@@ -1,4 +1,4 @@
-"""Hugging Face model folders: read into sharded arrays without ever holding the model twice, and written back bit by bit."""
+"""Hugging Face model folders: read into sharded arrays without holding the model twice, and written back exactly."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from model.config import LlamaConfig
 
 # safetensors' names of the types we read. Each is exact in float32, so import followed by export changes no bit.
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-# Files of a Hugging Face folder that belong to the model and are not weights. A fixed list: a training run puts files of
-# its own beside them (run configuration), which do not belong into an exported model.
+# Files of a Hugging Face folder that belong to the model and are not weights. A fixed list: a training run puts files
+# of its own beside them (run configuration), which do not belong into an exported model.
 ASSET_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
@@ -36,7 +36,7 @@ SOURCE_DTYPE_FILE = "source_dtype.json"
 class HFEntry:
     """How one of our parameters is spelt by Hugging Face.
 
-    `shape` is ours, with the leading layer axis where `layers` is not None; `hf_shape` is that of one Hugging Face tensor.
+    `shape` is ours, with the leading layer axis where `layers` is not None; `hf_shape` is one Hugging Face tensor's.
     One tensor becomes ours by: transpose if `transpose`, then reshape to the shape without the layer axis. Both are
     undone in the opposite order.
     """
@@ -62,9 +62,9 @@ class HFEntry:
         return value.reshape(self.hf_shape[::-1]).T if self.transpose else value.reshape(self.hf_shape)
 
     def read(self, tensor: Any, index: tuple[slice, ...]) -> np.ndarray:
-        """The part `index` of ours, one layer, from a safetensors slice; reads no more of the file than the rows it needs."""
+        """The part `index` of ours, one layer, from a safetensors slice; reads only the rows and columns it needs."""
         ranges = [s.indices(n)[:2] for s, n in zip(index, self.one_shape, strict=True)]
-        # Our axes merge, in order, into the axes of the (transposed) Hugging Face tensor: [E, (Hq, D)], [(Hq, D), E], ...
+        # Our axes merge, in order, into those of the (transposed) Hugging Face tensor: [E, (Hq, D)], [(Hq, D), E], ...
         merged = self.hf_shape[::-1] if self.transpose else self.hf_shape
         rest, wanted, shape, finer = list(zip(ranges, self.one_shape, strict=True)), [], [], []
         for size in merged:
@@ -88,8 +88,10 @@ def hf_layout(config: LlamaConfig) -> list[HFEntry]:
     entries = []
 
     def add(name: str, shape: tuple[int, ...], hf_shape: tuple[int, ...], *, layer: bool = True) -> None:
-        prefix, hf_prefix = ("layers.", "model.layers.{i}.") if layer else ("", "" if name == "lm_head.weight" else "model.")
-        transpose = len(hf_shape) == 2 and name != "embed_tokens.weight"  # a matrix that multiplies: ours is input-first
+        prefix = "layers." if layer else ""
+        hf_prefix = "model.layers.{i}." if layer else "" if name == "lm_head.weight" else "model."
+        # A matrix that multiplies is input-first here; the embedding is a table of rows for both.
+        transpose = len(hf_shape) == 2 and name != "embed_tokens.weight"
         entries.append(HFEntry(prefix + name, hf_prefix + name, (n, *shape) if layer else shape, hf_shape,
                                n if layer else None, transpose))
 
@@ -117,7 +119,7 @@ def read_hf(
     folder: str | Path, config: LlamaConfig, shardings: Mapping[str, jax.sharding.Sharding] | jax.sharding.Sharding,
     dtype: Any = np.float32,
 ) -> dict[str, jax.Array]:
-    """The weights in `folder` as our flat dictionary, each array of `dtype`, placed by `shardings` (by name, or one for all).
+    """The weights in `folder` as our flat dictionary, of `dtype`, placed by `shardings` (by name, or one for all).
 
     Each device's part is read by itself from the memory-mapped files, so that the peak is the arrays and one part.
     Raises ValueError naming the tensor for one that is missing, misshapen, of a type other than bfloat16, float16 and
@@ -180,8 +182,8 @@ def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
         pickled = sorted([*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.pt")])
         if pickled:
             raise ValueError(
-                f"{folder}: only pickled weights here ({pickled[0].name}), which can run code when loaded and are refused; "
-                "convert them to safetensors (https://huggingface.co/docs/safetensors/convert-weights)"
+                f"{folder}: only pickled weights here ({pickled[0].name}); they can run code when loaded and are "
+                "refused; convert them to safetensors (https://huggingface.co/docs/safetensors/convert-weights)"
             )
         raise ValueError(f"{folder}: no weights here; needs model.safetensors or model.safetensors.index.json")
     tensors = {}
@@ -220,7 +222,7 @@ def _check_tensors(folder: Path, files: Mapping[str, Any], layout: list[HFEntry]
 
 
 def copy_assets(folder: str | Path, assets: str | Path) -> None:
-    """Fills `assets` with what a checkpoint keeps of a Hugging Face folder: config, tokenizer, template, source dtypes."""
+    """Fills `assets` with what a checkpoint keeps of a Hugging Face folder: config, tokenizer, template, dtypes."""
     folder, assets = Path(folder), Path(assets)
     assets.mkdir(parents=True, exist_ok=True)
     for name in ASSET_FILES:
@@ -258,13 +260,14 @@ def source_dtype(assets: str | Path) -> tuple[str, dict[str, str]]:
 
 
 def write_hf(
-    params: Mapping[str, Any], config: LlamaConfig, assets: str | Path, out: str | Path, *, max_shard_bytes: int = 5 * 10**9,
+    params: Mapping[str, Any], config: LlamaConfig, assets: str | Path, out: str | Path, *,
+    max_shard_bytes: int = 5 * 10**9,
 ) -> None:
     """Writes a Hugging Face folder that transformers loads: weights, config, generation config, tokenizer, template.
 
-    `params` is our flat dictionary (jax or numpy, any float dtype); tensors are written in the source dtype that `assets`
-    records. Weights above `max_shard_bytes` are split, with an index. Written beside `out` and renamed at the end: what
-    is at `out` is always whole. Raises ValueError if `out` has something in it, or params do not fit config.
+    `params` is our flat dictionary (jax or numpy, any float dtype); tensors are written in the source dtype that
+    `assets` records. Weights above `max_shard_bytes` are split, with an index. Written beside `out` and renamed at
+    the end: what is at `out` is always whole. Raises ValueError if `out` has something in it, or params do not fit config.
     """
     assets, out = Path(assets), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -308,15 +311,16 @@ def check_params(shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig) -> 
 
 
 def _write_weights(
-    params: Mapping[str, Any], layout: list[HFEntry], common: str, exceptions: Mapping[str, str], folder: Path, limit: int,
+    params: Mapping[str, Any], layout: list[HFEntry], common: str, exceptions: Mapping[str, str], folder: Path,
+    limit: int,
 ) -> None:
     # Planned first, from shapes alone: a file's name tells the number of files. In the order of the layers, as
     # transformers writes, so that a shard holds whole layers.
     plan: list[list[tuple[str, HFEntry, int, np.dtype]]] = [[]]
     total = used = 0
     for name, entry, layer in _in_layer_order(layout):
-        dtype = np.dtype(ml_dtypes.bfloat16 if exceptions.get(name, common) == "bfloat16"
-                         else exceptions.get(name, common))
+        wanted = exceptions.get(name, common)
+        dtype = np.dtype(ml_dtypes.bfloat16 if wanted == "bfloat16" else wanted)
         size = math.prod(entry.hf_shape) * dtype.itemsize
         if plan[-1] and used + size > limit:
             plan.append([])
@@ -328,11 +332,14 @@ def _write_weights(
         file = "model.safetensors" if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
         tensors = {}
         for name, entry, layer, dtype in part:
-            tensors[name] = np.ascontiguousarray(entry.to_hf(_one_layer(params[entry.name], entry, layer)).astype(dtype))
+            value = entry.to_hf(_one_layer(params[entry.name], entry, layer))
+            tensors[name] = np.ascontiguousarray(value.astype(dtype))
             weight_map[name] = file
         save_file(tensors, folder / file, metadata={"format": "pt"})
+        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors makes its files private
     if len(plan) > 1:
-        _write_json(folder / "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": weight_map})
+        _write_json(folder / "model.safetensors.index.json",
+                    {"metadata": {"total_size": total}, "weight_map": weight_map})
 
 
 def _in_layer_order(layout: list[HFEntry]) -> Iterator[tuple[str, HFEntry, int]]:
@@ -363,14 +370,14 @@ def _write_json(path: Path, content: Any) -> None:
 def resolve_model_path(path: str | Path) -> Path:
     """The folder of a model: a folder as it is, `org/name` or `org/name@revision` from the local Hugging Face cache.
 
-    Nothing is downloaded: a run must not depend on what a hub answers. Raises ValueError that names the download command.
+    Nothing is downloaded: a run must not depend on what a hub answers. Raises ValueError naming the download command.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
         return folder
     name, _, revision = str(path).partition("@")
     if folder.is_absolute() or str(path).startswith(("./", "../", "~")) or name.count("/") != 1 or name.endswith("/"):
-        raise ValueError(f"{path}: no such folder (a model of the Hugging Face hub is named org/name or org/name@revision)")
+        raise ValueError(f"{path}: no such folder (a model of the hub is named org/name or org/name@revision)")
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -380,4 +387,5 @@ def resolve_model_path(path: str | Path) -> Path:
         raise ValueError(f"{path}: neither a folder nor a hub name (org/name or org/name@revision)") from None
     except (LocalEntryNotFoundError, OSError):
         command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
-        raise ValueError(f"{path}: neither a folder nor in the local Hugging Face cache; download it: {command}") from None
+        raise ValueError(
+            f"{path}: neither a folder nor in the local Hugging Face cache; download it: {command}") from None

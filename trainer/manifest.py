@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint folder: size and sha256 of every file, and what is wrong with a folder that has changed."""
+"""The manifest of a checkpoint folder: size and sha256 of every file, and what has changed since."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from model.config import LlamaConfig, RopeConfig
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192}
-NAMES = ["llama-1b", "llama-3b", "llama-7b", "llama-13b", "llama-30b", "llama-65b", "llama-gqa", "llama-33h", "llama-16h",
-         "llama-8h", "llama-4h", "llama-2h", "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "llama-3.2-3b",
+NAMES = ["llama-1b", "llama-3b", "llama-7b", "llama-13b", "llama-30b", "llama-65b", "llama-gqa", "llama-33h",
+         "llama-16h", "llama-8h", "llama-4h", "llama-2h", "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "llama-3.2-3b",
          "smollm2-135m", "tiny"]
 
 
@@ -29,7 +29,8 @@ def test_preset_there_and_back(name):
 
 def test_what_transformers_saves_is_read(tmp_path):
     theirs = transformers.LlamaConfig(hidden_size=64, num_attention_heads=4, head_dim=32, rope_theta=5e5,
-                                      rope_scaling=dict(LLAMA3), architectures=["LlamaForCausalLM"], eos_token_id=[1, 7])
+                                      rope_scaling=dict(LLAMA3), architectures=["LlamaForCausalLM"],
+                                      eos_token_id=[1, 7])
     theirs.save_pretrained(tmp_path)
     config = LlamaConfig.from_hf(tmp_path)
     assert config.rope == RopeConfig("llama3", 5e5, 8.0, 1.0, 4.0, 8192)
@@ -56,7 +57,8 @@ def test_both_spellings_of_rope():
     ({"rope_scaling": {**LLAMA3, "factor": None}}, ["factor", "missing"]),
     ({"rope_scaling": LLAMA3, "rope_parameters": {"rope_type": "default"}}, ["contradict"]),
     ({"rope_theta": 1e4, "rope_parameters": {"rope_theta": 2e4}}, ["rope_theta", "10000.0", "20000.0"]),
-    ({"num_attention_heads": 12, "num_key_value_heads": 5, "head_dim": 8}, ["num_key_value_heads", "5", "1, 2, 3, 4, 6, 12"]),
+    ({"num_attention_heads": 12, "num_key_value_heads": 5, "head_dim": 8},
+     ["num_key_value_heads", "5", "1, 2, 3, 4, 6, 12"]),
     ({"hidden_size": 100, "num_attention_heads": 32}, ["head_dim", "100", "32"]),
     ({"head_dim": 33}, ["head_dim", "33", "even"]),
     ({"vocab_size": None}, ["vocab_size", "null"]),

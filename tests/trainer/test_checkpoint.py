@@ -17,7 +17,14 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from trainer.checkpoint import (
-    CheckpointStore, assets_dir, find_checkpoint, model_shapes, read_data, restore, restore_model, save_checkpoint,
+    CheckpointStore,
+    assets_dir,
+    find_checkpoint,
+    model_shapes,
+    read_data,
+    restore,
+    restore_model,
+    save_checkpoint,
 )
 from trainer.manifest import DamagedError, ForeignError
 
@@ -110,10 +117,9 @@ def test_one_flipped_bit_in_any_file_is_found(run):
         file.write_bytes(original[:-1])
         with pytest.warns(UserWarning, match=file.name):
             assert CheckpointStore(run).latest_good() == 10
-        if file.name != "manifest.json":
-            file.unlink()
-            with pytest.warns(UserWarning, match=f"{file.name} is missing"):
-                assert CheckpointStore(run).latest_good() == 10
+        file.unlink()
+        with pytest.warns(UserWarning, match=f"{file.name} is missing|no {file.name}"):
+            assert CheckpointStore(run).latest_good() == 10
         file.write_bytes(original)
     assert CheckpointStore(run).latest_good() == 20
 
@@ -158,7 +164,7 @@ def test_foreign_and_absent(tmp_path, run, assets):
     with pytest.raises(ForeignError, match="Hugging Face folder"):
         restore_model(assets)
     (tmp_path / "foreign/checkpoints/7/params").mkdir(parents=True)
-    with pytest.raises(ForeignError, match="not a checkpoint of this project"):
+    with pytest.raises(ForeignError, match="not a checkpoint of this project"), pytest.warns(UserWarning):
         CheckpointStore(tmp_path / "foreign").latest_good()
     (tmp_path / "web").mkdir()
     (tmp_path / "web/manifest.json").write_text(json.dumps({"name": "a web page"}))

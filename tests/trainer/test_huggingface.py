@@ -18,13 +18,13 @@ from trainer.huggingface import copy_assets, hf_layout, read_hf, resolve_model_p
 
 def make_model(folder: Path, dtype: torch.dtype, **fields) -> LlamaConfig:
     """A random LLaMA saved by transformers; every tensor, biases and norms too, is random."""
-    sizes = dict(vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
-                 num_key_value_heads=2, head_dim=16)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    shards = {"max_shard_size": fields.pop("max_shard_size", "5GB")}
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **fields}))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter)
-    shards = {"max_shard_size": fields.pop("max_shard_size", "5GB")}
     model.to(dtype).save_pretrained(folder, **shards)
     (folder / "tokenizer.json").write_text("{}")
     (folder / "chat_template.jinja").write_text("{{ messages }}")
@@ -50,7 +50,8 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
 @pytest.mark.parametrize("fields", [
-    {}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}, {"num_key_value_heads": 1, "head_dim": 8},
+    {}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True},
+    {"num_key_value_heads": 1, "head_dim": 8},
 ], ids=["untied", "tied", "bias", "mqa"])
 def test_import_then_export_gives_the_same_bytes(tmp_path, dtype, fields):
     config = make_model(tmp_path / "in", dtype, **fields)
