@@ -10,9 +10,9 @@ A checkpoint is a folder:
     assets/         plain files: config.json, tokenizer, chat template, run configuration, source dtype
     manifest.json   size and sha256 of every file above; written last
 
-A run keeps them as RUN/checkpoints/STEP. A checkpoint is written as STEP.tmp and renamed when whole, so a process killed
-at any moment leaves nothing but a .tmp folder, which nobody reads and the next save removes. Orbax alone does not notice
-most bits that flip on disk; the manifest does.
+A run keeps them as RUN/checkpoints/STEP. A checkpoint is written as STEP.tmp and renamed when whole, so a process
+killed at any moment leaves nothing but a .tmp folder, which nobody reads and the next save removes. Orbax alone does not
+notice most bits that flip on disk; the manifest does.
 """
 
 from __future__ import annotations
@@ -375,7 +375,7 @@ def _flat_model(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flatten(tree: Any) -> dict[str, Any]:
-    """Path -> leaf of any pytree: `0.mu.norm.weight`. Names survive changes of the containers, and read well in errors."""
+    """Path -> leaf of any pytree: `0.mu.norm.weight`. Names survive changes of containers, and read well."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     flat = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     if len(flat) != len(leaves):

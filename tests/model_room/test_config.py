@@ -10,8 +10,8 @@ from model.config import LlamaConfig, RopeConfig
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192}
 NAMES = ["llama-1b", "llama-3b", "llama-7b", "llama-13b", "llama-30b", "llama-65b", "llama-gqa", "llama-33h",
-         "llama-16h", "llama-8h", "llama-4h", "llama-2h", "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "llama-3.2-3b",
-         "smollm2-135m", "tiny"]
+         "llama-16h", "llama-8h", "llama-4h", "llama-2h", "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b",
+         "llama-3.2-3b", "smollm2-135m", "tiny"]
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import jax
@@ -176,3 +178,19 @@ def test_model_path(tmp_path, monkeypatch):
         resolve_model_path("some-org/some-model@abc")
     with pytest.raises(ValueError, match="no such folder"):
         resolve_model_path(tmp_path / "absent")
+
+
+def test_commands(tmp_path, repository):
+    """import_hf and export_hf as a user calls them; errors are one line without a traceback."""
+    make_model(tmp_path / "in", torch.bfloat16, tie_word_embeddings=True)
+
+    def run(*arguments) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", *map(str, arguments)]
+        return subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+
+    assert run("scripts.import_hf", tmp_path / "in", tmp_path / "checkpoint").returncode == 0
+    assert run("scripts.export_hf", tmp_path / "checkpoint", tmp_path / "out").returncode == 0
+    before, after = tensors(tmp_path / "in"), tensors(tmp_path / "out")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    failed = run("scripts.export_hf", tmp_path / "in", tmp_path / "out2")
+    assert failed.returncode == 1 and failed.stderr.startswith("error: ") and failed.stderr.count("\n") == 1
