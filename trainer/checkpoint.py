@@ -11,8 +11,8 @@ A checkpoint is a folder:
     manifest.json   size and sha256 of every file above; written last
 
 A run keeps them as RUN/checkpoints/STEP. A checkpoint is written as STEP.tmp and renamed when whole, so a process
-killed at any moment leaves nothing but a .tmp folder, which nobody reads and the next save removes. Orbax alone does not
-notice most bits that flip on disk; the manifest does.
+killed at any moment leaves nothing but a .tmp folder, which nobody reads and the next save removes. Orbax alone does
+not notice most bits that flip on disk; the manifest does.
 """
 
 from __future__ import annotations

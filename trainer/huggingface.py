@@ -267,7 +267,8 @@ def write_hf(
 
     `params` is our flat dictionary (jax or numpy, any float dtype); tensors are written in the source dtype that
     `assets` records. Weights above `max_shard_bytes` are split, with an index. Written beside `out` and renamed at
-    the end: what is at `out` is always whole. Raises ValueError if `out` has something in it, or params do not fit config.
+    the end: what is at `out` is always whole. Raises ValueError if `out` has something in it, or params do
+    not fit config.
     """
     assets, out = Path(assets), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
