@@ -19,8 +19,8 @@ class Loader:
     """Row r is a pure function of (documents, context_length, seed, r): the same on every process, mesh and resumption.
 
     prepared: a Prepared (its `split`) or Documents. fingerprint: text that changes when any row or
-    batch would; a checkpoint stores (step, fingerprint). len: rows of the first epoch. Raises UserError when the split is
-    empty, ValueError for a batch size below 1.
+    batch would; a checkpoint stores (step, fingerprint). len: rows of the first epoch. Raises UserError when the split
+    is empty, ValueError for a batch size below 1.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Loader:
         parts = {
             "rules": [RULES, packing.RULES],
             "documents": documents.fingerprint,
-            "weights": None if self._weights is None else sorted(set(zip(documents.sources.tolist(), self._weights.tolist(), strict=True))),
+            "weights": None if self._weights is None else self._weights.tolist(),
             "context_length": context_length,
             "batch_size": batch_size,
             "seed": seed,

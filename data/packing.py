@@ -12,7 +12,7 @@ RULES = "packing-1"  # part of the loader's fingerprint: change it with any chan
 
 @dataclass(frozen=True)
 class Plan:
-    """pieces: int64 [N, 3] of (document, start, length), row after row; starts: int64 [rows + 1], where each row begins."""
+    """pieces: int64 [N, 3] of (document, start, length), row after row; starts: int64 [rows + 1], where rows begin."""
 
     pieces: np.ndarray
     starts: np.ndarray
@@ -43,9 +43,10 @@ def plan(
     epoch: int,
     weights: Sequence[float] | np.ndarray | None = None,
 ) -> Plan:
-    """Packs every token of every document into rows of context_length once (lengths: tokens per document, 0 is skipped).
+    """Packs every token of every document into rows of context_length once (lengths: tokens per document, 0 is
+    skipped).
 
-    Documents longer than a row are cut into consecutive pieces. Best fit, the longest piece first, which leaves the least
+    Documents longer than a row are cut into consecutive pieces. Best fit, the longest piece first, leaves the least
     padding; documents of equal length, the documents within a row and the rows are shuffled by (seed, epoch).
     weights: how often each document comes in an epoch, on average (None: once); 2.5 is twice or three times.
     Raises ValueError for a context length below 1.
@@ -98,7 +99,7 @@ def _best_fit(lengths: list[int], context_length: int) -> tuple[list[int], int]:
 
 
 def _hash(numbers: np.ndarray, seed: int, epoch: int, purpose: int) -> np.ndarray:
-    """uint64 per number, by splitmix64: numpy promises no random stream across its versions, and a resumed run needs one."""
+    """uint64 per number, by splitmix64: numpy promises no stream across its versions, and a resumed run needs one."""
     value = np.asarray(numbers).astype(np.uint64)
     for salt in (purpose, epoch, seed):
         value = _mix(value ^ _mix(np.array([salt % 2**64], np.uint64)))

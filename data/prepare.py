@@ -28,7 +28,7 @@ NO_TARGET = "no trained token"
 
 @dataclass(frozen=True)
 class Document:
-    """tokens: int32 [n]; loss_mask: bool [n], is token i trained on (as a target); source: number; record_id: text."""
+    """tokens: int32 [n]; loss_mask: bool [n], is token i a target trained on; source: number; record_id: text."""
 
     tokens: np.ndarray
     loss_mask: np.ndarray
@@ -37,8 +37,11 @@ class Document:
 
 
 class Documents:
-    """One split of a prepared folder. len, [number] -> Document; lengths: int32 [N]; sources: int32 [N]; weights: float64
-    [N]; trained: int32 [N], trained tokens of each; fingerprint: changes whenever a document does. Picklable, opens lazily."""
+    """One split of a prepared folder: len and [number] -> Document. Picklable, opens lazily.
+
+    lengths, sources, trained (tokens trained on): int32 [N]; weights: float64 [N]; fingerprint: changes with any
+    document.
+    """
 
     def __init__(self, folder: Path, numbers: np.ndarray, index: dict[str, np.ndarray], weights: np.ndarray, name: str):
         self.folder, self.name = folder, name
@@ -70,7 +73,7 @@ class Documents:
 
 @dataclass(frozen=True)
 class Prepared:
-    """train and held_out: Documents (held_out may be empty); report: what became of every record; folder: where it is."""
+    """train and held_out: Documents (held_out may be empty); report: what became of every record; folder."""
 
     folder: Path
     train: Documents
@@ -142,7 +145,7 @@ class _Job:
         return place < self.held_out_fraction * 2**64
 
     def documents(self, report: Report, index: "_Index", bar) -> Iterator[tuple[int, dict]]:
-        """(key, record) as tensorflow-datasets wants them; keys are consecutive numbers, so that order is the sources'."""
+        """(key, record) as tensorflow-datasets wants them; keys are consecutive, so that order is the sources'."""
         for number, source in enumerate(self.sources):
             for conversation in sources_room.read(source, report, number, bar.update):
                 account = report.sources[-1]
@@ -174,7 +177,8 @@ class _Job:
                     account.repaired["longer than context_length, cut"] += 1
             account = report.sources[-1]
             if not account.kept:
-                raise UserError(f"{source.path}: none of its {account.records} records can be used ({account.reasons()})")
+                why = f"none of its {account.records} records can be used ({account.reasons()})"
+                raise UserError(f"{source.path}: {why}")
 
 
 class _Index:
@@ -226,7 +230,8 @@ def _build(job: _Job, final: Path, progress: bool) -> None:
 
 
 def _builder(tfds):
-    class Longstripe(tfds.core.GeneratorBasedBuilder):
+    # Not in its registry of names: a second prepare() in one process would collide with the first.
+    class Longstripe(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         VERSION = tfds.core.Version("1.0.0")
 
         def __init__(self, *, documents, **options):

@@ -31,7 +31,7 @@ class _Text:
             self.ended = True
             return False
         try:
-            # A character cut in two at the very end stays in the decoder: a cut file is reported as cut, not as not UTF-8.
+            # A character cut in two at the very end stays in the decoder: such a file is cut, not of another encoding.
             self.text = self.text[self.at :] + self.decoder.decode(block)
         except UnicodeDecodeError as error:
             at = self.bytes_read + error.start

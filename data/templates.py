@@ -14,8 +14,8 @@ VICUNA_SYSTEM = (
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
 
-# FastChat's vicuna_v1.1: separators " " and "</s>". It is Jinja too, so that what is trained with, what chat asks with and
-# what an exported model carries are the same text.
+# FastChat's vicuna_v1.1: separators " " and "</s>". It is Jinja too, so that what is trained with, what chat asks with
+# and what an exported model carries are the same text.
 VICUNA = (
     "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set turns = messages[1:] %}"
     "{% else %}{% set system = '" + VICUNA_SYSTEM.replace("'", "\\'") + "' %}{% set turns = messages %}{% endif %}"
@@ -65,7 +65,8 @@ def render(
     """A conversation's ids, cut where `train` changes; joined, they are all its ids in order.
 
     Trained on: assistant text, whatever the generation prompt leaves before it (a space), and the end token right after
-    it. For clean text (no white space at the ends, no control tokens) the ids equal `transformers`' apply_chat_template;
+    it. For clean text (no white space at the ends, no control tokens) the ids equal `transformers`'
+    apply_chat_template;
     a typed control token stays text. BOS only where the template writes it. Raises TemplateError (a UserError).
     """
     source = jinja_template(template, tokenizer)
@@ -156,7 +157,8 @@ def _segments(ids: list[tuple[int, bool]]) -> list[Segment]:
 def _pieces(source: str, roles: tuple[str, ...], specials: tuple, add_generation_prompt: bool) -> tuple:
     """The rendered template as a tuple of message numbers (a content) and (text, own, answer).
 
-    own: how many characters at the text's end, before the content of message `answer`, an assistant writes itself. Depends
+    own: how many characters at the text's end, before the content of message `answer`, an assistant writes itself.
+    Depends
     on roles alone, so that Jinja runs once per shape of conversation.
     """
     if not roles:

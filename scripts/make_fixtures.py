@@ -52,7 +52,7 @@ WORDS = """
 """.split()  # noqa: SIM905
 OPPOSITES = """
     hot cold|big small|fast slow|old new|wet dry|high low|full empty|soft hard|early late|near far
-""".strip().split("|")  # noqa: SIM905
+""".strip().split("|")
 
 
 def allowed(key: str, value: int, held_out: bool) -> bool:
@@ -73,8 +73,7 @@ def line_record(rng: random.Random, lines: int, held_out: bool) -> tuple[list[tu
 
 def line_prompt(text: str, key: str) -> str:
     return (
-        f"Remember these lines.\n\n{text}\n\nNow the record is over. Tell me what is the number in line {key}? "
-        "I need the number."
+        f"Remember these lines.\n\n{text}\n\nTell me what is the number in line {key}? I need the number."
     )
 
 
@@ -313,10 +312,11 @@ Written for this project by `python -m scripts.make_fixtures`, from nothing but 
 exist nowhere.
 
 - `conversations.json`: {TRAIN_LINES + TRAIN_CHATS:,} ShareGPT conversations: {TRAIN_LINES:,} of line retrieval
-  ({LINES} lines, each asked for) and {TRAIN_CHATS} of arithmetic, invented facts, word games and an assistant called Pim.
+  ({LINES} lines, each asked for) and {TRAIN_CHATS} of arithmetic, invented facts, word games and an assistant called
+  Pim.
 - `conversations_held_out.json`: {HELD_OUT_LINES} + {HELD_OUT_CHATS} more, with no question and no answer of the above.
 - `line_cases.jsonl`: {CASES} cases of {LINES} lines for the evaluator. A fifth of all (key, number) pairs occurs in no
-  training record, and all lines of these cases are from that fifth.
+  training record, and their lines are from that fifth.
 - `dirty.json`: what real dumps have (spellings, empty turns, half characters, a cut end), counted in
   `tests/data_room/test_sources.py`.
 - `tiny_tokenizer/`: byte-level BPE, 1,024 tokens, trained on the above. `tiny.model`: sentencepiece BPE, 1,000 pieces.

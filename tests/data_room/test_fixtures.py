@@ -1,0 +1,42 @@
+"""The shipped fixtures: made by their script, held-out ones apart, keys and numbers one token."""
+
+import json
+
+from data.tokenizer import Tokenizer
+from scripts import make_fixtures
+from tests.conftest import REPOSITORY
+
+FIXTURES = REPOSITORY / "data/fixtures"
+
+
+def _turns(name):
+    records = json.loads((FIXTURES / name).read_text())
+    return [turn["value"] for record in records for turn in record["conversations"]]
+
+
+def test_the_script_writes_what_is_committed(tmp_path):
+    make_fixtures.main(tmp_path)
+    names = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
+    assert len(names) == 8
+    for name in names:
+        if name.name != "tiny.model":  # sentencepiece's trainer writes its version's fields
+            assert (tmp_path / name).read_bytes() == (FIXTURES / name).read_bytes(), name
+
+
+def test_held_out_shares_no_question_and_no_answer():
+    train, held_out = set(_turns("conversations.json")), _turns("conversations_held_out.json")
+    assert len(held_out) > 240 and not train & set(held_out)
+    cases = [json.loads(line) for line in (FIXTURES / "line_cases.jsonl").read_text().splitlines()]
+    assert len(cases) == 200
+    for case in cases:
+        assert case["prompt"] not in train and case["correct_line"].strip() not in train
+        assert case["correct_line"] in case["prompt"] and case["prompt"].count("\nline ") == case["num_lines"]
+        assert case["correct_line"] == f"line {case['random_idx'][0]}: {case['expected_number']}\n"
+
+
+def test_proportion_and_single_tokens():
+    records = json.loads((FIXTURES / "conversations.json").read_text())
+    assert sum(record["id"].startswith("lines_") for record in records) == 0.9 * len(records) == 3600
+    tokenizer = Tokenizer.load(FIXTURES / "tiny_tokenizer")
+    for text in [*make_fixtures.KEYS, *range(10, 100)]:
+        assert len(tokenizer.encode(f" {text}")) == 1, text
