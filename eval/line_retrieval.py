@@ -92,6 +92,7 @@ def rounded(length: int, multiple: int) -> int:
 def evaluate(args) -> list[scoring.Score]:
     """Answers all cases and writes the report."""
     from model.decode import Generator
+    from model.sharding import STORAGE_AXES
     from trainer.mesh import make_mesh, simulate
     from trainer.model_source import open_model
     from trainer.objective import build_llama
@@ -103,7 +104,8 @@ def evaluate(args) -> list[scoring.Score]:
     source = open_model(args.checkpoint)
     tokenizer = source.tokenizer()
     mesh = make_mesh(MeshConfig(fsdp=args.fsdp, tensor=args.tensor, sequence=args.sequence))
-    model = build_llama(RunConfig(model=ModelConfig(compute_dtype=args.compute_dtype)), source.config, mesh, () if args.replicate else ("fsdp", "sequence"))
+    config = RunConfig(model=ModelConfig(compute_dtype=args.compute_dtype))
+    model = build_llama(config, source.config, mesh, () if args.replicate else STORAGE_AXES)
     params = source.read(model)
     prompts = [prompt_ids(case, tokenizer) for case in cases]
     generators, outcomes = {}, {}

@@ -81,7 +81,7 @@ class Generator:
 
     @functools.cached_property
     def _compiled(self):
-        batch = {name: TOKENS for name in ("tokens", "index", "segment_ids")}
+        batch = dict.fromkeys(("tokens", "index", "segment_ids"), TOKENS)
         return jax.jit(jax.shard_map(self._local, mesh=self.model.mesh, in_specs=(self.model.specs, batch, ROWS),
                                      out_specs=ROWS, check_vma=False))
 

@@ -32,17 +32,22 @@ class Projection(nnx.Module):
         return product(self.equation, x, self.weight[...])
 
 
+def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
+    """x / rms(x) * weight over the last axis, in float32, given back in x's dtype."""
+    wide = x.astype(jnp.float32)
+    wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + epsilon)
+    return (wide * weight).astype(x.dtype)
+
+
 class RMSNorm(nnx.Module):
-    """x / rms(x) * weight, in float32, given back in x's dtype."""
+    """Root-mean-square normalisation of the hidden axis."""
 
     def __init__(self, config: LlamaConfig, *, rngs=None):
         self.epsilon = config.rms_norm_eps
         self.weight = nnx.Param(jnp.ones((config.hidden_size,), jnp.float32), axes=("norm",))
 
     def __call__(self, x):
-        wide = x.astype(jnp.float32)
-        wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + self.epsilon)
-        return (wide * self.weight[...]).astype(x.dtype)
+        return rms_norm(x, self.weight[...], self.epsilon)
 
 
 class FeedForward(nnx.Module):

@@ -21,7 +21,7 @@ from .attention import Mask, TokenCoords, attend
 from .attention.kernels import Kernel, get_kernel
 from .chunked import chunked, product
 from .config import LlamaConfig
-from .feedforward import FeedForward, Projection, RMSNorm, param
+from .feedforward import FeedForward, Projection, RMSNorm, param, rms_norm
 from .loss import token_losses
 from .remat import policy
 from .rope import apply_rope, inverse_frequencies
@@ -110,7 +110,8 @@ def init(config: LlamaConfig, key: jax.Array) -> dict[str, jax.Array]:
     ends_key, layers_key = jax.random.split(key)
 
     def one_layer(key):
-        return {f"layers.{name}": leaf[...] for name, leaf in _flat(nnx.state(DecoderLayer(config, rngs=nnx.Rngs(key)))).items()}
+        layer = nnx.state(DecoderLayer(config, rngs=nnx.Rngs(key)))
+        return {f"layers.{name}": leaf[...] for name, leaf in _flat(layer).items()}
 
     layers = jax.vmap(one_layer)(jax.random.split(layers_key, config.num_hidden_layers))
     ends = {name: leaf[...] for name, leaf in _flat(nnx.state(Ends(config, rngs=nnx.Rngs(ends_key)))).items()}
@@ -118,12 +119,11 @@ def init(config: LlamaConfig, key: jax.Array) -> dict[str, jax.Array]:
 
 
 def bind(config: LlamaConfig, weights: dict[str, jax.Array]) -> DecoderLayer:
-    """A decoder layer on these weights, named as within the layer."""
+    """A decoder layer on these weights, named as within the layer; parts whose weights are not given must not be called."""
     graph, state = _layer_module(config)
-    paths = [(path, leaf.replace(weights[name])) for (path, leaf), name in
-             zip(nnx.to_flat_state(state), _flat(state), strict=True) if name in weights]
-    return nnx.merge(graph, nnx.from_flat_state(paths + [
-        (path, leaf) for (path, leaf), name in zip(nnx.to_flat_state(state), _flat(state), strict=True) if name not in weights]))
+    leaves = [(path, leaf.replace(weights[name]) if name in weights else leaf)
+              for (path, leaf), name in zip(nnx.to_flat_state(state), _flat(state), strict=True)]
+    return nnx.merge(graph, nnx.from_flat_state(leaves))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,9 +241,7 @@ class Llama:
 
     def _head(self, weights, x):
         """Final norm and logits of this tensor rank's vocabulary."""
-        norm = (x.astype(jnp.float32))
-        norm = norm * lax.rsqrt(jnp.mean(jnp.square(norm), -1, keepdims=True) + self.config.rms_norm_eps)
-        norm = (norm * weights["norm.weight"]).astype(x.dtype)
+        norm = rms_norm(x, weights["norm.weight"], self.config.rms_norm_eps)
         if self.config.tie_word_embeddings:
             return product("bte,ve->btv", norm, weights["embed_tokens.weight"])
         return product("bte,ev->btv", norm, weights["lm_head.weight"])

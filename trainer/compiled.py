@@ -10,7 +10,7 @@ _SHAPE = re.compile(r"\b(pred|[suf]\d+|bf16)\[([\d,]*)\]")
 
 
 def memory(compiled) -> dict[str, float]:
-    """GiB a device by the compiler's plan: arguments, temporaries, host memory, and the peak with donated buffers counted once."""
+    """GiB a device by the compiler's plan: arguments, temporaries, host memory; the peak counts donated buffers once."""
     plan = compiled.memory_analysis()
     parts = {"arguments": plan.argument_size_in_bytes, "outputs": plan.output_size_in_bytes,
              "aliased": plan.alias_size_in_bytes, "temporaries": plan.temp_size_in_bytes,

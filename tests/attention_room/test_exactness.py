@@ -1,5 +1,6 @@
 """Any layout with any schedule equals dense float64 attention: out, lse and all gradients, within 1e-5."""
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,7 @@ def test_any_packing_is_exact(data, layout, size):
     segments = np.zeros((2, LENGTH), np.int32)
     for row in range(2):
         cuts = sorted(data.draw(st.lists(st.integers(0, LENGTH), max_size=12)))
-        for number, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False), 1):
+        for number, (start, end) in enumerate(itertools.pairwise(cuts), 1):
             segments[row, start:end] = number if data.draw(st.booleans()) else 0
     order = permutation(LENGTH, size, layout)
     arrays = inputs("8/2")
@@ -155,10 +156,10 @@ def test_bfloat16_error_does_not_grow_with_the_ring():
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    (dict(schedule="rings"), "known: local, ring"),
-    (dict(kernel="fast"), "known: auto, xla, reference"),
-    (dict(layout="zebra"), "known: contiguous, striped"),
-    (dict(schedule="local"), "'ring' serves any"),
+    ({"schedule": "rings"}, "known: local, ring"),
+    ({"kernel": "fast"}, "known: auto, xla, reference"),
+    ({"layout": "zebra"}, "known: contiguous, striped"),
+    ({"schedule": "local"}, "'ring' serves any"),
 ])
 def test_unknown_names_are_refused(change, words):
     q, k, v, _ = inputs("4/4")
@@ -168,5 +169,5 @@ def test_unknown_names_are_refused(change, words):
 
 def test_a_length_that_does_not_divide_names_the_next():
     q, k, v, _ = (x[:, :829] for x in inputs("4/4"))
-    with pytest.raises(ValueError, match="829 is not divisible by 4 .* good one is 832"):
+    with pytest.raises(ValueError, match=r"829 is not divisible by 4 .* good one is 832"):
         attention(q, k, v, tuple(x[:, :829] for x in documents("one")), mesh=mesh_of(4))

@@ -99,7 +99,7 @@ class Tiles:
 
     def forward(self, q, k, v, q_coords, kv_coords, *, mask: Mask, scale: float) -> AttentionPartial:
         """Attention of one block of queries over one block of keys; see the package's docstring for shapes."""
-        batch, length, heads, _ = q.shape
+        _, length, heads, _ = q.shape
         kv_heads = k.shape[2]
         group = heads // kv_heads
         query_tile, key_tile = divisor(length, self.query_tile), divisor(k.shape[1], self.key_tile)

@@ -1,0 +1,44 @@
+"""Greedy decoding on a mesh gives transformers' tokens."""
+import jax
+import numpy as np
+import pytest
+import torch
+
+from model.config import LlamaConfig
+from model.decode import Generator
+from trainer.huggingface import read_hf
+
+from .build import llama, tiny
+from .test_llama import saved_by_transformers
+
+PROMPTS = [5, 31, 64]
+
+
+@pytest.mark.parametrize("shape", [{}, {"fsdp": 2, "tensor": 2, "sequence": 2}, {"sequence": 8}], ids=str)
+def test_tokens_equal_transformers(tmp_path, shape):
+    truth = saved_by_transformers(tmp_path, tiny(), None).eval()
+    config = LlamaConfig.from_hf(tmp_path)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 128, length).tolist() for length in PROMPTS]
+    expected = []
+    for prompt in prompts:
+        with torch.no_grad():
+            ids = truth.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=2, pad_token_id=0)
+        answer = ids[0, len(prompt):].tolist()
+        expected.append(answer[:answer.index(2)] if 2 in answer else answer)
+    model = llama(config, shape)
+    generator = Generator(model, "striped", rows=4, length=64, new_tokens=12, stop_ids=(2,))
+    assert generator(read_hf(tmp_path, config, model.shardings), prompts) == expected
+
+
+def test_prompts_that_do_not_fit_are_refused():
+    generator = Generator(llama(tiny()), "striped", rows=1, length=64, new_tokens=4, stop_ids=(2,))
+    with pytest.raises(ValueError, match="found 65 tokens; needs 1 to 64"):
+        generator({}, [[1] * 65])
+    with pytest.raises(ValueError, match="found 2, compiled for 1 rows"):
+        generator({}, [[1], [1]])
+
+
+def test_devices_are_eight():
+    """What every test here takes for granted."""
+    assert len(jax.devices()) == 8

@@ -1,0 +1,257 @@
+"""The model against transformers, against itself on other meshes, and the traps of bfloat16 gradients."""
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax.sharding import PartitionSpec
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
+from transformers import LlamaConfig as HFConfig
+
+from model.chunked import chunked
+from model.config import LlamaConfig
+from model.llama import declare
+from model.sharding import Parallel, Parameter, Sharding
+from trainer.huggingface import read_hf
+from trainer.model_source import open_model
+
+from ..smollm2 import smollm2_dir
+from .build import MESHES, llama, mesh_of, packed_batch, permuted, tiny
+
+KINDS = {
+    "grouped heads": {},
+    "one key head": {"num_key_value_heads": 1},
+    "9 and 3 heads": {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3},
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"attention_bias": True, "mlp_bias": True},
+    "own head_dim": {"head_dim": 16},
+}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+
+
+def saved_by_transformers(folder, config: LlamaConfig, rope=None):
+    """A random transformers model with biases that are not zero, saved; gives the torch model."""
+    torch.manual_seed(0)
+    written = config.to_hf()
+    if rope:
+        written |= {"rope_parameters": rope, "rope_scaling": rope}
+    model = LlamaForCausalLM(HFConfig(**written)).float()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter)
+    model.save_pretrained(folder)
+    return model
+
+
+def transformers_logits(model, tokens):
+    with torch.no_grad():
+        return model(torch.tensor(tokens)).logits.numpy()
+
+
+def one_document(tokens):
+    index = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    return {"tokens": tokens, "index": index, "positions": index, "segment_ids": np.ones_like(tokens)}
+
+
+@pytest.mark.parametrize(("kind", "rope"), [*((kind, None) for kind in KINDS), ("grouped heads", LLAMA3)])
+def test_logits_equal_transformers(tmp_path, kind, rope):
+    truth = saved_by_transformers(tmp_path, tiny(**KINDS[kind]), rope)
+    config = LlamaConfig.from_hf(tmp_path)
+    assert config.rope.rule == ("llama3" if rope else "default")
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 64), np.int32)
+    expected = transformers_logits(truth, tokens)
+    for shape in ({}, {"fsdp": 2, "tensor": 2, "sequence": 2}):
+        model = llama(config, shape)
+        params = read_hf(tmp_path, config, model.shardings)
+        batch, order = permuted(one_document(tokens), model)
+        got = np.asarray(jax.jit(model.logits)(params, batch))
+        assert np.abs(got - expected[:, order]).max() <= 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("shape", [{"sequence": 8}, {"tensor": 2, "sequence": 4}], ids=str)
+def test_smollm2_equals_transformers_to_position_8191(shape):
+    """The real model, 9 heads and 3 key/value heads, on 8 devices: 1e-3 absolute in float32."""
+    folder, length = smollm2_dir(), 8192
+    source = open_model(str(folder))
+    tokens = np.random.default_rng(0).integers(0, source.config.vocab_size, (1, length), np.int32)
+    model = llama(source.config, shape, kernel=_large_tiles())
+    batch, order = permuted(one_document(tokens), model)
+    got = np.asarray(jax.jit(model.logits)(source.read(model), batch))[0]
+    assert np.abs(got - smollm2_truth(str(folder), length)[order]).max() <= 1e-3
+
+
+def _large_tiles():
+    from model.attention.kernels import get_kernel
+
+    return get_kernel(query_tile=256, key_tile=256)
+
+
+@functools.cache
+def smollm2_truth(folder, length):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, length), np.int32)
+    return transformers_logits(model, tokens)[0]
+
+
+@functools.cache
+def loss_and_gradients(mesh, layout="striped", remat="save_attention", schedule="ring"):
+    config = tiny()
+    model = llama(config, MESHES[mesh], remat=remat)
+    batch, _ = permuted(packed_batch(config), model, layout)
+    (loss, weight), gradient = jax.jit(jax.value_and_grad(model.loss, has_aux=True))(model.init(0), batch)
+    return float(loss), float(weight), {name: np.asarray(g) for name, g in gradient.items()}
+
+
+def assert_same(got, expected):
+    assert got[1] == expected[1]
+    assert abs(got[0] - expected[0]) <= 1e-5 * abs(expected[0])
+    for name, g in expected[2].items():
+        assert np.abs(got[2][name] - g).max() <= 1e-5 * np.abs(g).max(), name
+
+
+@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh != "one"])
+def test_every_mesh_gives_the_same_loss_and_gradients(mesh):
+    assert_same(loss_and_gradients(mesh), loss_and_gradients("one"))
+
+
+def test_layout_and_remat_do_not_change_the_result():
+    assert_same(loss_and_gradients("sequence 8", "contiguous"), loss_and_gradients("one"))
+    assert_same(loss_and_gradients("sequence 8", remat="nothing"), loss_and_gradients("one"))
+
+
+def test_the_loss_is_the_global_mean():
+    """Independent truth: log-softmax of the logits in float64, weights summed over everything."""
+    config = tiny()
+    model = llama(config)
+    batch, params = packed_batch(config), model.init(0)
+    logits = np.asarray(jax.jit(model.logits)(params, batch), np.float64)
+    log_p = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    chosen = np.take_along_axis(log_p, batch["targets"][..., None], -1)[..., 0]
+    expected = -(chosen * batch["loss_weights"]).sum() / batch["loss_weights"].sum()
+    assert abs(loss_and_gradients("fsdp 2 x tensor 2 x sequence 2")[0] - expected) <= 1e-5 * expected
+
+
+def test_a_packed_document_does_not_see_its_neighbours():
+    config = tiny()
+    model = llama(config, MESHES["sequence 8"])
+    batch = packed_batch(config, rows=1)
+    run, params = jax.jit(model.logits), model.init(0)
+    changed = {**batch, "tokens": np.where(batch["segment_ids"] == 2, batch["tokens"], (batch["tokens"] + 7) % 128)}
+    one, other = (np.asarray(run(params, permuted(b, model)[0])) for b in (batch, changed))
+    second = permuted(batch, model)[0]["segment_ids"] == 2
+    np.testing.assert_array_equal(one[second], other[second])
+    assert not np.array_equal(one[~second], other[~second])
+
+
+# The three bfloat16 traps. Each test also runs the naive code, and asserts that it fails the bound.
+
+
+def test_trap_an_often_used_token_has_its_whole_gradient():
+    """A token used 4096 times gets a gradient of 4096, not the 256 at which bfloat16 stops counting."""
+    tokens = jnp.zeros((1, 4096), jnp.int32)
+    table = jnp.ones((4, 8), jnp.float32)
+
+    def naive(table):
+        return jnp.sum(table.astype(jnp.bfloat16)[tokens].astype(jnp.float32))
+
+    model = llama(tiny(vocab_size=4, hidden_size=8), dtype=jnp.bfloat16)
+
+    def ours(table):
+        run = jax.shard_map(lambda w, t: jnp.sum(model.local_embed({"embed_tokens.weight": w}, t).astype(jnp.float32)),
+                            mesh=model.mesh, in_specs=(PartitionSpec(), PartitionSpec()), out_specs=PartitionSpec(),
+                            check_vma=False)
+        return run(table, tokens)
+
+    assert float(jax.grad(ours)(table)[0, 0]) == 4096
+    assert float(jax.grad(naive)(table)[0, 0]) < 4096 * 0.9
+
+
+def test_trap_chunks_add_their_weight_gradients_in_float32():
+    """128 chunks: dW within the rounding of the inputs, where a bfloat16 accumulator is far off."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.uniform(0.5, 1.5, (1, 128 * 8, 16)), jnp.bfloat16)
+    w = jnp.asarray(rng.standard_normal((16, 16)), jnp.float32)
+    truth = np.asarray(x, np.float64)[0].sum(0)[:, None] * np.ones(16)
+    mesh = mesh_of({})
+
+    def step(carry, chunk):
+        return carry + jnp.sum((chunk @ w_bfloat16[0]).astype(jnp.float32)), None
+
+    w_bfloat16 = [None]
+
+    def naive(w):
+        w_bfloat16[0] = w.astype(jnp.bfloat16)
+        return jax.lax.scan(step, jnp.float32(0), x[0].reshape(128, 8, 16))[0]
+
+    def ours(w):
+        from model.chunked import product
+
+        def local(w):
+            y = chunked(lambda w, a, _: product("bte,ef->btf", a["x"], w["w"]), {"w": w}, {"w": PartitionSpec()}, {"x": x}, {},
+                        dtype=jnp.bfloat16, chunk=8)
+            return jnp.sum(y.astype(jnp.float32))
+
+        return jax.shard_map(local, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)(w)
+
+    def error(f):
+        return np.abs(np.asarray(jax.jit(jax.grad(f))(w), np.float64) - truth).max() / truth.max()
+
+    assert error(ours) <= 1e-5
+    assert error(naive) >= 1e-2
+
+
+def test_trap_weight_gradients_are_summed_over_devices_in_float32():
+    """Eight devices' gradients, one large and seven small: bfloat16 would lose the small ones."""
+    mesh = mesh_of({"sequence": 8})
+    spec = PartitionSpec("sequence", None)
+    x = np.full((1, 8, 8), 1.0, np.float32)
+    x[0, 0] = 512.0  # device 0 has one large token, the others one of 1 each
+    w = jnp.ones((8, 4), jnp.float32)
+
+    def total(sharded):
+        return lambda w: jax.shard_map(sharded, mesh=mesh, in_specs=(spec, PartitionSpec(None, "sequence")),
+                                       out_specs=PartitionSpec(), check_vma=False)(w, jnp.asarray(x, jnp.bfloat16))
+
+    def ours(w, x):
+        from model.chunked import product
+
+        y = chunked(lambda w, a, _: product("bte,ef->btf", a["x"], w["w"]), {"w": w}, {"w": spec}, {"x": x}, {},
+                    dtype=jnp.bfloat16)
+        return jax.lax.psum(jnp.sum(y.astype(jnp.float32)), "sequence")
+
+    def naive(w, x):
+        whole = jax.lax.all_gather(w.astype(jnp.bfloat16), "sequence", axis=0, tiled=True)
+        return jax.lax.psum(jnp.sum(jnp.einsum("bte,ef->btf", x, whole).astype(jnp.float32)), "sequence")
+
+    gradient, wrong = (np.asarray(jax.jit(jax.grad(total(f)))(w)) for f in (ours, naive))
+    np.testing.assert_array_equal(gradient, np.full((8, 4), 519.0))
+    assert np.abs(wrong - 519.0).max() >= 1.0
+
+
+def test_specs_use_no_mesh_axis_twice_and_shard_everything():
+    """Every matrix of every size is split over all storage axes that divide it; no axis stands twice in a spec."""
+    for config in (LlamaConfig.preset("llama-7b"), LlamaConfig.preset("llama-3b"), LlamaConfig.preset("smollm2-135m")):
+        sharding = Sharding(mesh_of(MESHES["fsdp 2 x tensor 2 x sequence 2"]), config)
+        for name, parameter in declare(config).items():
+            spec = sharding.spec(name, parameter)
+            used = [axis for entry in spec if entry for axis in ((entry,) if isinstance(entry, str) else entry)]
+            assert len(used) == len(set(used)), name
+            assert {"fsdp", "sequence"} <= set(used), name
+            if "mlp" in parameter.axes:
+                assert "tensor" in used, name
+
+
+def test_an_axis_without_a_rule_names_the_parameter():
+    sharding = Sharding(mesh_of({}), tiny())
+    with pytest.raises(ValueError, match="strange.weight: no sharding rule for its axis 'experts'"):
+        sharding.spec("strange.weight", Parameter((4,), ("experts",)))
+
+
+@pytest.mark.parametrize(("query", "key", "tensor", "heads", "kv_heads"), [
+    (8, 2, 2, True, True), (8, 2, 4, True, False), (9, 3, 2, False, False), (9, 3, 3, True, True), (32, 32, 8, True, True)])
+def test_heads_are_split_where_they_divide(query, key, tensor, heads, kv_heads):
+    parallel = Parallel.of(tiny(num_attention_heads=query, num_key_value_heads=key), tensor)
+    assert (parallel.heads, parallel.kv_heads) == (heads, kv_heads)
