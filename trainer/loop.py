@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 import tempfile
 import warnings
 from pathlib import Path
@@ -17,7 +18,7 @@ from .mesh import make_mesh, place_batch, simulate
 from .metrics import Meter, MetricsLog
 from .objective import Objective, TextObjective
 from .optimizer import split_trainable
-from .run_directory import open_run
+from .run_directory import RunDirectory, check_run, open_run
 from .step import StepBuilder
 
 
@@ -30,17 +31,20 @@ def train(config: RunConfig) -> Path:
     if config.mesh.simulate:
         simulate(config.mesh.simulate)
     mesh = make_mesh(config.mesh)
-    run = open_run(config, write=jax.process_index() == 0)
+    first = jax.process_index() == 0
+    folder = check_run(config, first).folder
     objective = TextObjective(config, mesh)
-    with CheckpointStore(run.folder, keep=config.checkpoint.keep) as store:
-        return _Training(config, objective, run, store).run()
+    with CheckpointStore(folder, keep=config.checkpoint.keep) as store:
+        training = _Training(config, objective, store)
+        # Only now is the folder this run's: after data or a model that cannot be read, another try may use it.
+        return training.run(open_run(config, write=first))
 
 
 class _Training:
     """One process's part in a run: the arrays, the compiled steps and the place in the data."""
 
-    def __init__(self, config: RunConfig, objective: Objective, run, store: CheckpointStore):
-        self.config, self.objective, self.run_directory, self.store = config, objective, run, store
+    def __init__(self, config: RunConfig, objective: Objective, store: CheckpointStore):
+        self.config, self.objective, self.store = config, objective, store
         model = objective.model
         self.trained, self.fixed = split_trainable(model.parameters, config.model.trainable)
         self.builder = StepBuilder(model, objective.loss, tuple(self.trained), objective.abstract_batch(),
@@ -54,7 +58,7 @@ class _Training:
             warnings.simplefilter("always")
             latest = self.store.latest_good()
         for warning in told:
-            print(f"warning: {warning.message}")
+            print(f"warning: {warning.message}", file=sys.stderr)
         if latest is None:
             params = self.objective.read_params()
             self.optimizer_state = self.builder.init_optimizer({name: params[name] for name in self.trained})
@@ -73,9 +77,10 @@ class _Training:
         self.trainable = {name: params[name] for name in self.trained}
         self.frozen = {name: params[name] for name in self.fixed}
 
-    def run(self) -> Path:
+    def run(self, run: RunDirectory) -> Path:
+        """Trains to the last step; gives its checkpoint's folder."""
         config, steps = self.config, self.config.train.steps
-        with MetricsLog(self.run_directory, steps=steps, start_step=self.step, tensorboard=config.logging.tensorboard,
+        with MetricsLog(run, steps=steps, start_step=self.step, tensorboard=config.logging.tensorboard,
                         console=config.logging.console, write=jax.process_index() == 0) as log:
             if self.step >= steps:
                 log.say(f"already trained to step {self.step}")

@@ -2,10 +2,12 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
 
+import jax
 import numpy as np
 from jax.sharding import Mesh
 
@@ -79,8 +81,12 @@ class TextObjective:
         self.loss = self.model.loss
         held_out = [Source(data.held_out_path, template=data.template)] if data.held_out_path else []
         sources = [Source(s.path, s.format, s.template or data.template, s.weight) for s in data.sources]
+        first = jax.process_index() == 0
         self.prepared = prepare(sources, self.tokenizer, data.context_length, data.prepared, held_out_sources=held_out,
-                                held_out_fraction=0.0 if held_out else data.held_out_fraction)
+                                held_out_fraction=0.0 if held_out else data.held_out_fraction,
+                                progress=first and self.config.logging.console and sys.stderr.isatty())
+        if first:
+            print(self.prepared.report.summary(), flush=True)
         rows = self.config.train.batch_size
         self.loader = Loader(self.prepared, data.context_length, rows, data.seed)
         self._held_out = (Loader(self.prepared, data.context_length, rows, data.seed, split="held_out")

@@ -84,20 +84,27 @@ def identity(config: RunConfig) -> dict[str, Any]:
     return _identity(configuration.resolved(config))
 
 
-def open_run(config: RunConfig, write: bool = True) -> RunDirectory:
-    """The run's folder, made if need be; UserError if another run, or no run, is in it.
-
-    With several processes only the first writes.
-    """
+def check_run(config: RunConfig, first: bool = True) -> RunDirectory:
+    """The run's folder, untouched; UserError if another run, or (asked by the first process) no run, is in it."""
     run = RunDirectory(config.folder)
     if run.folder.exists() and not run.folder.is_dir():
         raise UserError(f"{run.folder}: is a file; give another --run_dir")
     if run.config.exists():
         _require_same(run, config)
-    elif run.folder.is_dir() and any(not path.name.endswith(".tmp") for path in run.folder.iterdir()) and write:
+    elif run.folder.is_dir() and any(not path.name.endswith(".tmp") for path in run.folder.iterdir()) and first:
         raise UserError(
             f"{run.folder}: holds files but no config.yaml, so it is not a run; give another --run_dir, or delete it"
         )
+    return run
+
+
+def open_run(config: RunConfig, write: bool = True) -> RunDirectory:
+    """The run's folder, made if need be, with `config` in it; errors as check_run's.
+
+    From here on the folder is this run's, so whatever else can be wrong is best found before. With several processes
+    only the first writes.
+    """
+    run = check_run(config, first=write)
     if write:
         try:
             run.folder.mkdir(parents=True, exist_ok=True)

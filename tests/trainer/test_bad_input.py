@@ -1,0 +1,270 @@
+"""Bad input as a user meets it: exit code 2 and one line on standard error that names the thing; no traceback."""
+
+import json
+import os
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import load_file, save_file
+
+import train
+from data.templates import jinja_template
+from data.tokenizer import Tokenizer
+from model.config import LlamaConfig
+from scripts import export_hf, import_hf
+from trainer.huggingface import hf_layout, write_hf, write_source_dtype
+
+
+@pytest.fixture
+def refused(small_recipe, tmp_path, capfd):
+    """Gives the one line that train.py says of a recipe with the flags given."""
+
+    def call(*flags: str, recipe: pathlib.Path = small_recipe, run: pathlib.Path | None = None) -> str:
+        capfd.readouterr()
+        assert train.main(["--config", str(recipe), "--run_dir", str(run or tmp_path / "run"), *flags]) == 2
+        said = capfd.readouterr().err.splitlines()
+        assert len(said) == 1 and said[0].startswith("error: "), said
+        return said[0]
+
+    return call
+
+
+@pytest.fixture(scope="module")
+def hf_model(tmp_path_factory, repository):
+    """A Hugging Face folder of a very small LLaMA."""
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(vocab_size=1024, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2, max_position_embeddings=128)
+    assets = folder / "assets"
+    assets.mkdir()
+    tokenizer = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
+    tokenizer.save(assets, jinja_template("vicuna_v1.1", tokenizer))
+    write_source_dtype(assets, "float32")
+    (assets / "config.json").write_text(json.dumps(config.to_hf()), encoding="utf-8")
+    generator = np.random.default_rng(0)
+    params = {entry.name: generator.normal(size=entry.shape).astype(np.float32) for entry in hf_layout(config)}
+    write_hf(params, config, assets, folder / "hf")
+    return folder / "hf"
+
+
+@pytest.fixture
+def model_copy(hf_model, tmp_path):
+    """A copy of that folder to spoil."""
+    return pathlib.Path(shutil.copytree(hf_model, tmp_path / "hf"))
+
+
+@pytest.fixture
+def run_copy(whole_run, tmp_path):
+    """A copy of a finished run to spoil."""
+    return pathlib.Path(shutil.copytree(whole_run, tmp_path / "whole"))
+
+
+def write(path: pathlib.Path, text: str) -> str:
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+def flip(path: pathlib.Path) -> None:
+    """Changes one bit in the middle of a file."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def spoil_checkpoint(checkpoint: pathlib.Path) -> str:
+    """Damages its largest parameter file; gives the file's name."""
+    victim = max((path for path in (checkpoint / "model").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    flip(victim)
+    return victim.name
+
+
+# Data
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, ["no such file"]),
+        ("", ["the file is empty"]),
+        ("[]", ["without records"]),
+        ("hello", ["no JSON"]),
+        ('[{"conversations": []}, {"text": "a"}]', ["none of its 2 records is a usable conversation", "1 x empty record"]),
+        ('[{"conversations": [{"from": "human"', ["none of its 1 records", "cut off"]),
+    ],
+)
+def test_no_usable_data(refused, tmp_path, content, words):
+    path = tmp_path / "conversations-of-mine.json"
+    if content is not None:
+        write(path, content)
+    said = refused("--data.path", str(path))
+    assert all(word in said for word in [str(path), *words]), said
+    assert not (tmp_path / "run").exists(), "a run that could not begin leaves its folder to the next try"
+
+
+def test_cut_json_is_used_as_far_as_it_is_whole(tmp_path, small_recipe, model_copy, capfd):
+    """What is whole is used and the rest reported, where the user sees it, before anything else is done."""
+    whole = (small_recipe.parent / "conversations.json").read_text(encoding="utf-8")
+    path = write(tmp_path / "cut.json", whole[: len(whole) // 2])
+    (model_copy / "model.safetensors").unlink()  # so that the call ends before it compiles
+    arguments = ["--config", str(small_recipe), "--run_dir", str(tmp_path / "run"), "--data.path", path]
+    capfd.readouterr()
+    assert train.main([*arguments, "--model.path", str(model_copy)]) == 2
+    report, said = capfd.readouterr()
+    assert "safetensors" in said
+    used = next(line for line in report.splitlines() if line.startswith(path))
+    records, kept = (int(word) for word in used.removeprefix(f"{path}: ").split() if word.isdigit())
+    assert 10 < kept < records
+    assert "cut off or malformed JSON" in report and "what follows it were not read" in report
+
+
+def test_other_data_under_the_same_name_is_refused(refused, small_recipe, run_copy, tmp_path):
+    recipe = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
+    path = tmp_path / "conversations.json"
+    shutil.copyfile(recipe["data"]["sources"][0]["path"], path)
+    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8"))[:50]), encoding="utf-8")
+    written = run_copy / "config.yaml"
+    written.write_text(written.read_text().replace(recipe["data"]["sources"][0]["path"], str(path)), encoding="utf-8")
+    recipe["data"]["sources"][0]["path"] = str(path)
+    said = refused(recipe=pathlib.Path(write(tmp_path / "recipe.yaml", yaml.safe_dump(recipe))), run=run_copy)
+    assert "was trained on other data" in said and str(run_copy) in said
+
+
+# Configuration
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--mesh.simulate", "0", "--mesh.tensor", "1"], ["fsdp 2 x tensor 1 x sequence 2 is 4 devices", "found 8"]),
+        (["--mesh.tensor", "4"], ["mesh.simulate is 8", "16"]),
+        (["--data.context_length", "127"], ["data.context_length is 127", "next good length is 128"]),
+        (["--train.batch_size", "3"], ["train.batch_size is 3", "next good size is 4"]),
+        (["--optimizer.lerning_rate", "1"], ["lerning_rate", "learning_rate"]),
+        (["--train.steps", "many"], ["train.steps", "many"]),
+        (["--model.overrides", "{hiden_size: 32}"], ["hiden_size", "hidden_size"]),
+    ],
+)
+def test_wrong_flag(refused, flags, words):
+    said = refused(*flags)
+    assert all(word in said for word in words), said
+
+
+def test_misspelt_field_in_the_recipe(refused, small_recipe, tmp_path):
+    text = small_recipe.read_text(encoding="utf-8").replace("warmup_steps", "warmup_step")
+    said = refused(recipe=pathlib.Path(write(tmp_path / "mine.yaml", text)))
+    assert "mine.yaml" in said and "optimizer.warmup_step" in said and "warmup_steps" in said
+
+
+def test_no_recipe(refused, tmp_path):
+    assert "missing.yaml" in refused(recipe=tmp_path / "missing.yaml")
+
+
+# Run directories and checkpoints
+
+
+def test_run_directory_of_another_run(refused, whole_run):
+    said = refused("--optimizer.learning_rate", "0.5", run=whole_run)
+    assert "optimizer.learning_rate is 0.002 there and 0.5 now" in said and "another --run_dir" in said
+
+
+def test_run_directory_that_is_none(refused, tmp_path):
+    (tmp_path / "photos").mkdir()
+    write(tmp_path / "photos" / "one.txt", "x")
+    assert "no config.yaml, so it is not a run" in refused(run=tmp_path / "photos")
+    assert os.listdir(tmp_path / "photos") == ["one.txt"]
+
+
+def test_every_checkpoint_damaged(refused, run_copy):
+    name = spoil_checkpoint(run_copy / "checkpoints/40")
+    spoil_checkpoint(run_copy / "checkpoints/35")
+    said = refused(run=run_copy)
+    assert "every checkpoint is damaged" in said and "checkpoints/40: model/" in said and name in said
+
+
+def test_damaged_checkpoint_as_model(refused, run_copy, tmp_path, capfd):
+    name = spoil_checkpoint(run_copy / "checkpoints/40")
+    model = ["--model.path", str(run_copy / "checkpoints/40")]
+    said = refused(*model)
+    assert "is damaged" in said and name in said
+    capfd.readouterr()
+    assert export_hf.main([str(run_copy / "checkpoints/40"), str(tmp_path / "out")]) == 1
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1 and "is damaged" in said[0] and name in said[0]
+    assert not (tmp_path / "out").exists()
+
+
+def test_foreign_folder_as_checkpoint(refused, run_copy, tmp_path, capfd):
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    assert f"{foreign}: no config.json" in refused("--model.path", str(foreign))
+    write(foreign / "manifest.json", '{"icons": []}')
+    assert f"{foreign}: not a checkpoint of this project" in refused("--model.path", str(foreign))
+    for step in ("35", "40"):
+        shutil.rmtree(run_copy / "checkpoints" / step)
+    shutil.copytree(foreign, run_copy / "checkpoints" / "40")
+    assert "checkpoints/40: not a checkpoint of this project" in refused(run=run_copy)
+    assert export_hf.main([str(foreign), str(tmp_path / "out")]) == 1
+    assert "not a checkpoint of this project" in capfd.readouterr().err
+
+
+# Models
+
+
+def change_tensors(folder: pathlib.Path, change) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def change_config(folder: pathlib.Path, **fields) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text(encoding="utf-8")), **fields}), encoding="utf-8")
+
+
+def pickled(folder: pathlib.Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+
+
+def cut(folder: pathlib.Path) -> None:
+    os.truncate(folder / "model.safetensors", 20_000)
+
+
+UP = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda folder: change_tensors(folder, lambda t: t.pop(UP)), [f"tensor {UP} is missing", "[64, 32]"]),
+        (lambda folder: change_tensors(folder, lambda t: t.update({UP: t[UP].T.copy()})),
+         [f"tensor {UP} has shape [32, 64]", "[64, 32]"]),
+        (pickled, ["only pickled weights", "pytorch_model.bin", "refused"]),
+        (cut, ["model.safetensors"]),
+        (lambda folder: change_config(folder, model_type="mistral", architectures=["MistralForCausalLM"]),
+         ["MistralForCausalLM", "needs LlamaForCausalLM"]),
+        (lambda folder: change_config(folder, model_type="mistral", architectures=None), ["'mistral'", "needs 'llama'"]),
+        (lambda folder: (folder / "tokenizer.json").unlink(), ["tokenizer"]),
+        (lambda folder: change_config(folder, vocab_size=1000), ["vocab_size"]),
+    ],
+    ids=["missing tensor", "misshapen tensor", "pickled", "cut file", "architecture", "model type", "no tokenizer", "vocab"],
+)  # fmt: skip
+def test_model_that_cannot_be_used(refused, model_copy, tmp_path, spoil, words, capfd):
+    spoil(model_copy)
+    said = refused("--model.path", str(model_copy))
+    assert all(word in said for word in words), said
+    assert not (tmp_path / "run").exists()
+    if words[0] in ("tokenizer", "vocab_size"):  # what an import does not look at
+        return
+    assert str(model_copy) in said
+    assert import_hf.main([str(model_copy), str(tmp_path / "imported")]) == 1
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1 and all(word in said[0] for word in words)
+    assert not (tmp_path / "imported").exists()
+
+
+def test_model_that_is_not_there(refused):
+    assert "hf download nobody/nothing" in refused("--model.path", "nobody/nothing")
+    assert "no such folder" in refused("--model.path", "./nowhere")

@@ -1,0 +1,118 @@
+"""Stopped at any moment, the same command goes on: bitwise what an uninterrupted run gives."""
+
+import json
+import re
+import shutil
+
+import numpy as np
+import pytest
+
+import train
+from tests.trainer import small_run
+from trainer import checkpoint, config
+from trainer.mesh import make_mesh
+from trainer.metrics import MEASURED
+from trainer.objective import TextObjective
+from trainer.optimizer import split_trainable
+from trainer.step import StepBuilder
+
+
+@pytest.fixture(scope="module")
+def objective(whole_run):
+    """The run's objective, made from the configuration that the run wrote."""
+    run_config = config.load(["--config", str(whole_run / "config.yaml")])
+    return TextObjective(run_config, make_mesh(run_config.mesh))
+
+
+@pytest.fixture(scope="module")
+def final_state(objective):
+    """Gives parameters, moments and data state of a run's last checkpoint, as host arrays by name."""
+    run_config = objective.config
+    trained, _ = split_trainable(objective.model.parameters, run_config.model.trainable)
+    builder = StepBuilder(objective.model, objective.loss, tuple(trained), objective.abstract_batch(),
+                          run_config.optimizer, run_config.train.steps)
+
+    def read(run):
+        restored = checkpoint.restore(run / "checkpoints" / str(small_run.STEPS), builder.abstract_params,
+                                      builder.abstract_optimizer)
+        arrays = {**restored.model, **{f"optimizer {name}": x for name, x in checkpoint._flatten(restored.optimizer).items()}}
+        return {name: np.asarray(x) for name, x in arrays.items()}, restored.data
+
+    return read
+
+
+def assert_same_run(run, whole, final_state):
+    """Bitwise: parameters, moments, place in the data, every logged figure that is not a measurement."""
+    (arrays, data), (expected, expected_data) = final_state(run), final_state(whole)
+    assert arrays.keys() == expected.keys()
+    assert any(name.startswith("optimizer ") and np.any(x) for name, x in expected.items())
+    for name, x in expected.items():
+        assert x.dtype == arrays[name].dtype and x.tobytes() == arrays[name].tobytes(), name
+    assert data == expected_data and data["step"] == small_run.STEPS
+    for name in ("metrics.jsonl", "held_out.jsonl"):
+        found, wanted = ([{key: value for key, value in row.items() if key not in MEASURED} for row in small_run.rows(r / name)]
+                         for r in (run, whole))
+        assert found == wanted, name
+    assert [row["step"] for row in small_run.rows(run / "metrics.jsonl")] == list(range(1, small_run.STEPS + 1))
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["35", "40"]
+
+
+def test_killed_twice_is_the_uninterrupted_run(tmp_path, repository, small_recipe, whole_run, final_state):
+    for attempt in range(5):
+        run = tmp_path / str(attempt)
+        kills = [small_run.kill_when(small_run.start(repository, small_recipe, run), run,
+                                     lambda r=run: small_run.steps_logged(r) >= 20)]
+        if not kills[0]:  # a machine too busy to kill in time: another try
+            continue
+        logged = small_run.steps_logged(run)
+        assert 20 <= logged < small_run.STEPS
+        # The second start cuts the log back to its checkpoint; wait until it has, then for one of its saves.
+        saved = max(int(path.name) for path in (run / "checkpoints").iterdir() if path.name.isdigit())
+        before = {path.name for path in (run / "checkpoints").iterdir()}
+
+        def saving(r=run, before=before, saved=saved):
+            names = {path.name for path in (r / "checkpoints").iterdir()} - before
+            return small_run.steps_logged(r) > saved and any(re.fullmatch(r"\d+\.tmp", name) for name in names)
+
+        kills.append(small_run.kill_when(small_run.start(repository, small_recipe, run), run, saving))
+        small_run.finish(small_run.start(repository, small_recipe, run), run)
+        assert_same_run(run, whole_run, final_state)
+        if all(kills):
+            return
+    pytest.fail("no attempt was killed in time")
+
+
+def test_batches_go_on_where_they_were(objective):
+    """The row order of a resumed start is the one of the first start, over the end of an epoch too."""
+    whole, steps = objective.batches(0), len(objective.loader) + 3
+    batches = [next(whole) for _ in range(steps + 2)]
+    for start in (1, 20, steps):
+        resumed = objective.batches(start)
+        for wanted in batches[start : start + 2]:
+            found = next(resumed)
+            assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_finished_run_is_left_alone(whole_run, small_recipe, capfd):
+    def contents():
+        return {path: path.stat().st_mtime_ns for path in (whole_run / "checkpoints").rglob("*")}
+
+    before, metrics = contents(), (whole_run / "metrics.jsonl").read_bytes()
+    assert train.main(["--config", str(small_recipe), "--run_dir", str(whole_run)]) == 0
+    assert "already trained to step 40" in capfd.readouterr().err
+    assert contents() == before and (whole_run / "metrics.jsonl").read_bytes() == metrics
+
+
+def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_used(tmp_path, whole_run, small_recipe, final_state, capfd):
+    run = tmp_path / "run"
+    shutil.copytree(whole_run, run)
+    victim = max((run / "checkpoints/40/model").rglob("*"), key=lambda path: path.stat().st_size * path.is_file())
+    data = bytearray(victim.read_bytes())
+    data[len(data) // 2] ^= 1
+    victim.write_bytes(data)
+    assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
+    said = capfd.readouterr().err
+    warning = next(line for line in said.splitlines() if line.startswith("warning: "))
+    assert "checkpoints/40" in warning and victim.name in warning and "using the checkpoint before" in warning
+    assert_same_run(run, whole_run, final_state)
+    assert json.loads((run / "checkpoints/40/manifest.json").read_text())["items"]
