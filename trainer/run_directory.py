@@ -91,7 +91,7 @@ def check_run(config: RunConfig, first: bool = True) -> RunDirectory:
         raise UserError(f"{run.folder}: is a file; give another --run_dir")
     if run.config.exists():
         _require_same(run, config)
-    elif run.folder.is_dir() and any(not path.name.endswith(".tmp") for path in run.folder.iterdir()) and first:
+    elif first and _strangers(config):
         raise UserError(
             f"{run.folder}: holds files but no config.yaml, so it is not a run; give another --run_dir, or delete it"
         )
@@ -112,6 +112,13 @@ def open_run(config: RunConfig, write: bool = True) -> RunDirectory:
         except OSError as error:
             raise UserError(f"{run.folder}: cannot write there ({error.strerror}); give another --run_dir") from error
     return run
+
+
+def _strangers(config: RunConfig) -> list[pathlib.Path]:
+    """What lies in the folder and was not put there by a start that did not get to write config.yaml."""
+    prepared = pathlib.Path(config.data.prepared).expanduser().resolve()  # may be kept in the run's folder
+    there = config.folder.iterdir() if config.folder.is_dir() else ()
+    return [path for path in there if not path.name.endswith(".tmp") and not prepared.is_relative_to(path.resolve())]
 
 
 def _require_same(run: RunDirectory, config: RunConfig) -> None:

@@ -177,6 +177,14 @@ def test_run_directory_that_is_none(refused, tmp_path):
     assert os.listdir(tmp_path / "photos") == ["one.txt"]
 
 
+def test_prepared_data_in_the_run_directory_are_no_strangers(refused, model_copy, tmp_path):
+    """After a start that failed once the data were prepared, the next one does not refuse the folder."""
+    (model_copy / "model.safetensors").unlink()
+    for _ in range(2):
+        flags = ["--model.path", str(model_copy), "--data.prepared", str(tmp_path / "run" / "prepared")]
+        assert "no weights here" in refused(*flags) and os.listdir(tmp_path / "run") == ["prepared"]
+
+
 def test_every_checkpoint_damaged(refused, run_copy):
     name = spoil_checkpoint(run_copy / "checkpoints/40")
     spoil_checkpoint(run_copy / "checkpoints/35")
