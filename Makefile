@@ -13,7 +13,7 @@ help:
 	@echo "make install PLATFORM=cpu|tpu|cuda   make the environment in $(VENV)"
 	@echo "make quickstart                      train, evaluate and export a small model on simulated devices"
 	@echo "make test | lint                     run the tests | check the style"
-	@echo "make bench | soak                    measure | train, kill and resume for long"
+	@echo "make bench | soak                    measure | the longest tests"
 
 # A stamp for each list of requirements: pip runs again only where that list has changed.
 $(VENV)/bin/python:
@@ -39,4 +39,4 @@ bench: $(VENV)/.requirements-test.stamp
 	$(RUN) -m scripts.bench
 
 soak: $(VENV)/.requirements-test.stamp
-	$(RUN) -m scripts.soak
+	$(RUN) -m pytest tests -m slow

@@ -171,3 +171,21 @@ def test_a_length_that_does_not_divide_names_the_next():
     q, k, v, _ = (x[:, :829] for x in inputs("4/4"))
     with pytest.raises(ValueError, match=r"829 is not divisible by 4 .* good one is 832"):
         attention(q, k, v, tuple(x[:, :829] for x in documents("one")), mesh=mesh_of(4))
+
+
+@pytest.mark.slow
+@settings(max_examples=200, deadline=None)
+@given(data=st.data(), layout=st.sampled_from(LAYOUTS), size=st.integers(1, 8), heads=st.sampled_from(list(HEADS)))
+def test_any_packing_on_any_ring_is_exact(data, layout, size, heads):
+    """The property above, on every ring and kind of heads: for `make soak`."""
+    index = np.tile(np.arange(LENGTH, dtype=np.int32), (2, 1))
+    segments = np.zeros((2, LENGTH), np.int32)
+    for row in range(2):
+        cuts = sorted(data.draw(st.lists(st.integers(0, LENGTH), max_size=20)))
+        for number, (start, end) in enumerate(itertools.pairwise(cuts), 1):
+            segments[row, start:end] = number
+    order = permutation(LENGTH, size, layout)
+    arrays = inputs(heads)
+    if segments.any():
+        got = compiled(size)(*(x[:, order] for x in arrays), TokenCoords(index[:, order], segments[:, order]))
+        check(got, dense_attention(*arrays[:3], index, segments, arrays[3]), order)
