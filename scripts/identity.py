@@ -70,7 +70,8 @@ def main(argv=None) -> int:
         named = sum(NAME in answer for answer in answers)
         print(f"{named} of {len(answers)} answers name {NAME}")
         if args.output:
-            args.output.write_text(json.dumps({"named": named, "answers": dict(zip(QUESTIONS, answers, strict=True))}, indent=2))
+            told = {"named": named, "answers": dict(zip(QUESTIONS, answers, strict=True))}
+            args.output.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
 
     return entry.run(work)
 

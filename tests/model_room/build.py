@@ -1,4 +1,6 @@
 """Small models and batches that the model's tests share."""
+import itertools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -42,7 +44,7 @@ def packed_batch(config, rows=8, length=128, seed=0) -> dict[str, np.ndarray]:
     batch["index"][:] = np.arange(length)
     for row in range(rows):
         cuts = [0, *sorted(rng.choice(np.arange(1, length), 3, replace=False))]
-        for number, (start, end) in enumerate(zip(cuts, cuts[1:], strict=False), 1):
+        for number, (start, end) in enumerate(itertools.pairwise(cuts), 1):
             batch["segment_ids"][row, start:end] = number
             batch["positions"][row, start:end] = np.arange(end - start)
     batch["tokens"], batch["targets"] = (rng.integers(0, config.vocab_size, (rows, length), np.int32) for _ in "tt")
