@@ -1,5 +1,6 @@
 """The model against transformers, against itself on other meshes, and the traps of bfloat16 gradients."""
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +11,8 @@ from jax.sharding import PartitionSpec
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers import LlamaConfig as HFConfig
 
-from model.chunked import chunked
+from model.attention.kernels import get_kernel
+from model.chunked import chunked, product
 from model.config import LlamaConfig
 from model.llama import declare
 from model.sharding import Parallel, Parameter, Sharding
@@ -30,6 +32,7 @@ KINDS = {
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32, "rope_theta": 10000.0}
+LLAMA3_8K = {**LLAMA3, "original_max_position_embeddings": 2048, "rope_theta": 100000.0}
 
 
 def saved_by_transformers(folder, config: LlamaConfig, rope=None):
@@ -71,22 +74,29 @@ def test_logits_equal_transformers(tmp_path, kind, rope):
         assert np.abs(got - expected[:, order]).max() <= 1e-4 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("shape", [{"sequence": 8}, {"tensor": 2, "sequence": 4}], ids=str)
-def test_smollm2_equals_transformers_to_position_8191(shape):
+@pytest.mark.parametrize(("shape", "rope"), [
+    ({"sequence": 8}, None), ({"tensor": 2, "sequence": 4}, None), ({"fsdp": 1, "sequence": 8}, LLAMA3_8K)],
+    ids=["sequence 8", "tensor 2 x sequence 4", "llama3 RoPE"])
+def test_smollm2_equals_transformers_to_position_8191(tmp_path, shape, rope):
     """The real model, 9 heads and 3 key/value heads, on 8 devices: 1e-3 absolute in float32."""
-    folder, length = smollm2_dir(), 8192
+    length = 8192
+    folder = rescaled(smollm2_dir(), tmp_path, rope) if rope else smollm2_dir()
     source = open_model(str(folder))
     tokens = np.random.default_rng(0).integers(0, source.config.vocab_size, (1, length), np.int32)
-    model = llama(source.config, shape, kernel=_large_tiles())
+    model = llama(source.config, shape, kernel=get_kernel(query_tile=256, key_tile=256))
     batch, order = permuted(one_document(tokens), model)
     got = np.asarray(jax.jit(model.logits)(source.read(model), batch))[0]
     assert np.abs(got - smollm2_truth(str(folder), length)[order]).max() <= 1e-3
 
 
-def _large_tiles():
-    from model.attention.kernels import get_kernel
-
-    return get_kernel(query_tile=256, key_tile=256)
+def rescaled(folder, to, rope):
+    """The same weights with another rotary embedding in their config."""
+    for path in folder.iterdir():
+        if path.name != "config.json":
+            (to / path.name).symlink_to(path)
+    config = json.loads((folder / "config.json").read_text())
+    (to / "config.json").write_text(json.dumps({**config, "rope_scaling": rope, "rope_theta": rope["rope_theta"]}))
+    return to
 
 
 @functools.cache
@@ -187,8 +197,6 @@ def test_trap_chunks_add_their_weight_gradients_in_float32():
         return jax.lax.scan(step, jnp.float32(0), x[0].reshape(1024, 1, 16))[0]
 
     def ours(w):
-        from model.chunked import product
-
         def local(w):
             y = chunked(lambda w, a, _: product("bte,ef->btf", a["x"], w["w"]), {"w": w}, {"w": PartitionSpec()}, {"x": x}, {},
                         dtype=jnp.bfloat16, chunk=1)
@@ -216,8 +224,6 @@ def test_trap_weight_gradients_are_summed_over_devices_in_float32():
                                        out_specs=PartitionSpec(), check_vma=False)(w, jnp.asarray(x, jnp.bfloat16))
 
     def ours(w, x):
-        from model.chunked import product
-
         y = chunked(lambda w, a, _: product("bte,ef->btf", a["x"], w["w"]), {"w": w}, {"w": spec}, {"x": x}, {},
                     dtype=jnp.bfloat16)
         return jax.lax.psum(jnp.sum(y.astype(jnp.float32)), "sequence")
