@@ -3,15 +3,20 @@
     python -m scripts.quickstart        (what `make quickstart` runs)
 """
 
+import json
 import pathlib
 import subprocess
 import sys
 
 from data.errors import UserError
-from trainer.config import load
+from trainer.config import RunConfig, load
 
 RECIPE = "configs/quickstart.yaml"
+ROWS = 20  # prompts answered together
 NEXT = """
+Held-out loss, nats per target token: {before:.2f} before, {after:.2f} after {steps} steps
+{retrieval}
+
 Made:
   {run}/metrics.jsonl, {run}/held_out.jsonl    the losses, step by step
   {checkpoint}    the checkpoint
@@ -41,20 +46,48 @@ def newest_checkpoint(folder: pathlib.Path) -> pathlib.Path:
     return max(steps, key=lambda path: int(path.name))
 
 
+def evaluation(config: RunConfig, checkpoint: pathlib.Path, output: pathlib.Path) -> list[str]:
+    """The command that evaluates as the recipe trains: same mesh, layout and precision."""
+    mesh = config.mesh
+    return [
+        *("-m", "eval.line_retrieval", "--checkpoint", str(checkpoint), "--output", str(output)),
+        *("--cases", *config.evaluate.line_cases, "--max-new-tokens", str(config.evaluate.max_new_tokens)),
+        *("--rows", str(ROWS), "--simulate", str(mesh.simulate), "--compute-dtype", config.model.compute_dtype),
+        *("--fsdp", str(mesh.fsdp), "--tensor", str(mesh.tensor), "--sequence", str(mesh.sequence)),
+        *("--layout", config.attention.layout),
+    ]
+
+
+def in_words(row: dict) -> str:
+    """One line of results.json's scores."""
+    verdict = "above chance" if row["above_chance"] else "not shown to be above chance"
+    return (
+        f"Line retrieval, {row['num_lines']} lines, held-out cases: {row['right']} of {row['cases']} right, "
+        f"{row['accuracy']:.0%} (95% interval {row['low']:.0%} to {row['high']:.0%}); chance {row['chance']:.0%}: {verdict}"
+    )
+
+
 def main() -> None:
     """Train, evaluate, export."""
     config = load(["--config", RECIPE])
     run("train.py", "--config", RECIPE)
     checkpoint = newest_checkpoint(config.folder / "checkpoints")
     exported = config.folder / "exported"
-    cases = [word for file in config.evaluate.line_cases for word in ("--cases", file)]
-    output = str(config.folder / "evaluation")
-    run("-m", "eval.line_retrieval", "--checkpoint", str(checkpoint), *cases, "--output", output)
+    output = config.folder / "evaluation"
+    run(*evaluation(config, checkpoint, output))
     if exported.exists():
         print(f"\n{exported} is there already and is left as it is")
     else:
         run("-m", "scripts.export_hf", str(checkpoint), str(exported))
-    print(NEXT.format(run=config.folder, checkpoint=checkpoint, exported=exported, recipe=RECIPE))
+    losses = [json.loads(line) for line in (config.folder / "held_out.jsonl").read_text().splitlines()]
+    results = json.loads((output / "results.json").read_text())
+    told = {
+        "before": losses[0]["held_out_loss_nats_per_target"],
+        "after": losses[-1]["held_out_loss_nats_per_target"],
+        "steps": losses[-1]["step"],
+        "retrieval": "\n".join(map(in_words, results["within_trained_length"])),
+    }
+    print(NEXT.format(run=config.folder, checkpoint=checkpoint, exported=exported, recipe=RECIPE, **told))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,67 @@
+"""The quickstart's recipe, a few steps of it: what it exports says in transformers, token by token, what it says here."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+NEW_TOKENS, ROWS = 12, 4
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, repository):
+    """(run folder, exported folder), made as a user makes them."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+
+    def run(*command):
+        done = subprocess.run([sys.executable, *map(str, command)], cwd=repository, env=environment, text=True,
+                              capture_output=True, check=False)  # fmt: skip
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    run("train.py", "--config", "configs/quickstart.yaml", "--run_dir", folder / "run", "--data.prepared",
+        folder / "prepared", "--train.steps", 12, "--optimizer.warmup_steps", 2, "--train.evaluate_every", 0,
+        "--checkpoint.every", 0, "--logging.console", "false", "--logging.tensorboard", "false")  # fmt: skip
+    run("-m", "scripts.export_hf", folder / "run", folder / "exported")
+    return folder / "run", folder / "exported"
+
+
+def test_held_out_loss_falls(trained):
+    rows = [json.loads(line) for line in (trained[0] / "held_out.jsonl").read_text().splitlines()]
+    before, after = (row["held_out_loss_nats_per_target"] for row in (rows[0], rows[-1]))
+    assert [rows[0]["step"], rows[-1]["step"]] == [0, 12] and after < before - 0.5
+
+
+def test_transformers_says_the_same(trained, repository):
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    from eval.line_cases import read
+    from eval.line_retrieval import prompt_ids, rounded, stop_ids
+    from model.decode import Generator
+    from trainer.config import MeshConfig, ModelConfig, RunConfig
+    from trainer.mesh import make_mesh
+    from trainer.model_source import open_model
+    from trainer.objective import build_llama
+
+    run, exported = trained
+    source = open_model(str(run))
+    tokenizer = source.tokenizer()
+    prompts = [prompt_ids(case, tokenizer) for case in read(repository / "data/fixtures/line_cases.jsonl")[:ROWS - 1]]
+    prompts.append(tokenizer.encode("Who are you?"))  # of another length, so that one row ends in padding
+    mesh = make_mesh(MeshConfig(fsdp=2, tensor=2, sequence=2))
+    model = build_llama(RunConfig(model=ModelConfig(compute_dtype="float32")), source.config, mesh)
+    length = rounded(max(map(len, prompts)), 128)
+    stops = stop_ids(source.config, tokenizer)
+    ours = Generator(model, "striped", ROWS, length, NEW_TOKENS, stops)(source.read(model), prompts)
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
+    for prompt, expected in zip(prompts, ours, strict=True):
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            said = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
+        said = said[0, len(prompt):].tolist()
+        ends = [place for place, token in enumerate(said) if token in stops]
+        assert said[: ends[0] if ends else None] == expected
+    assert any(ours), "some answer is not empty"
