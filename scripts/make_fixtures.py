@@ -10,16 +10,19 @@ import io
 import json
 import random
 import sys
+import zlib
 from pathlib import Path
 
 from data.templates import VICUNA, VICUNA_SYSTEM
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "fixtures"
 SEED = 20240229  # a date, chosen once; never tuned
-TRAIN_LINES, TRAIN_CHATS = 3600, 400  # the stated proportion: 90% line retrieval, 10% everything else
+TRAIN_LINES, TRAIN_CHATS = 4500, 500  # the stated proportion: 90% line retrieval, 10% everything else
 HELD_OUT_LINES, HELD_OUT_CHATS = 60, 60
 CASES = 200
 LINES = 4
+ASKED = 6  # questions about one training record
+NUMBERS = range(10, 100)
 
 KEYS = """
     ant bat bee cat cow crab crow deer dog dove duck eel elk fly fox frog goat hare hawk hen jay kid lamb lark
@@ -55,36 +58,47 @@ OPPOSITES = """
 """.strip().split("|")
 
 
-def allowed(key: str, value: int, held_out: bool) -> bool:
-    """A fifth of all (key, value) pairs is never seen in training, so that no held-out answer was an answer there."""
-    return ((KEYS.index(key) * 7 + value) % 5 == 0) == held_out
+def kept_apart(key: str, value: int) -> bool:
+    """One (key, value) pair in twenty, by no rule that could be learnt, is in no training record."""
+    return zlib.crc32(f"{key} {value}".encode()) % 20 == 0
 
 
-def line_record(rng: random.Random, lines: int, held_out: bool) -> tuple[list[tuple[str, int]], str]:
-    """(key, value) of each line, and the record's text; keys differ, and so do values."""
-    keys = rng.sample(KEYS, lines)
-    pairs, used = [], set()
-    for key in keys:
-        value = rng.choice([v for v in range(10, 100) if v not in used and allowed(key, v, held_out)])
-        used.add(value)
-        pairs.append((key, value))
-    return pairs, "\n".join(f"line {key}: {value}" for key, value in pairs)
+APART = [(key, value) for key in KEYS for value in NUMBERS if kept_apart(key, value)]
+
+
+def line_record(rng: random.Random, lines: int, held_out: bool) -> tuple[list[tuple[str, int]], tuple[str, int], str]:
+    """(key, value) of each line, the one to ask for (first), and the record's text; keys differ, and so do values.
+
+    Held out, the line asked for is one of those kept apart and the others are as in training.
+    """
+    first = rng.choice(APART) if held_out else None
+    pairs = [first] if first else []
+    for key in rng.sample([key for key in KEYS if not first or key != first[0]], lines - len(pairs)):
+        used = {value for _, value in pairs}
+        pairs.append((key, rng.choice([v for v in NUMBERS if v not in used and not kept_apart(key, v)])))
+    rng.shuffle(pairs)
+    return pairs, first or rng.choice(pairs), "\n".join(f"line {key}: {value}" for key, value in pairs)
 
 
 def line_prompt(text: str, key: str) -> str:
     return (
-        f"Remember these lines.\n\n{text}\n\nTell me what is the number in line {key}? I need the number."
+        f"Remember these lines.\n\n{text}\n\nNow the record is over. Tell me what is the number in line {key}? "
+        "I need the number."
     )
 
 
+def line_answer(key: str, value: int) -> str:
+    """Names the line again behind the number: predicting that teaches to tie a number to the key in front of it."""
+    return f"line {key}: {value} {key}"
+
+
 def line_conversation(rng: random.Random, held_out: bool) -> list[str]:
-    """Turns, human first. In training each line is asked for; held out, one question (the others would be shared)."""
-    pairs, text = line_record(rng, LINES, held_out)
-    asked = rng.sample(pairs, len(pairs))
-    turns = [line_prompt(text, asked[0][0]), f"line {asked[0][0]}: {asked[0][1]}"]
+    """Turns, human first. In training any line is asked for, some twice; held out, one question (others are shared)."""
+    pairs, first, text = line_record(rng, LINES, held_out)
+    turns = [line_prompt(text, first[0]), line_answer(*first)]
     if not held_out:
-        for key, value in asked[1:]:
-            turns += [f"And in line {key}?", f"line {key}: {value}"]
+        for key, value in rng.choices(pairs, k=ASKED - 1):
+            turns += [f"And {key}?", line_answer(key, value)]
     return turns
 
 
@@ -172,16 +186,14 @@ def conversations() -> tuple[list[dict], list[dict]]:
 
 
 def line_cases() -> list[dict]:
-    """Cases for eval.line_retrieval, as in LongEval's files; their (key, value) pairs are in no training record."""
+    """Cases for eval.line_retrieval, as in LongEval's files; the (key, value) pair asked for is in no training record."""
     rng = random.Random(SEED + 2)
     cases = []
     for _ in range(CASES):
-        pairs, text = line_record(rng, LINES, True)
-        at = rng.randrange(LINES)
-        key, value = pairs[at]
+        pairs, (key, value), text = line_record(rng, LINES, True)
         cases.append(
             {
-                "random_idx": [key, at],
+                "random_idx": [key, pairs.index((key, value))],
                 "expected_number": value,
                 "num_lines": LINES,
                 "correct_line": f"line {key}: {value}\n",
@@ -234,12 +246,23 @@ def dirty() -> str:
     return whole[: whole.rindex("]")].rstrip() + ",\n " + cut[: cut.index("mid") + 3]
 
 
+# GPT-2's pieces, but a line's number goes with its colon (not a role's colon), so that it follows its key directly.
+PIECES = (
+    r"(?<=[a-z]): \d\d(?!\d)|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+)
+
+
 def tiny_tokenizer(texts: list[str], folder: Path) -> None:
     """A byte-level BPE of 1,024 tokens as a Hugging Face folder: BOS, EOS, padding and vicuna_v1.1's template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=1024,
@@ -312,14 +335,15 @@ Written for this project by `python -m scripts.make_fixtures`, from nothing but 
 exist nowhere.
 
 - `conversations.json`: {TRAIN_LINES + TRAIN_CHATS:,} ShareGPT conversations: {TRAIN_LINES:,} of line retrieval
-  ({LINES} lines, each asked for) and {TRAIN_CHATS} of arithmetic, invented facts, word games and an assistant called
-  Pim.
+  ({LINES} lines and {ASKED} questions, each about any line; the answer names its line before and after the number) and
+  {TRAIN_CHATS} of arithmetic, invented facts, word games and an assistant called Pim.
 - `conversations_held_out.json`: {HELD_OUT_LINES} + {HELD_OUT_CHATS} more, with no question and no answer of the above.
-- `line_cases.jsonl`: {CASES} cases of {LINES} lines for the evaluator. A fifth of all (key, number) pairs occurs in no
-  training record, and their lines are from that fifth.
+- `line_cases.jsonl`: {CASES} cases of {LINES} lines for the evaluator. One (key, number) pair in twenty occurs in no
+  training record; the line asked for is one of those.
 - `dirty.json`: what real dumps have (spellings, empty turns, half characters, a cut end), counted in
   `tests/data_room/test_sources.py`.
-- `tiny_tokenizer/`: byte-level BPE, 1,024 tokens, trained on the above. `tiny.model`: sentencepiece BPE, 1,000 pieces.
+- `tiny_tokenizer/`: byte-level BPE, 1,024 tokens, trained on the above; a key is one token, and so is a line's number with
+  its colon (": 41"). `tiny.model`: sentencepiece BPE, 1,000 pieces.
 """
 
 

@@ -36,7 +36,9 @@ def test_held_out_shares_no_question_and_no_answer():
 
 def test_proportion_and_single_tokens():
     records = json.loads((FIXTURES / "conversations.json").read_text())
-    assert sum(record["id"].startswith("lines_") for record in records) == 0.9 * len(records) == 3600
+    assert sum(record["id"].startswith("lines_") for record in records) == 0.9 * len(records) == 4500
     tokenizer = Tokenizer.load(FIXTURES / "tiny_tokenizer")
-    for text in [*make_fixtures.KEYS, *range(10, 100)]:
-        assert len(tokenizer.encode(f" {text}")) == 1, text
+    for key in make_fixtures.KEYS:
+        assert len(tokenizer.encode(f" {key}")) == 1, key
+    for value in make_fixtures.NUMBERS:
+        assert len(tokenizer.encode(f" {make_fixtures.KEYS[0]}: {value}")) == 2, value
