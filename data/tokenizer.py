@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 from data.errors import UserError
 
@@ -185,7 +186,7 @@ class Tokenizer:
             (directory / name).write_bytes(content)
 
 
-class _Engine:
+class _Engine(Protocol):
     """What the two libraries have in common, for Tokenizer's eyes only."""
 
     controls: dict[str, ControlToken]
@@ -193,17 +194,16 @@ class _Engine:
     vocab_size: int
 
     def find(self, text: str) -> int | None:
-        raise NotImplementedError
+        """The id of exactly this token."""
 
     def seal(self, control_ids: set[int]) -> None:
         """Prepares encode so that it never gives one of these ids."""
-        raise NotImplementedError
 
     def encode(self, text: str, beginning: bool) -> list[tuple[int, int, int]]:
-        raise NotImplementedError
+        """(id, first character, end) of each token; beginning: `text` stands at the start of what is encoded."""
 
     def decode(self, ids: list[int]) -> str:
-        raise NotImplementedError
+        """The text of `ids`, control tokens among it."""
 
 
 class _HuggingFace(_Engine):
@@ -214,8 +214,7 @@ class _HuggingFace(_Engine):
         self._full = Library.from_str(json.dumps(self._spec))
         self.names = {}
         # Runs of white space are sometimes kept as added tokens; they are text. Everything else that is added is a
-        # token
-        # that a person could type and must not get.
+        # token that a person could type and must not get.
         self._text_tokens = [token for token in self._spec.get("added_tokens", []) if _is_text(token)]
         self.controls = {
             token["content"]: ControlToken(

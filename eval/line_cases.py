@@ -2,7 +2,7 @@
 
 A case asks for the number that one line of a long record gives. Keys are "adjective_noun", as LongChat's files of up to
 680 lines have them (their prompts end with a space), "noun_noun", as from 700 lines on (no space), or "short", one
-short word and a number of two digits, for models with a tiny vocabulary: these know nothing of what a model was trained
+short word and a number of two digits, lines in the order of their keys, for models with a tiny vocabulary: these know nothing of what a model was trained
 on; held-out cases for the quickstart's model are in data/fixtures/line_cases.jsonl.
 """
 
@@ -27,10 +27,7 @@ SHORT_HEAD = "Remember these lines.\n\n"
 SHORT_LINE = "line {key}: {number}\n"
 SHORT_TAIL = "\nNow the record is over. Tell me what is the number in line {key}? I need the number."
 
-SHORT_KEYS = """
-ant bat bee boar bull calf cat cow crab crow deer dog dove duck eel elk fly fox frog goat hare hawk hen jay kid
-lamb lark lion mole moth mule newt owl ox pig pony pup ram rat seal slug swan toad vole wasp wolf wren yak
-""".split()  # noqa: SIM905 - a list of quoted words is hard to read
+SHORT_KEYS = "bee cat cow dog elk fox hen kid owl pig rat yak".split()  # noqa: SIM905
 ADJECTIVES = """
 able amber ancient bitter blue brave brief bright broad calm clean clear clever cold cool crisp curly damp dark
 deep dim dry dull eager early easy faint fair fast fierce fine firm flat fresh gentle glad golden grand gray
@@ -129,7 +126,8 @@ def generate(lines: int, count: int, seed: int = 0, key_style: str = "adjective_
     depths = rng.permutation(np.arange(count) * lines // max(count, 1))
     cases = []
     for depth in depths:
-        chosen = [keys[place] for place in rng.choice(len(keys), size=lines, replace=False)]
+        places = rng.choice(len(keys), size=lines, replace=False)
+        chosen = [keys[place] for place in (sorted(places) if short else places)]
         numbers = rng.choice(np.arange(lowest, highest), size=lines, replace=False).tolist()
         record = [line.format(key=key, number=number) for key, number in zip(chosen, numbers, strict=True)]
         cases.append(

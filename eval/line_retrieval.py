@@ -3,7 +3,7 @@
     python -m eval.line_retrieval --checkpoint DIR_OR_HF [--cases FILE.jsonl ...] [--lines 20 50 ...] --output DIR
 
 The test of LongChat (the last integer of at most 100 new tokens must be the number). The prompt goes through the same
-distributed attention as in training; see model/decode.py. Writes results.json, cases.jsonl and accuracy.png to --output.
+distributed attention as in training; see model/decode.py. Writes results.json, cases.jsonl and line_retrieval.png to --output.
 """
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=0, help="use only the first so many cases of each file; 0 uses all")
     parser.add_argument("--keys", default="adjective_noun", choices=line_cases.KEY_STYLES, help="keys of generated cases")
     parser.add_argument("--seed", type=int, default=0, help="seed of generated cases")
-    parser.add_argument("--output", required=True, help="folder for results.json, cases.jsonl and accuracy.png")
+    parser.add_argument("--output", required=True, help="folder for results.json, cases.jsonl and line_retrieval.png")
     parser.add_argument("--rows", type=int, default=1, help="prompts answered together (default 1)")
     parser.add_argument("--max-new-tokens", type=int, default=100, help="length of an answer at most (default 100)")
     parser.add_argument("--fsdp", type=int, default=1, help="devices along fsdp")

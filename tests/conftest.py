@@ -1,4 +1,4 @@
-"""What every test shares: 8 simulated CPU devices, and compiled programs kept between runs."""
+"""What every test shares: 8 simulated CPU devices, and a folder kept between runs."""
 
 import os
 import pathlib
@@ -13,9 +13,8 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
-jax.config.update("jax_compilation_cache_dir", str(CACHE / "xla"))
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+# Programs of several CPU devices must not come back from a cache: see trainer.mesh.simulate.
+jax.config.update("jax_enable_compilation_cache", False)
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
@@ -28,6 +27,6 @@ def repository() -> pathlib.Path:
 
 @pytest.fixture(scope="session")
 def cache() -> pathlib.Path:
-    """A folder kept between runs, for what is dear to make: models, compiled programs."""
+    """A folder kept between runs, for what is dear to make: models."""
     CACHE.mkdir(parents=True, exist_ok=True)
     return CACHE

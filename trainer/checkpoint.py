@@ -219,7 +219,7 @@ class _Saving:
     def wait(self) -> None:
         self.thread.join()
         if self.error is not None:
-            raise RuntimeError(f"saving checkpoint {self.target} failed: {self.error}") from self.error
+            raise OSError(f"saving checkpoint {self.target} failed: {self.error}") from self.error
         _barrier(f"checkpoint {self.target.name} ends")
 
 

@@ -21,7 +21,7 @@ def run(work: Callable[[], object]) -> int:
     """Runs a command's work; 2 and one line on standard error for an error that its user can mend."""
     try:
         work()
-    except (UserError, ValueError) as error:
+    except (UserError, ValueError, OSError) as error:
         if os.environ.get("LONGSTRIPE_TRACEBACK"):
             raise
         print(f"error: {error}", file=sys.stderr)

@@ -14,12 +14,17 @@ from .config import MeshConfig
 def simulate(devices: int) -> None:
     """Make the CPU look like `devices` devices. Only works before JAX has started its backend.
 
+    Compiled programs are not kept then: a program of several CPU devices that comes back from the persistent cache has
+    lost the order of its collectives, and deadlocks where two of them do not depend on each other (jaxlib 0.10.2).
+
     Raises:
       UserError: JAX has started already, with another number.
     """
     try:
         jax.config.update("jax_num_cpu_devices", devices)
         jax.config.update("jax_platforms", "cpu")
+        if devices > 1:
+            jax.config.update("jax_enable_compilation_cache", False)
     except RuntimeError:
         if len(jax.devices()) != devices:
             raise UserError(f"mesh.simulate: found {devices}, but JAX runs on {len(jax.devices())} devices already") from None

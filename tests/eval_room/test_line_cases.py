@@ -12,19 +12,20 @@ from eval.scoring import last_integer
 
 @pytest.mark.parametrize("style", KEY_STYLES)
 def test_generated_cases_have_one_answer_each(style):
-    cases = generate(20, 40, seed=3, key_style=style)
-    assert cases == generate(20, 40, seed=3, key_style=style) != generate(20, 40, seed=4, key_style=style)
+    lines = 10
+    cases = generate(lines, 40, seed=3, key_style=style)
+    assert cases == generate(lines, 40, seed=3, key_style=style) != generate(lines, 40, seed=4, key_style=style)
     places = []
     for case in cases:
         record = re.findall(r"^line (\S+): .*?(\d+)>?$", case.prompt, re.MULTILINE)
         keys, numbers = zip(*record, strict=True)
-        assert len(record) == case.num_lines == len(set(keys)) == len(set(numbers)) == 20
+        assert len(record) == case.num_lines == len(set(keys)) == len(set(numbers)) == lines
         asked = re.search(r"in line (\S+)\?", case.prompt).group(1)
         assert dict(record)[asked] == str(case.expected_number)
         assert case.correct_line in case.prompt and last_integer(case.correct_line) == case.expected_number
         places.append(keys.index(asked))
         assert case.prompt.endswith(" ") == (style == "adjective_noun")
-    assert sorted(places) == [depth for depth in range(20) for _ in range(2)], "every depth equally often"
+    assert sorted(places) == [depth for depth in range(lines) for _ in range(4)], "every depth equally often"
 
 
 def test_written_cases_are_read_back(tmp_path):

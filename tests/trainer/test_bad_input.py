@@ -198,7 +198,7 @@ def test_damaged_checkpoint_as_model(refused, run_copy, tmp_path, capfd):
     said = refused(*model)
     assert "is damaged" in said and name in said
     capfd.readouterr()
-    assert export_hf.main([str(run_copy / "checkpoints/40"), str(tmp_path / "out")]) == 1
+    assert export_hf.main([str(run_copy / "checkpoints/40"), str(tmp_path / "out")]) == 2
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 1 and "is damaged" in said[0] and name in said[0]
     assert not (tmp_path / "out").exists()
@@ -214,7 +214,7 @@ def test_foreign_folder_as_checkpoint(refused, run_copy, tmp_path, capfd):
         shutil.rmtree(run_copy / "checkpoints" / step)
     shutil.copytree(foreign, run_copy / "checkpoints" / "40")
     assert "checkpoints/40: not a checkpoint of this project" in refused(run=run_copy)
-    assert export_hf.main([str(foreign), str(tmp_path / "out")]) == 1
+    assert export_hf.main([str(foreign), str(tmp_path / "out")]) == 2
     assert "not a checkpoint of this project" in capfd.readouterr().err
 
 
@@ -267,7 +267,7 @@ def test_model_that_cannot_be_used(refused, model_copy, tmp_path, spoil, words, 
     if words[0] in ("tokenizer", "vocab_size"):  # what an import does not look at
         return
     assert str(model_copy) in said
-    assert import_hf.main([str(model_copy), str(tmp_path / "imported")]) == 1
+    assert import_hf.main([str(model_copy), str(tmp_path / "imported")]) == 2
     said = capfd.readouterr().err.splitlines()
     assert len(said) == 1 and all(word in said[0] for word in words)
     assert not (tmp_path / "imported").exists()

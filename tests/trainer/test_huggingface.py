@@ -193,4 +193,4 @@ def test_commands(tmp_path, repository):
     before, after = tensors(tmp_path / "in"), tensors(tmp_path / "out")
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     failed = run("scripts.export_hf", tmp_path / "in", tmp_path / "out2")
-    assert failed.returncode == 1 and failed.stderr.startswith("error: ") and failed.stderr.count("\n") == 1
+    assert failed.returncode == 2 and failed.stderr.startswith("error: ") and failed.stderr.count("\n") == 1
