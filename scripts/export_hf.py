@@ -24,8 +24,8 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     # After the arguments, so that --help answers at once.
     from model.config import LlamaConfig
-    from trainer.checkpoint import find_checkpoint, restore_model
     from trainer import entry
+    from trainer.checkpoint import find_checkpoint, restore_model
     from trainer.huggingface import write_hf
 
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
