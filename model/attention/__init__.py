@@ -16,18 +16,18 @@ from .coords import Mask, TokenCoords
 from .kernels import Kernel, get_kernel
 from .layout import LAYOUTS
 from .partial import AttentionPartial, merge
-from .schedules import get_schedule
+from .schedules import Ranks, get_schedule
 
 __all__ = ["AttentionPartial", "Mask", "TokenCoords", "attend", "attention", "merge"]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4, 5))
-def _attend(schedule, kernel, axis, size, mask, scale, q, k, v, q_coords, kv_coords):
-    return _attend_forward(schedule, kernel, axis, size, mask, scale, q, k, v, q_coords, kv_coords)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
+def _attend(schedule, kernel, ranks, mask, scale, q, k, v, q_coords, kv_coords):
+    return _attend_forward(schedule, kernel, ranks, mask, scale, q, k, v, q_coords, kv_coords)[0]
 
 
-def _attend_forward(schedule, kernel, axis, size, mask, scale, q, k, v, q_coords, kv_coords):
-    partial = schedule.forward(kernel, q, k, v, q_coords, kv_coords, axis=axis, size=size, mask=mask, scale=scale)
+def _attend_forward(schedule, kernel, ranks, mask, scale, q, k, v, q_coords, kv_coords):
+    partial = schedule.forward(kernel, q, k, v, q_coords, kv_coords, ranks=ranks, mask=mask, scale=scale)
     # Named, so that a remat policy can keep them: the backward then never runs attention forward again
     # (DistFlashAttn, section 3.3).
     out = checkpoint_name(partial.out.astype(q.dtype), "attention_out")
@@ -35,14 +35,14 @@ def _attend_forward(schedule, kernel, axis, size, mask, scale, q, k, v, q_coords
     return (out, lse), (q, k, v, q_coords, kv_coords, out, lse)
 
 
-def _attend_backward(schedule, kernel, axis, size, mask, scale, residuals, cotangents):
+def _attend_backward(schedule, kernel, ranks, mask, scale, residuals, cotangents):
     q, k, v, q_coords, kv_coords, out, lse = residuals
     dout, dlse = cotangents
     delta = jnp.einsum("bthd,bthd->bht", dout.astype(jnp.float32), out.astype(jnp.float32))
     # d lse / d score = weight, and d score = weight * (dweight - delta): lse's own cotangent joins delta.
     delta = delta - jnp.where(jnp.isneginf(lse), 0.0, dlse)
     gradients = schedule.backward(
-        kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, axis=axis, size=size, mask=mask, scale=scale)
+        kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, ranks=ranks, mask=mask, scale=scale)
     return *(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True)), None, None
 
 
@@ -62,7 +62,7 @@ def attend(q, k, v, q_coords, kv_coords, *, schedule, kernel: Kernel, axis: str,
       out like q (in its dtype), and lse float32 [B, Hq, T].
     """
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return _attend(get_schedule(schedule, size), kernel, axis, size, mask, scale, q, k, v,
+    return _attend(get_schedule(schedule, size), kernel, Ranks(axis, size), mask, scale, q, k, v,
                    TokenCoords(*q_coords), TokenCoords(*kv_coords))
 
 

@@ -2,18 +2,23 @@
 
 A schedule is a frozen dataclass with two methods over a kernel, run inside `shard_map`:
 
-    forward (kernel, q, k, v, q_coords, kv_coords, *, axis, size, mask, scale)                   -> AttentionPartial
-    backward(kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, axis, size, mask, scale) -> dq, dk, dv (float32)
+    forward (kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale)                   -> AttentionPartial
+    backward(kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale) -> dq, dk, dv (float32)
 
-Arrays are a shard's own. `axis` is the mesh axis of the sequence and `size` its length; with size 1 there is no axis to
-talk over, and every schedule is `Local`.
+Arrays are a shard's own; `ranks` are the shards of the sequence (`ranks.py`). With one shard there is nobody to talk to,
+and every schedule is `Local`.
 """
 from __future__ import annotations
 
+from .attention2d import Attention2D
+from .balanced import Balanced
 from .local import Local
+from .ranks import Ranks
 from .ring import Ring
+from .ulysses import Ulysses
 
-SCHEDULES = {"local": Local, "ring": Ring}
+__all__ = ["SCHEDULES", "Attention2D", "Balanced", "Local", "Ranks", "Ring", "Ulysses", "get_schedule"]
+SCHEDULES = {"local": Local, "ring": Ring, "balanced": Balanced, "ulysses": Ulysses, "attention2d": Attention2D}
 
 
 def get_schedule(schedule, size: int):

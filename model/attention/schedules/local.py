@@ -8,10 +8,10 @@ import dataclasses
 class Local:
     """All keys are here already (sequence axis of 1)."""
 
-    def forward(self, kernel, q, k, v, q_coords, kv_coords, *, axis, size, mask, scale):
-        del axis, size
+    def forward(self, kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale):
+        del ranks
         return kernel.forward(q, k, v, q_coords, kv_coords, mask=mask, scale=scale)
 
-    def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, axis, size, mask, scale):
-        del axis, size
+    def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale):
+        del ranks
         return kernel.backward(q, k, v, dout, lse, delta, q_coords, kv_coords, mask=mask, scale=scale)

@@ -12,59 +12,52 @@ from __future__ import annotations
 
 import dataclasses
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
 from ..partial import merge
 
 
-def _send_on(tree, axis: str, size: int):
-    """Every array of the tree, from the previous shard of the ring."""
-    hop = [(rank, (rank + 1) % size) for rank in range(size)]
-    return jax.tree.map(lambda x: lax.ppermute(x, axis, hop), tree)
-
-
 @dataclasses.dataclass(frozen=True)
 class Ring:
     """K/V round the ring, one direction."""
 
-    def forward(self, kernel, q, k, v, q_coords, kv_coords, *, axis, size, mask, scale):
+    def forward(self, kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale):
         def attend(block):
             (k, v), coords = block
             return kernel.forward(q, k, v, q_coords, coords, mask=mask, scale=scale)
 
         block = (jnp.stack([k, v]), kv_coords)
-        incoming = _send_on(block, axis, size)
+        incoming = ranks.shift(block)
         partial = attend(block)
 
         def one_round(carry, _):
             partial, block = carry
-            incoming = _send_on(block, axis, size)
+            incoming = ranks.shift(block)
             return (merge(partial, attend(block)), incoming), None
 
-        (partial, block), _ = lax.scan(one_round, (partial, incoming), None, length=size - 2)
+        (partial, block), _ = lax.scan(one_round, (partial, incoming), None, length=ranks.size - 2)
         return merge(partial, attend(block))
 
-    def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, axis, size, mask, scale):
+    def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale):
         def gradients(block):
             (k, v), coords = block
             dq, dk, dv = kernel.backward(q, k, v, dout, lse, delta, q_coords, coords, mask=mask, scale=scale)
             return dq, jnp.stack([dk, dv])
 
         block = (jnp.stack([k, v]), kv_coords)
-        incoming = _send_on(block, axis, size)
+        incoming = ranks.shift(block)
         dq, dkv = gradients(block)
 
         def one_round(carry, _):
             dq, dkv, block = carry
-            incoming = _send_on(block, axis, size)
-            arriving = _send_on(dkv, axis, size)
+            incoming = ranks.shift(block)
+            arriving = ranks.shift(dkv)
             dq_here, dkv_here = gradients(block)
             return (dq + dq_here, arriving + dkv_here, incoming), None
 
-        (dq, dkv, block), _ = lax.scan(one_round, (dq, dkv, incoming), None, length=size - 2)
-        arriving = _send_on(dkv, axis, size)
+        (dq, dkv, block), _ = lax.scan(one_round, (dq, dkv, incoming), None, length=ranks.size - 2)
+        arriving = ranks.shift(dkv)
         dq_here, dkv_here = gradients(block)
-        dk, dv = _send_on(arriving + dkv_here, axis, size)
+        dk, dv = ranks.shift(arriving + dkv_here)
         return dq + dq_here, dk, dv

@@ -1,0 +1,109 @@
+"""Balanced ring (DistFlashAttn, section 3.2): idle ranks help the busy ones; P // 2 rounds instead of P - 1.
+
+With causal attention over contiguous blocks, rank p has p + 1 blocks to do. In round t the ranks p >= t fetch K, V of rank
+p - t; the ranks p < t, which have none left, fetch the queries of rank p - t + P instead, meet them with their own K, V, and
+send (out, lse) back to be merged. Distances t and P - t are done in one round, so for odd P nobody idles; even P repeats
+distance P/2 in its last round, where the owners work alone, or with `split` owner and helper take half of the queries each.
+Forward, K and V travel to owners, Q to helpers and a float32 partial back (Appendix C: 3Nd); backward the queries' side is
+q, dout, lse, delta, with dQ back to the helped and dK, dV back to where K, V came from.
+
+That is `ordered`: exact only where no query sees keys of a later rank. Elsewhere (striped, zigzag, not causal) both blocks of
+a pair of ranks may hold work: every rank fetches both sides and does both, still in P // 2 rounds.
+"""
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from ..partial import AttentionPartial, merge
+
+
+@dataclasses.dataclass(frozen=True)
+class Balanced:
+    """DistFlashAttn. split: for even P, owner and helper share the last round; ordered: see above."""
+
+    split: bool = False
+    ordered: bool = False
+
+    def forward(self, kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale):
+        def meet(queries, keys):
+            (q, q_coords), (k, v, kv_coords) = queries, keys
+            return kernel.forward(q, k, v, q_coords, kv_coords, mask=mask, scale=scale), ()
+
+        partial, _ = self._rounds(ranks, (q, q_coords), (k, v, kv_coords), meet, merge)
+        return partial
+
+    def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale):
+        def meet(queries, keys):
+            (q, dout, lse, delta, q_coords), (k, v, kv_coords) = queries, keys
+            dq, dk, dv = kernel.backward(q, k, v, dout, lse, delta, q_coords, kv_coords, mask=mask, scale=scale)
+            return dq, (dk, dv)
+
+        dq, dkv = self._rounds(ranks, (q, dout, lse, delta, q_coords), (k, v, kv_coords), meet, jnp.add)
+        return dq, *dkv
+
+    def _rounds(self, ranks, queries, keys, meet, add):
+        """meet(queries, keys) of every pair of ranks, added up at home: (for the queries, for the keys)."""
+        totals = meet(queries, keys)
+        for t in range(1, ranks.size // 2 + 1):
+            one_round = self._ordered_round if self.ordered else self._full_round
+            for found, for_keys in one_round(ranks, t, queries, keys, meet):
+                totals = add(totals[0], found), jax.tree.map(jnp.add, totals[1], for_keys)
+        return totals
+
+    def _full_round(self, ranks, t, queries, keys, meet):
+        last = 2 * t == ranks.size  # distances t and P - t are one
+        keys_in = ranks.shift(keys, t)
+        queries_in = None if last else ranks.shift(queries, t)
+        found, for_keys = meet(queries, keys_in)
+        yield found, ranks.shift(for_keys, -t)
+        if not last:
+            found, for_keys = meet(queries_in, keys)
+            yield ranks.shift(found, -t), for_keys
+
+    def _ordered_round(self, ranks, t, queries, keys, meet):
+        size, place = ranks.size, ranks.index()
+        helping = place < t
+        keys_in = ranks.shift(keys, t, range(size - t))
+        last = 2 * t == size
+        if last and not (self.split and queries[0].shape[1] % 2 == 0):
+            # Helpers get keys of zeros: padding, of which every tile is skipped.
+            found, for_keys = meet(queries, keys_in)
+            yield _keep(found, ~helping), ranks.shift(for_keys, -t)
+            return
+        sent, kept = (_half(queries, 0), _half(queries, 1)) if last else (queries, queries)
+        queries_in = ranks.shift(sent, t, range(size - t, size))
+        found, for_keys = meet(_choose(helping, queries_in, kept), _choose(helping, keys, keys_in))
+        back = ranks.shift(found, -t, range(t))
+        for_keys = jax.tree.map(jnp.add, _keep(for_keys, helping), ranks.shift(for_keys, -t, range(t, size)))
+        if last:  # an owner's two halves
+            yield _keep(_join(back, found), ~helping), for_keys
+        else:
+            yield _keep(found, ~helping), for_keys
+            yield _keep(back, place >= size - t), jax.tree.map(jnp.zeros_like, for_keys)
+
+
+def _choose(condition, first, second):
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), first, second)
+
+
+def _keep(tree, condition):
+    """The tree, or what adds nothing where `condition` is false."""
+    if isinstance(tree, AttentionPartial):
+        return AttentionPartial(tree.out, jnp.where(condition, tree.lse, -jnp.inf))
+    return jax.tree.map(lambda x: jnp.where(condition, x, 0), tree)
+
+
+def _tokens(x) -> int:
+    """The dimension of tokens: statistics are [B, H, T], everything else is [B, T, ...]."""
+    return 2 if x.ndim == 3 else 1
+
+
+def _half(tree, which: int):
+    return jax.tree.map(lambda x: jnp.split(x, 2, _tokens(x))[which], tree)
+
+
+def _join(first, second):
+    return jax.tree.map(lambda a, b: jnp.concatenate([a, b], _tokens(a)), first, second)

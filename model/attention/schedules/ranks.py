@@ -1,0 +1,62 @@
+"""Ranks: the shards of the sequence axis, or one line of them where a schedule splits the axis in two."""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranks:
+    """`size` ranks of the mesh axis `axis`, `stride` apart; all `total` ranks of the axis form such lines side by side.
+
+    Every rank runs the same program: what is said of "the line" happens in each line at once.
+    """
+
+    axis: str
+    size: int
+    stride: int = 1
+    total: int = 0  # 0: this line is the whole axis
+
+    def split(self, inner: int) -> tuple[Ranks, Ranks]:
+        """(outer, inner) lines: neighbours form lines of `inner` ranks; the outer ones join ranks of one place in these."""
+        total = self.total or self.size
+        return (Ranks(self.axis, self.size // inner, self.stride * inner, total), Ranks(self.axis, inner, self.stride, total))
+
+    def index(self) -> jax.Array:
+        """This rank's place in its line: int32 scalar."""
+        return lax.axis_index(self.axis) // self.stride % self.size
+
+    def groups(self) -> list[list[int]] | None:
+        """The lines, as lists of ranks of the axis; None where there is but one."""
+        total = self.total or self.size
+        if self.size == total:
+            return None
+        starts = [rank for rank in range(total) if rank // self.stride % self.size == 0]
+        return [[start + place * self.stride for place in range(self.size)] for start in starts]
+
+    def shift(self, tree, by: int = 1, senders: Iterable[int] | None = None):
+        """Every array of the tree from the rank `by` places before, round the ring; zeros where that one sends nothing.
+
+        senders: the places in the line that send (all of them unless given).
+        """
+        senders = range(self.size) if senders is None else senders
+        groups = self.groups() or [list(range(self.size))]
+        pairs = [(line[place], line[(place + by) % self.size]) for line in groups for place in senders]
+        return jax.tree.map(lambda x: lax.ppermute(x, self.axis, pairs), tree) if pairs else jax.tree.map(jnp.zeros_like, tree)
+
+    def gather(self, tree, dimension: int):
+        """Every array of the tree of all ranks of the line, joined along `dimension`."""
+        return jax.tree.map(
+            lambda x: lax.all_gather(x, self.axis, axis=dimension, tiled=True, axis_index_groups=self.groups()), tree)
+
+    def exchange(self, x: jax.Array, split: int, join: int) -> jax.Array:
+        """All-to-all: dimension `split` is dealt out over the line, what arrives is joined along `join`."""
+        return lax.all_to_all(x, self.axis, split, join, tiled=True, axis_index_groups=self.groups())
+
+    def add_scatter(self, x: jax.Array, dimension: int) -> jax.Array:
+        """The sum over the line, of which each rank gets its part of `dimension`."""
+        return lax.psum_scatter(x, self.axis, scatter_dimension=dimension, tiled=True, axis_index_groups=self.groups())

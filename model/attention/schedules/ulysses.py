@@ -1,0 +1,101 @@
+"""Ulysses (DeepSpeed-Ulysses; USP): an all-to-all trades sequence shards for head shards, attention, and back.
+
+Forward: each rank sends (P-1)/P of its queries, keys, values and outputs: T (2 Hq + 2 Hkv) D numbers, whatever P is, and
+gathers all coordinates. Backward: the same for dout, q, k, v and back for dq, dk, dv. With a `degree` below P the
+neighbours trade heads and the inner schedule joins the groups: Unified Sequence Parallelism (USP).
+
+Key heads fewer than ranks are replicated before they travel, just as often as the ranks' query heads need; query heads
+that the degree does not divide are padded with heads of zeros.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from ..coords import TokenCoords
+from ..partial import AttentionPartial
+from .local import Local
+from .ranks import Ranks
+from .ring import Ring
+
+
+@dataclasses.dataclass(frozen=True)
+class _Heads:
+    """Which heads a rank of a line of `degree` gets: `here` query heads, and of key heads those in `key_heads`."""
+
+    query_heads: int
+    here: int
+    key_heads: np.ndarray
+
+    @classmethod
+    def deal(cls, query_heads: int, kv_heads: int, degree: int) -> _Heads:
+        group = query_heads // kv_heads
+        here = -(-query_heads // degree)
+        # Runs of `shared` query heads, aligned with both the ranks' blocks and the groups, have one key head.
+        shared = math.gcd(here, group)
+        firsts = np.arange(degree * here // shared) * shared
+        return cls(query_heads, here, np.minimum(firsts // group, kv_heads - 1))
+
+    def pad(self, x, degree: int, dimension: int):
+        """Query heads of zeros, so that `degree` divides them."""
+        widths = [(0, 0)] * x.ndim
+        widths[dimension] = (0, degree * self.here - self.query_heads)
+        return jnp.pad(x, widths)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ulysses:
+    """Heads for sequence over `degree` neighbours (0: all ranks); `inner` joins the groups (USP)."""
+
+    degree: int = 0
+    inner: Any = Ring()
+
+    def _lines(self, ranks: Ranks):
+        degree = self.degree or ranks.size
+        if ranks.size % degree:
+            good = [d for d in range(1, ranks.size + 1) if ranks.size % d == 0]
+            raise ValueError(f"ulysses.degree: {degree} does not divide {ranks.size} sequence shards; those do: {good}")
+        outer, line = ranks.split(degree)
+        return line, outer, self.inner if outer.size > 1 else Local()
+
+    def forward(self, kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale):
+        line, outer, inner = self._lines(ranks)
+        heads = _Heads.deal(q.shape[2], k.shape[2], line.size)
+        partial = inner.forward(
+            kernel, *_to_heads(line, heads, q, k, v), *_coords(line, q_coords, kv_coords),
+            ranks=outer, mask=mask, scale=scale)
+        # In the queries' dtype: the caller rounds to it in any case.
+        out = line.exchange(partial.out.astype(q.dtype), 1, 2)[:, :, : heads.query_heads]
+        lse = line.exchange(partial.lse, 2, 1)[:, : heads.query_heads]
+        return AttentionPartial(out.astype(jnp.float32), lse)
+
+    def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale):
+        line, outer, inner = self._lines(ranks)
+        heads = _Heads.deal(q.shape[2], k.shape[2], line.size)
+        wide, keys, values = _to_heads(line, heads, q, k, v)
+        dout = line.exchange(heads.pad(dout, line.size, 2), 2, 1)
+        lse, delta = (line.exchange(heads.pad(x, line.size, 1), 1, 2) for x in (lse, delta))
+        dq, dk, dv = inner.backward(
+            kernel, wide, keys, values, dout, lse, delta, *_coords(line, q_coords, kv_coords),
+            ranks=outer, mask=mask, scale=scale)
+        dq = line.exchange(dq, 1, 2)[:, :, : heads.query_heads]
+        dkv = line.exchange(jnp.stack([dk, dv]), 2, 3)
+        dk, dv = jnp.zeros((2, *k.shape), jnp.float32).at[:, :, :, heads.key_heads].add(dkv)
+        return dq, dk, dv
+
+
+def _to_heads(line: Ranks, heads: _Heads, q, k, v):
+    q = line.exchange(heads.pad(q, line.size, 2), 2, 1)
+    kv = jnp.stack([k, v])
+    if heads.key_heads.size != k.shape[2]:
+        kv = kv[:, :, :, heads.key_heads]
+    return q, *line.exchange(kv, 3, 2)
+
+
+def _coords(line: Ranks, q_coords, kv_coords):
+    gathered = TokenCoords(*line.gather(tuple(q_coords), 1))
+    return gathered, gathered if kv_coords is q_coords else TokenCoords(*line.gather(tuple(kv_coords), 1))
