@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .coords import Mask, TokenCoords
 from .kernels import Kernel, get_kernel
-from .layout import LAYOUTS
+from .layout import check_length
 from .partial import AttentionPartial, merge
 from .schedules import get_schedule
 
@@ -85,13 +85,11 @@ def attention(q, k, v, coords, *, kv_coords=None, mesh: Mesh, layout="striped", 
     Raises:
       ValueError: sizes that do not fit each other or the mesh, in one line that names those that do.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout: found {layout!r}; known: {', '.join(LAYOUTS)}")
     coords = TokenCoords(*coords)
     kv_coords = coords if kv_coords is None else TokenCoords(*kv_coords)
     size = mesh.shape.get("sequence", 1)
     batch = tuple(axis for axis in ("data", "fsdp") if axis in mesh.shape)
-    _check(q, k, v, mesh, size, batch)
+    _check(q, k, v, mesh, size, batch, layout)
     tensor = mesh.shape.get("tensor", 1)
     heads = "tensor" if tensor > 1 and k.shape[2] % tensor == 0 else None
     sequence = "sequence" if "sequence" in mesh.shape else None
@@ -105,16 +103,14 @@ def attention(q, k, v, coords, *, kv_coords=None, mesh: Mesh, layout="striped", 
     return (out, lse) if return_lse else out
 
 
-def _check(q, k, v, mesh, size, batch):
+def _check(q, k, v, mesh, size, batch, layout):
     """Refuses shapes that cannot be sharded, with the ones that could."""
     if k.shape != v.shape:
         raise ValueError(f"k and v: found shapes {k.shape} and {v.shape}; they must be equal")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"heads: {q.shape[2]} query heads are no multiple of {k.shape[2]} key/value heads")
     for name, length in (("q", q.shape[1]), ("k", k.shape[1])):
-        if length % size:
-            raise ValueError(f"length of {name}: {length} is not divisible by {size} sequence shards; the next good one "
-                             f"is {-(-length // size) * size}")
+        check_length(length, size, layout, f"length of {name}")
     rows = math.prod(mesh.shape[axis] for axis in batch)
     if q.shape[0] % rows:
         raise ValueError(f"batch: {q.shape[0]} rows are not divisible by data x fsdp = {rows}; use a multiple of {rows}")

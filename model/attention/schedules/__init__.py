@@ -10,10 +10,11 @@ talk over, and every schedule is `Local`.
 """
 from __future__ import annotations
 
+from .all_gather import AllGather
 from .local import Local
 from .ring import Ring
 
-SCHEDULES = {"local": Local, "ring": Ring}
+SCHEDULES = {"local": Local, "ring": Ring, "all_gather": AllGather}
 
 
 def get_schedule(schedule, size: int):
@@ -29,5 +30,5 @@ def get_schedule(schedule, size: int):
     if size == 1:
         return Local()
     if isinstance(schedule, Local):
-        raise ValueError(f"schedule: 'local' serves a sequence axis of 1, found {size}; 'ring' serves any")
+        raise ValueError(f"schedule: 'local' serves a sequence axis of 1, found {size}; 'ring' and 'all_gather' serve any")
     return schedule

@@ -1,0 +1,38 @@
+"""All keys at once (Llama 3, section 3.3.2; Megatron's all-gather context parallelism): one round, one kernel.
+
+Forward: each shard receives the K and V of the P - 1 others, 2 (P - 1) T Hkv D numbers, and their 2 (P - 1) T coordinates, and
+computes once over all P T keys. Backward: the same gather again (the whole K and V are not kept), then one reduce-scatter of the
+float32 dK and dV, 2 (P - 1) T Hkv D numbers. As many bytes as a ring's hops, in one transfer that nothing waits behind and
+nothing hides; K and V of the whole sequence must fit on each device. With grouped heads that is little, which is why it is a
+strong simple baseline.
+"""
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def _gathered(k, v, coords, axis: str):
+    """K, V [B, P T, Hkv, D] and coordinates [B, P T] of all shards, in the order of their ranks."""
+    k, v = lax.all_gather(jnp.stack([k, v]), axis, axis=2, tiled=True)
+    return k, v, jax.tree.map(lambda x: lax.all_gather(x, axis, axis=1, tiled=True), coords)
+
+
+@dataclasses.dataclass(frozen=True)
+class AllGather:
+    """K/V of all shards on each, once per pass."""
+
+    def forward(self, kernel, q, k, v, q_coords, kv_coords, *, axis, size, mask, scale):
+        del size
+        k, v, kv_coords = _gathered(k, v, kv_coords, axis)
+        return kernel.forward(q, k, v, q_coords, kv_coords, mask=mask, scale=scale)
+
+    def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, axis, size, mask, scale):
+        del size
+        k, v, kv_coords = _gathered(k, v, kv_coords, axis)
+        dq, dk, dv = kernel.backward(q, k, v, dout, lse, delta, q_coords, kv_coords, mask=mask, scale=scale)
+        dk, dv = lax.psum_scatter(jnp.stack([dk, dv]), axis, scatter_dimension=2, tiled=True)
+        return dq, dk, dv
