@@ -11,7 +11,7 @@ POLICIES = ("nothing", "save_attention", "offload", "every_k", "everything")
 
 def _policy(name: str):
     """A `jax.checkpoint` policy for one layer; the layer's input is kept by all of them, on the device but for `offload`."""
-    if name == "nothing":
+    if name in ("nothing", "every_k"):
         return jax.checkpoint_policies.nothing_saveable
     if name == "everything":
         return jax.checkpoint_policies.everything_saveable
@@ -28,8 +28,8 @@ def scan_layers(body: Callable, carry, layers, name: str, every_k: int = 1):
     `nothing` keeps each layer's input alone, `offload` keeps it in pinned host memory. `save_attention` keeps the attention
     output and its lse too, so that the backward never runs attention forward again (DistFlashAttn, section 3.3); `everything`
     runs no layer again (what `model.chunked` computes chunk by chunk it still does). `every_k` keeps the input of every k-th
-    layer: the backward runs k layers again, keeping what `save_attention` does of those, and then each of them again
-    (Chen et al., Training Deep Nets with Sublinear Memory Cost).
+    layer: the backward runs k layers again to get theirs, and then each of them once more; with L layers L / k + k inputs
+    are held at most (Chen et al., Training Deep Nets with Sublinear Memory Cost, section 4).
 
     Args:
       body: as scan's; names its input `layer_input`, its attention `attention_out` and `attention_lse`.

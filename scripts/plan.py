@@ -50,7 +50,8 @@ def main(argv=None) -> int:
     parser.add_argument("--context", type=int, required=True, help="tokens in a row")
     parser.add_argument("--mesh", default="", help="such as fsdp=8,sequence=8; all devices on sequence unless given")
     parser.add_argument("--batch", type=int, default=1, help="rows")
-    parser.add_argument("--remat", default="save_attention", choices=["nothing", "save_attention", "offload", "every_k", "everything"])
+    parser.add_argument("--remat", default="save_attention", help="what layers keep for the backward (default save_attention)",
+                        choices=["nothing", "save_attention", "offload", "every_k", "everything"])
     parser.add_argument("--every-k", type=int, default=2, help="layers between the inputs that remat every_k keeps")
     parser.add_argument("--output", help="also write the plan to this JSON file")
     args = parser.parse_args(argv)

@@ -269,6 +269,7 @@ def resolved(config: RunConfig) -> Row:
 
 def from_resolved(written: Row, where: str = "config.yaml") -> RunConfig:
     """The RunConfig that `resolved` made a dict of, as checkpoints keep it."""
+    written = upgraded(written, where)
     _check_names(written, where)
     parser = _parser()
     config = parser.instantiate_classes(_parse(lambda: parser.parse_object(written), where))
@@ -363,12 +364,36 @@ def _read(recipe: str) -> Row:
         raise UserError(f"{recipe}: not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(written, dict):
         raise UserError(f"{recipe}: expected sections such as model: and data:, found {type(written).__name__}")
+    written = upgraded(written, recipe)
     _check_names(written, recipe)
     return written
 
 
+def _from_1(written: Row) -> Row:
+    """Version 2 left out train.seed, from which nothing was drawn."""
+    train = written.get("train")
+    return {**written, "train": {k: v for k, v in train.items() if k != "seed"}} if isinstance(train, dict) else written
+
+
+# What brings a configuration of a version to the next one.
+MIGRATIONS = {1: _from_1}
+
+
+def upgraded(written: Row, where: str) -> Row:
+    """A recipe or resolved configuration of any known version as one of VERSION; one that tells none is VERSION's.
+
+    UserError for a version that is not known.
+    """
+    while (version := written.get("config_version", VERSION)) != VERSION:
+        if not isinstance(version, int) or version not in MIGRATIONS:
+            known = ", ".join(map(str, [*MIGRATIONS, VERSION]))
+            raise UserError(f"{where}: config_version {version!r} is not known; this code reads {known}")
+        written = {**MIGRATIONS[version](written), "config_version": version + 1}
+    return written
+
+
 def _check_names(written: Row, where: str) -> None:
-    """Refuse unknown sections and fields of a recipe, and a version this code does not know."""
+    """Refuse unknown sections and fields of a recipe."""
 
     def check_keys(found, cls, prefix):
         valid = [f.name for f in dataclasses.fields(cls)]
@@ -380,9 +405,6 @@ def _check_names(written: Row, where: str) -> None:
                 raise UserError(f"{where}: unknown field {prefix}{key}{hint}; valid: {', '.join(valid)}")
 
     check_keys(written, RunConfig, "")
-    if written.get("config_version", VERSION) != VERSION:
-        version = written["config_version"]
-        raise UserError(f"{where}: config_version {version!r} is not known; this code reads {VERSION}")
     for name, cls in SECTIONS.items():
         if name in written:
             check_keys(written[name], cls, f"{name}.")

@@ -40,6 +40,7 @@ class Objective(Protocol):
     def loss(self, params, batch): """(mean loss in nats, sum of weights) of a global batch."""
     def abstract_batch(self) -> dict: """Shapes and shardings of a batch."""
     def batches(self, step: int) -> Iterator[dict[str, np.ndarray]]: """Host batches, on from `step` finished steps."""
+    def record_ids(self, step: int) -> list[str]: """Which records the batch after `step` finished steps is made of."""
     def held_out(self) -> Iterator[dict[str, np.ndarray]]: """Every held-out batch once."""
     def read_params(self) -> dict: """The parameters to begin with."""
     def write_assets(self, folder: Path) -> None: """What a checkpoint needs beside arrays."""
@@ -100,6 +101,9 @@ class TextObjective:
     def batches(self, step):
         for batch in self.loader.batches(step):
             yield permute(batch, self.order)
+
+    def record_ids(self, step):
+        return self.loader.record_ids(step)
 
     def held_out(self):
         for batch in self._held_out.epoch_batches() if self._held_out else ():

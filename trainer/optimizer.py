@@ -27,10 +27,24 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     def matrices(params):
         return {name: not name.endswith(("norm.weight", ".bias")) for name in params}
 
+    adamw = optax.adamw(lambda count: learning_rate(config, steps, count), config.beta1, config.beta2, config.epsilon,
+                        weight_decay=config.weight_decay, mask=matrices)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
-        optax.adamw(lambda count: learning_rate(config, steps, count), config.beta1, config.beta2, config.epsilon,
-                    weight_decay=config.weight_decay, mask=matrices))
+        adamw if config.moment_dtype == "float32" else _stored_in(jnp.dtype(config.moment_dtype), adamw))
+
+
+def _stored_in(dtype, inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`inner` with its moments kept in `dtype` between steps, and computed with in float32 (optax's own `mu_dtype` serves
+    the first moment alone)."""
+    def cast(state, to):
+        return jax.tree.map(lambda x: x.astype(to) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+
+    def update(gradient, state, params):
+        updates, state = inner.update(gradient, cast(state, jnp.float32), params)
+        return updates, cast(state, dtype)
+
+    return optax.GradientTransformation(lambda params: cast(inner.init(params), dtype), update)
 
 
 def split_trainable(names, pattern: str) -> tuple[list[str], list[str]]:

@@ -62,6 +62,17 @@ def run_copy(whole_run, tmp_path):
     return pathlib.Path(shutil.copytree(whole_run, tmp_path / "whole"))
 
 
+def test_a_loss_that_is_not_finite_names_step_and_records(refused, small_recipe, tmp_path):
+    """A rate beyond float32 spoils the parameters at step 1; step 2 tells, and nothing of it is saved or logged."""
+    said = refused("--optimizer.learning_rate", "1e300")
+    assert "step 2: loss_nats_per_target is nan" in said and "--train.non_finite skip" in said
+    records = said.split("its records are ")[1].split(";")[0].split(", ")
+    known = {record["id"] for record in json.loads((small_recipe.parent / "conversations.json").read_text())}
+    assert records and set(records) <= known
+    assert not any(path.name.isdigit() for path in (tmp_path / "run" / "checkpoints").iterdir())
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+
+
 def write(path: pathlib.Path, text: str) -> str:
     path.write_text(text, encoding="utf-8")
     return str(path)

@@ -1,10 +1,10 @@
 """All keys at once (Llama 3, section 3.3.2; Megatron's all-gather context parallelism): one round, one kernel.
 
-Forward: each shard receives the K and V of the P - 1 others, 2 (P - 1) T Hkv D numbers, and their 2 (P - 1) T coordinates, and
-computes once over all P T keys. Backward: the same gather again (the whole K and V are not kept), then one reduce-scatter of the
-float32 dK and dV, 2 (P - 1) T Hkv D numbers. As many bytes as a ring's hops, in one transfer that nothing waits behind and
-nothing hides; K and V of the whole sequence must fit on each device. With grouped heads that is little, which is why it is a
-strong simple baseline.
+Forward: each shard receives the K and V of the P - 1 others, 2 (P - 1) T Hkv D numbers, and their 2 (P - 1) T
+coordinates, and computes once over all P T keys. Backward: the same gather again (the whole K and V are not kept), then
+one reduce-scatter of the float32 dK and dV, 2 (P - 1) T Hkv D numbers. As many bytes as the ring, in one transfer that no
+kernel hides, and K and V of the whole sequence lie on each device: little with grouped heads, which makes this the strong
+simple baseline.
 """
 from __future__ import annotations
 

@@ -1,0 +1,111 @@
+"""The training step's options: accumulation in float32, frozen parts, bfloat16 moments, steps that are not finite."""
+import dataclasses
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.llama import Chunks
+from tests.model_room.build import MESHES, llama, packed_batch, tiny
+from trainer.config import OptimizerConfig
+from trainer.mesh import place_batch
+from trainer.optimizer import split_trainable
+from trainer.step import StepBuilder, text_batch
+
+ROWS, LENGTH = 8, 32
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, final_fraction=1.0, clip_norm=0.0)
+
+
+@functools.cache
+def built(mesh="one", trainable=".*", optimizer=OPTIMIZER, dtype=jnp.float32, **options):
+    """A model, its builder and its compiled step."""
+    model = llama(tiny(), MESHES[mesh], dtype=dtype, chunks=Chunks(None, None, None))
+    trained, _ = split_trainable(model.parameters, trainable)
+    builder = StepBuilder(model, model.loss, tuple(trained), text_batch(ROWS, LENGTH, model.mesh), optimizer, 20, **options)
+    return model, builder, builder.lower_train().compile()
+
+
+def one_step(model, builder, step, batch):
+    """(parameters before, trained parameters after, optimizer state after, metrics) of the first step."""
+    before = model.init(0)
+    trained = {name: jnp.copy(before[name]) for name in builder.trainable}
+    frozen = {name: x for name, x in before.items() if name not in trained}
+    after, state, metrics = step(trained, frozen, builder.init_optimizer(trained), place_batch(batch, model.mesh),
+                                 np.int32(0))
+    return before, after, state, metrics
+
+
+def first_moments(state) -> dict:
+    """Adam's first moments, name -> array: after one step, without clipping, a tenth of the gradient."""
+    (found,) = [leaf.mu for leaf in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(leaf, "mu")]
+    return {name: np.asarray(x) for name, x in found.items()}
+
+
+def test_parts_are_added_in_float32():
+    """Compute in bfloat16: the gradient of 8 parts is that of the whole to 1e-5, where bfloat16 sums would be off by 1e-3."""
+    batch = packed_batch(tiny(), ROWS, LENGTH)
+    whole, parts = (first_moments(one_step(*built(dtype=jnp.bfloat16, accumulation=n), batch)[2]) for n in (1, 8))
+    for name, x in whole.items():
+        assert np.abs(parts[name] - x).max() <= 1e-5 * np.abs(x).max(), name
+        assert np.abs(np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) - x).max() >= 1e-4 * np.abs(x).max(), name
+
+
+def test_frozen_parameters_have_no_moments_and_no_gradients():
+    """Only attention is trained: its gradients are those of training all, and no other gradient is computed or sent."""
+    batch = packed_batch(tiny(), ROWS, LENGTH)
+    everything, some = built("fsdp 8"), built("fsdp 8", r"layers\.self_attn\..*")
+    _, after, state, metrics = one_step(*some, batch)
+    names = {name for name in some[0].parameters if "self_attn" in name}
+    assert after.keys() == names == first_moments(state).keys()
+    shapes = {x.shape for x in jax.tree.leaves(state)}
+    assert shapes == {(), *(some[0].parameters[name].shape for name in names)}
+    expected = first_moments(one_step(*everything, batch)[2])
+    for name, x in first_moments(state).items():
+        assert np.abs(x - expected[name]).max() <= 1e-5 * np.abs(x).max(), name
+    norm = np.sqrt(sum((np.float64(10 * expected[name]) ** 2).sum() for name in names))
+    assert abs(float(metrics["grad_norm"]) / norm - 1) <= 1e-5
+    # What the feed-forward's and the head's gradients are reduced in: [64, 96], [64, 128], whole or as shards.
+    sent = [set(re.findall(r"f32\[([\d,]+)\][^=]*? reduce-scatter\(", step.as_text())) for _, _, step in (everything, some)]
+    wide = [{shape for shape in found if {"96", "128", "12", "16"} & set(shape.split(","))} for found in sent]
+    assert wide[0] and not wide[1] - {"8,8,8", "8,2,8"}, sent
+
+
+def test_bfloat16_moments():
+    """Both are stored in bfloat16, and training hardly differs: within 1% of what the float32 run has learned."""
+    batch = packed_batch(tiny(), ROWS, LENGTH)
+    final = {}
+    for dtype in ("float32", "bfloat16"):
+        model, builder, step = built(optimizer=dataclasses.replace(OPTIMIZER, moment_dtype=dtype))
+        params, losses = model.init(0), []
+        state = builder.init_optimizer(params)
+        for number in range(20):
+            params, state, metrics = step(params, {}, state, place_batch(batch, model.mesh), np.int32(number))
+            losses.append(float(metrics["loss_nats_per_target"]))
+        assert {x.dtype.name for x in jax.tree.leaves(state) if x.ndim} == {dtype}
+        assert all(x.dtype == jnp.float32 for x in params.values())
+        final[dtype] = losses
+    learned = final["float32"][0] - final["float32"][-1]
+    assert learned > 0.5
+    assert abs(final["bfloat16"][-1] - final["float32"][-1]) <= 0.01 * learned
+    assert final["bfloat16"] != final["float32"]
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_step_that_is_not_finite(skip):
+    """Skipped, it leaves parameters and moments bitwise as they were; not skipped, it spoils them."""
+    batch = packed_batch(tiny(), ROWS, LENGTH)
+    broken = {**batch, "loss_weights": np.where(batch["loss_weights"] > 0, np.inf, 0).astype(np.float32)}
+    before, after, state, metrics = one_step(*built(skip_non_finite=skip), broken)
+    assert not np.isfinite(float(metrics["loss_nats_per_target"]))
+    unchanged = [np.array_equal(np.asarray(after[name]), np.asarray(x)) for name, x in before.items()]
+    moments = [np.asarray(x) for x in jax.tree.leaves(state) if x.ndim]
+    if skip:
+        assert all(unchanged) and not any(x.any() for x in moments)
+        assert {int(x) for x in jax.tree.leaves(state) if not x.ndim} == {1}, "the counters, and the rate, go on"
+        _, after, _, _ = one_step(*built(skip_non_finite=True), batch)
+        assert not any(np.array_equal(np.asarray(after[name]), np.asarray(x)) for name, x in before.items())
+    else:
+        assert not any(unchanged) and not all(np.isfinite(x).all() for x in moments)
