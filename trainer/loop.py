@@ -116,14 +116,14 @@ class _Training:
         self.trainable, self.optimizer_state, metrics = train_step(
             self.trainable, self.frozen, self.optimizer_state, batch, np.int32(self.step))
         metrics = {name: float(value) for name, value in metrics.items()}
-        self._check_finite(metrics, log)
+        self._check_finite(metrics)
         self.step += 1
         self.meter.count(host)
         if self.step % self.config.train.log_every == 0 or self.step == self.config.train.steps:
             row = self.meter.read(self.step, **metrics)
             log.train(row, self.meter.seconds_left(self.step, self.config.train.steps))
 
-    def _check_finite(self, metrics, log) -> None:
+    def _check_finite(self, metrics) -> None:
         """Names the step and its records where loss or gradient is not finite; UserError where the run is to stop."""
         broken = [name for name in ("loss_nats_per_target", "grad_norm") if not math.isfinite(metrics[name])]
         if not broken:
@@ -134,7 +134,8 @@ class _Training:
             raise UserError(f"{found}; the checkpoints before this step are good: mend those records or lower "
                             "optimizer.learning_rate in another --run_dir, or give --train.non_finite skip to leave such steps "
                             "out")
-        log.say(f"{found}; skipped, the parameters are left unchanged")
+        if jax.process_index() == 0:
+            print(f"warning: {found}; skipped, the parameters are left as they were", file=sys.stderr)
 
     def _evaluate(self, log) -> None:
         """Held-out loss: a weighted mean over all held-out target tokens, not a mean of batches."""

@@ -77,7 +77,7 @@ def test_model_path_replaces_the_scratch_model(tmp_path):
         ("--data.sources []", ["no data", "--data.path FILE"]),
         ("--data.sources [{\"pth\":\"x\"}]", ["data.sources", "pth", "weight"]),
         ("--data.context_length 65 --mesh.sequence 4", ["data.context_length is 65", "68", "64"]),
-        ("--data.context_length 60 --mesh.sequence 4 --attention.layout zigzag", ["2 * mesh.sequence = 8", "zigzag", "64", "56"]),
+        ("--data.context_length 60 --mesh.sequence 4 --attention.layout=zigzag", ["2 * mesh.sequence = 8 (zig", "64", "56"]),
         ("--mesh.fsdp 4 --train.batch_size 6", ["train.batch_size is 6", "= 4", "8"]),
         ("--train.accumulation 4 --train.batch_size 6", ["train.batch_size is 6", "train.accumulation = 4", "8"]),
         ("--train.accumulation 0", ["train.accumulation is 0"]),
