@@ -120,6 +120,8 @@ class MemoryConfig:
     (save_attention); the inputs in the host's memory (offload); only every k-th layer's input (every_k); everything."""
     every_k: int = 2
     """Layers between the inputs that remat every_k keeps; a divisor of the number of layers."""
+    moments_on_host: bool = False
+    """Whether the optimizer's moments lie in the host's memory between steps; a step then brings them over and back."""
     feed_forward_chunk: int = 1024
     """Tokens of a feed-forward chunk; 0 computes all at once."""
     projection_chunk: int = 0

@@ -50,7 +50,7 @@ class _Training:
         self.trained, self.fixed = split_trainable(model.parameters, config.model.trainable)
         self.builder = StepBuilder(model, objective.loss, tuple(self.trained), objective.abstract_batch(),
                                    config.optimizer, config.train.steps, config.train.accumulation,
-                                   config.train.non_finite == "skip")
+                                   config.train.non_finite == "skip", config.memory.moments_on_host)
         self.meter = Meter(model.config, model.mesh.devices.flat)
         self.step = self._restore()
 

@@ -63,13 +63,16 @@ def split_trainable(names, pattern: str) -> tuple[list[str], list[str]]:
     return chosen, [name for name in names if name not in chosen]
 
 
-def optimizer_shardings(optimizer, abstract: dict, mesh: Mesh):
+def optimizer_shardings(optimizer, abstract: dict, mesh: Mesh, on_host: bool = False):
     """Moments lie where their parameters lie, counters everywhere: ShapeDtypeStructs with shardings, shaped like the state.
 
-    abstract: name -> ShapeDtypeStruct with a sharding, of the trained parameters.
+    abstract: name -> ShapeDtypeStruct with a sharding, of the trained parameters. on_host: moments in pinned host memory.
     """
+    def place(moment, parameter):
+        where = parameter.sharding.with_memory_kind("pinned_host") if on_host else parameter.sharding
+        return jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=where)
+
     everywhere = NamedSharding(mesh, PartitionSpec())
     return optax.tree_utils.tree_map_params(
-        optimizer, lambda moment, parameter: jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=parameter.sharding),
-        jax.eval_shape(optimizer.init, abstract), abstract,
+        optimizer, place, jax.eval_shape(optimizer.init, abstract), abstract,
         transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere))

@@ -33,6 +33,7 @@ class StepBuilder:
       abstract_batch: name -> ShapeDtypeStruct with sharding.
       accumulation: parts that a batch is computed in; its rows are a multiple of data x fsdp x accumulation.
       skip_non_finite: whether a step of which loss or gradient is not finite leaves parameters and moments as they were.
+      moments_on_host: whether the moments lie in the host's memory between steps.
     """
 
     model: object
@@ -43,6 +44,7 @@ class StepBuilder:
     steps: int
     accumulation: int = 1
     skip_non_finite: bool = False
+    moments_on_host: bool = False
 
     @functools.cached_property
     def optimizer(self):
@@ -64,7 +66,7 @@ class StepBuilder:
 
     @functools.cached_property
     def abstract_optimizer(self):
-        return optimizer_shardings(self.optimizer, self.abstract_trainable, self.model.mesh)
+        return optimizer_shardings(self.optimizer, self.abstract_trainable, self.model.mesh, self.moments_on_host)
 
     def init_optimizer(self, trainable):
         """Fresh moments, born sharded."""
@@ -83,6 +85,9 @@ class StepBuilder:
         norm = optax.global_norm(gradient)
         metrics = {"loss_nats_per_target": value, "target_tokens": weight, "grad_norm": norm,
                    "learning_rate": learning_rate(self.optimizer_config, self.steps, step)}
+        if self.moments_on_host:
+            here = optimizer_shardings(self.optimizer, self.abstract_trainable, self.model.mesh)
+            optimizer_state = jax.device_put(optimizer_state, jax.tree.map(lambda x: x.sharding, here))
         updates, moved_state = self.optimizer.update(gradient, optimizer_state, trainable)
         moved = optax.apply_updates(trainable, updates), moved_state
         if self.skip_non_finite:
@@ -109,9 +114,8 @@ class StepBuilder:
         def add(sums, part):
             return jax.tree.map(jnp.add, sums, fn(part)), None
 
-        parts = jax.tree.map(split, batch)
-        shapes = jax.eval_shape(fn, jax.tree.map(lambda x: x[0], parts))
-        return lax.scan(add, jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), shapes), parts)[0]
+        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(fn, batch))
+        return lax.scan(add, zero, jax.tree.map(split, batch))[0]
 
     def lower_train(self):
         """The step, lowered; compile it, or read it. Parameters and moments are donated."""

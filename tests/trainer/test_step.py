@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from model.llama import Chunks
 from model.sharding import Parameter
 from tests.model_room.build import MESHES, llama, mesh_of, packed_batch, tiny
+from trainer.checkpoint import CheckpointStore
 from trainer.compiled import collectives
 from trainer.config import OptimizerConfig
 from trainer.mesh import place_batch
@@ -104,6 +105,28 @@ def test_bfloat16_moments():
     assert learned > 0.5
     assert abs(final["bfloat16"][-1] - final["float32"][-1]) <= 0.01 * learned
     assert final["bfloat16"] != final["float32"]
+
+
+def test_moments_on_the_host(tmp_path):
+    """They come back to pinned host memory, bitwise what they are on the devices, and a checkpoint restores them there."""
+    batch = packed_batch(tiny(), ROWS, LENGTH)
+    model, builder, step = built("fsdp 8", moments_on_host=True)
+    _, here, state, _ = one_step(*built("fsdp 8"), batch)
+    _, there, host_state, _ = one_step(model, builder, step, batch)
+    for tree, other in ((here, there), (state, host_state)):
+        for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(host_state) if x.ndim} == {"pinned_host"}
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state) if x.ndim} == {"device"}
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    with CheckpointStore(tmp_path / "run", keep=1) as store:
+        store.save(1, model=there, optimizer=host_state, data={"step": 1, "fingerprint": ""}, assets=assets)
+        store.wait()
+        restored = store.restore(1, builder.abstract_params, builder.abstract_optimizer).optimizer
+    for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(host_state), strict=True):
+        assert x.sharding == y.sharding
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
 @pytest.mark.parametrize("skip", [True, False])
