@@ -102,6 +102,13 @@ class Loader:
             at += length
         return row
 
+    def record_ids(self, step: int) -> list[str]:
+        """Ids of the records that the rows of a step (0-based) are packed from, in the rows' order, each once."""
+        rows = range(step * self.batch_size, (step + 1) * self.batch_size)
+        places = [self.place(number) for number in rows]
+        pieces = [piece for epoch, place in places for piece in self._plan(epoch).row(place)]
+        return list(dict.fromkeys(self.documents[number].record_id for number, _, _ in pieces))
+
     def batch(self, step: int) -> dict[str, np.ndarray]:
         """The rows of a step (0-based), stacked: arrays [B, L]."""
         first = step * self.batch_size

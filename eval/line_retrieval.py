@@ -40,7 +40,7 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=1, help="devices along sequence")
     parser.add_argument("--simulate", type=int, default=0, help="simulate so many devices on the CPU; 0 uses the machine's")
     parser.add_argument("--compute-dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--layout", default="striped", choices=["striped", "contiguous"])
+    parser.add_argument("--layout", default="striped", choices=["striped", "contiguous", "zigzag"])
     parser.add_argument("--replicate", action="store_true", help="a whole copy of the weights on every device: much faster "
                         "for a model that fits, since decoding gathers no weights then")
     args = parser.parse_args(argv)

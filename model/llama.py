@@ -23,7 +23,7 @@ from .chunked import chunked, product
 from .config import LlamaConfig
 from .feedforward import FeedForward, Projection, RMSNorm, param, rms_norm
 from .loss import token_losses
-from .remat import policy
+from .remat import scan_layers
 from .rope import apply_rope, inverse_frequencies
 from .sharding import BATCH_AXES, Parallel, Parameter, Sharding
 
@@ -142,7 +142,7 @@ class Llama:
     Attributes:
       schedule, kernel, mask: see `model.attention`.
       dtype: compute precision; parameters stay float32.
-      remat: a policy of `model.remat`.
+      remat, every_k: a policy of `model.remat`.
     """
 
     config: LlamaConfig
@@ -151,6 +151,7 @@ class Llama:
     kernel: Kernel = dataclasses.field(default_factory=get_kernel)
     dtype: object = jnp.bfloat16
     remat: str = "save_attention"
+    every_k: int = 2
     chunks: Chunks = Chunks()
     storage_axes: tuple[str, ...] = ("fsdp", "sequence")
 
@@ -235,8 +236,7 @@ class Llama:
                                  size=size, mask=Mask())
             return (self.local_finish(weights, x, attended), positions, coords), (k, v) if keep_kv else None
 
-        body = jax.checkpoint(body, policy=policy(self.remat), prevent_cse=False)
-        (x, _, _), kv = lax.scan(body, (x, positions, coords), layers)
+        (x, _, _), kv = scan_layers(body, (x, positions, coords), layers, self.remat, self.every_k)
         return (x, kv) if keep_kv else x
 
     def _head(self, weights, x):

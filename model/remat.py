@@ -1,22 +1,57 @@
-"""What a layer keeps between forward and backward."""
+"""What the layers keep between forward and backward, from nothing but their inputs to everything."""
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
+from jax import lax
 
-POLICIES = ("nothing", "save_attention")
+POLICIES = ("nothing", "save_attention", "offload", "every_k", "everything")
 
 
-def policy(name: str):
-    """A `jax.checkpoint` policy, over and above the layer's input, which is always kept.
+def _policy(name: str):
+    """A `jax.checkpoint` policy for one layer; the layer's input is kept by all of them, on the device but for `offload`."""
+    if name in ("nothing", "every_k"):
+        return jax.checkpoint_policies.nothing_saveable
+    if name == "everything":
+        return jax.checkpoint_policies.everything_saveable
+    if name == "offload":
+        return jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[], names_which_can_be_offloaded=["layer_input"],
+            offload_src="device", offload_dst="pinned_host")
+    return jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
 
-    `nothing` keeps the layer's input alone. `save_attention` keeps the attention output and its lse too, so that the backward
-    never runs attention forward again (DistFlashAttn, section 3.3).
+
+def scan_layers(body: Callable, carry, layers, name: str, every_k: int = 1):
+    """`lax.scan(body, carry, layers)` that keeps for the backward what a policy says.
+
+    `nothing` keeps each layer's input alone, `offload` keeps it in pinned host memory. `save_attention` keeps the attention
+    output and its lse too, so that the backward never runs attention forward again (DistFlashAttn, section 3.3); `everything`
+    runs no layer again (what `model.chunked` computes chunk by chunk it still does). `every_k` keeps the input of every k-th
+    layer: the backward runs k layers again to get theirs, and then each of them once more; with L layers L / k + k inputs
+    are held at most (Chen et al., Training Deep Nets with Sublinear Memory Cost, section 4).
+
+    Args:
+      body: as scan's; names its input `layer_input`, its attention `attention_out` and `attention_lse`.
+      layers: a tree of arrays with the layers on the leading axis.
 
     Raises:
-      ValueError: an unknown name.
+      ValueError: an unknown name, or layers that `every_k` does not divide.
     """
-    if name == "nothing":
-        return jax.checkpoint_policies.nothing_saveable
-    if name == "save_attention":
-        return jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
-    raise ValueError(f"memory.remat: found {name!r}; known: {', '.join(POLICIES)}")
+    if name not in POLICIES:
+        raise ValueError(f"memory.remat: found {name!r}; known: {', '.join(POLICIES)}")
+    body = jax.checkpoint(body, policy=_policy(name), prevent_cse=False)
+    if name != "every_k":
+        return lax.scan(body, carry, layers)
+    count = jax.tree.leaves(layers)[0].shape[0]
+    if count % every_k:
+        good = [k for k in range(1, count + 1) if count % k == 0]
+        raise ValueError(f"memory.every_k: {every_k} does not divide {count} layers; {', '.join(map(str, good))} do")
+    groups = jax.tree.map(lambda x: x.reshape(-1, every_k, *x.shape[1:]), layers)
+
+    def group(carry, layers):
+        return lax.scan(body, carry, layers)
+
+    group = jax.checkpoint(group, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
+    carry, out = lax.scan(group, carry, groups)
+    return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)

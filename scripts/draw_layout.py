@@ -8,8 +8,9 @@ import sys
 
 import numpy as np
 
-from model.attention.layout import LAYOUTS, permutation
+from model.attention.layout import permutation
 
+LAYOUTS = ("contiguous", "striped")
 DEVICES = 4
 TILE = 4  # tokens of a side of a tile
 LENGTH = DEVICES * TILE * 4  # four tiles a side in each device's block

@@ -26,7 +26,7 @@ def topology_devices(name: str):
                          "write generation:shape, such as v4:4x4x4 or v5e:16x16; the compiler comes with `libtpu`") from None
 
 
-def compile_step(model_config, devices, context: int, *, remat="save_attention", batch=1, mesh=None):
+def compile_step(model_config, devices, context: int, *, remat="save_attention", every_k=2, batch=1, mesh=None):
     """The compiled training step for these devices; all on the sequence axis unless `mesh` says otherwise."""
     from model.attention.kernels import get_kernel
     from model.llama import Llama
@@ -35,7 +35,7 @@ def compile_step(model_config, devices, context: int, *, remat="save_attention",
     from trainer.step import StepBuilder, text_batch
 
     mesh = make_mesh(mesh or MeshConfig(sequence=len(devices)), devices)
-    model = Llama(model_config, mesh, remat=remat, kernel=get_kernel(query_tile=1024, key_tile=1024),
+    model = Llama(model_config, mesh, remat=remat, every_k=every_k, kernel=get_kernel(query_tile=1024, key_tile=1024),
                   schedule="ring")
     builder = StepBuilder(model, model.loss, tuple(model.parameters), text_batch(batch, context, mesh),
                           OptimizerConfig(), 1000)
@@ -50,7 +50,9 @@ def main(argv=None) -> int:
     parser.add_argument("--context", type=int, required=True, help="tokens in a row")
     parser.add_argument("--mesh", default="", help="such as fsdp=8,sequence=8; all devices on sequence unless given")
     parser.add_argument("--batch", type=int, default=1, help="rows")
-    parser.add_argument("--remat", default="save_attention", choices=["nothing", "save_attention"])
+    parser.add_argument("--remat", default="save_attention", help="what layers keep for the backward (default save_attention)",
+                        choices=["nothing", "save_attention", "offload", "every_k", "everything"])
+    parser.add_argument("--every-k", type=int, default=2, help="layers between the inputs that remat every_k keeps")
     parser.add_argument("--output", help="also write the plan to this JSON file")
     args = parser.parse_args(argv)
     try:
@@ -85,7 +87,7 @@ def make_plan(args) -> dict:
     start = time.perf_counter()
     try:
         compiled = compile_step(LlamaConfig.preset(args.model), devices, args.context, remat=args.remat,
-                                batch=args.batch, mesh=mesh)
+                                every_k=args.every_k, batch=args.batch, mesh=mesh)
     except UserError as error:
         raise ValueError(str(error)) from None
     except jax.errors.JaxRuntimeError as error:

@@ -12,8 +12,8 @@ import yaml
 
 from data.errors import UserError
 
-VERSION = 1
-SCHEDULES = ("local", "ring")
+VERSION = 2
+SCHEDULES = ("local", "ring", "all_gather", "balanced", "ulysses", "attention2d")
 Row = dict[str, Any]
 
 
@@ -63,7 +63,7 @@ class DataConfig:
     sources: tuple[SourceConfig, ...] = ()
     """The sources, each {path, format, template, weight}."""
     context_length: int = 4096
-    """Tokens in a packed row; a multiple of mesh.sequence."""
+    """Tokens in a packed row; a multiple of mesh.sequence, for the layout zigzag of twice that."""
     prepared: str = "prepared"
     """Folder that keeps the tokenized data sets."""
     held_out_fraction: float = 0.05
@@ -99,10 +99,11 @@ class MeshConfig:
 class AttentionConfig:
     """How attention is distributed and computed; every choice gives the same numbers to rounding."""
 
-    layout: Literal["contiguous", "striped"] = "striped"
-    """Which tokens a sequence shard holds; striped balances the causal work."""
+    layout: Literal["contiguous", "striped", "zigzag"] = "striped"
+    """Which tokens a sequence shard holds; striped and zigzag balance the causal work."""
     schedule: str | dict[str, Any] = "ring"
-    """Who meets whom: local or ring; with options, a mapping {name: ring, option: value}."""
+    """Who meets whom: local, ring, all_gather, balanced, ulysses or attention2d; with options, a mapping such as
+    {name: ulysses, degree: 2, inner: ring}, {name: balanced, split: true} or {name: attention2d, columns: 4}."""
     kernel: Literal["auto", "xla", "reference"] = "auto"
     """The block kernel; auto takes the fastest for the platform."""
     query_tile: int = 512
@@ -115,8 +116,13 @@ class AttentionConfig:
 class MemoryConfig:
     """What is kept for the backward pass, and in what pieces the rest is computed; chunks count tokens of a device."""
 
-    remat: Literal["nothing", "save_attention"] = "save_attention"
-    """Kept between forward and backward beside the layers' inputs: nothing, or also attention's output and lse."""
+    remat: Literal["nothing", "save_attention", "offload", "every_k", "everything"] = "save_attention"
+    """Kept between forward and backward: the layers' inputs and nothing else; also attention's output and lse
+    (save_attention); the inputs in the host's memory (offload); only every k-th layer's input (every_k); everything."""
+    every_k: int = 2
+    """Layers between the inputs that remat every_k keeps; a divisor of the number of layers."""
+    moments_on_host: bool = False
+    """Whether the optimizer's moments lie in the host's memory between steps; a step then brings them over and back."""
     feed_forward_chunk: int = 1024
     """Tokens of a feed-forward chunk; 0 computes all at once."""
     projection_chunk: int = 0
@@ -145,6 +151,8 @@ class OptimizerConfig:
     """Decoupled weight decay of the matrices."""
     clip_norm: float = 1.0
     """The gradient is scaled down to this global norm; 0 never clips."""
+    moment_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Precision in which both moments are stored; they are computed with in float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,13 +162,15 @@ class TrainConfig:
     steps: int = 100
     """Optimizer steps of the whole run; the decay depends on it."""
     batch_size: int = 1
-    """Rows of context_length tokens in a step, over all devices; a multiple of mesh.data * mesh.fsdp."""
+    """Rows of context_length tokens in a step, over all devices; a multiple of mesh.data * mesh.fsdp * accumulation."""
+    accumulation: int = 1
+    """Parts that a step's rows are computed in, one after the other; the result is that of all rows at once."""
+    non_finite: Literal["stop", "skip"] = "stop"
+    """What follows a loss or gradient that is not finite: the run stops, or that step leaves the parameters unchanged."""
     evaluate_every: int = 0
     """Steps between held-out losses; 0 measures only before the first and after the last step."""
     log_every: int = 1
     """Steps between lines of metrics."""
-    seed: int = 0
-    """Seed of whatever else training draws."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,6 +272,7 @@ def resolved(config: RunConfig) -> Row:
 
 def from_resolved(written: Row, where: str = "config.yaml") -> RunConfig:
     """The RunConfig that `resolved` made a dict of, as checkpoints keep it."""
+    written = upgraded(written, where)
     _check_names(written, where)
     parser = _parser()
     config = parser.instantiate_classes(_parse(lambda: parser.parse_object(written), where))
@@ -356,12 +367,36 @@ def _read(recipe: str) -> Row:
         raise UserError(f"{recipe}: not valid YAML: {' '.join(str(error).split())}") from error
     if not isinstance(written, dict):
         raise UserError(f"{recipe}: expected sections such as model: and data:, found {type(written).__name__}")
+    written = upgraded(written, recipe)
     _check_names(written, recipe)
     return written
 
 
+def _from_1(written: Row) -> Row:
+    """Version 2 left out train.seed, from which nothing was drawn."""
+    train = written.get("train")
+    return {**written, "train": {k: v for k, v in train.items() if k != "seed"}} if isinstance(train, dict) else written
+
+
+# What brings a configuration of a version to the next one.
+MIGRATIONS = {1: _from_1}
+
+
+def upgraded(written: Row, where: str) -> Row:
+    """A recipe or resolved configuration of any known version as one of VERSION; one that tells none is VERSION's.
+
+    UserError for a version that is not known.
+    """
+    while (version := written.get("config_version", VERSION)) != VERSION:
+        if not isinstance(version, int) or version not in MIGRATIONS:
+            known = ", ".join(map(str, [*MIGRATIONS, VERSION]))
+            raise UserError(f"{where}: config_version {version!r} is not known; this code reads {known}")
+        written = {**MIGRATIONS[version](written), "config_version": version + 1}
+    return written
+
+
 def _check_names(written: Row, where: str) -> None:
-    """Refuse unknown sections and fields of a recipe, and a version this code does not know."""
+    """Refuse unknown sections and fields of a recipe."""
 
     def check_keys(found, cls, prefix):
         valid = [f.name for f in dataclasses.fields(cls)]
@@ -373,9 +408,6 @@ def _check_names(written: Row, where: str) -> None:
                 raise UserError(f"{where}: unknown field {prefix}{key}{hint}; valid: {', '.join(valid)}")
 
     check_keys(written, RunConfig, "")
-    if written.get("config_version", VERSION) != VERSION:
-        version = written["config_version"]
-        raise UserError(f"{where}: config_version {version!r} is not known; this code reads {VERSION}")
     for name, cls in SECTIONS.items():
         if name in written:
             check_keys(written[name], cls, f"{name}.")
@@ -465,7 +497,8 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     for field in ("data", "fsdp", "tensor", "sequence"):
         need(getattr(mesh, field) >= 1, f"mesh.{field}", "at least 1 is needed")
     at_least_one = ("data.context_length", "train.steps", "train.batch_size", "train.log_every", "checkpoint.keep",
-                    "attention.query_tile", "attention.key_tile", "evaluate.max_new_tokens")  # fmt: skip
+                    "attention.query_tile", "attention.key_tile", "evaluate.max_new_tokens", "train.accumulation",
+                    "memory.every_k")  # fmt: skip
     not_negative = ("mesh.simulate", "train.evaluate_every", "checkpoint.every", "memory.feed_forward_chunk",
                     "memory.projection_chunk", "memory.loss_chunk", "optimizer.warmup_steps",
                     "optimizer.weight_decay", "optimizer.clip_norm")  # fmt: skip
@@ -478,6 +511,9 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     need(optimizer.epsilon > 0, "optimizer.epsilon", "a positive number is needed")
     for field in ("beta1", "beta2"):
         need(0 <= getattr(optimizer, field) < 1, f"optimizer.{field}", "a number from 0 to below 1 is needed")
+        # bfloat16 has 8 bits: a moment that loses less than 1/256 of itself a step would never shrink.
+        need(optimizer.moment_dtype == "float32" or getattr(optimizer, field) <= 0.99, f"optimizer.{field}",
+             "with optimizer.moment_dtype bfloat16 at most 0.99 is needed")
     need(0 <= data.held_out_fraction < 1, "data.held_out_fraction", "a share from 0 to below 1 is needed")
 
     need(bool(data.sources), "data.sources", "no data: give --data.path FILE, or sources in the recipe")
@@ -498,16 +534,18 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     need(schedule in SCHEDULES, "attention.schedule",
          f"valid: {', '.join(SCHEDULES)}, or a mapping whose `name` is one of them")  # fmt: skip
     need(schedule != "local" or mesh.sequence == 1, "attention.schedule",
-         f"local cannot attend across mesh.sequence = {mesh.sequence} shards; use ring")  # fmt: skip
+         f"local cannot attend across mesh.sequence = {mesh.sequence} shards; use ring or all_gather")  # fmt: skip
 
-    shards, length = mesh.sequence, data.context_length
+    twice = attention.layout == "zigzag"
+    shards, length = mesh.sequence * (2 if twice else 1), data.context_length
     up, down = -(-length // shards) * shards, length // shards * shards
     below = f" (or {down})" if down else ""
     need(length % shards == 0, "data.context_length",
-         f"it must be a multiple of mesh.sequence = {shards}; the next good length is {up}{below}")  # fmt: skip
-    rows = mesh.data * mesh.fsdp
+         f"it must be a multiple of {'2 * ' if twice else ''}mesh.sequence = {shards}{' (zigzag)' if twice else ''}; "
+         f"the next good length is {up}{below}")  # fmt: skip
+    rows = mesh.data * mesh.fsdp * train.accumulation
     need(train.batch_size % rows == 0, "train.batch_size",
-         f"it must be a multiple of mesh.data * mesh.fsdp = {rows}; the next good size is "
+         f"it must be a multiple of mesh.data * mesh.fsdp * train.accumulation = {rows}; the next good size is "
          f"{-(-train.batch_size // rows) * rows}")  # fmt: skip
     need(mesh.simulate in (0, mesh.devices), "mesh.simulate",
          f"the mesh takes {_product(mesh)} devices; simulate {mesh.devices}, or change the mesh")  # fmt: skip

@@ -1,6 +1,7 @@
 """The training loop: restore or begin, step, log, evaluate, save. Knows an objective, not what it is made of."""
 from __future__ import annotations
 
+import math
 import shutil
 import sys
 import tempfile
@@ -48,7 +49,8 @@ class _Training:
         model = objective.model
         self.trained, self.fixed = split_trainable(model.parameters, config.model.trainable)
         self.builder = StepBuilder(model, objective.loss, tuple(self.trained), objective.abstract_batch(),
-                                   config.optimizer, config.train.steps)
+                                   config.optimizer, config.train.steps, config.train.accumulation,
+                                   config.train.non_finite == "skip", config.memory.moments_on_host)
         self.meter = Meter(model.config, model.mesh.devices.flat)
         self.step = self._restore()
 
@@ -114,11 +116,26 @@ class _Training:
         self.trainable, self.optimizer_state, metrics = train_step(
             self.trainable, self.frozen, self.optimizer_state, batch, np.int32(self.step))
         metrics = {name: float(value) for name, value in metrics.items()}
+        self._check_finite(metrics)
         self.step += 1
         self.meter.count(host)
         if self.step % self.config.train.log_every == 0 or self.step == self.config.train.steps:
             row = self.meter.read(self.step, **metrics)
             log.train(row, self.meter.seconds_left(self.step, self.config.train.steps))
+
+    def _check_finite(self, metrics) -> None:
+        """Names the step and its records where loss or gradient is not finite; UserError where the run is to stop."""
+        broken = [name for name in ("loss_nats_per_target", "grad_norm") if not math.isfinite(metrics[name])]
+        if not broken:
+            return
+        found = (f"step {self.step + 1}: {' and '.join(f'{name} is {metrics[name]}' for name in broken)}; its records are "
+                 f"{', '.join(self.objective.record_ids(self.step))}")
+        if self.config.train.non_finite == "stop":
+            raise UserError(f"{found}; the checkpoints before this step are good: mend those records or lower "
+                            "optimizer.learning_rate in another --run_dir, or give --train.non_finite skip to leave such steps "
+                            "out")
+        if jax.process_index() == 0:
+            print(f"warning: {found}; skipped, the parameters are left as they were", file=sys.stderr)
 
     def _evaluate(self, log) -> None:
         """Held-out loss: a weighted mean over all held-out target tokens, not a mean of batches."""

@@ -19,6 +19,7 @@ from data.sources import Source
 from data.templates import jinja_template
 from model.attention.kernels import get_kernel
 from model.attention.layout import permutation
+from model.attention.schedules import get_schedule
 from model.llama import Chunks, Llama
 
 from . import config as configuration
@@ -40,6 +41,7 @@ class Objective(Protocol):
     def loss(self, params, batch): """(mean loss in nats, sum of weights) of a global batch."""
     def abstract_batch(self) -> dict: """Shapes and shardings of a batch."""
     def batches(self, step: int) -> Iterator[dict[str, np.ndarray]]: """Host batches, on from `step` finished steps."""
+    def record_ids(self, step: int) -> list[str]: """Which records the batch after `step` finished steps is made of."""
     def held_out(self) -> Iterator[dict[str, np.ndarray]]: """Every held-out batch once."""
     def read_params(self) -> dict: """The parameters to begin with."""
     def write_assets(self, folder: Path) -> None: """What a checkpoint needs beside arrays."""
@@ -48,12 +50,12 @@ class Objective(Protocol):
 def build_llama(config: RunConfig, model_config, mesh: Mesh, storage_axes=("fsdp", "sequence")) -> Llama:
     """The model as a run's attention and memory sections want it computed."""
     attention, chunks = config.attention, config.memory
-    schedule = attention.schedule if isinstance(attention.schedule, str) else attention.schedule["name"]
+    schedule = get_schedule(attention.schedule, mesh.shape.get("sequence", 1), attention.layout)
     return Llama(
         model_config, mesh, schedule=schedule,
         kernel=get_kernel(attention.kernel, query_tile=attention.query_tile, key_tile=attention.key_tile),
         dtype=np.dtype(config.model.compute_dtype) if config.model.compute_dtype == "float32" else _bfloat16(),
-        remat=chunks.remat, storage_axes=storage_axes,
+        remat=chunks.remat, every_k=chunks.every_k, storage_axes=storage_axes,
         chunks=Chunks(chunks.projection_chunk or None, chunks.feed_forward_chunk or None, chunks.loss_chunk or None))
 
 
@@ -100,6 +102,9 @@ class TextObjective:
     def batches(self, step):
         for batch in self.loader.batches(step):
             yield permute(batch, self.order)
+
+    def record_ids(self, step):
+        return self.loader.record_ids(step)
 
     def held_out(self):
         for batch in self._held_out.epoch_batches() if self._held_out else ():

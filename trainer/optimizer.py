@@ -27,10 +27,24 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     def matrices(params):
         return {name: not name.endswith(("norm.weight", ".bias")) for name in params}
 
+    adamw = optax.adamw(lambda count: learning_rate(config, steps, count), config.beta1, config.beta2, config.epsilon,
+                        weight_decay=config.weight_decay, mask=matrices)
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
-        optax.adamw(lambda count: learning_rate(config, steps, count), config.beta1, config.beta2, config.epsilon,
-                    weight_decay=config.weight_decay, mask=matrices))
+        adamw if config.moment_dtype == "float32" else _stored_in(jnp.dtype(config.moment_dtype), adamw))
+
+
+def _stored_in(dtype, inner: optax.GradientTransformation) -> optax.GradientTransformation:
+    """`inner` with its moments kept in `dtype` between steps, and computed with in float32 (optax's own `mu_dtype` serves
+    the first moment alone)."""
+    def cast(state, to):
+        return jax.tree.map(lambda x: x.astype(to) if jnp.issubdtype(x.dtype, jnp.floating) else x, state)
+
+    def update(gradient, state, params):
+        updates, state = inner.update(gradient, cast(state, jnp.float32), params)
+        return updates, cast(state, dtype)
+
+    return optax.GradientTransformation(lambda params: cast(inner.init(params), dtype), update)
 
 
 def split_trainable(names, pattern: str) -> tuple[list[str], list[str]]:
@@ -49,13 +63,16 @@ def split_trainable(names, pattern: str) -> tuple[list[str], list[str]]:
     return chosen, [name for name in names if name not in chosen]
 
 
-def optimizer_shardings(optimizer, abstract: dict, mesh: Mesh):
+def optimizer_shardings(optimizer, abstract: dict, mesh: Mesh, on_host: bool = False):
     """Moments lie where their parameters lie, counters everywhere: ShapeDtypeStructs with shardings, shaped like the state.
 
-    abstract: name -> ShapeDtypeStruct with a sharding, of the trained parameters.
+    abstract: name -> ShapeDtypeStruct with a sharding, of the trained parameters. on_host: moments in pinned host memory.
     """
+    def place(moment, parameter):
+        where = parameter.sharding.with_memory_kind("pinned_host") if on_host else parameter.sharding
+        return jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=where)
+
     everywhere = NamedSharding(mesh, PartitionSpec())
     return optax.tree_utils.tree_map_params(
-        optimizer, lambda moment, parameter: jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=parameter.sharding),
-        jax.eval_shape(optimizer.init, abstract), abstract,
+        optimizer, place, jax.eval_shape(optimizer.init, abstract), abstract,
         transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere))

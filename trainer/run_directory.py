@@ -27,7 +27,8 @@ from trainer.config import RunConfig
 # Sections and fields that do not make another run: a resumed run may change them.
 PLACEMENT = (
     "name", "run_dir", "data.prepared",  # where things lie
-    "logging", "train.log_every",
+    "logging", "train.log_every", "train.accumulation",
+    "train.non_finite",  # what a run that stopped may be continued with
     "mesh", "memory", "attention.kernel", "attention.query_tile", "attention.key_tile",
 )  # fmt: skip
 
@@ -124,9 +125,9 @@ def _strangers(config: RunConfig) -> list[pathlib.Path]:
 def _require_same(run: RunDirectory, config: RunConfig) -> None:
     """UserError that names the first difference between the folder's run and `config`."""
     try:
-        written = yaml.safe_load(run.config.read_text(encoding="utf-8"))
-        there = _identity(written)
-    except (OSError, yaml.YAMLError, AttributeError, UnicodeDecodeError) as error:
+        written = configuration.upgraded(yaml.safe_load(run.config.read_text(encoding="utf-8")), str(run.config))
+        there = _identity(_completed(written))
+    except (OSError, yaml.YAMLError, AttributeError, TypeError, UnicodeDecodeError) as error:
         raise UserError(f"{run.config}: cannot be read as a run's configuration ({error}); give another --run_dir, "
                         f"or delete {run.folder}") from error  # fmt: skip
     here, missing = identity(config), "(nothing)"
@@ -137,6 +138,13 @@ def _require_same(run: RunDirectory, config: RunConfig) -> None:
                 f"{run.folder}: another run is in this folder: {name} is {old!r} there and {new!r} now; "
                 f"give another --run_dir, or delete {run.folder}"
             )
+
+
+def _completed(written: dict[str, Any]) -> dict[str, Any]:
+    """A resolved configuration with the fields that its writer did not know yet, at their defaults."""
+    defaults = configuration.resolved(RunConfig())
+    return {section: {**defaults.get(section, {}), **value} if section in configuration.SECTIONS else value
+            for section, value in written.items()}
 
 
 def _identity(written: dict[str, Any]) -> dict[str, Any]:

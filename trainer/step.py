@@ -1,4 +1,8 @@
-"""The training step and the evaluation step, compiled ahead of time from shapes alone."""
+"""The training step and the evaluation step, compiled ahead of time from shapes alone.
+
+A step's rows may be computed in parts, one after the other. What is added up is the *sum* of the weighted losses, and its
+gradient in float32; the division by the sum of weights comes last, so the parts may hold as few or many targets as they like.
+"""
 from __future__ import annotations
 
 import dataclasses
@@ -8,6 +12,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from model.sharding import BATCH_AXES
 
 from .mesh import batch_sharding
 from .optimizer import learning_rate, make_optimizer, optimizer_shardings
@@ -23,6 +31,9 @@ class StepBuilder:
       model: has `parameters`, `shardings` and `mesh`; loss: `(params, batch) -> (mean loss, sum of weights)`, both global.
       trainable: names of the parameters that move.
       abstract_batch: name -> ShapeDtypeStruct with sharding.
+      accumulation: parts that a batch is computed in; its rows are a multiple of data x fsdp x accumulation.
+      skip_non_finite: whether a step of which loss or gradient is not finite leaves parameters and moments as they were.
+      moments_on_host: whether the moments lie in the host's memory between steps.
     """
 
     model: object
@@ -31,6 +42,9 @@ class StepBuilder:
     abstract_batch: dict
     optimizer_config: object
     steps: int
+    accumulation: int = 1
+    skip_non_finite: bool = False
+    moments_on_host: bool = False
 
     @functools.cached_property
     def optimizer(self):
@@ -52,7 +66,7 @@ class StepBuilder:
 
     @functools.cached_property
     def abstract_optimizer(self):
-        return optimizer_shardings(self.optimizer, self.abstract_trainable, self.model.mesh)
+        return optimizer_shardings(self.optimizer, self.abstract_trainable, self.model.mesh, self.moments_on_host)
 
     def init_optimizer(self, trainable):
         """Fresh moments, born sharded."""
@@ -61,14 +75,47 @@ class StepBuilder:
 
     def train(self, trainable, frozen, optimizer_state, batch, step):
         """One step: new parameters, new moments, and scalars. The gradient is taken outside `shard_map`."""
-        def loss(trainable):
-            return self.loss({**trainable, **frozen}, batch)
+        def total_loss(trainable, part):
+            value, weight = self.loss({**trainable, **frozen}, part)
+            return value * weight, weight
 
-        (value, weight), gradient = jax.value_and_grad(loss, has_aux=True)(trainable)
-        updates, optimizer_state = self.optimizer.update(gradient, optimizer_state, trainable)
-        metrics = {"loss_nats_per_target": value, "target_tokens": weight, "grad_norm": optax.global_norm(gradient),
+        (total, weight), gradient = self._over_parts(
+            lambda part: jax.value_and_grad(total_loss, has_aux=True)(trainable, part), batch)
+        value, gradient = jax.tree.map(lambda x: x / jnp.maximum(weight, 1e-9), (total, gradient))
+        norm = optax.global_norm(gradient)
+        metrics = {"loss_nats_per_target": value, "target_tokens": weight, "grad_norm": norm,
                    "learning_rate": learning_rate(self.optimizer_config, self.steps, step)}
-        return optax.apply_updates(trainable, updates), optimizer_state, metrics
+        if self.moments_on_host:
+            here = optimizer_shardings(self.optimizer, self.abstract_trainable, self.model.mesh)
+            optimizer_state = jax.device_put(optimizer_state, jax.tree.map(lambda x: x.sharding, here))
+        updates, moved_state = self.optimizer.update(gradient, optimizer_state, trainable)
+        moved = optax.apply_updates(trainable, updates), moved_state
+        if self.skip_non_finite:
+            good = jnp.isfinite(value) & jnp.isfinite(norm)
+            # Counters go on, so that the learning rate stays the step's.
+            moved = jax.tree.map(lambda new, old: jnp.where(good, new, old) if jnp.issubdtype(new.dtype, jnp.floating) else new,
+                                 moved, (trainable, optimizer_state))
+        return *moved, metrics
+
+    def _over_parts(self, fn, batch):
+        """The sum over a batch's parts of fn(part): a tree of float32 arrays."""
+        if self.accumulation == 1:
+            return fn(batch)
+        mesh = self.model.mesh
+        shards = mesh.shape["data"] * mesh.shape["fsdp"]
+        where = NamedSharding(mesh, PartitionSpec(None, BATCH_AXES, "sequence"))
+
+        def split(x):
+            # Each device's own rows are divided, so that none moves to another device.
+            rows, length = x.shape
+            parts = x.reshape(shards, self.accumulation, -1, length).swapaxes(0, 1)
+            return lax.with_sharding_constraint(parts.reshape(self.accumulation, rows // self.accumulation, length), where)
+
+        def add(sums, part):
+            return jax.tree.map(jnp.add, sums, fn(part)), None
+
+        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(fn, batch))
+        return lax.scan(add, zero, jax.tree.map(split, batch))[0]
 
     def lower_train(self):
         """The step, lowered; compile it, or read it. Parameters and moments are donated."""
@@ -81,7 +128,12 @@ class StepBuilder:
     def lower_evaluate(self):
         """(trainable, frozen, batch) -> mean loss and sum of weights, lowered."""
         def evaluate(trainable, frozen, batch):
-            return self.loss({**trainable, **frozen}, batch)
+            def total_loss(part):
+                value, weight = self.loss({**trainable, **frozen}, part)
+                return value * weight, weight
+
+            total, weight = self._over_parts(total_loss, batch)
+            return total / jnp.maximum(weight, 1e-9), weight
 
         return jax.jit(evaluate).lower(self.abstract_trainable, self.abstract_frozen, self.abstract_batch)
 

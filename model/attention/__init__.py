@@ -14,7 +14,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .coords import Mask, TokenCoords
 from .kernels import Kernel, get_kernel
-from .layout import LAYOUTS
+from .layout import check_length
 from .partial import AttentionPartial, merge
 from .schedules import Ranks, get_schedule
 
@@ -49,20 +49,22 @@ def _attend_backward(schedule, kernel, ranks, mask, scale, residuals, cotangents
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def attend(q, k, v, q_coords, kv_coords, *, schedule, kernel: Kernel, axis: str, size: int, mask=Mask(), scale=None):
+def attend(q, k, v, q_coords, kv_coords, *, schedule, kernel: Kernel, axis: str, size: int, layout="", mask=Mask(),
+           scale=None):
     """Attention of a shard's queries over the keys of all shards; to be called inside `shard_map`.
 
     Args:
       q: [B, T, Hq, D]; k, v: [B, T, Hkv, D], this shard's tokens, Hq a multiple of Hkv.
       q_coords, kv_coords: TokenCoords of [B, T].
-      schedule: a name, or a schedule; kernel: from `get_kernel`; axis, size: the mesh axis of the sequence.
+      schedule: a name, or a schedule; kernel: from `get_kernel`; axis, size: the mesh axis of the sequence;
+        layout: the layout of the arrays, where it is known (see `get_schedule`).
       scale: multiplies the scores; D ** -0.5 unless given.
 
     Returns:
       out like q (in its dtype), and lse float32 [B, Hq, T].
     """
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return _attend(get_schedule(schedule, size), kernel, Ranks(axis, size), mask, scale, q, k, v,
+    return _attend(get_schedule(schedule, size, layout, mask), kernel, Ranks(axis, size), mask, scale, q, k, v,
                    TokenCoords(*q_coords), TokenCoords(*kv_coords))
 
 
@@ -75,7 +77,8 @@ def attention(q, k, v, coords, *, kv_coords=None, mesh: Mesh, layout="striped", 
       coords: TokenCoords (or a pair) of int32 [B, L], permuted as the tokens are; `kv_coords` the same for k and v, if
         they are not the queries' own.
       mesh: axes out of data, fsdp (batch), tensor (heads), sequence (length); a missing one has size 1.
-      layout: name of the layout that the arrays are in; it does not change the result, only the balance.
+      layout: name of the layout that the arrays are in; it does not change the result, only the balance (and `balanced`
+        leaves out what cannot be visible in a contiguous one).
       schedule: a name, or a schedule with options. kernel: a name, or a Kernel.
       mask, scale: see Mask and `attend`.
 
@@ -85,36 +88,34 @@ def attention(q, k, v, coords, *, kv_coords=None, mesh: Mesh, layout="striped", 
     Raises:
       ValueError: sizes that do not fit each other or the mesh, in one line that names those that do.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout: found {layout!r}; known: {', '.join(LAYOUTS)}")
     coords = TokenCoords(*coords)
-    kv_coords = coords if kv_coords is None else TokenCoords(*kv_coords)
+    own_coords = kv_coords is None
+    kv_coords = coords if own_coords else TokenCoords(*kv_coords)
     size = mesh.shape.get("sequence", 1)
     batch = tuple(axis for axis in ("data", "fsdp") if axis in mesh.shape)
-    _check(q, k, v, mesh, size, batch)
+    _check(q, k, v, mesh, size, batch, layout)
     tensor = mesh.shape.get("tensor", 1)
     heads = "tensor" if tensor > 1 and k.shape[2] % tensor == 0 else None
     sequence = "sequence" if "sequence" in mesh.shape else None
     tokens = PartitionSpec(batch, sequence)
     vectors = PartitionSpec(batch, sequence, heads)
     kernel = get_kernel(kernel) if isinstance(kernel, str) else kernel
-    local = functools.partial(attend, schedule=schedule, kernel=kernel, axis="sequence", size=size, mask=mask, scale=scale)
+    local = functools.partial(attend, schedule=schedule, kernel=kernel, axis="sequence", size=size, mask=mask, scale=scale,
+                              layout=layout if own_coords else "")
     out, lse = jax.shard_map(
         local, mesh=mesh, in_specs=(vectors, vectors, vectors, tokens, tokens),
         out_specs=(vectors, PartitionSpec(batch, heads, sequence)), check_vma=False)(q, k, v, coords, kv_coords)
     return (out, lse) if return_lse else out
 
 
-def _check(q, k, v, mesh, size, batch):
+def _check(q, k, v, mesh, size, batch, layout):
     """Refuses shapes that cannot be sharded, with the ones that could."""
     if k.shape != v.shape:
         raise ValueError(f"k and v: found shapes {k.shape} and {v.shape}; they must be equal")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"heads: {q.shape[2]} query heads are no multiple of {k.shape[2]} key/value heads")
     for name, length in (("q", q.shape[1]), ("k", k.shape[1])):
-        if length % size:
-            raise ValueError(f"length of {name}: {length} is not divisible by {size} sequence shards; the next good one "
-                             f"is {-(-length // size) * size}")
+        check_length(length, size, layout, f"length of {name}")
     rows = math.prod(mesh.shape[axis] for axis in batch)
     if q.shape[0] % rows:
         raise ValueError(f"batch: {q.shape[0]} rows are not divisible by data x fsdp = {rows}; use a multiple of {rows}")

@@ -35,9 +35,10 @@ def test_the_rule_skips_and_fills_what_it_can():
 
 @given(st.integers(1, 20), st.integers(1, 20), st.sampled_from(LAYOUTS))
 def test_layouts_are_permutations(shards, tokens, layout):
-    order = permutation(shards * tokens, shards, layout)
-    np.testing.assert_array_equal(np.sort(order), np.arange(shards * tokens))
-    np.testing.assert_array_equal(order[inverse(order)], np.arange(shards * tokens))
+    length = 2 * shards * tokens
+    order = permutation(length, shards, layout)
+    np.testing.assert_array_equal(np.sort(order), np.arange(length))
+    np.testing.assert_array_equal(order[inverse(order)], np.arange(length))
 
 
 def test_striped_deals_tokens_out():
@@ -45,6 +46,15 @@ def test_striped_deals_tokens_out():
     np.testing.assert_array_equal(permutation(16, 4, "striped").reshape(4, 4)[1], [1, 5, 9, 13])
 
 
+def test_zigzag_pairs_an_early_run_with_a_late_one():
+    """Llama 3, section 3.3.2: 2 x 4 runs, rank i holds runs i and 7 - i; so all have the same causal pairs, to a run."""
+    shards = permutation(16, 4, "zigzag").reshape(4, 4)
+    np.testing.assert_array_equal(shards, [[0, 1, 14, 15], [2, 3, 12, 13], [4, 5, 10, 11], [6, 7, 8, 9]])
+    assert len(set((shards + 1).sum(1))) == 1
+
+
 def test_a_bad_length_names_the_next():
+    with pytest.raises(ValueError, match=r"104 is not divisible by 2 x 8 .* next good one is 112"):
+        permutation(104, 8, "zigzag")
     with pytest.raises(ValueError, match="next good one is 104"):
         permutation(100, 8, "striped")

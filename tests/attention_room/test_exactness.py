@@ -17,16 +17,22 @@ from .dense import dense_attention
 
 TOLERANCE = 1e-5
 HEADS = {"4/4": (4, 4), "8/2": (8, 2), "9/3": (9, 3)}
-LENGTH = 840  # divisible by 1..8, so that one document list serves every ring
+SCHEDULES = ("ring", "all_gather")
+LENGTH = 840  # divisible by 1..8 and by 2..14 for zigzag; 16 runs need a little less, see `length_of`
 
 
-def documents(kind):
-    """index and segment_ids [2, LENGTH] in the row's order."""
-    index = np.tile(np.arange(LENGTH, dtype=np.int32), (2, 1))
-    segments = np.ones((2, LENGTH), np.int32)
+def length_of(size):
+    """The most tokens up to LENGTH that every layout deals out to so many shards."""
+    return LENGTH // (2 * size) * (2 * size)
+
+
+def documents(kind, length=LENGTH):
+    """index and segment_ids [2, length] in the row's order."""
+    index = np.tile(np.arange(length, dtype=np.int32), (2, 1))
+    segments = np.ones((2, length), np.int32)
     if kind == "packed":
         for row, ends in enumerate(((97, 100, 420, 700, 801), (311, 613))):
-            segments[row] = np.searchsorted(ends, np.arange(LENGTH), side="right") + 1
+            segments[row] = np.searchsorted(ends, np.arange(length), side="right") + 1
             segments[row, ends[-1]:] = 0  # padding at the end of the row
     return index, segments
 
@@ -36,13 +42,14 @@ def mesh_of(size):
 
 
 @functools.cache
-def compiled(size, kernel="xla", mask=Mask()):
-    """One compiled function for a ring: layout, packing and coordinates are runtime inputs."""
+def compiled(size, kernel="xla", mask=Mask(), schedule="ring"):
+    """One compiled function for a number of shards: layout, packing and coordinates are runtime inputs."""
     kernel = get_kernel(kernel, query_tile=64, key_tile=32)
 
     def run(q, k, v, dout, coords):
         def out_and_lse(q, k, v):
-            return attention(q, k, v, coords, mesh=mesh_of(size), schedule="ring", kernel=kernel, mask=mask, return_lse=True)
+            return attention(q, k, v, coords, mesh=mesh_of(size), schedule=schedule, kernel=kernel, mask=mask,
+                             return_lse=True)
 
         (out, lse), pull = jax.vjp(out_and_lse, q, k, v)
         return out, lse, *pull((dout, jnp.zeros_like(lse)))
@@ -50,17 +57,17 @@ def compiled(size, kernel="xla", mask=Mask()):
     return jax.jit(run)
 
 
-def inputs(heads, head_dim=8, seed=0):
+def inputs(heads, length=LENGTH, head_dim=8, seed=0):
     rng = np.random.default_rng(seed)
     query_heads, kv_heads = HEADS[heads]
-    shape = (2, LENGTH, query_heads, head_dim), (2, LENGTH, kv_heads, head_dim)
+    shape = (2, length, query_heads, head_dim), (2, length, kv_heads, head_dim)
     return [rng.standard_normal(s, dtype=np.float32) * 2 for s in (shape[0], shape[1], shape[1], shape[0])]
 
 
 @functools.cache
-def truth(heads, kind, causal=True, window=None):
-    q, k, v, dout = inputs(heads)
-    return dense_attention(q, k, v, *documents(kind), dout, causal=causal, window=window)
+def truth(heads, kind, causal=True, window=None, length=LENGTH):
+    q, k, v, dout = inputs(heads, length)
+    return dense_attention(q, k, v, *documents(kind, length), dout, causal=causal, window=window)
 
 
 def check(got, expected, order):
@@ -78,14 +85,15 @@ def check(got, expected, order):
 
 
 @pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("size", range(1, 9))
-def test_ring_is_exact(size, heads):
+@pytest.mark.parametrize(("schedule", "size"), [("ring", 1), *itertools.product(SCHEDULES, range(2, 9))])
+def test_every_schedule_is_exact_under_every_layout(schedule, size, heads):
+    length = length_of(size)
     for layout in LAYOUTS:
-        order = permutation(LENGTH, size, layout)
+        order = permutation(length, size, layout)
         for kind in ("one", "packed"):
-            q, k, v, dout = (x[:, order] for x in inputs(heads))
-            coords = TokenCoords(*(x[:, order] for x in documents(kind)))
-            check(compiled(size)(q, k, v, dout, coords), truth(heads, kind), order)
+            q, k, v, dout = (x[:, order] for x in inputs(heads, length))
+            coords = TokenCoords(*(x[:, order] for x in documents(kind, length)))
+            check(compiled(size, schedule=schedule)(q, k, v, dout, coords), truth(heads, kind, length=length), order)
 
 
 @pytest.mark.parametrize("mask", [Mask(causal=False), Mask(window=50), Mask(causal=False, window=50)], ids=str)
@@ -99,8 +107,8 @@ def test_masks_are_exact(kernel, mask):
 
 
 @settings(max_examples=15, deadline=None)
-@given(data=st.data(), layout=st.sampled_from(LAYOUTS), size=st.sampled_from([1, 3, 4]))
-def test_any_packing_is_exact(data, layout, size):
+@given(data=st.data(), layout=st.sampled_from(LAYOUTS), size=st.sampled_from([1, 3, 4]), schedule=st.sampled_from(SCHEDULES))
+def test_any_packing_is_exact(data, layout, size, schedule):
     """Any documents, with padding anywhere between them."""
     index = np.tile(np.arange(LENGTH, dtype=np.int32), (2, 1))
     segments = np.zeros((2, LENGTH), np.int32)
@@ -114,7 +122,8 @@ def test_any_packing_is_exact(data, layout, size):
     expected = dense_attention(q, k, v, index, segments, dout)
     if not segments.any():
         return
-    got = compiled(size)(*(x[:, order] for x in arrays), TokenCoords(index[:, order], segments[:, order]))
+    got = compiled(size, schedule=schedule)(
+        *(x[:, order] for x in arrays), TokenCoords(index[:, order], segments[:, order]))
     check(got, expected, order)
 
 
@@ -156,10 +165,10 @@ def test_bfloat16_error_does_not_grow_with_the_ring():
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    ({"schedule": "rings"}, "known: local, ring"),
+    ({"schedule": "rings"}, "known: local, ring, all_gather"),
     ({"kernel": "fast"}, "known: auto, xla, reference"),
-    ({"layout": "zebra"}, "known: contiguous, striped"),
-    ({"schedule": "local"}, "'ring' serves any"),
+    ({"layout": "zebra"}, "known: contiguous, striped, zigzag"),
+    ({"schedule": "local"}, "'ring' and 'all_gather' serve any"),
 ])
 def test_unknown_names_are_refused(change, words):
     q, k, v, _ = inputs("4/4")
@@ -169,23 +178,29 @@ def test_unknown_names_are_refused(change, words):
 
 def test_a_length_that_does_not_divide_names_the_next():
     q, k, v, _ = (x[:, :829] for x in inputs("4/4"))
-    with pytest.raises(ValueError, match=r"829 is not divisible by 4 .* good one is 832"):
-        attention(q, k, v, tuple(x[:, :829] for x in documents("one")), mesh=mesh_of(4))
+    coords = tuple(x[:, :829] for x in documents("one"))
+    with pytest.raises(ValueError, match=r"length of q: 829 is not divisible by 4 .* good one is 832"):
+        attention(q, k, v, coords, mesh=mesh_of(4))
+    with pytest.raises(ValueError, match=r"length of q: 829 is not divisible by 2 x 3 \(zigzag\) .* good one is 834"):
+        attention(q, k, v, coords, mesh=mesh_of(3), layout="zigzag")
 
 
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
-@given(data=st.data(), layout=st.sampled_from(LAYOUTS), size=st.integers(1, 8), heads=st.sampled_from(list(HEADS)))
-def test_any_packing_on_any_ring_is_exact(data, layout, size, heads):
-    """The property above, on every ring and kind of heads: for `make soak`."""
-    index = np.tile(np.arange(LENGTH, dtype=np.int32), (2, 1))
-    segments = np.zeros((2, LENGTH), np.int32)
+@given(data=st.data(), layout=st.sampled_from(LAYOUTS), size=st.integers(1, 8), heads=st.sampled_from(list(HEADS)),
+       schedule=st.sampled_from(SCHEDULES))
+def test_any_packing_on_any_ring_is_exact(data, layout, size, heads, schedule):
+    """The property above, on every number of shards and kind of heads: for `make soak`."""
+    length = length_of(size)
+    index = np.tile(np.arange(length, dtype=np.int32), (2, 1))
+    segments = np.zeros((2, length), np.int32)
     for row in range(2):
-        cuts = sorted(data.draw(st.lists(st.integers(0, LENGTH), max_size=20)))
+        cuts = sorted(data.draw(st.lists(st.integers(0, length), max_size=20)))
         for number, (start, end) in enumerate(itertools.pairwise(cuts), 1):
             segments[row, start:end] = number
-    order = permutation(LENGTH, size, layout)
-    arrays = inputs(heads)
+    order = permutation(length, size, layout)
+    arrays = inputs(heads, length)
     if segments.any():
-        got = compiled(size)(*(x[:, order] for x in arrays), TokenCoords(index[:, order], segments[:, order]))
+        got = compiled(size, schedule=schedule)(
+            *(x[:, order] for x in arrays), TokenCoords(index[:, order], segments[:, order]))
         check(got, dense_attention(*arrays[:3], index, segments, arrays[3]), order)

@@ -104,6 +104,22 @@ def test_place_is_a_number_and_reading_ahead_changes_nothing(prepared):
     assert len({loader.fingerprint for loader in [one, *others]}) == 5
 
 
+def test_record_ids_tell_whose_tokens_a_step_holds(prepared):
+    """Each listed record has a piece in the batch, and each piece of the batch is a listed record's."""
+    loader = Loader(prepared, LENGTH, 3, seed=3)
+    texts = {}
+    for number in range(len(prepared.train)):
+        document = prepared.train[number]
+        texts.setdefault(document.record_id, []).append(",".join(map(str, document.tokens)))
+    for step in (0, 2, len(loader)):
+        batch, ids = loader.batch(step), loader.record_ids(step)
+        assert len(ids) == len(set(ids))
+        pieces = {",".join(map(str, tokens[segments == number])) for tokens, segments in
+                  zip(batch["tokens"], batch["segment_ids"], strict=True) for number in range(1, segments.max() + 1)}
+        assert all(any(piece in text for name in ids for text in texts[name]) for piece in pieces)
+        assert all(any(piece in text for piece in pieces for text in texts[name]) for name in ids)
+
+
 def test_one_epoch_of_held_out_counts_each_target_once(prepared):
     loader = Loader(prepared, LENGTH, 5, seed=0, split="held_out")
     batches = list(loader.epoch_batches())

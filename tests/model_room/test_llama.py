@@ -118,9 +118,9 @@ def smollm2_truth(folder):
 
 
 @functools.cache
-def loss_and_gradients(mesh, layout="striped", remat="save_attention", schedule="ring"):
-    config = tiny()
-    model = llama(config, MESHES[mesh], remat=remat)
+def loss_and_gradients(mesh, layout="striped", remat="save_attention", schedule="ring", **changes):
+    config = tiny(**changes)
+    model = llama(config, MESHES[mesh], remat=remat, schedule=schedule)
     batch, _ = permuted(packed_batch(config), model, layout)
     (loss, weight), gradient = jax.jit(jax.value_and_grad(model.loss, has_aux=True))(model.init(0), batch)
     return float(loss), float(weight), {name: np.asarray(g) for name, g in gradient.items()}
@@ -138,9 +138,22 @@ def test_every_mesh_gives_the_same_loss_and_gradients(mesh):
     assert_same(loss_and_gradients(mesh), loss_and_gradients("one"))
 
 
-def test_layout_and_remat_do_not_change_the_result():
-    assert_same(loss_and_gradients("sequence 8", "contiguous"), loss_and_gradients("one"))
-    assert_same(loss_and_gradients("sequence 8", remat="nothing"), loss_and_gradients("one"))
+@pytest.mark.parametrize(("layout", "remat", "schedule"), [
+    ("contiguous", "nothing", "ring"), ("zigzag", "offload", "all_gather"), ("zigzag", "everything", "ring")])
+def test_layout_remat_and_schedule_do_not_change_the_result(layout, remat, schedule):
+    assert_same(loss_and_gradients("sequence 8", layout, remat, schedule), loss_and_gradients("one"))
+
+
+def test_keeping_every_second_layers_input_does_not_change_the_result():
+    got = loss_and_gradients("fsdp 2 x tensor 2 x sequence 2", remat="every_k", num_hidden_layers=4)
+    assert_same(got, loss_and_gradients("one", num_hidden_layers=4))
+
+
+def test_every_k_names_the_divisors():
+    model = llama(tiny(num_hidden_layers=4), remat="every_k", every_k=3)
+    batch = packed_batch(model.config)
+    with pytest.raises(ValueError, match=r"memory\.every_k: 3 does not divide 4 layers; 1, 2, 4 do"):
+        jax.eval_shape(model.loss, model.init(0), batch)
 
 
 def test_the_loss_is_the_global_mean():

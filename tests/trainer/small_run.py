@@ -23,7 +23,7 @@ def recipe(folder: pathlib.Path, repository: pathlib.Path, conversations: int = 
         records = records[:: max(1, len(records) // count)][:count]
         (folder / f"{name}.json").write_text(json.dumps(records), encoding="utf-8")
     written = {
-        "config_version": 1,
+        "config_version": 2,
         "model": {
             "tokenizer": str(fixtures / "tiny_tokenizer"),
             "compute_dtype": "float32",

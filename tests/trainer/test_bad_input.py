@@ -62,6 +62,25 @@ def run_copy(whole_run, tmp_path):
     return pathlib.Path(shutil.copytree(whole_run, tmp_path / "whole"))
 
 
+def test_a_loss_that_is_not_finite_names_step_and_records(refused, small_recipe, tmp_path, capfd):
+    """A rate beyond float32 spoils the parameters at step 1; step 2 tells, and nothing of it is saved or logged. What the
+    line proposes works in the same folder."""
+    flags = ("--optimizer.learning_rate", "1e300", "--logging.console", "false")
+    said = refused(*flags)
+    assert "step 2: loss_nats_per_target is nan" in said and "--train.non_finite skip" in said
+    records = said.split("its records are ")[1].split(";")[0].split(", ")
+    known = {record["id"] for record in json.loads((small_recipe.parent / "conversations.json").read_text())}
+    assert records and set(records) <= known
+    assert not list((tmp_path / "run" / "checkpoints").glob("*"))
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    assert len(metrics.read_text().splitlines()) == 1
+    command = ["--config", str(small_recipe), "--run_dir", str(tmp_path / "run"), *flags, "--train.non_finite", "skip"]
+    assert train.main(command) == 0
+    warnings = [line for line in capfd.readouterr().err.splitlines() if line.startswith("warning: step ")]
+    assert len(warnings) == len(metrics.read_text().splitlines()) - 1 and "step 2: loss_nats_per_target is nan" in warnings[0]
+    assert all("skipped" in line for line in warnings)
+
+
 def write(path: pathlib.Path, text: str) -> str:
     path.write_text(text, encoding="utf-8")
     return str(path)

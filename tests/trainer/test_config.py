@@ -69,7 +69,7 @@ def test_model_path_replaces_the_scratch_model(tmp_path):
         ("--train.steps", ["--train.steps needs a value"]),
         ("stray", ["stray"]),
         ("--memory.remat all", ["memory.remat", "nothing", "save_attention", "all"]),
-        ("--attention.schedule rong", ["attention.schedule", "rong", "local, ring"]),
+        ("--attention.schedule rong", ["attention.schedule", "rong", "local, ring, all_gather"]),
         ("--attention.schedule {\"degree\":8}", ["attention.schedule", "name"]),
         ("--attention.schedule local --mesh.sequence 2", ["attention.schedule", "use ring"]),
         ("--data.path x --data.sources []", ["--data.path and --data.sources"]),
@@ -77,14 +77,19 @@ def test_model_path_replaces_the_scratch_model(tmp_path):
         ("--data.sources []", ["no data", "--data.path FILE"]),
         ("--data.sources [{\"pth\":\"x\"}]", ["data.sources", "pth", "weight"]),
         ("--data.context_length 65 --mesh.sequence 4", ["data.context_length is 65", "68", "64"]),
+        ("--data.context_length 60 --mesh.sequence 4 --attention.layout=zigzag", ["2 * mesh.sequence = 8 (zig", "64", "56"]),
         ("--mesh.fsdp 4 --train.batch_size 6", ["train.batch_size is 6", "= 4", "8"]),
+        ("--train.accumulation 4 --train.batch_size 6", ["train.batch_size is 6", "train.accumulation = 4", "8"]),
+        ("--train.accumulation 0", ["train.accumulation is 0"]),
+        ("--memory.every_k 0", ["memory.every_k is 0"]),
+        ("--optimizer.moment_dtype bfloat16 --optimizer.beta2 0.999", ["optimizer.beta2 is 0.999", "at most 0.99"]),
         ("--mesh.tensor 0", ["mesh.tensor is 0"]),
         ("--mesh.simulate 8", ["mesh.simulate is 8", "simulate 1"]),
         ("--model.preset null --model.overrides {}", ["no model", "--model.path"]),
         ("--model.path hf --model.preset tiny", ["model.preset", "model.path"]),
         ("--model.trainable (", ["model.trainable", "regular expression"]),
         ("--optimizer.learning_rate 0", ["optimizer.learning_rate", "positive"]),
-        ("--config_version 2", ["config_version"]),
+        ("--config_version 1", ["config_version is 1"]),
     ],
 )
 def test_mistakes_on_the_command_line(tmp_path, flags, words):
@@ -105,7 +110,7 @@ def test_mistakes_on_the_command_line(tmp_path, flags, words):
         ({"data": {"path": "a"}}, ["data.path and data.sources"]),
         ({"train": 5}, ["train expects", "found 5"]),
         ({"train": {"steps": "many"}}, ["train.steps", "int", "many"]),
-        ({"config_version": 9}, ["config_version 9", "1"]),
+        ({"config_version": 9}, ["config_version 9", "1, 2"]),
     ],
 )
 def test_mistakes_in_the_recipe(tmp_path, change, words):
@@ -114,6 +119,17 @@ def test_mistakes_in_the_recipe(tmp_path, change, words):
         load(["--config", path])
     for word in [path, *words]:
         assert word in str(error.value)
+
+
+def test_a_recipe_of_version_1_is_brought_up_to_date(tmp_path):
+    """Version 2 left out train.seed; version 2 itself does not know it."""
+    old = {"config_version": 1, "train": {"seed": 3, "steps": 7}}
+    config = load(["--config", write(tmp_path, old)])
+    assert config.config_version == configuration.VERSION == 2 and config.train.steps == 7
+    assert config == load(["--config", write(tmp_path, {"train": {"steps": 7}})])
+    assert from_resolved({**resolved(config), **old, "train": {**resolved(config)["train"], "seed": 3}}) == config
+    with pytest.raises(UserError, match=r"unknown field train\.seed"):
+        load(["--config", write(tmp_path, {**old, "config_version": 2})])
 
 
 def test_recipe_missing_or_broken(tmp_path):

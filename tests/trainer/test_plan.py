@@ -33,6 +33,14 @@ def test_the_ring_is_the_only_permute_and_no_activation_is_gathered(compiled):
     assert collectives(text)["all-to-all"] == 0
 
 
+def test_offload_keeps_the_layers_inputs_in_the_hosts_memory():
+    """Layers x tokens a device x hidden size in bfloat16, to the byte: 8 x 4096 x 512 x 2."""
+    config = LlamaConfig(vocab_size=1024, hidden_size=512, intermediate_size=1024, num_hidden_layers=8,
+                         num_attention_heads=4, num_key_value_heads=2)
+    plan = memory(compile_step(config, topology_devices("v5e:2x2"), 4 * 4096, remat="offload"))
+    assert plan["host"] * 2**30 == 8 * 4096 * 512 * 2
+
+
 def test_an_unknown_topology_is_one_line(capsys):
     assert main(["--model", "llama-7b", "--topology", "v9:1x1", "--context", "1024"]) == 2
     assert "write generation:shape" in capsys.readouterr().err

@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import pytest
+import yaml
 
 from data.errors import UserError
 from trainer.config import (
@@ -39,7 +40,7 @@ def test_same_run_goes_on_whatever_the_hardware(config):
         attention=AttentionConfig(kernel="xla", query_tile=8),
         logging=LoggingConfig(console=False),
         data=dataclasses.replace(config.data, prepared="/elsewhere"),
-        train=TrainConfig(log_every=5),
+        train=TrainConfig(log_every=5, non_finite="skip", accumulation=2),
     )
     assert open_run(elsewhere) == run
     assert identity(elsewhere) == identity(config)
@@ -63,6 +64,19 @@ def test_another_run_is_refused(config, change, words):
     assert words in str(error.value)
     assert "--run_dir" in str(error.value) and "delete" in str(error.value)
     assert run.config.read_text() == before
+
+
+def test_a_run_of_version_1_goes_on(config):
+    """Its config.yaml has a field less to know and lacks those that came later."""
+    run = open_run(config)
+    written = yaml.safe_load(run.config.read_text())
+    written |= {"config_version": 1, "train": {"steps": 100, "batch_size": 1, "evaluate_every": 0, "log_every": 1, "seed": 0}}
+    del written["optimizer"]["moment_dtype"], written["memory"]["every_k"]
+    run.config.write_text(yaml.safe_dump(written))
+    open_run(config)
+    run.config.write_text(yaml.safe_dump(written))
+    with pytest.raises(UserError, match=r"optimizer.moment_dtype is 'float32' there and 'bfloat16' now"):
+        open_run(dataclasses.replace(config, optimizer=OptimizerConfig(moment_dtype="bfloat16")))
 
 
 def test_a_folder_that_is_no_run_is_refused(config, tmp_path):

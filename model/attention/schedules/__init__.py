@@ -10,6 +10,11 @@ and every schedule is `Local`.
 """
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
+
+from ..coords import Mask
+from .all_gather import AllGather
 from .attention2d import Attention2D
 from .balanced import Balanced
 from .local import Local
@@ -17,22 +22,44 @@ from .ranks import Ranks
 from .ring import Ring
 from .ulysses import Ulysses
 
-__all__ = ["SCHEDULES", "Attention2D", "Balanced", "Local", "Ranks", "Ring", "Ulysses", "get_schedule"]
-SCHEDULES = {"local": Local, "ring": Ring, "balanced": Balanced, "ulysses": Ulysses, "attention2d": Attention2D}
+__all__ = ["SCHEDULES", "AllGather", "Attention2D", "Balanced", "Local", "Ranks", "Ring", "Ulysses", "get_schedule"]
+SCHEDULES = {
+    "local": Local, "ring": Ring, "all_gather": AllGather, "balanced": Balanced, "ulysses": Ulysses, "attention2d": Attention2D,
+}
 
 
-def get_schedule(schedule, size: int):
+def get_schedule(schedule, size: int, layout: str = "", mask: Mask = Mask()):
     """The schedule of this name (or the given one), checked against the number of shards.
 
+    Args:
+      schedule: a name, a mapping {name: ..., option: value}, or a schedule.
+      layout: the layout of the arrays, where it is known; `balanced` does half the kernel calls where it is contiguous.
+
     Raises:
-      ValueError: an unknown name, or `local` for a sequence axis longer than 1.
+      ValueError: an unknown name or option, or `local` for a sequence axis longer than 1.
     """
     if isinstance(schedule, str):
-        if schedule not in SCHEDULES:
-            raise ValueError(f"schedule: found {schedule!r}; known: {', '.join(SCHEDULES)}")
-        schedule = SCHEDULES[schedule]()
+        schedule = {"name": schedule}
+    if isinstance(schedule, Mapping):
+        schedule = _from_options(dict(schedule))
+    if isinstance(schedule, Balanced) and layout == "contiguous" and mask.causal:
+        schedule = dataclasses.replace(schedule, ordered=True)
     if size == 1:
         return Local()
     if isinstance(schedule, Local):
-        raise ValueError(f"schedule: 'local' serves a sequence axis of 1, found {size}; 'ring' serves any")
+        raise ValueError(f"schedule: 'local' serves a sequence axis of 1, found {size}; 'ring' and 'all_gather' serve any")
     return schedule
+
+
+def _from_options(options: dict):
+    name = options.pop("name", None)
+    if name not in SCHEDULES:
+        raise ValueError(f"schedule: found {name!r}; known: {', '.join(SCHEDULES)}")
+    known = [field.name for field in dataclasses.fields(SCHEDULES[name]) if field.name != "ordered"]
+    for option in options:
+        if option not in known:
+            raise ValueError(f"schedule.{option}: {name} has no such option; it has: {', '.join(known) or 'none'}")
+    if isinstance(options.get("inner"), (str, Mapping)):
+        inner = options["inner"]
+        options["inner"] = _from_options({"name": inner} if isinstance(inner, str) else dict(inner))
+    return SCHEDULES[name](**options)

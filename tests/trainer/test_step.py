@@ -1,0 +1,147 @@
+"""The training step's options: accumulation in float32, frozen parts, bfloat16 moments, steps that are not finite."""
+import dataclasses
+import functools
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from model.llama import Chunks
+from model.sharding import Parameter
+from tests.model_room.build import MESHES, llama, mesh_of, packed_batch, tiny
+from trainer.checkpoint import CheckpointStore
+from trainer.compiled import collectives
+from trainer.config import OptimizerConfig
+from trainer.mesh import place_batch
+from trainer.optimizer import split_trainable
+from trainer.step import StepBuilder, text_batch
+
+ROWS, LENGTH = 8, 32
+OPTIMIZER = OptimizerConfig(learning_rate=1e-3, final_fraction=1.0, clip_norm=0.0)
+
+
+@functools.cache
+def built(mesh="one", trainable=".*", optimizer=OPTIMIZER, **options):
+    """A model, its builder and its compiled step."""
+    model = llama(tiny(), MESHES[mesh], chunks=Chunks(None, None, None))
+    trained, _ = split_trainable(model.parameters, trainable)
+    builder = StepBuilder(model, model.loss, tuple(trained), text_batch(ROWS, LENGTH, model.mesh), optimizer, 20, **options)
+    return model, builder, builder.lower_train().compile()
+
+
+def one_step(model, builder, step, batch):
+    """(parameters before, trained parameters after, optimizer state after, metrics) of the first step."""
+    before = model.init(0)
+    trained = {name: jnp.copy(before[name]) for name in builder.trainable}
+    frozen = {name: x for name, x in before.items() if name not in trained}
+    after, state, metrics = step(trained, frozen, builder.init_optimizer(trained), place_batch(batch, model.mesh),
+                                 np.int32(0))
+    return before, after, state, metrics
+
+
+def first_moments(state) -> dict:
+    """Adam's first moments, name -> array: after one step, without clipping, a tenth of the gradient."""
+    (found,) = [leaf.mu for leaf in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(leaf, "mu")]
+    return {name: np.asarray(x) for name, x in found.items()}
+
+
+def test_parts_are_added_in_float32():
+    """Eight parts in bfloat16, one with a gradient of 512 and seven of 1: a bfloat16 accumulator would stop at 512."""
+    model = SimpleNamespace(mesh=mesh_of({}), parameters={"w": Parameter((1,), ("norm",))})
+    model.shardings = {"w": NamedSharding(model.mesh, PartitionSpec())}
+
+    def loss(params, batch):
+        total = jnp.sum(batch["loss_weights"])
+        narrow = params["w"].astype(jnp.bfloat16) * batch["tokens"].astype(jnp.bfloat16)
+        return jnp.sum(narrow.astype(jnp.float32) * batch["loss_weights"]) / total, total
+
+    builder = StepBuilder(model, loss, ("w",), text_batch(8, 1, model.mesh), OPTIMIZER, 20, accumulation=8)
+    batch = {name: np.ones((8, 1), x.dtype) for name, x in builder.abstract_batch.items()}
+    batch["tokens"][0] = 512
+    params = {"w": jnp.ones(1)}
+    state = builder.init_optimizer(params)
+    _, state, metrics = builder.lower_train().compile()(params, {}, state, place_batch(batch, model.mesh), np.int32(0))
+    assert float(metrics["grad_norm"]) == 519 / 8
+    one_by_one = functools.reduce(jnp.add, jnp.asarray(batch["tokens"][:, 0], jnp.bfloat16))
+    assert float(one_by_one) == 512
+
+
+def test_frozen_parameters_have_no_moments_and_no_gradients():
+    """Only attention is trained: its gradients are those of training all, and no other gradient is computed or sent."""
+    batch = packed_batch(tiny(), ROWS, LENGTH)
+    everything, some = built("fsdp 8"), built("fsdp 8", r"layers\.self_attn\..*")
+    _, after, state, metrics = one_step(*some, batch)
+    names = {name for name in some[0].parameters if "self_attn" in name}
+    assert after.keys() == names == first_moments(state).keys()
+    shapes = {x.shape for x in jax.tree.leaves(state)}
+    assert shapes == {(), *(some[0].parameters[name].shape for name in names)}
+    expected = first_moments(one_step(*everything, batch)[2])
+    for name, x in first_moments(state).items():
+        assert np.abs(x - expected[name]).max() <= 1e-5 * np.abs(x).max(), name
+    norm = np.sqrt(sum((np.float64(10 * expected[name]) ** 2).sum() for name in names))
+    assert abs(float(metrics["grad_norm"]) / norm - 1) <= 1e-5
+    sent = [collectives(step.as_text())["reduce-scatter"] for _, _, step in (everything, some)]
+    assert sent == [len(some[0].parameters), len(names)] == [12, 4], "one for each gradient, the layers' in a scan"
+
+
+def test_bfloat16_moments():
+    """Both are stored in bfloat16, and training hardly differs: within 1% of what the float32 run has learned."""
+    batch = packed_batch(tiny(), ROWS, LENGTH)
+    final = {}
+    for dtype in ("float32", "bfloat16"):
+        model, builder, step = built(optimizer=dataclasses.replace(OPTIMIZER, moment_dtype=dtype))
+        params, losses = model.init(0), []
+        state = builder.init_optimizer(params)
+        for number in range(20):
+            params, state, metrics = step(params, {}, state, place_batch(batch, model.mesh), np.int32(number))
+            losses.append(float(metrics["loss_nats_per_target"]))
+        assert {x.dtype.name for x in jax.tree.leaves(state) if x.ndim} == {dtype}
+        assert all(x.dtype == jnp.float32 for x in params.values())
+        final[dtype] = losses
+    learned = final["float32"][0] - final["float32"][-1]
+    assert learned > 0.5
+    assert abs(final["bfloat16"][-1] - final["float32"][-1]) <= 0.01 * learned
+    assert final["bfloat16"] != final["float32"]
+
+
+def test_moments_on_the_host(tmp_path):
+    """They come back to pinned host memory, bitwise what they are on the devices, and a checkpoint restores them there."""
+    batch = packed_batch(tiny(), ROWS, LENGTH)
+    model, builder, step = built("fsdp 8", moments_on_host=True)
+    _, here, state, _ = one_step(*built("fsdp 8"), batch)
+    _, there, host_state, _ = one_step(model, builder, step, batch)
+    for tree, other in ((here, there), (state, host_state)):
+        for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
+            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(host_state) if x.ndim} == {"pinned_host"}
+    assert {x.sharding.memory_kind for x in jax.tree.leaves(state) if x.ndim} == {"device"}
+    assets = tmp_path / "assets"
+    assets.mkdir()
+    with CheckpointStore(tmp_path / "run", keep=1) as store:
+        store.save(1, model=there, optimizer=host_state, data={"step": 1, "fingerprint": ""}, assets=assets)
+        store.wait()
+        restored = store.restore(1, builder.abstract_params, builder.abstract_optimizer).optimizer
+    for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(host_state), strict=True):
+        assert x.sharding == y.sharding
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_step_that_is_not_finite(skip):
+    """Skipped, it leaves parameters and moments bitwise as they were; not skipped, it spoils them."""
+    batch = packed_batch(tiny(), ROWS, LENGTH)
+    broken = {**batch, "loss_weights": np.where(batch["loss_weights"] > 0, np.inf, 0).astype(np.float32)}
+    before, after, state, metrics = one_step(*built(skip_non_finite=skip), broken)
+    assert not np.isfinite(float(metrics["loss_nats_per_target"]))
+    unchanged = [np.array_equal(np.asarray(after[name]), np.asarray(x)) for name, x in before.items()]
+    moments = [np.asarray(x) for x in jax.tree.leaves(state) if x.ndim]
+    if skip:
+        assert all(unchanged) and not any(x.any() for x in moments)
+        assert {int(x) for x in jax.tree.leaves(state) if not x.ndim} == {1}, "the counters, and the rate, go on"
+        _, after, _, _ = one_step(*built(skip_non_finite=True), batch)
+        assert not any(np.array_equal(np.asarray(after[name]), np.asarray(x)) for name, x in before.items())
+    else:
+        assert not any(unchanged) and not all(np.isfinite(x).all() for x in moments)
