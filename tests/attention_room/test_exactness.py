@@ -16,8 +16,34 @@ from model.attention.layout import LAYOUTS, permutation
 from .dense import dense_attention
 
 TOLERANCE = 1e-5
-HEADS = {"4/4": (4, 4), "8/2": (8, 2), "9/3": (9, 3)}
-SCHEDULES = ("ring", "all_gather")
+HEADS = {"4/4": (4, 4), "8/2": (8, 2), "4/1": (4, 1), "9/3": (9, 3)}
+SCHEDULES = {
+    "ring": "ring",
+    "all_gather": "all_gather",
+    "balanced": "balanced",
+    "balanced split": {"name": "balanced", "split": True},
+    "ulysses": "ulysses",
+    "usp 2": {"name": "ulysses", "degree": 2},
+    "usp 2 balanced": {"name": "ulysses", "degree": 2, "inner": "balanced"},
+    "attention2d": "attention2d",
+    "attention2d 2": {"name": "attention2d", "columns": 2},
+}
+SIZES = (2, 3, 4, 5, 6, 8)
+# What `make test` runs beside the ring on every size: each schedule on an odd and an even number of shards, each kind of heads.
+COVERING = [
+    ("all_gather", 3, "8/2"), ("all_gather", 4, "9/3"), ("balanced", 2, "4/4"), ("balanced", 5, "8/2"), ("balanced", 4, "9/3"),
+    ("balanced split", 4, "8/2"), ("ulysses", 3, "8/2"), ("ulysses", 4, "9/3"), ("ulysses", 8, "4/1"), ("usp 2", 4, "8/2"),
+    ("usp 2", 6, "9/3"), ("usp 2 balanced", 8, "4/1"), ("attention2d", 6, "8/2"), ("attention2d", 5, "4/1"),
+    ("attention2d 2", 8, "9/3"),
+]
+
+
+def admitted(schedule, size):
+    """Whether the schedule can serve so many shards (a degree or a grid must divide them)."""
+    return size % 2 == 0 or not schedule.endswith((" 2", "usp 2 balanced"))
+
+
+EVERYTHING = [case for case in itertools.product(SCHEDULES, SIZES, HEADS) if admitted(*case[:2]) and case not in COVERING]
 LENGTH = 840  # divisible by 1..8 and by 2..14 for zigzag; 16 runs need a little less, see `length_of`
 
 
@@ -42,14 +68,14 @@ def mesh_of(size):
 
 
 @functools.cache
-def compiled(size, kernel="xla", mask=Mask(), schedule="ring"):
+def compiled(size, kernel="xla", mask=Mask(), schedule="ring", layout="striped"):
     """One compiled function for a number of shards: layout, packing and coordinates are runtime inputs."""
     kernel = get_kernel(kernel, query_tile=64, key_tile=32)
 
     def run(q, k, v, dout, coords):
         def out_and_lse(q, k, v):
-            return attention(q, k, v, coords, mesh=mesh_of(size), schedule=schedule, kernel=kernel, mask=mask,
-                             return_lse=True)
+            return attention(q, k, v, coords, mesh=mesh_of(size), layout=layout, schedule=SCHEDULES[schedule], kernel=kernel,
+                             mask=mask, return_lse=True)
 
         (out, lse), pull = jax.vjp(out_and_lse, q, k, v)
         return out, lse, *pull((dout, jnp.zeros_like(lse)))
@@ -84,16 +110,42 @@ def check(got, expected, order):
         assert error <= TOLERANCE, f"{name}: error {error:.2e}"
 
 
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize(("schedule", "size"), [("ring", 1), *itertools.product(SCHEDULES, range(2, 9))])
-def test_every_schedule_is_exact_under_every_layout(schedule, size, heads):
+def check_everywhere(schedule, size, heads, mask=Mask()):
+    """Every layout, one document and packed ones, against the dense truth."""
     length = length_of(size)
     for layout in LAYOUTS:
         order = permutation(length, size, layout)
+        # The layout's name matters to `balanced` alone; the others share one compiled function.
+        known = layout if schedule.startswith("balanced") and layout == "contiguous" else "striped"
+        run = compiled(size, mask=mask, schedule=schedule, layout=known)
         for kind in ("one", "packed"):
             q, k, v, dout = (x[:, order] for x in inputs(heads, length))
             coords = TokenCoords(*(x[:, order] for x in documents(kind, length)))
-            check(compiled(size, schedule=schedule)(q, k, v, dout, coords), truth(heads, kind, length=length), order)
+            check(run(q, k, v, dout, coords), truth(heads, kind, mask.causal, mask.window, length), order)
+
+
+@pytest.mark.parametrize("heads", ["4/4", "8/2", "9/3"])
+@pytest.mark.parametrize("size", range(1, 9))
+def test_ring_is_exact_under_every_layout(size, heads):
+    check_everywhere("ring", size, heads)
+
+
+@pytest.mark.parametrize(("schedule", "size", "heads"), COVERING)
+def test_every_schedule_is_exact_under_every_layout(schedule, size, heads):
+    check_everywhere(schedule, size, heads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "size", "heads"), EVERYTHING)
+def test_every_schedule_with_any_number_of_shards_and_heads_is_exact(schedule, size, heads):
+    check_everywhere(schedule, size, heads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [Mask(causal=False), Mask(window=50), Mask(causal=False, window=50)], ids=str)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_is_exact_with_other_masks(schedule, mask):
+    check_everywhere(schedule, 4, "8/2", mask)
 
 
 @pytest.mark.parametrize("mask", [Mask(causal=False), Mask(window=50), Mask(causal=False, window=50)], ids=str)
@@ -107,7 +159,8 @@ def test_masks_are_exact(kernel, mask):
 
 
 @settings(max_examples=15, deadline=None)
-@given(data=st.data(), layout=st.sampled_from(LAYOUTS), size=st.sampled_from([1, 3, 4]), schedule=st.sampled_from(SCHEDULES))
+@given(data=st.data(), layout=st.sampled_from(LAYOUTS), size=st.sampled_from([1, 3, 4]),
+       schedule=st.sampled_from(["ring", "all_gather"]))
 def test_any_packing_is_exact(data, layout, size, schedule):
     """Any documents, with padding anywhere between them."""
     index = np.tile(np.arange(LENGTH, dtype=np.int32), (2, 1))
@@ -165,7 +218,10 @@ def test_bfloat16_error_does_not_grow_with_the_ring():
 
 
 @pytest.mark.parametrize(("change", "words"), [
-    ({"schedule": "rings"}, "known: local, ring, all_gather"),
+    ({"schedule": "rings"}, "known: local, ring, all_gather, balanced, ulysses, attention2d"),
+    ({"schedule": {"name": "ulysses", "degre": 2}}, "schedule.degre: ulysses has no such option; it has: degree, inner"),
+    ({"schedule": {"name": "ulysses", "degree": 3}}, r"ulysses.degree: 3 does not divide 4 .* those do: \[1, 2, 4\]"),
+    ({"schedule": {"name": "attention2d", "columns": 3}}, "attention2d.columns: 3 does not divide 4"),
     ({"kernel": "fast"}, "known: auto, xla, reference"),
     ({"layout": "zebra"}, "known: contiguous, striped, zigzag"),
     ({"schedule": "local"}, "'ring' and 'all_gather' serve any"),
@@ -188,7 +244,7 @@ def test_a_length_that_does_not_divide_names_the_next():
 @pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(data=st.data(), layout=st.sampled_from(LAYOUTS), size=st.integers(1, 8), heads=st.sampled_from(list(HEADS)),
-       schedule=st.sampled_from(SCHEDULES))
+       schedule=st.sampled_from(["ring", "all_gather", "balanced", "ulysses", "attention2d"]))
 def test_any_packing_on_any_ring_is_exact(data, layout, size, heads, schedule):
     """The property above, on every number of shards and kind of heads: for `make soak`."""
     length = length_of(size)

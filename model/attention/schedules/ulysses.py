@@ -52,7 +52,7 @@ class Ulysses:
     """Heads for sequence over `degree` neighbours (0: all ranks); `inner` joins the groups (USP)."""
 
     degree: int = 0
-    inner: Any = Ring()
+    inner: Any = dataclasses.field(default_factory=Ring)
 
     def _lines(self, ranks: Ranks):
         degree = self.degree or ranks.size
