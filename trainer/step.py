@@ -75,12 +75,10 @@ class StepBuilder:
 
     def train(self, trainable, frozen, optimizer_state, batch, step):
         """One step: new parameters, new moments, and scalars. The gradient is taken outside `shard_map`."""
-        def total_loss(trainable, part):
-            value, weight = self.loss({**trainable, **frozen}, part)
-            return value * weight, weight
+        def loss_and_gradient(part):
+            return jax.value_and_grad(self._total_loss, has_aux=True)(trainable, frozen, part)
 
-        (total, weight), gradient = self._over_parts(
-            lambda part: jax.value_and_grad(total_loss, has_aux=True)(trainable, part), batch)
+        (total, weight), gradient = self._over_parts(loss_and_gradient, batch)
         value, gradient = jax.tree.map(lambda x: x / jnp.maximum(weight, 1e-9), (total, gradient))
         norm = optax.global_norm(gradient)
         metrics = {"loss_nats_per_target": value, "target_tokens": weight, "grad_norm": norm,
@@ -96,6 +94,11 @@ class StepBuilder:
             moved = jax.tree.map(lambda new, old: jnp.where(good, new, old) if jnp.issubdtype(new.dtype, jnp.floating) else new,
                                  moved, (trainable, optimizer_state))
         return *moved, metrics
+
+    def _total_loss(self, trainable, frozen, batch):
+        """Sum of the weighted losses, and sum of the weights."""
+        value, weight = self.loss({**trainable, **frozen}, batch)
+        return value * weight, weight
 
     def _over_parts(self, fn, batch):
         """The sum over a batch's parts of fn(part): a tree of float32 arrays."""
@@ -128,11 +131,7 @@ class StepBuilder:
     def lower_evaluate(self):
         """(trainable, frozen, batch) -> mean loss and sum of weights, lowered."""
         def evaluate(trainable, frozen, batch):
-            def total_loss(part):
-                value, weight = self.loss({**trainable, **frozen}, part)
-                return value * weight, weight
-
-            total, weight = self._over_parts(total_loss, batch)
+            total, weight = self._over_parts(lambda part: self._total_loss(trainable, frozen, part), batch)
             return total / jnp.maximum(weight, 1e-9), weight
 
         return jax.jit(evaluate).lower(self.abstract_trainable, self.abstract_frozen, self.abstract_batch)

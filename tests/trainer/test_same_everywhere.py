@@ -5,12 +5,14 @@ covering set here: every mesh, layout, schedule, accumulation and policy at leas
 """
 import functools
 import itertools
+import re
 
 import jax
 import numpy as np
 import pytest
 
 from tests.model_room.build import MESHES, llama, packed_batch, permuted, tiny
+from trainer.compiled import collectives
 from trainer.config import OptimizerConfig
 from trainer.mesh import place_batch
 from trainer.step import StepBuilder, text_batch
@@ -80,6 +82,15 @@ def test_the_parameters_move():
 @pytest.mark.parametrize("choice", ALL, ids=", ".join(["%s"] * 5).__mod__)
 def test_the_same_training_in_every_combination(choice):
     assert_same_training(choice)
+
+
+def test_no_token_moves_to_be_in_a_part():
+    """Each device divides its own rows: no collective on integers, and none but the parameters' gathers and sums."""
+    text = compiled("fsdp 8", "ring", 4, "save_attention")[2].as_text()
+    found = collectives(text)
+    assert found["all-gather"] and found["reduce-scatter"]
+    assert found["all-to-all"] == found["collective-permute"] == 0
+    assert not re.search(r"= s32\[[^=\n]*? (all-gather|all-reduce)(-start)?\(", text)
 
 
 def test_the_mask_is_one_where_a_mean_of_means_is_wrong():
