@@ -130,7 +130,10 @@ def missing_controls(template: str, tokenizer: Tokenizer) -> tuple[str, ...]:
 
 def end_ids(template: str, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The control token that ends an answer, to stop at: one id, or none where a template ends answers by text alone."""
-    segments = render([Message("user", "a"), Message("assistant", "a")], template, tokenizer)
+    try:
+        segments = render([Message("user", "a"), Message("assistant", "a")], template, tokenizer)
+    except TemplateError:  # a template that asks for more than these two turns
+        return ()
     last = [segment.ids[-1] for segment in segments if segment.train][-1:]
     return tuple(token for token in last if token in {control.id for control in tokenizer.controls.values()})
 

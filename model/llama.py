@@ -164,7 +164,8 @@ class Llama:
 
     @functools.cached_property
     def parameters(self) -> dict[str, Parameter]:
-        return declare(self.config)
+        """As in memory: with the vocabulary padded to what `tensor` divides."""
+        return declare(dataclasses.replace(self.config, vocab_size=self.parallel.vocab_size))
 
     @functools.cached_property
     def specs(self) -> dict[str, PartitionSpec]:
@@ -180,7 +181,11 @@ class Llama:
 
     def init(self, seed: int) -> dict[str, jax.Array]:
         """Fresh parameters, born sharded."""
-        return jax.jit(lambda key: init(self.config, key), out_shardings=self.shardings)(jax.random.key(seed))
+        def padded(key):  # drawn at the model's own size, so that the mesh changes no number
+            return {name: jnp.pad(x, [(0, n - m) for n, m in zip(self.parameters[name].shape, x.shape, strict=True)])
+                    for name, x in init(self.config, key).items()}
+
+        return jax.jit(padded, out_shardings=self.shardings)(jax.random.key(seed))
 
     def _run(self, fn, params, names, arrays, labels, chunk):
         weights = {name: params[name] for name in names}
@@ -193,7 +198,7 @@ class Llama:
 
         def embed(weights, arrays, labels):
             table, ids = weights["embed_tokens.weight"], labels["tokens"]
-            if parallel.tensor > 1 and parallel.vocab:
+            if parallel.tensor > 1:
                 ids = ids - parallel.rank() * table.shape[0]
             here = (ids >= 0) & (ids < table.shape[0])
             rows = jnp.where(here[..., None], table[jnp.where(here, ids, 0)], 0.0)
@@ -248,11 +253,16 @@ class Llama:
         return (x, kv) if keep_kv else x
 
     def _head(self, weights, x):
-        """Final norm and logits of this tensor rank's vocabulary."""
+        """Final norm and logits of this tensor rank's vocabulary; minus infinity where it is padded."""
         norm = rms_norm(x, weights["norm.weight"], self.config.rms_norm_eps)
         if self.config.tie_word_embeddings:
-            return product("bte,ve->btv", norm, weights["embed_tokens.weight"])
-        return product("bte,ev->btv", norm, weights["lm_head.weight"])
+            logits = product("bte,ve->btv", norm, weights["embed_tokens.weight"])
+        else:
+            logits = product("bte,ev->btv", norm, weights["lm_head.weight"])
+        if self.parallel.vocab_size == self.config.vocab_size:
+            return logits
+        ids = self.parallel.rank() * logits.shape[-1] + jnp.arange(logits.shape[-1])
+        return jnp.where(ids < self.config.vocab_size, logits, -jnp.inf)
 
     @property
     def _head_names(self):
@@ -262,8 +272,8 @@ class Llama:
         """[B, T, E] -> float32 [B, T, V], all of the vocabulary on every tensor rank. For evaluation: not chunked."""
         def head(weights, arrays, labels):
             logits = self._head(weights, arrays["x"])
-            if self.parallel.tensor > 1 and self.parallel.vocab:
-                logits = lax.all_gather(logits, "tensor", axis=2, tiled=True)
+            if self.parallel.tensor > 1:
+                logits = lax.all_gather(logits, "tensor", axis=2, tiled=True)[..., :self.config.vocab_size]
             return logits.astype(jnp.float32)
 
         return self._run(head, params, self._head_names, {"x": x}, {}, None)
