@@ -237,7 +237,7 @@ def _rope_from_hf(config: dict[str, Any], max_position_embeddings: int) -> RopeC
             raise ValueError(f"{key}: found {value!r}; needs an object or null")
         if any(isinstance(inner, dict) for inner in value.values()):
             raise ValueError(f"{key}: a different embedding per layer type is not supported; needs one for all layers")
-        spellings[key] = _rope_from_parameters(key, value, config.get("rope_theta"), max_position_embeddings)
+        spellings[key] = _rope_from_parameters(key, value, config, max_position_embeddings)
     if config.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise ValueError(f"partial_rotary_factor: found {config['partial_rotary_factor']!r}; only 1 is supported")
     if len(set(spellings.values())) > 1:
@@ -251,8 +251,8 @@ def _rope_from_hf(config: dict[str, Any], max_position_embeddings: int) -> RopeC
     return RopeConfig(theta=10000.0 if theta is None else _as_float("rope_theta", theta))
 
 
-def _rope_from_parameters(key: str, found: dict[str, Any], outer_theta: Any, max_position: int) -> RopeConfig:
-    inner_theta = found.get("rope_theta")
+def _rope_from_parameters(key: str, found: dict[str, Any], config: dict[str, Any], max_position: int) -> RopeConfig:
+    inner_theta, outer_theta = found.get("rope_theta"), config.get("rope_theta")
     if inner_theta is not None and outer_theta is not None and float(inner_theta) != float(outer_theta):
         raise ValueError(f"rope_theta: {outer_theta} beside {key}.rope_theta {inner_theta}; remove the wrong one")
     theta = next((t for t in (inner_theta, outer_theta) if t is not None), 10000.0)
@@ -263,17 +263,18 @@ def _rope_from_parameters(key: str, found: dict[str, Any], outer_theta: Any, max
         raise ValueError(f"{key}.rope_type: {rule!r} is not computed here; supported are {', '.join(ROPE_RULES)}")
     numbers: dict[str, Any] = {name: found[name] for name in (*_ROPE_NEEDS[rule], *_ROPE_MAY.get(rule, ()))
                                if found.get(name) is not None}
-    if "original_max_position_embeddings" in _ROPE_NEEDS[rule]:  # transformers falls back in the same way
-        numbers.setdefault("original_max_position_embeddings", max_position)
+    original = "original_max_position_embeddings"
+    if original in _ROPE_NEEDS[rule]:  # transformers, too, prefers the one outside and falls back to the model's length
+        numbers[original] = config.get(original) or numbers.get(original, max_position)
     if rule == "dynamic":
-        numbers["original_max_position_embeddings"] = max_position
+        numbers[original] = max_position
     if rule == "yarn" and "factor" not in numbers:
-        numbers["factor"] = max_position / numbers["original_max_position_embeddings"]
+        numbers["factor"] = max_position / numbers[original]
     for name in _ROPE_NEEDS[rule]:
         if name not in numbers:
             raise ValueError(f"{key}.{name}: missing; rope_type {rule!r} needs it")
     for name, value in numbers.items():
-        if name not in ("original_max_position_embeddings", "truncate"):
+        if name not in (original, "truncate"):
             numbers[name] = _as_float(f"{key}.{name}", value, or_equal=name.startswith("mscale"))
     return RopeConfig(rule=rule, theta=_as_float("rope_theta", theta), **numbers)
 

@@ -80,6 +80,14 @@ def test_every_rule_is_transformers(rule, spelling):
         np.testing.assert_allclose(got, wanted, atol=1e-6 + tolerance * length * 4)
 
 
+def test_an_original_length_outside_the_rule_is_preferred_as_by_transformers():
+    given = {**BASE, "original_max_position_embeddings": 1024, "rope_parameters": dict(RULES["yarn"])}
+    config = LlamaConfig.from_hf_dict(given)
+    reference = LlamaRotaryEmbedding(transformers.LlamaConfig(**{**given, "rope_parameters": dict(RULES["yarn"])}))
+    np.testing.assert_array_equal(inverse_frequencies(config.rope, config.head_dim), reference.inv_freq.numpy())
+    assert config.rope.original_max_position_embeddings == 1024
+
+
 def float64_frequencies(rope: RopeConfig, head_dim: int, length: int) -> np.ndarray:
     """The rules from their papers, in float64 and written apart: what rounding alone may separate from ours."""
     channel = np.arange(head_dim // 2)
