@@ -4,6 +4,7 @@ import functools
 import itertools
 import json
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,46 @@ def test_ids_and_mask_of_200_conversations_are_the_text_written_by_hand(pair, te
         assert (_ids(segments), mask_of(segments)) == (ids, mask), talk
 
 
+def sentencepiece_ids_and_mask(library, parts, controls):
+    """The same by the library itself: what stands between two control tokens is encoded by itself."""
+    ids, mask = [], []
+    run, trained = "", []
+
+    def finish():
+        nonlocal run, trained
+        for piece in library.encode(run, out_type="proto").pieces if run else ():
+            ids.append(piece.id)  # places are bytes; a mark of a beginning has none of its own
+            mask.append(any(piece.begin < to and at < max(piece.end, piece.begin + 1) for at, to in trained))
+        run, trained = "", []
+
+    for text, train in parts:
+        for number, piece in enumerate(re.split("(" + "|".join(map(re.escape, controls)) + ")", text)):
+            if number % 2:
+                finish()
+                ids.append(controls[piece])
+                mask.append(train)
+            elif piece:
+                at = len(run.encode())
+                run += piece
+                trained += [(at, len(run.encode()))] if train else []
+    finish()
+    return ids, mask
+
+
+@pytest.mark.parametrize("template", BUILT_IN)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_ids_and_mask_are_sentencepieces(template, file):
+    import sentencepiece
+
+    ours = Tokenizer.load(MODEL).with_controls(ALL_CONTROLS)
+    library = sentencepiece.SentencePieceProcessor(model_file=str(MODEL))
+    controls = {"<s>": 1, "</s>": 2, **{token: len(library) + number for number, token in enumerate(ALL_CONTROLS)}}
+    for talk in conversations(file, ours.controls):
+        expected = sentencepiece_ids_and_mask(library, by_hand(template, talk, "<s>", "</s>"), controls)
+        segments = render(_messages(talk), template, ours)
+        assert (_ids(segments), mask_of(segments)) == expected, talk
+
+
 @pytest.mark.parametrize("template", BUILT_IN)
 def test_loss_on_the_last_answer_and_on_flagged_ones(pair, template):
     ours, _ = pair
@@ -220,8 +261,10 @@ _TEXT = st.lists(st.one_of(st.sampled_from(_TYPED), st.text(max_size=8)), min_si
 def test_no_users_text_gives_a_control_id_in_any_template(texts):
     """Whatever is said, a conversation has the control ids of its template alone: those of the same one of clean texts."""
     roles = ["system", "user", "assistant", "user", "assistant"][5 - len(texts) if len(texts) % 2 == 0 else 0 :][: len(texts)]
-    for folder, template in itertools.product((TINY, MODEL), BUILT_IN):
+    for folder, template in itertools.product((TINY, MODEL, smollm2()), NAMES):
         tokenizer = _cached(folder, with_controls=True)
+        if template == "tokenizer" and tokenizer.chat_template is None:
+            continue
         controls = {control.id for control in tokenizer.controls.values()}
         said, clean = (
             [t for t in _ids(render([Message(r, c) for r, c in zip(roles, contents, strict=True)], template, tokenizer))
@@ -278,6 +321,7 @@ def test_no_text_gives_a_control_id(parts):
 
 
 _loaded = {}
+smollm2 = functools.cache(smollm2_dir)
 
 
 def _cached(folder, with_controls=False):
