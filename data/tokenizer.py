@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -96,9 +97,12 @@ class Tokenizer:
             raise UserError(f"{path}: cannot be read as a tokenizer ({reason[:200]}); {WOULD_WORK}") from None
         return cls(files, engine, str(path))
 
-    def with_controls(self, tokens: tuple[str, ...] | list[str]) -> "Tokenizer":
+    def with_controls(self, tokens: Iterable[str]) -> "Tokenizer":
         """A tokenizer with further control tokens, whose ids follow on the highest one; no other id changes."""
-        files = {**self._files, **self._engine.extended([token for token in tokens if token not in self.controls])}
+        missing = [token for token in tokens if token not in self.controls]
+        if not missing:
+            return self
+        files = {**self._files, **self._engine.extended(missing)}
         return Tokenizer(files, type(self._engine)(files), "the tokenizer with added control tokens")
 
     def encode(self, text: str) -> list[int]:

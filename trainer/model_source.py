@@ -9,11 +9,12 @@ from pathlib import Path
 import jax
 
 from data.errors import UserError
+from data.templates import end_ids, missing_controls
 from data.tokenizer import Tokenizer
 from model.config import LlamaConfig
 
 from .checkpoint import assets_dir, restore_model
-from .config import ModelConfig
+from .config import DataConfig, ModelConfig
 from .huggingface import VOCABULARY_AXES, copy_assets, read_hf, resolve_model_path, write_source_dtype
 
 
@@ -143,3 +144,17 @@ def choose_model(config: ModelConfig) -> ModelSource:
     derived = {"head_dim": None, "num_key_value_heads": None} if "num_attention_heads" in config.overrides else {}
     shape = dataclasses.replace(shape, **{**ids, **derived, **config.overrides})
     return ModelSource(shape, "scratch", None, Path(config.tokenizer))
+
+
+def for_templates(source: ModelSource, data: DataConfig) -> tuple[ModelSource, Tokenizer]:
+    """The model and its tokenizer, with `data.add_control_tokens` with every control token that the templates need.
+
+    The model stops at the token that ends an answer in the template it is exported with, the first source's.
+    """
+    tokenizer = source.tokenizer()
+    if not data.add_control_tokens:
+        return source, tokenizer
+    names = [part.template or data.template for part in data.sources]
+    tokenizer = tokenizer.with_controls(dict.fromkeys(
+        token for name in (*names, data.template) for token in missing_controls(name, tokenizer)))
+    return source.with_vocabulary(tokenizer, end_ids(names[0], tokenizer)), tokenizer

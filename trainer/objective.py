@@ -16,14 +16,14 @@ from data.errors import UserError
 from data.loader import Loader
 from data.prepare import prepare
 from data.sources import Source
-from data.templates import end_ids, jinja_template, missing_controls
+from data.templates import jinja_template
 from model.attention.kernels import get_kernel
 from model.attention.layout import permutation
 from model.llama import Chunks, Llama
 
 from . import config as configuration
 from .config import RunConfig
-from .model_source import choose_model
+from .model_source import choose_model, for_templates
 from .step import text_batch
 
 
@@ -72,14 +72,7 @@ class TextObjective:
 
     def __post_init__(self):
         data = self.config.data
-        self.source = choose_model(self.config.model)
-        self.tokenizer = self.source.tokenizer()
-        self.template = data.sources[0].template or data.template
-        if data.add_control_tokens:
-            names = [data.template, *(source.template or data.template for source in data.sources)]
-            missing = dict.fromkeys(token for name in names for token in missing_controls(name, self.tokenizer))
-            self.tokenizer = self.tokenizer.with_controls(list(missing)) if missing else self.tokenizer
-            self.source = self.source.with_vocabulary(self.tokenizer, end_ids(self.template, self.tokenizer))
+        self.source, self.tokenizer = for_templates(choose_model(self.config.model), data)
         if self.tokenizer.vocab_size > self.source.config.vocab_size:
             raise UserError(f"model: vocab_size is {self.source.config.vocab_size}, but the tokenizer has ids up to "
                             f"{self.tokenizer.vocab_size - 1}; another tokenizer or a larger vocab_size would work")
@@ -115,5 +108,5 @@ class TextObjective:
         return self.source.read(self.model, self.config.model.seed)
 
     def write_assets(self, folder):
-        template = jinja_template(self.template, self.tokenizer)
+        template = jinja_template(self.config.data.sources[0].template or self.config.data.template, self.tokenizer)
         self.source.write_assets(folder, self.tokenizer, template, configuration.dump(self.config))
