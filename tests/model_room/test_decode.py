@@ -9,7 +9,7 @@ from model.decode import Generator
 from trainer.huggingface import read_hf
 
 from .build import llama, tiny
-from .test_llama import saved_by_transformers
+from .test_llama import RULES, saved_by_transformers, transformers_logits
 
 PROMPTS = [5, 31, 64]
 
@@ -29,6 +29,21 @@ def test_tokens_equal_transformers(tmp_path, shape):
     model = llama(config, shape)
     generator = Generator(model, "striped", rows=4, length=64, new_tokens=12, stop_ids=(2,))
     assert generator(read_hf(tmp_path, config, model.shardings), prompts) == expected
+
+
+@pytest.mark.parametrize("rule", ["dynamic", "yarn"])
+def test_tokens_are_those_of_one_forward_over_the_whole_row(tmp_path, rule):
+    """Under the rule `dynamic` the row's length, prompt and new tokens, is part of the model: cached keys agree with it."""
+    truth = saved_by_transformers(tmp_path, tiny(), RULES[rule]).eval()
+    config = LlamaConfig.from_hf(tmp_path)
+    prompts = [np.random.default_rng(length).integers(3, 128, length).tolist() for length in PROMPTS]
+    model = llama(config, {"sequence": 2, "tensor": 2})
+    answers = Generator(model, "striped", rows=4, length=64, new_tokens=12, stop_ids=())(
+        read_hf(tmp_path, config, model.shardings), prompts)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        row = np.zeros((1, 64 + 12), np.int64)
+        row[0, :len(prompt) + 12] = prompt + answer
+        assert transformers_logits(truth, row)[0, len(prompt) - 1:len(prompt) + 11].argmax(-1).tolist() == answer
 
 
 def test_prompts_that_do_not_fit_are_refused():
