@@ -9,21 +9,26 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
 from data import sources as sources_room
+from data.clean import SPLIT, CleanConfig, split
+from data.conversation import Conversation, Message, Text, Tokens
 from data.errors import UserError
 from data.report import Report, SourceReport
-from data.sources import Source
+from data.sources import Item, Source
 from data.templates import TemplateError, jinja_template, render
 from data.tokenizer import Tokenizer
 
-RULES = "prepare-1"  # change it with any change of what a document holds: old folders are then left alone
+RULES = "prepare-2"  # change it with any change of what a document holds: old folders are then left alone
 NO_TARGET = "no trained token"
+FOREIGN_ID = "an id that the tokenizer does not have"
+DROPPED = "dropped.jsonl"
+CUT = "longer than context_length, cut"
 
 
 @dataclass(frozen=True)
@@ -90,13 +95,16 @@ def prepare(
     *,
     held_out_fraction: float = 0.0,
     held_out_sources: Sequence[Source] = (),
+    clean: CleanConfig = CleanConfig(),
     progress: bool = True,
 ) -> Prepared:
     """Tokenizes all sources into `folder`/HASH, or reuses it: the hash is of contents, templates, tokenizer and rules.
 
-    Documents longer than context_length are cut into consecutive pieces, those without a token to learn from left out
-    (counted). held_out_fraction of the conversations, chosen by a hash of their record ids, and all of held_out_sources
-    (numbered on after `sources`) are the split held_out. Several processes may prepare the same folder at once.
+    Conversations longer than context_length are split on whole exchanges (`clean.split`); what is still longer is cut
+    into consecutive pieces, those without a token to learn from left out. The folder also holds dropped.jsonl: every
+    record that was not used, with the reason. held_out_fraction of the records, chosen by a hash of their ids, and all
+    of held_out_sources (numbered on after `sources`) are the split held_out. Several processes may prepare the same
+    folder at once.
     Raises UserError: a bad file (see data.sources.read), a template that does not fit, nothing to train on.
     """
     if not sources:
@@ -107,8 +115,8 @@ def prepare(
         raise UserError(f"held_out_fraction {held_out_fraction} must be at least 0 and below 1")
     everything = [*sources, *held_out_sources]
     for source in everything:
-        jinja_template(source.template, tokenizer)  # a wrong name fails before an hour of reading
-    job = _Job(everything, len(sources), tokenizer, context_length, held_out_fraction)
+        _template(source, tokenizer)  # a wrong name fails before an hour of reading
+    job = _Job(everything, len(sources), tokenizer, context_length, held_out_fraction, clean)
     final = Path(folder).expanduser() / job.key()
     if not (final / "index.npz").exists():
         _build(job, final, progress)
@@ -122,6 +130,7 @@ class _Job:
     tokenizer: Tokenizer
     context_length: int
     held_out_fraction: float
+    clean: CleanConfig
 
     def key(self) -> str:
         """Names what the folder holds, by content: a file that moved is the same, a file that changed is another."""
@@ -131,9 +140,9 @@ class _Job:
             "context_length": self.context_length,
             "held_out_fraction": self.held_out_fraction,
             "train_sources": self.train_sources,
+            "clean": asdict(self.clean),
             "sources": [
-                [_file_hash(source.path), source.format, jinja_template(source.template, self.tokenizer)]
-                for source in self.sources
+                [_content_hash(source), source.format, _template(source, self.tokenizer)] for source in self.sources
             ],
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
@@ -147,38 +156,72 @@ class _Job:
     def documents(self, report: Report, index: "_Index", bar) -> Iterator[tuple[int, dict]]:
         """(key, record) as tensorflow-datasets wants them; keys are consecutive, so that order is the sources'."""
         for number, source in enumerate(self.sources):
-            for conversation in sources_room.read(source, report, number, bar.update):
+            for item in sources_room.read(source, report, number, bar.update, self.clean):
                 account = report.sources[-1]
-                try:
-                    segments = render(conversation.messages, source.template, self.tokenizer)
-                except TemplateError as error:
-                    account.reject(str(error))
+                made = self.encode(item)
+                if isinstance(made, str):
+                    content = None if isinstance(item, Tokens) else asdict(item)
+                    account.reject(made, item.record, content)
                     continue
-                tokens = np.fromiter((token for s in segments for token in s.ids), np.int32)
-                mask = np.repeat([s.train for s in segments], [len(s.ids) for s in segments])
-                held_out = self.held_out(number, conversation.id)
-                kept = 0
-                for start in range(0, len(tokens), self.context_length):
-                    part = slice(start, start + self.context_length)
-                    trained = int(mask[part][1:].sum())  # the first token is nobody's target
-                    if not trained:
-                        continue
-                    kept += 1
-                    key = index.add(len(tokens[part]), trained, number, held_out)
-                    yield key, {
-                        "tokens": tokens[part],
-                        "loss_mask": mask[part].astype(np.uint8),
-                        "source": number,
-                        "record_id": conversation.id,
-                    }
-                if not kept:
-                    account.reject(NO_TARGET)
-                elif len(tokens) > self.context_length:
-                    account.repaired["longer than context_length, cut"] += 1
+                if made.change:
+                    account.repaired[made.change] += 1
+                held_out = self.held_out(number, item.id)
+                for tokens, mask in made.documents:
+                    key = index.add(len(tokens), int(mask[1:].sum()), number, held_out)
+                    yield key, {"tokens": tokens, "loss_mask": mask, "source": number, "record_id": item.id}
             account = report.sources[-1]
             if not account.kept:
                 why = f"none of its {account.records} records can be used ({account.reasons()})"
                 raise UserError(f"{source.path}: {why}")
+
+    def encode(self, item: Item) -> "_Encoded | str":
+        """The documents of one record, or why there are none."""
+        if isinstance(item, Conversation):
+            template = self.sources[item.source].template
+            try:
+                wholes = [self._render(item.messages, template)]
+                if self.clean.split and self._long(wholes):
+                    parts = split(item.messages, lambda part: not self._long([self._render(part, template)]))
+                    wholes = [self._render(part, template) for part in parts]
+            except TemplateError as error:
+                return str(error)
+        elif isinstance(item, Text):
+            wholes = [self._text(item.text)]
+        else:
+            if item.tokens.min() < 0 or item.tokens.max() >= self.tokenizer.vocab_size:
+                return FOREIGN_ID
+            wholes = [(item.tokens, item.loss_mask.astype(np.uint8))]
+        pieces = [
+            (tokens[start : start + self.context_length], mask[start : start + self.context_length])
+            for tokens, mask in wholes
+            for start in range(0, len(tokens), self.context_length)
+        ]
+        # The first token is nobody's target.
+        documents = [(tokens, mask) for tokens, mask in pieces if mask[1:].any()]
+        if not documents:
+            return NO_TARGET
+        return _Encoded(documents, SPLIT if len(wholes) > 1 else CUT if self._long(wholes) else None)
+
+    def _long(self, wholes: list[tuple[np.ndarray, np.ndarray]]) -> bool:
+        return len(wholes[0][0]) > self.context_length
+
+    def _render(self, messages: Sequence[Message], template: str) -> tuple[np.ndarray, np.ndarray]:
+        segments = render(messages, template, self.tokenizer)
+        tokens = np.fromiter((token for s in segments for token in s.ids), np.int32)
+        return tokens, np.repeat([s.train for s in segments], [len(s.ids) for s in segments]).astype(np.uint8)
+
+    def _text(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """A text between BOS and EOS, as far as the tokenizer has them, all of it trained on."""
+        ends = self.tokenizer.bos_id, self.tokenizer.eos_id
+        ids = [*ends[:1], *self.tokenizer.encode(text), *ends[1:]]
+        tokens = np.fromiter((token for token in ids if token is not None), np.int32)
+        return tokens, np.ones(len(tokens), np.uint8)
+
+
+@dataclass
+class _Encoded:
+    documents: list[tuple[np.ndarray, np.ndarray]]  # (tokens int32 [n], loss mask uint8 [n])
+    change: str | None  # what had to be done to the record for its length
 
 
 class _Index:
@@ -201,11 +244,12 @@ def _build(job: _Job, final: Path, progress: bool) -> None:
 
     final.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
-    report, index = Report(), _Index()
-    total = sum(Path(source.path).expanduser().stat().st_size for source in job.sources)
+    index = _Index()
+    total = sum(file.stat().st_size for source in job.sources for file in source.files())
     bar = tqdm(total=total, unit="B", unit_scale=True, desc="preparing data", disable=not progress)
     try:
-        with bar, _quiet(tfds):
+        with bar, _quiet(tfds), (building / DROPPED).open("w", encoding="ascii") as dropped:
+            report = Report(sink=lambda entry: dropped.write(json.dumps(entry) + "\n"))
             builder = _builder(tfds)(
                 data_dir=str(building / "tfds"), documents=lambda: job.documents(report, index, bar)
             )
@@ -276,6 +320,7 @@ def _open(final: Path, sources: list[Source], context_length: int) -> Prepared:
     held_out = index["held_out"].astype(bool)
     weights = np.asarray([source.weight for source in sources], np.float64)
     report = Report([SourceReport.from_dict(state) for state in json.loads((final / "report.json").read_text())])
+    report.dropped_file = final / DROPPED
     for account, source in zip(report.sources, sources, strict=True):
         account.path = str(source.path)  # the same content may lie elsewhere today
     train = Documents(final, np.flatnonzero(~held_out), index, weights, "train")
@@ -284,15 +329,20 @@ def _open(final: Path, sources: list[Source], context_length: int) -> Prepared:
     )
 
 
-def _file_hash(path: str) -> str:
-    path = Path(path).expanduser()
-    if not path.is_file():
-        # The reader knows how to say what is wrong with it.
-        next(iter(sources_room.read_records(path, SourceReport(str(path)))), None)
+def _template(source: Source, tokenizer: Tokenizer) -> str | None:
+    return jinja_template(source.template, tokenizer) if source.format == "sharegpt" else None
+
+
+def _content_hash(source: Source) -> str:
+    """Of all bytes of the source's files, and where each ends."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
+    for file in source.files():
+        if not file.is_file():
+            # The reader knows how to say what is wrong with it.
+            next(sources_room.read(source, Report()), None)
+        with file.open("rb") as opened:
+            whole = hashlib.file_digest(opened, "sha256")
+        digest.update(whole.digest())
     return digest.hexdigest()
 
 

@@ -11,7 +11,7 @@ from data.report import SourceReport
 CHUNK = 1 << 20  # bytes read at a time
 SPACE = " \t\r\n"
 CUT = "cut off or malformed JSON"
-WOULD_WORK = "a JSON list of records, or one JSON record a line, with `conversations` or `messages`, would work"
+WOULD_WORK = "a JSON list of records, or one JSON record a line, would work"
 
 
 class _Text:
@@ -64,8 +64,6 @@ def read_records(
     if not path.exists():
         near = f"; the folder {path.parent} does not exist" if not path.parent.exists() else ""
         raise UserError(f"{path}: no such file{near}; {WOULD_WORK}")
-    if path.is_dir():
-        raise UserError(f"{path}: is a folder, not a file; {WOULD_WORK}")
     text = _Text(path, advance)
     with text.file:
         first = text.peek()
@@ -111,7 +109,7 @@ def _list(text: _Text, account: SourceReport) -> Iterator[object]:
                     continue
                 what = f"record {count + 1} is cut off or malformed ({problem}); it and what follows it were not read"
                 account.notes.append(what)
-                account.drop(CUT)
+                account.drop(CUT, text.text[text.at : text.at + CHUNK])
                 return
             size *= 2  # so that a very long record costs a linear number of retries
         text.at = end
@@ -142,7 +140,7 @@ def _lines(text: _Text, account: SourceReport) -> Iterator[object]:
                 value = json.loads(line)
             except (json.JSONDecodeError, RecursionError):
                 bad.append(number)
-                account.drop(CUT)
+                account.drop(CUT, line)
             else:
                 whole += 1
                 yield value
