@@ -16,19 +16,18 @@ from pathlib import Path
 import numpy as np
 
 from data import sources as sources_room
-from data.clean import SPLIT, CleanConfig, split
-from data.conversation import Conversation, Message, Text, Tokens
+from data.clean import CleanConfig
+from data.conversation import Tokens
+from data.encode import Encoder, encode_all
 from data.errors import UserError
 from data.report import Report, SourceReport
-from data.sources import Item, Source
-from data.templates import TemplateError, jinja_template, render
+from data.sources import Source
+from data.templates import jinja_template
 from data.tokenizer import Tokenizer
 
 RULES = "prepare-2"  # change it with any change of what a document holds: old folders are then left alone
-NO_TARGET = "no trained token"
-FOREIGN_ID = "an id that the tokenizer does not have"
 DROPPED = "dropped.jsonl"
-CUT = "longer than context_length, cut"
+WORTH_PROCESSES = 1 << 23  # bytes of a source from which on several processes encode it; they take seconds to start
 
 
 @dataclass(frozen=True)
@@ -155,13 +154,16 @@ class _Job:
 
     def documents(self, report: Report, index: "_Index", bar) -> Iterator[tuple[int, dict]]:
         """(key, record) as tensorflow-datasets wants them; keys are consecutive, so that order is the sources'."""
+        templates = tuple(source.template for source in self.sources)
+        encoder = Encoder(templates, self.tokenizer, self.context_length, self.clean.split)
         for number, source in enumerate(self.sources):
-            for item in sources_room.read(source, report, number, bar.update, self.clean):
+            size = sum(file.stat().st_size for file in source.files())
+            processes = (os.cpu_count() or 1) if source.format != "tokens" and size >= WORTH_PROCESSES else 1
+            items = sources_room.read(source, report, number, bar.update, self.clean)
+            for item, made in encode_all(encoder, items, processes):
                 account = report.sources[-1]
-                made = self.encode(item)
                 if isinstance(made, str):
-                    content = None if isinstance(item, Tokens) else asdict(item)
-                    account.reject(made, item.record, content)
+                    account.reject(made, item.record, None if isinstance(item, Tokens) else asdict(item))
                     continue
                 if made.change:
                     account.repaired[made.change] += 1
@@ -173,55 +175,6 @@ class _Job:
             if not account.kept:
                 why = f"none of its {account.records} records can be used ({account.reasons()})"
                 raise UserError(f"{source.path}: {why}")
-
-    def encode(self, item: Item) -> "_Encoded | str":
-        """The documents of one record, or why there are none."""
-        if isinstance(item, Conversation):
-            template = self.sources[item.source].template
-            try:
-                wholes = [self._render(item.messages, template)]
-                if self.clean.split and self._long(wholes):
-                    parts = split(item.messages, lambda part: not self._long([self._render(part, template)]))
-                    wholes = [self._render(part, template) for part in parts]
-            except TemplateError as error:
-                return str(error)
-        elif isinstance(item, Text):
-            wholes = [self._text(item.text)]
-        else:
-            if item.tokens.min() < 0 or item.tokens.max() >= self.tokenizer.vocab_size:
-                return FOREIGN_ID
-            wholes = [(item.tokens, item.loss_mask.astype(np.uint8))]
-        pieces = [
-            (tokens[start : start + self.context_length], mask[start : start + self.context_length])
-            for tokens, mask in wholes
-            for start in range(0, len(tokens), self.context_length)
-        ]
-        # The first token is nobody's target.
-        documents = [(tokens, mask) for tokens, mask in pieces if mask[1:].any()]
-        if not documents:
-            return NO_TARGET
-        return _Encoded(documents, SPLIT if len(wholes) > 1 else CUT if self._long(wholes) else None)
-
-    def _long(self, wholes: list[tuple[np.ndarray, np.ndarray]]) -> bool:
-        return len(wholes[0][0]) > self.context_length
-
-    def _render(self, messages: Sequence[Message], template: str) -> tuple[np.ndarray, np.ndarray]:
-        segments = render(messages, template, self.tokenizer)
-        tokens = np.fromiter((token for s in segments for token in s.ids), np.int32)
-        return tokens, np.repeat([s.train for s in segments], [len(s.ids) for s in segments]).astype(np.uint8)
-
-    def _text(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """A text between BOS and EOS, as far as the tokenizer has them, all of it trained on."""
-        ends = self.tokenizer.bos_id, self.tokenizer.eos_id
-        ids = [*ends[:1], *self.tokenizer.encode(text), *ends[1:]]
-        tokens = np.fromiter((token for token in ids if token is not None), np.int32)
-        return tokens, np.ones(len(tokens), np.uint8)
-
-
-@dataclass
-class _Encoded:
-    documents: list[tuple[np.ndarray, np.ndarray]]  # (tokens int32 [n], loss mask uint8 [n])
-    change: str | None  # what had to be done to the record for its length
 
 
 class _Index:

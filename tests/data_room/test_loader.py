@@ -184,6 +184,23 @@ def test_texts_and_tokens_come_through_the_same_door(small, tokenizer, tmp_path)
     assert made.report.sources[1].repaired == {"longer than context_length, cut": 1}
 
 
+@pytest.mark.parametrize("name", ["tiny_tokenizer", "tiny.model"])
+def test_several_processes_write_what_one_does(small, name, tmp_path, monkeypatch):
+    """Records in order, dropped ones with their places, errors as they are; a sentencepiece model travels too."""
+    sources, made = [Source(str(small)), Source(str(FIXTURES / "dirty.json"))], {}
+    for bytes_enough in (1 << 30, 1):
+        monkeypatch.setattr("data.prepare.WORTH_PROCESSES", bytes_enough)
+        tokenizer = Tokenizer.load(FIXTURES / name)
+        made[bytes_enough] = prepare(sources, tokenizer, LENGTH, tmp_path / str(bytes_enough), progress=False)
+    one, several = made.values()
+    assert [(d.tokens.tolist(), d.loss_mask.tolist(), d.record_id) for d in _documents(one.train)] == [
+        (d.tokens.tolist(), d.loss_mask.tolist(), d.record_id) for d in _documents(several.train)
+    ]
+    assert one.report.sources == several.report.sources and one.folder.name == several.folder.name
+    dropped = [sorted(made.report.dropped_file.read_text().splitlines()) for made in (one, several)]
+    assert dropped[0] == dropped[1] and any("tool" in json.loads(line)["reason"] for line in dropped[0])
+
+
 def test_weights_mix_and_the_mix_goes_on_where_it_was(small, tokenizer, tmp_path):
     """Visits to each source over epochs are its weight; a second loader from the middle gives the same batches."""
     (tmp_path / "book.txt").write_text("Once upon a time there was a word. " * 120)
