@@ -76,7 +76,7 @@ def read_records(
         elif first == "{":
             yield from _lines(text, account)
         else:
-            raise UserError(f"{path}: begins with {first!r}, so it is no JSON; {WOULD_WORK}")
+            raise UserError(f"{path}: begins with {first!r}, so it is no JSON; {WOULD_WORK} (a plain text with format: text)")
 
 
 def _list(text: _Text, account: SourceReport) -> Iterator[object]:
