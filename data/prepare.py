@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data import paths
 from data import sources as sources_room
 from data.clean import CleanConfig
 from data.conversation import Tokens
@@ -27,6 +28,7 @@ from data.tokenizer import Tokenizer
 
 RULES = "prepare-2"  # change it with any change of what a document holds: old folders are then left alone
 DROPPED = "dropped.jsonl"
+INDEX = "index.npz"  # written last: a folder with an index is whole
 WORTH_PROCESSES = 1 << 23  # bytes of a source from which on several processes encode it; they take seconds to start
 
 
@@ -103,7 +105,7 @@ def prepare(
     into consecutive pieces, those without a token to learn from left out. The folder also holds dropped.jsonl: every
     record that was not used, with the reason. held_out_fraction of the records, chosen by a hash of their ids, and all
     of held_out_sources (numbered on after `sources`) are the split held_out. Several processes may prepare the same
-    folder at once.
+    folder at once. A folder in a store (gs://, s3://) is filled from, and read through, one in the cache.
     Raises UserError: a bad file (see data.sources.read), a template that does not fit, nothing to train on.
     """
     if not sources:
@@ -116,9 +118,14 @@ def prepare(
     for source in everything:
         _template(source, tokenizer)  # a wrong name fails before an hour of reading
     job = _Job(everything, len(sources), tokenizer, context_length, held_out_fraction, clean)
-    final = Path(folder).expanduser() / job.key()
-    if not (final / "index.npz").exists():
+    key = job.key()
+    final, there = paths.local_folder(folder) / key, f"{str(folder).rstrip('/')}/{key}"
+    if not (final / INDEX).exists() and paths.is_remote(folder):
+        paths.download(there, final, INDEX)
+    if not (final / INDEX).exists():
         _build(job, final, progress)
+        if paths.is_remote(folder):
+            paths.upload(final, there, INDEX)
     return _open(final, everything, context_length)
 
 
@@ -157,7 +164,7 @@ class _Job:
         templates = tuple(source.template for source in self.sources)
         encoder = Encoder(templates, self.tokenizer, self.context_length, self.clean.split)
         for number, source in enumerate(self.sources):
-            size = sum(file.stat().st_size for file in source.files())
+            size = sum(file.size() for file in source.files())
             processes = (os.cpu_count() or 1) if source.format != "tokens" and size >= WORTH_PROCESSES else 1
             items = sources_room.read(source, report, number, bar.update, self.clean)
             for item, made in encode_all(encoder, items, processes):
@@ -198,7 +205,7 @@ def _build(job: _Job, final: Path, progress: bool) -> None:
     final.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
     index = _Index()
-    total = sum(file.stat().st_size for source in job.sources for file in source.files())
+    total = sum(file.size() for source in job.sources for file in source.files())
     bar = tqdm(total=total, unit="B", unit_scale=True, desc="preparing data", disable=not progress)
     try:
         with bar, _quiet(tfds), (building / DROPPED).open("w", encoding="ascii") as dropped:
@@ -216,9 +223,8 @@ def _build(job: _Job, final: Path, progress: bool) -> None:
         shutil.rmtree(building / "tfds")
         accounts = json.dumps([account.to_dict() for account in report.sources], indent=1, ensure_ascii=False)
         (building / "report.json").write_text(accounts)
-        # Written last: a folder with an index is whole.
-        np.savez(building / "index.npz", **arrays)
-        if final.exists() and not (final / "index.npz").exists():
+        np.savez(building / INDEX, **arrays)
+        if final.exists() and not (final / INDEX).exists():
             shutil.rmtree(final)
         with contextlib.suppress(OSError):  # exists and is not empty: the same content by another process
             os.rename(building, final)
@@ -268,7 +274,7 @@ def _quiet(tfds):
 
 
 def _open(final: Path, sources: list[Source], context_length: int) -> Prepared:
-    with np.load(final / "index.npz") as stored:
+    with np.load(final / INDEX) as stored:
         index = {name: stored[name] for name in stored.files}
     held_out = index["held_out"].astype(bool)
     weights = np.asarray([source.weight for source in sources], np.float64)
@@ -290,10 +296,10 @@ def _content_hash(source: Source) -> str:
     """Of all bytes of the source's files, and where each ends."""
     digest = hashlib.sha256()
     for file in source.files():
-        if not file.is_file():
+        if not file.exists():
             # The reader knows how to say what is wrong with it.
             next(sources_room.read(source, Report()), None)
-        with file.open("rb") as opened:
+        with file.open() as opened:
             whole = hashlib.file_digest(opened, "sha256")
         digest.update(whole.digest())
     return digest.hexdigest()

@@ -3,9 +3,9 @@
 import codecs
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from data.errors import UserError
+from data.paths import File
 from data.report import SourceReport
 
 CHUNK = 1 << 20  # bytes read at a time
@@ -17,9 +17,9 @@ WOULD_WORK = "a JSON list of records, or one JSON record a line, would work"
 class _Text:
     """A window of the file's text that grows on demand, so that memory is one record plus one chunk."""
 
-    def __init__(self, path: Path, advance: Callable[[int], None] | None):
+    def __init__(self, path: File, advance: Callable[[int], None] | None):
         self.path = path
-        self.file = path.open("rb")
+        self.file = path.open()
         self.decoder = codecs.getincrementaldecoder("utf-8-sig")("strict")
         self.advance = advance
         self.text, self.at, self.ended, self.bytes_read = "", 0, False, 0
@@ -54,7 +54,7 @@ class _Text:
 
 
 def read_records(
-    path: Path, account: SourceReport, advance: Callable[[int], None] | None = None
+    path: File, account: SourceReport, advance: Callable[[int], None] | None = None
 ) -> Iterator[object]:
     """Yields every whole JSON value of the file's list (or lines). What is cut or malformed is dropped in `account`.
 
@@ -62,13 +62,12 @@ def read_records(
     something that is neither a list nor lines of JSON, and for text that is not UTF-8.
     """
     if not path.exists():
-        near = f"; the folder {path.parent} does not exist" if not path.parent.exists() else ""
-        raise UserError(f"{path}: no such file{near}; {WOULD_WORK}")
+        raise UserError(f"{path}: no such file; {WOULD_WORK}")
     text = _Text(path, advance)
     with text.file:
         first = text.peek()
         if first == "":
-            size = path.stat().st_size
+            size = path.size()
             raise UserError(f"{path}: the file is empty ({size} bytes, no text); {WOULD_WORK}")
         if first == "[":
             text.at += 1

@@ -7,9 +7,11 @@ from pathlib import Path
 
 import numpy as np
 
+from data import paths
 from data.clean import CleanConfig, Cleaner, Drop
 from data.conversation import Conversation, Text, Tokens
 from data.errors import UserError
+from data.paths import File
 from data.records import read_records
 from data.report import Report, SourceReport
 
@@ -39,10 +41,11 @@ BAD_MASK = "`loss_mask` or `labels` unlike its tokens"
 class Source:
     """One entry of a recipe's `data.sources`.
 
-    path: a file, or a folder of files. format: `sharegpt` (JSON list or lines of records: `conversations` with
-    from/value, or `messages` with role/content), `text` (a plain text is one document; JSON records have `text`) or `tokens`
-    (`.npy`, or JSON records with `tokens`). template: of conversations, a name of data.templates. weight: how often each
-    of its documents is seen in an epoch, on average (0.5: half of them, other ones each epoch).
+    path: a file, or a folder of files, here or in a store (gs://, s3://). format: `sharegpt` (JSON list or lines of
+    records: `conversations` with from/value, or `messages` with role/content), `text` (a plain text is one document; JSON
+    records have `text`) or `tokens` (`.npy`, or JSON records with `tokens`). template: of conversations, a name of
+    data.templates. weight: how often each of its documents is seen in an epoch, on average (0.5: half of them, other
+    ones each epoch).
     """
 
     path: str
@@ -56,15 +59,12 @@ class Source:
         if not 0 < self.weight < float("inf"):
             raise UserError(f"data.sources: weight {self.weight} of {self.path} must be a number above 0")
 
-    def files(self) -> list[Path]:
+    def files(self) -> list[File]:
         """The source's file, or those of its folder, sorted; UserError for a folder without any."""
-        path = Path(self.path).expanduser()
-        if not path.is_dir():
-            return [path]
         suffixes = SUFFIXES[self.format]
-        found = sorted(file for file in path.rglob("*") if file.suffix.lower() in suffixes and file.is_file())
+        found = paths.find(self.path, suffixes)
         if not found:
-            raise UserError(f"{path}: no {' or '.join(suffixes)} file in this folder; {WOULD_WORK[self.format]}")
+            raise UserError(f"{self.path}: no {' or '.join(suffixes)} file in this folder; {WOULD_WORK[self.format]}")
         return found
 
 
@@ -97,28 +97,32 @@ def read(
         )
 
 
-def _records(file: Path, format: str, account: SourceReport, advance: Advance) -> Iterator[object]:
+def _records(file: File, format: str, account: SourceReport, advance: Advance) -> Iterator[object]:
     """JSON values, one string for a plain text, or arrays [n]."""
-    suffix = file.suffix.lower()
-    if format == "sharegpt" or suffix in (".json", ".jsonl"):
+    if format == "sharegpt" or file.suffix in (".json", ".jsonl"):
         yield from read_records(file, account, advance)
         return
-    if not file.is_file():
+    if not file.exists():
         raise UserError(f"{file}: no such file; {WOULD_WORK[format]}")
     if format == "text":
         try:
-            yield file.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+            with file.open() as opened:
+                yield opened.read().decode("utf-8-sig").replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             raise UserError(f"{file}: byte {error.start} is not UTF-8 text; {WOULD_WORK[format]}") from None
     else:
         yield from _array(file)
     if advance:
-        advance(file.stat().st_size)
+        advance(file.size())
 
 
-def _array(file: Path) -> Iterator[np.ndarray]:
+def _array(file: File) -> Iterator[np.ndarray]:
     try:
-        array = np.load(file, mmap_mode="r", allow_pickle=False)
+        if paths.is_remote(file.path):
+            with file.open() as opened:
+                array = np.load(opened, allow_pickle=False)
+        else:
+            array = np.load(Path(file.path).expanduser(), mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
         raise UserError(f"{file}: cannot be read as .npy ({error}); {WOULD_WORK['tokens']}") from None
     if array.ndim not in (1, 2):

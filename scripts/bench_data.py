@@ -20,6 +20,7 @@ from pathlib import Path
 
 from data.errors import UserError
 from data.loader import Loader
+from data.paths import File
 from data.prepare import counts, prepare
 from data.records import read_records
 from data.report import Report, SourceReport
@@ -81,7 +82,7 @@ def clean(path: Path, dropped: Path) -> dict:
 
 def begin_otherwise(path: Path) -> int:
     """Records of two turns or more whose first is not `human`, told by a loop that knows nothing of our rules."""
-    records = (record["conversations"] for record in read_records(path, SourceReport(str(path))))
+    records = (record["conversations"] for record in read_records(File(str(path)), SourceReport(str(path))))
     return sum(len(turns) > 1 and turns[0]["from"] != "human" for turns in records)
 
 

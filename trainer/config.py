@@ -44,7 +44,7 @@ class SourceConfig:
     """One file or folder of records."""
 
     path: str
-    """File, or folder of files."""
+    """File, or folder of files, here or in a store (gs://, s3://)."""
     format: str = "sharegpt"
     """Format of the records: sharegpt (conversations), text (books: plain files, or JSON with `text`) or tokens (.npy, or
     JSON with `tokens` and perhaps `loss_mask`)."""
@@ -67,7 +67,7 @@ class DataConfig:
     context_length: int = 4096
     """Tokens in a packed row; a multiple of mesh.sequence."""
     prepared: str = "prepared"
-    """Folder that keeps the tokenized data sets."""
+    """Folder that keeps the tokenized data sets; one in a store (gs://, s3://) is read through the cache on this machine."""
     held_out_fraction: float = 0.05
     """Share of the conversations kept out of training for the held-out loss, unless held_out_path is given."""
     held_out_path: str | None = None
