@@ -26,6 +26,7 @@ NO_FIELD = "no conversations or messages"
 EMPTY_RECORD = "empty record"
 BAD_TURN = "a turn without role or text"
 UNKNOWN_ROLE = "unknown role"
+BAD_HTML = "HTML that cannot be read"
 EMPTY_TURN = "empty turn"
 LATE_SYSTEM = "system turn in the middle"
 NO_HUMAN = "no human turn"
@@ -99,15 +100,14 @@ class Cleaner:
     _seen: set[bytes] = field(default_factory=set)
 
     def clean(self, record: object) -> tuple[str, tuple[Message, ...], set[str]]:
-        """(id, turns in order, what was changed) of a record: `conversations` with from/value or `messages` with role/content.
+        """(id, turns in order, what was changed) of a record: `conversations` with from/value, `messages` with role/content,
+        or one exchange as Alpaca has it (`instruction`, perhaps `input`, `output`).
 
         Turns are [system] user assistant (tool assistant)* user assistant ... Raises Drop with the reason.
         """
         if not isinstance(record, dict):
             raise Drop(NOT_A_RECORD)
-        turns = next((record[key] for key in ("conversations", "messages") if isinstance(record.get(key), list)), None)
-        if turns is None:
-            raise Drop(NO_FIELD)
+        turns = _turns(record)
         if not turns:
             raise Drop(EMPTY_RECORD)
         changes: set[str] = set()
@@ -147,7 +147,10 @@ class Cleaner:
         content = content.strip()
         wanted = self.config.html
         if wanted != "never" and (html.has_tags(content) if wanted == "always" else html.is_page(content)):
-            content = html.to_markdown(content)
+            try:
+                content = html.to_markdown(content)
+            except ValueError:
+                raise Drop(BAD_HTML) from None
             changes.add(FROM_HTML)
         train = turn.get("train", True)
         return Message(known, content, train if isinstance(train, bool) else True)
@@ -164,6 +167,16 @@ class Cleaner:
             text = re.sub(r"```.*?(?:```|\Z)", " ", "\n".join(m.content[:2000] for m in messages[:6]), flags=re.DOTALL)
             if text.strip() and _language()(text[:4000])[0] not in config.languages:
                 raise Drop(OTHER_LANGUAGE)
+
+
+def _turns(record: dict) -> list:
+    for key in ("conversations", "conversation", "messages", "items"):
+        if isinstance(record.get(key), list):
+            return record[key]
+    asked = [record.get("instruction"), record.get("input") or ""]
+    if not all(isinstance(text, str) for text in [*asked, record.get("output")]):
+        raise Drop(NO_FIELD)
+    return [{"from": "user", "value": "\n\n".join(filter(None, asked))}, {"from": "assistant", "value": record["output"]}]
 
 
 def _language():

@@ -1,6 +1,7 @@
 """Turns saved as web pages, as scrapes of chats hold them, back to the markdown that they were shown from."""
 
 import re
+import warnings
 from functools import lru_cache
 
 # The wrapper that the chat's own page put around an answer, or a turn that opens with a block of prose and closes one.
@@ -26,8 +27,17 @@ def has_tags(text: str) -> bool:
 
 
 def to_markdown(text: str) -> str:
-    """The markdown of a page, by `markdownify`: code fenced with its language, formulas as `$tex$`, buttons left out."""
-    return _BUTTONS.sub("", _converter().convert(text).strip()).strip()
+    """The markdown of a page, by `markdownify`: code fenced with its language, formulas as `$tex$`, buttons left out.
+
+    Raises ValueError for what its parser refuses, or tags in tags in tags beyond Python's recursion.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # its parser's advice is to programmers: "this looks like XML", "like a URL"
+            markdown = _converter().convert(text)
+    except (RecursionError, AssertionError, ValueError) as error:
+        raise ValueError(f"HTML that cannot be read ({type(error).__name__})") from None
+    return _BUTTONS.sub("", markdown.strip()).strip()
 
 
 @lru_cache(maxsize=1)

@@ -34,6 +34,39 @@ def test_filters_drop_only_when_asked(rule, record, kept):
         contents(record, **rule)
 
 
+def test_one_exchange_as_alpaca_has_it():
+    assert contents({"instruction": "Add.", "input": "1, 2", "output": "3"}) == ["Add.\n\n1, 2", "3"]
+    assert contents({"instruction": "Sing.", "input": "", "output": "La."}) == ["Sing.", "La."]
+    with pytest.raises(Drop, match="no conversations or messages"):
+        contents({"instruction": "Sing.", "output": None})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["<p>x</p>", "\ud83d"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["text", "train", "a"]), inner, max_size=3),
+    max_leaves=5,
+)
+TURNS = st.lists(
+    st.dictionaries(st.sampled_from(["from", "role", "value", "content", "train"]),
+                    JSON | st.sampled_from(["human", "gpt", "tool", "system", "Hi"]), max_size=4) | JSON, max_size=4
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from(["id", "conversations", "messages", "instruction", "output"]), TURNS | JSON) | JSON,
+       st.builds(CleanConfig, html=st.sampled_from(["detect", "always", "never"]), refusals=st.booleans()))  # fmt: skip
+def test_any_json_is_turns_in_order_or_a_reason(record, config):
+    try:
+        identity, messages, _ = Cleaner(config).clean(record)
+    except Drop as drop:
+        assert str(drop)
+        return
+    assert isinstance(identity, str) and identity
+    roles = [message.role for message in messages]
+    roles = roles[1:] if roles[0] == "system" else roles
+    assert roles[0] == "user" and roles[-1] == "assistant" and "system" not in roles
+    assert all(message.content and message.content.encode() for message in messages)
+
+
 def test_duplicates_are_told_by_what_is_said():
     cleaner, again = Cleaner(), {**talk("Hi", "Ho"), "id": "another"}
     cleaner.clean(talk("Hi", "Ho"))
@@ -75,6 +108,8 @@ def test_pages_become_markdown():
     assert html.to_markdown("<p>2 / 3</p><p>Text</p>") == "Text"
     with pytest.raises(Drop, match="empty turn"):
         contents(talk("?", "<p> </p>"))
+    with pytest.raises(Drop, match="cannot be read"):
+        contents(talk("?", "<b>" * 5000), html="always")
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.booleans(), st.integers(1, 60))
