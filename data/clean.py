@@ -6,11 +6,15 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, TypeVar
+
+import numpy as np
 
 from data import html
 from data.conversation import Message
 from data.errors import UserError
+
+T = TypeVar("T")
 
 # Many spellings are met in public dumps; both key styles use the same table.
 SPELLINGS = {
@@ -234,25 +238,33 @@ def _before_rate_limit(messages: list[Message], changes: set[str]) -> list[Messa
     return messages
 
 
-def split(messages: Sequence[Message], fits: Callable[[Sequence[Message]], bool]) -> Iterator[Sequence[Message]]:
-    """Consecutive parts of whole exchanges, each as long as `fits` allows and at least one exchange; the system turn
-    opens each part. Every exchange is in one part, the last one too (FastChat's own splitting loses it at times)."""
+def split(
+    messages: Sequence[Message], render: Callable[[Sequence[Message]], T], length: Callable[[T], int], room: int
+) -> Iterator[T]:
+    """Consecutive parts of whole exchanges, rendered, each as long as `room` allows and at least one exchange; the system
+    turn opens each part. Every exchange is in one part, the last one too (FastChat's own splitting loses it at times)."""
+    whole = render(messages)
+    if length(whole) <= room:
+        yield whole
+        return
     system = messages[:1] if messages[0].role == "system" else messages[:0]
     starts = [place for place, message in enumerate(messages) if message.role == "user"] + [len(messages)]
+    ends = np.cumsum([0, *(len(message.content) for message in messages)])
+    typical = length(whole) / ends[-1]  # per character: a first guess, so that a part is rendered two or three times
     at = 0
     while at < len(starts) - 1:
         left = len(starts) - 1 - at
-
-        def part(exchanges, at=at):
-            return [*system, *messages[starts[at] : starts[at + exchanges]]]
-
-        # Doubling, then halving: a part is rendered a few times over, never what lies far behind it.
-        least, beyond = 1, 2
-        while beyond <= left and fits(part(beyond)):
-            least, beyond = beyond, 2 * beyond
-        beyond = min(beyond, left + 1)
+        guess = sum((ends[end] - ends[starts[at]]) * typical <= room for end in starts[at + 1 :])
+        least, beyond, step, found = 1, left + 1, 1, None  # `least` exchanges are taken, `beyond` are too many
         while beyond - least > 1:
-            middle = (least + beyond) // 2
-            least, beyond = (middle, beyond) if fits(part(middle)) else (least, middle)
-        yield part(least)
+            exchanges = min(max(guess, least + 1), beyond - 1)
+            rendered = render([*system, *messages[starts[at] : starts[at + exchanges]]])
+            if length(rendered) <= room:
+                least, found = exchanges, rendered
+                guess = exchanges + step if beyond == left + 1 else (least + beyond) // 2
+            else:
+                beyond = exchanges
+                guess = exchanges - step if least == 1 else (least + beyond) // 2
+            step *= 2
+        yield render([*system, *messages[starts[at] : starts[at + 1]]]) if found is None else found
         at += least

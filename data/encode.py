@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 
 import numpy as np
@@ -66,11 +67,10 @@ class Encoder:
         return Encoded(documents, SPLIT if len(wholes) > 1 else CUT if self._long(wholes[0]) else None)
 
     def _conversation(self, messages: Sequence[Message], template: str) -> list[Whole]:
-        whole = self._render(messages, template)
-        if not (self.split and self._long(whole)):
-            return [whole]
-        parts = split(messages, lambda part: not self._long(self._render(part, template)))
-        return [self._render(part, template) for part in parts]
+        if not self.split:
+            return [self._render(messages, template)]
+        render = partial(self._render, template=template)
+        return list(split(messages, render, lambda whole: len(whole[0]), self.context_length))
 
     def _long(self, whole: Whole) -> bool:
         return len(whole[0]) > self.context_length
