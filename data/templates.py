@@ -7,25 +7,85 @@ from data.conversation import Message
 from data.errors import UserError
 from data.tokenizer import Tokenizer
 
-NAMES = ("vicuna_v1.1", "tokenizer")
-
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
     "The assistant gives helpful, detailed, and polite answers to the user's questions."
 )
-
-# FastChat's vicuna_v1.1: separators " " and "</s>". It is Jinja too, so that what is trained with, what chat asks with
-# and what an exported model carries are the same text.
-VICUNA = (
-    "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set turns = messages[1:] %}"
-    "{% else %}{% set system = '" + VICUNA_SYSTEM.replace("'", "\\'") + "' %}{% set turns = messages %}{% endif %}"
-    "{% if bos_token %}{{ bos_token }}{% endif %}{{ system }}"
-    "{% for message in turns %}{% if message['role'] == 'user' %}"
-    "{{ (' ' if loop.first else '') + 'USER: ' + message['content'] }}"
-    "{% elif message['role'] == 'assistant' %}{{ ' ASSISTANT: ' + message['content'] + eos_token }}"
-    "{% else %}{{ raise_exception('vicuna_v1.1 has no ' + message['role'] + ' turn') }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}{{ ' ASSISTANT:' }}{% endif %}"
+ALPACA_SYSTEM = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes the request."
 )
+
+
+def _literal(text: str) -> str:
+    """A text as Jinja writes it in an expression."""
+    escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
+    return f"'{escaped}'"
+
+
+_BOS = "{% if bos_token %}{{ bos_token }}{% endif %}"
+
+
+def _dialogue(name: str, system: str, user: str, answer: str, lead: str = "") -> str:
+    """A system text (the conversation's own instead, if it has one) and `lead`, then the turns, each under its heading and
+    each answer ended by EOS: FastChat's style ADD_COLON_TWO."""
+    return (
+        "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set turns = messages[1:] %}"
+        "{% else %}{% set system = " + _literal(system) + " %}{% set turns = messages %}{% endif %}"
+        + _BOS + "{{ system }}"
+        "{% for message in turns %}{% if message['role'] == 'user' %}"
+        "{{ (" + _literal(lead) + " if loop.first else '') + " + _literal(user) + " + message['content'] }}"
+        "{% elif message['role'] == 'assistant' %}{{ " + _literal(answer) + " + message['content'] + eos_token }}"
+        "{% else %}{{ raise_exception('" + name + " has no ' + message['role'] + ' turn') }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ " + _literal(answer.rstrip()) + " }}{% endif %}"
+    )
+
+
+def _headed(bos: str, head: str, end: str) -> str:
+    """Every role, tool turns too, under a heading of control tokens and closed by one; `end` begins with that one."""
+    before, after = (_literal(part) for part in head.split("ROLE"))
+    return (
+        bos + "{% for message in messages %}{{ " + before + " + message['role'] + " + after
+        + " + message['content'] + " + _literal(end) + " }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ " + _literal(head.replace("ROLE", "assistant")) + " }}{% endif %}"
+    )
+
+
+_LLAMA_2 = (
+    "{% if messages[0]['role'] == 'system' %}"
+    "{% set system = '<<SYS>>\\n' + messages[0]['content'] + '\\n<</SYS>>\\n\\n' %}{% set turns = messages[1:] %}"
+    "{% else %}{% set system = '' %}{% set turns = messages %}{% endif %}{% for message in turns %}"
+    "{% if message['role'] == 'user' %}" + _BOS +
+    "{{ '[INST] ' + (system if loop.first else '') + message['content'] + ' [/INST]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + ' ' + eos_token }}"
+    "{% else %}{{ raise_exception('llama-2 has no ' + message['role'] + ' turn') }}{% endif %}{% endfor %}"
+)
+_PLAIN = (
+    _BOS + "{% for message in messages %}{{ ('' if loop.first else '\\n\\n') + message['content'] }}{% endfor %}"
+    "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
+)
+
+# All are Jinja, so that what is trained with, what chat asks with and what an exported model carries are the same text.
+BUILT_IN = {
+    # FastChat's: separators " " and "</s>".
+    "vicuna_v1.1": _dialogue("vicuna_v1.1", VICUNA_SYSTEM, "USER: ", " ASSISTANT: ", " "),
+    "koala": _dialogue("koala", "BEGINNING OF CONVERSATION:", "USER: ", " GPT: ", " "),
+    # Meta's, as transformers carries it: BOS before each exchange, a space before EOS.
+    "llama-2": _LLAMA_2,
+    "llama-3": _headed(_BOS, "<|start_header_id|>ROLE<|end_header_id|>\n\n", "<|eot_id|>"),
+    "chatml": _headed("", "<|im_start|>ROLE\n", "<|im_end|>\n"),
+    # Stanford's train.py, where the answer follows the colon at once; further exchanges go on in the same way.
+    "alpaca": _dialogue("alpaca", ALPACA_SYSTEM, "\n\n### Instruction:\n", "\n\n### Response:"),
+    # No names of roles: turns apart by an empty line, EOS at the end of all.
+    "plain": _PLAIN,
+}
+VICUNA = BUILT_IN["vicuna_v1.1"]
+NAMES = (*BUILT_IN, "tokenizer")
+# Control tokens that a template writes by their text, beside the tokenizer's own BOS and EOS.
+CONTROLS = {
+    "llama-3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+    "chatml": ("<|im_start|>", "<|im_end|>"),
+}
+TRAIN_ON = ("all", "last")
 
 
 class TemplateError(UserError):
@@ -43,17 +103,39 @@ class Segment:
 def jinja_template(template: str, tokenizer: Tokenizer) -> str:
     """The Jinja chat template that a template's name stands for, equal in text and ids; for an exported model.
 
-    Raises UserError for an unknown name, a tokenizer without a template of its own, or one without an EOS token.
+    Raises UserError for an unknown name, a tokenizer without a template of its own, one without an EOS token that the
+    template needs, or one that lacks the template's control tokens.
     """
-    if template == "vicuna_v1.1":
-        if tokenizer.eos_token is None:
-            raise UserError("template vicuna_v1.1 ends each answer with EOS, and the tokenizer names no eos_token")
-        return VICUNA
     if template == "tokenizer":
         if not tokenizer.chat_template:
             raise UserError("template `tokenizer`: this tokenizer has no chat template; vicuna_v1.1 would work")
         return tokenizer.chat_template
-    raise UserError(f"template {template!r} is unknown; {', '.join(NAMES)} would work")
+    if template not in BUILT_IN:
+        raise UserError(f"template {template!r} is unknown; {', '.join(NAMES)} would work")
+    missing = missing_controls(template, tokenizer)
+    if missing:
+        raise UserError(
+            f"template {template} writes the control tokens {', '.join(missing)}, which the tokenizer lacks; "
+            "data.add_control_tokens: true adds them with new embedding rows, template vicuna_v1.1 needs none"
+        )
+    if "eos_token" in BUILT_IN[template] and tokenizer.eos_token is None:
+        raise UserError(f"template {template} writes EOS, and the tokenizer names no eos_token")
+    return BUILT_IN[template]
+
+
+def missing_controls(template: str, tokenizer: Tokenizer) -> tuple[str, ...]:
+    """The control tokens that a template needs and the tokenizer lacks: what `Tokenizer.with_controls` would add."""
+    return tuple(token for token in CONTROLS.get(template, ()) if token not in tokenizer.controls)
+
+
+def end_ids(template: str, tokenizer: Tokenizer) -> tuple[int, ...]:
+    """The control token that ends an answer, to stop at: one id, or none where a template ends answers by text alone."""
+    try:
+        segments = render([Message("user", "a"), Message("assistant", "a")], template, tokenizer)
+    except TemplateError:  # a template that asks for more than these two turns
+        return ()
+    last = [segment.ids[-1] for segment in segments if segment.train][-1:]
+    return tuple(token for token in last if token in {control.id for control in tokenizer.controls.values()})
 
 
 def render(
@@ -61,16 +143,22 @@ def render(
     template: str,
     tokenizer: Tokenizer,
     add_generation_prompt: bool = False,
+    train_on: str = "all",
 ) -> list[Segment]:
     """A conversation's ids, cut where `train` changes; joined, they are all its ids in order.
 
     Trained on: assistant text, whatever the generation prompt leaves before it (a space), and the end token right after
-    it. For clean text (no white space at the ends, no control tokens) the ids equal `transformers`'
+    it; of every assistant turn (train_on "all") or only the last one ("last"), and never where Message.train is False.
+    For clean text (no white space at the ends, no control tokens) the ids equal `transformers`'
     apply_chat_template;
     a typed control token stays text. BOS only where the template writes it. Raises TemplateError (a UserError).
     """
+    if train_on not in TRAIN_ON:
+        raise UserError(f"train_on {train_on!r} is unknown; {', '.join(TRAIN_ON)} would work")
     source = jinja_template(template, tokenizer)
     roles = tuple(message.role for message in messages)
+    answers = [number for number, role in enumerate(roles) if role == "assistant"]
+    in_loss = {number for number in (answers if train_on == "all" else answers[-1:]) if messages[number].train}
     specials = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
     pieces = _pieces(source, roles, specials, add_generation_prompt)
     ids: list[tuple[int, bool]] = []
@@ -78,13 +166,11 @@ def render(
     ends_turn = False  # the next control token ends an assistant's text that is in the loss
     for piece in pieces:
         if isinstance(piece, int):
-            message = messages[piece]
-            train = message.role == "assistant" and message.train
-            run.add(message.content, train)
-            ends_turn = train
+            ends_turn = piece in in_loss
+            run.add(messages[piece].content, ends_turn)
             continue
         text, own, answer = piece
-        train_own = answer is not None and messages[answer].train
+        train_own = answer in in_loss
         # `own` characters at the end of the text are the assistant's to write, though the template writes them.
         at, border = 0, len(text) - own
         for match in tokenizer.control_pattern.finditer(text):

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -95,6 +96,14 @@ class Tokenizer:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(f"{path}: cannot be read as a tokenizer ({reason[:200]}); {WOULD_WORK}") from None
         return cls(files, engine, str(path))
+
+    def with_controls(self, tokens: Iterable[str]) -> "Tokenizer":
+        """A tokenizer with further control tokens, whose ids follow on the highest one; no other id changes."""
+        missing = [token for token in tokens if token not in self.controls]
+        if not missing:
+            return self
+        files = {**self._files, **self._engine.extended(missing)}
+        return Tokenizer(files, type(self._engine)(files), "the tokenizer with added control tokens")
 
     def encode(self, text: str) -> list[int]:
         """Ids of a text as at the beginning of a document, without BOS or EOS; never a control id, whatever is
@@ -196,6 +205,9 @@ class _Engine(Protocol):
     def find(self, text: str) -> int | None:
         """The id of exactly this token."""
 
+    def extended(self, tokens: list[str]) -> dict[str, bytes]:
+        """The model file with control tokens added at its end."""
+
     def seal(self, control_ids: set[int]) -> None:
         """Prepares encode so that it never gives one of these ids."""
 
@@ -227,6 +239,14 @@ class _HuggingFace(_Engine):
 
     def find(self, text):
         return self._full.token_to_id(text)
+
+    def extended(self, tokens):
+        from tokenizers import AddedToken
+        from tokenizers import Tokenizer as Library
+
+        library = Library.from_str(json.dumps(self._spec))
+        library.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
+        return {"tokenizer.json": library.to_str(pretty=True).encode()}
 
     def seal(self, control_ids):
         from tokenizers import AddedToken
@@ -270,6 +290,7 @@ class _Sentencepiece(_Engine):
         self.vocab_size = self._full.get_piece_size()
         kinds = sentencepiece_model_pb2.ModelProto.SentencePiece
         self._user_defined = kinds.USER_DEFINED
+        self._control = kinds.CONTROL
         self._unused = kinds.UNUSED
         self.controls = {
             piece.piece: ControlToken(piece.piece, number)
@@ -283,6 +304,13 @@ class _Sentencepiece(_Engine):
     def find(self, text):
         number = self._full.piece_to_id(text)
         return number if self._full.id_to_piece(number) == text else None
+
+    def extended(self, tokens):
+        proto = type(self._proto)()
+        proto.CopyFrom(self._proto)
+        for token in tokens:
+            proto.pieces.add(piece=token, score=0.0, type=self._control)
+        return {"tokenizer.model": proto.SerializeToString()}
 
     def seal(self, control_ids):
         import sentencepiece

@@ -9,15 +9,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROPE_RULES = ("default", "llama3")
-# Rules that Hugging Face knows and this project does not compute (yet): the error says more than "unknown".
-_ROPE_RULES_REFUSED = ("linear", "dynamic", "yarn", "longrope", "proportional")
+# What each RoPE rule needs, and what it may be given with its default; names are Hugging Face's.
+_ROPE_NEEDS = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+_ROPE_MAY = {
+    "dynamic": {"original_max_position_embeddings": None},
+    "yarn": {"attention_factor": None, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": None, "mscale_all_dim": None,
+             "truncate": True},
+}
+ROPE_RULES = tuple(_ROPE_NEEDS)
 
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """The rotary embedding. The four last fields are used by the rule `llama3` alone, and are None for `default`.
+    """The rotary embedding. Numbers that a rule does not use are None, so that equal embeddings compare equal.
 
+    For the rule `dynamic`, `original_max_position_embeddings` is the model's `max_position_embeddings`; LlamaConfig
+    fills it in, as transformers knows no other.
     Raises ValueError for a rule that is not computed here and for numbers that make no rotation.
     """
 
@@ -27,27 +40,34 @@ class RopeConfig:
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
     original_max_position_embeddings: int | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool | None = None
 
     def __post_init__(self) -> None:
         if self.rule not in ROPE_RULES:
-            what = "not supported yet" if self.rule in _ROPE_RULES_REFUSED else "not a RoPE rule known here"
-            raise ValueError(f"rope_type: {self.rule!r} is {what}; supported are {', '.join(ROPE_RULES)}")
-        _require_number("rope_theta", self.theta, above=0)
-        scaling = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        if self.rule == "llama3":
-            for name in scaling:
-                if getattr(self, name) is None:
-                    raise ValueError(f"rope_scaling: {name} is missing; rope_type 'llama3' needs {', '.join(scaling)}")
-                _require_number(f"rope_scaling.{name}", getattr(self, name), above=0)
-            if self.high_freq_factor <= self.low_freq_factor:
-                raise ValueError(
-                    f"rope_scaling.high_freq_factor: {self.high_freq_factor} must be greater than "
-                    f"low_freq_factor, which is {self.low_freq_factor}"
-                )
-        else:
-            # One spelling for one embedding, so that equal configs compare equal: the unused numbers are dropped.
-            for name in scaling:
-                object.__setattr__(self, name, None)
+            raise ValueError(f"rope_type: {self.rule!r} is not computed here; supported are {', '.join(ROPE_RULES)}")
+        # Yarn takes a logarithm to this base.
+        _require_number("rope_theta", self.theta, above=1 if self.rule == "yarn" else 0)
+        needs, may = _ROPE_NEEDS[self.rule], _ROPE_MAY.get(self.rule, {})
+        for name in (f.name for f in dataclasses.fields(self) if f.name not in ("rule", "theta")):
+            value = getattr(self, name) if name in (*needs, *may) else None
+            value = may.get(name) if value is None else value
+            object.__setattr__(self, name, value)
+            if name in needs and value is None:
+                raise ValueError(f"rope_scaling: {name} is missing; rope_type {self.rule!r} needs {', '.join(needs)}")
+            if name == "truncate":
+                if not (value is None or isinstance(value, bool)):
+                    raise ValueError(f"rope_scaling.truncate: {value!r} is not true or false")
+            elif value is not None:
+                _require_number(f"rope_scaling.{name}", value, above=0, or_equal=name.startswith("mscale"))
+        for high, low in (("high_freq_factor", "low_freq_factor"), ("beta_fast", "beta_slow")):
+            if getattr(self, high) is not None and getattr(self, high) <= getattr(self, low):
+                raise ValueError(f"rope_scaling.{high}: {getattr(self, high)} must be greater than {low}, which is "
+                                 f"{getattr(self, low)}")
 
 
 @dataclass(frozen=True)
@@ -115,6 +135,11 @@ class LlamaConfig:
                     raise ValueError(f"{name}: {value!r} is not a token id")
         if not isinstance(self.rope, RopeConfig):
             raise ValueError(f"rope: {self.rope!r} is not a RopeConfig")
+        if self.rope.rule == "dynamic":
+            if self.head_dim < 4:
+                raise ValueError(f"head_dim: {self.head_dim} is too small for rope_type 'dynamic'; 4 or more would work")
+            original = {"original_max_position_embeddings": self.max_position_embeddings}
+            object.__setattr__(self, "rope", dataclasses.replace(self.rope, **original))
 
     @classmethod
     def from_hf(cls, folder: str | Path) -> LlamaConfig:
@@ -180,12 +205,11 @@ class LlamaConfig:
         if isinstance(self.eos_token_id, tuple):
             values["eos_token_id"] = list(self.eos_token_id)
         scaling = None
-        if rope.rule == "llama3":
-            scaling = {
-                "rope_type": "llama3", "factor": rope.factor, "low_freq_factor": rope.low_freq_factor,
-                "high_freq_factor": rope.high_freq_factor,
-                "original_max_position_embeddings": rope.original_max_position_embeddings,
-            }
+        if rope.rule != "default":
+            numbers = {f.name: getattr(rope, f.name) for f in dataclasses.fields(rope) if f.name not in ("rule", "theta")}
+            if rope.rule == "dynamic":  # transformers knows it as max_position_embeddings
+                numbers.pop("original_max_position_embeddings")
+            scaling = {"rope_type": rope.rule, **{name: value for name, value in numbers.items() if value is not None}}
         return {
             "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
             "attention_dropout": 0.0, "pretraining_tp": 1, "use_cache": True, **values,
@@ -213,7 +237,7 @@ def _rope_from_hf(config: dict[str, Any], max_position_embeddings: int) -> RopeC
             raise ValueError(f"{key}: found {value!r}; needs an object or null")
         if any(isinstance(inner, dict) for inner in value.values()):
             raise ValueError(f"{key}: a different embedding per layer type is not supported; needs one for all layers")
-        spellings[key] = _rope_from_parameters(key, value, config.get("rope_theta"), max_position_embeddings)
+        spellings[key] = _rope_from_parameters(key, value, config, max_position_embeddings)
     if config.get("partial_rotary_factor") not in (None, 1, 1.0):
         raise ValueError(f"partial_rotary_factor: found {config['partial_rotary_factor']!r}; only 1 is supported")
     if len(set(spellings.values())) > 1:
@@ -227,8 +251,8 @@ def _rope_from_hf(config: dict[str, Any], max_position_embeddings: int) -> RopeC
     return RopeConfig(theta=10000.0 if theta is None else _as_float("rope_theta", theta))
 
 
-def _rope_from_parameters(key: str, found: dict[str, Any], outer_theta: Any, max_position: int) -> RopeConfig:
-    inner_theta = found.get("rope_theta")
+def _rope_from_parameters(key: str, found: dict[str, Any], config: dict[str, Any], max_position: int) -> RopeConfig:
+    inner_theta, outer_theta = found.get("rope_theta"), config.get("rope_theta")
     if inner_theta is not None and outer_theta is not None and float(inner_theta) != float(outer_theta):
         raise ValueError(f"rope_theta: {outer_theta} beside {key}.rope_theta {inner_theta}; remove the wrong one")
     theta = next((t for t in (inner_theta, outer_theta) if t is not None), 10000.0)
@@ -236,19 +260,23 @@ def _rope_from_parameters(key: str, found: dict[str, Any], outer_theta: Any, max
         raise ValueError(f"{key}.partial_rotary_factor: found {found['partial_rotary_factor']!r}; only 1 is supported")
     rule = found.get("rope_type", found.get("type", "default"))  # `type` is the older name of the key
     if rule not in ROPE_RULES:
-        what = "not supported yet" if rule in _ROPE_RULES_REFUSED else "not a RoPE rule known here"
-        raise ValueError(f"{key}.rope_type: {rule!r} is {what}; supported are {', '.join(ROPE_RULES)}")
-    if rule == "default":
-        return RopeConfig(theta=_as_float("rope_theta", theta))
-    numbers = {}
-    for name in ("factor", "low_freq_factor", "high_freq_factor"):
-        if found.get(name) is None:
-            raise ValueError(f"{key}.{name}: missing; rope_type 'llama3' needs it")
-        numbers[name] = _as_float(f"{key}.{name}", found[name])
-    original = found.get("original_max_position_embeddings")
-    # transformers falls back in the same way
-    numbers["original_max_position_embeddings"] = max_position if original is None else original
-    return RopeConfig(rule="llama3", theta=_as_float("rope_theta", theta), **numbers)
+        raise ValueError(f"{key}.rope_type: {rule!r} is not computed here; supported are {', '.join(ROPE_RULES)}")
+    numbers: dict[str, Any] = {name: found[name] for name in (*_ROPE_NEEDS[rule], *_ROPE_MAY.get(rule, ()))
+                               if found.get(name) is not None}
+    original = "original_max_position_embeddings"
+    if original in _ROPE_NEEDS[rule]:  # transformers, too, prefers the one outside and falls back to the model's length
+        numbers[original] = config.get(original) or numbers.get(original, max_position)
+    if rule == "dynamic":
+        numbers[original] = max_position
+    if rule == "yarn" and "factor" not in numbers:
+        numbers["factor"] = max_position / numbers[original]
+    for name in _ROPE_NEEDS[rule]:
+        if name not in numbers:
+            raise ValueError(f"{key}.{name}: missing; rope_type {rule!r} needs it")
+    for name, value in numbers.items():
+        if name not in (original, "truncate"):
+            numbers[name] = _as_float(f"{key}.{name}", value, or_equal=name.startswith("mscale"))
+    return RopeConfig(rule=rule, theta=_as_float("rope_theta", theta), **numbers)
 
 
 def _presets() -> dict[str, dict[str, Any]]:
@@ -307,6 +335,6 @@ def _require_number(name: str, value: Any, above: float, or_equal: bool = False)
         raise ValueError(f"{name}: {value!r} is not a number {'of at least' if or_equal else 'above'} {above}")
 
 
-def _as_float(name: str, value: Any) -> float:
-    _require_number(name, value, above=0)
+def _as_float(name: str, value: Any, or_equal: bool = False) -> float:
+    _require_number(name, value, above=0, or_equal=or_equal)
     return float(value)

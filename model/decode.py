@@ -79,6 +79,11 @@ class Generator:
         stops = [i for i, token in enumerate(ids) if token in self.stop_ids]
         return ids[:stops[0]] if stops else ids
 
+    @property
+    def _row(self) -> int:
+        """Prompt and new tokens: with the RoPE rule `dynamic` one embedding for all, so that cached keys stay true."""
+        return self.length + self.new_tokens
+
     @functools.cached_property
     def _compiled(self):
         batch = dict.fromkeys(("tokens", "index", "segment_ids"), TOKENS)
@@ -90,7 +95,7 @@ class Generator:
         model = self.model
         coords = TokenCoords(batch["index"], batch["segment_ids"])
         x = model.local_embed(params, batch["tokens"])
-        x, prompt_kv = model.local_layers(params, x, batch["index"], coords, keep_kv=True)
+        x, prompt_kv = model.local_layers(params, x, batch["index"], coords, keep_kv=True, length=self._row)
         # The last prompt token lies on one device of the sequence axis: the others add zeros.
         last = (batch["index"] == lengths[:, None] - 1)[..., None]
         x = lax.psum(jnp.sum(jnp.where(last, x, 0).astype(jnp.float32), 1, keepdims=True), "sequence").astype(x.dtype)
@@ -131,7 +136,7 @@ class Generator:
 
         def layer(x, given):
             weights, (prompt_k, prompt_v), (new_k, new_v) = given
-            q, k, v = model.local_project(weights, x, index)
+            q, k, v = model.local_project(weights, x, index, self._row)
             new_k = lax.dynamic_update_slice_in_dim(new_k, k, step, 1)
             new_v = lax.dynamic_update_slice_in_dim(new_v, v, step, 1)
             prompt = merge_over(attend(q, prompt_k, prompt_v, here, coords), "sequence")

@@ -24,7 +24,7 @@ from .config import LlamaConfig
 from .feedforward import FeedForward, Projection, RMSNorm, param, rms_norm
 from .loss import token_losses
 from .remat import policy
-from .rope import apply_rope, inverse_frequencies
+from .rope import apply_rope, attention_scaling, inverse_frequencies
 from .sharding import BATCH_AXES, Parallel, Parameter, Sharding
 
 TOKENS = PartitionSpec(BATCH_AXES, "sequence")
@@ -48,15 +48,19 @@ class SelfAttention(nnx.Module):
         self.o_proj = Projection("bthd,hde->bte", (config.num_attention_heads, size, hidden),
                                  ("heads", "head_dim", "embed"), std, *extra, rngs=rngs)
 
-    def project(self, x, positions, parallel: Parallel):
-        """x [B, T, E] -> q [B, T, Hq, D], k and v [B, T, Hkv, D], RoPE applied; heads of this tensor rank."""
+    def project(self, x, positions, length: int, parallel: Parallel):
+        """x [B, T, E] -> q [B, T, Hq, D], k and v [B, T, Hkv, D], RoPE applied; heads of this tensor rank.
+
+        length: of the whole row, see `inverse_frequencies`.
+        """
         q, k, v = (part.add_bias(part(x)) for part in (self.q_proj, self.k_proj, self.v_proj))
         if parallel.heads and not parallel.kv_heads:
             # Fewer key heads than ranks: each rank keeps the one that its query heads share.
             head = parallel.rank() * k.shape[2] // parallel.tensor
             k, v = (lax.dynamic_slice_in_dim(t, head, 1, axis=2) for t in (k, v))
-        frequencies = inverse_frequencies(self.config.rope, self.config.head_dim)
-        return apply_rope(q, positions, frequencies), apply_rope(k, positions, frequencies), v
+        rope = self.config.rope
+        turn = (positions, inverse_frequencies(rope, self.config.head_dim, length), attention_scaling(rope))
+        return apply_rope(q, *turn), apply_rope(k, *turn), v
 
     def combine(self, attended, parallel: Parallel):
         """[B, T, Hq, D] -> [B, T, E], summed over the tensor ranks."""
@@ -160,7 +164,8 @@ class Llama:
 
     @functools.cached_property
     def parameters(self) -> dict[str, Parameter]:
-        return declare(self.config)
+        """As in memory: with the vocabulary padded to what `tensor` divides."""
+        return declare(dataclasses.replace(self.config, vocab_size=self.parallel.vocab_size))
 
     @functools.cached_property
     def specs(self) -> dict[str, PartitionSpec]:
@@ -176,7 +181,11 @@ class Llama:
 
     def init(self, seed: int) -> dict[str, jax.Array]:
         """Fresh parameters, born sharded."""
-        return jax.jit(lambda key: init(self.config, key), out_shardings=self.shardings)(jax.random.key(seed))
+        def padded(key):  # drawn at the model's own size, so that the mesh changes no number
+            return {name: jnp.pad(x, [(0, n - m) for n, m in zip(self.parameters[name].shape, x.shape, strict=True)])
+                    for name, x in init(self.config, key).items()}
+
+        return jax.jit(padded, out_shardings=self.shardings)(jax.random.key(seed))
 
     def _run(self, fn, params, names, arrays, labels, chunk):
         weights = {name: params[name] for name in names}
@@ -189,7 +198,7 @@ class Llama:
 
         def embed(weights, arrays, labels):
             table, ids = weights["embed_tokens.weight"], labels["tokens"]
-            if parallel.tensor > 1 and parallel.vocab:
+            if parallel.tensor > 1:
                 ids = ids - parallel.rank() * table.shape[0]
             here = (ids >= 0) & (ids < table.shape[0])
             rows = jnp.where(here[..., None], table[jnp.where(here, ids, 0)], 0.0)
@@ -203,11 +212,11 @@ class Llama:
         specs = {name: PartitionSpec(*self.specs[f"layers.{name}"][1:]) for name in weights}
         return chunked(fn, weights, specs, arrays, labels, dtype=self.dtype, chunk=chunk)
 
-    def local_project(self, weights, x, positions):
-        """A layer's norm, projections and RoPE: q, k, v."""
+    def local_project(self, weights, x, positions, length: int):
+        """A layer's norm, projections and RoPE: q, k, v; length is the whole row's."""
         def project(weights, arrays, labels):
             layer = bind(self.config, weights)
-            return layer.self_attn.project(layer.input_layernorm(arrays["x"]), labels["positions"], self.parallel)
+            return layer.self_attn.project(layer.input_layernorm(arrays["x"]), labels["positions"], length, self.parallel)
 
         part = ("input_layernorm", "self_attn.q", "self_attn.k", "self_attn.v")
         return self._layer_call(project, weights, part, {"x": x}, {"positions": positions}, self.chunks.projection)
@@ -222,15 +231,19 @@ class Llama:
         part = ("self_attn.o", "post_attention", "mlp")
         return self._layer_call(finish, weights, part, {"x": x, "attended": attended}, {}, self.chunks.feed_forward)
 
-    def local_layers(self, params, x, positions, coords: TokenCoords, keep_kv: bool = False):
-        """All layers: [B, T, E] -> [B, T, E], and with keep_kv every layer's k and v [layers, B, T, Hkv, D]."""
+    def local_layers(self, params, x, positions, coords: TokenCoords, keep_kv: bool = False, length: int | None = None):
+        """All layers: [B, T, E] -> [B, T, E], and with keep_kv every layer's k and v [layers, B, T, Hkv, D].
+
+        length: of the row for the RoPE rule `dynamic`, if tokens are to follow; else what x holds over all devices.
+        """
         layers = {name.removeprefix("layers."): w for name, w in params.items() if name.startswith("layers.")}
         size = self.mesh.shape["sequence"]
+        length = length or x.shape[1] * size
 
         def body(carry, weights):
             x, positions, coords = carry
             x = checkpoint_name(x, "layer_input")
-            q, k, v = self.local_project(weights, x, positions)
+            q, k, v = self.local_project(weights, x, positions, length)
             attended, _ = attend(q, k, v, coords, coords, schedule=self.schedule, kernel=self.kernel, axis="sequence",
                                  size=size, mask=Mask())
             return (self.local_finish(weights, x, attended), positions, coords), (k, v) if keep_kv else None
@@ -240,11 +253,16 @@ class Llama:
         return (x, kv) if keep_kv else x
 
     def _head(self, weights, x):
-        """Final norm and logits of this tensor rank's vocabulary."""
+        """Final norm and logits of this tensor rank's vocabulary; minus infinity where it is padded."""
         norm = rms_norm(x, weights["norm.weight"], self.config.rms_norm_eps)
         if self.config.tie_word_embeddings:
-            return product("bte,ve->btv", norm, weights["embed_tokens.weight"])
-        return product("bte,ev->btv", norm, weights["lm_head.weight"])
+            logits = product("bte,ve->btv", norm, weights["embed_tokens.weight"])
+        else:
+            logits = product("bte,ev->btv", norm, weights["lm_head.weight"])
+        if self.parallel.vocab_size == self.config.vocab_size:
+            return logits
+        ids = self.parallel.rank() * logits.shape[-1] + jnp.arange(logits.shape[-1])
+        return jnp.where(ids < self.config.vocab_size, logits, -jnp.inf)
 
     @property
     def _head_names(self):
@@ -254,8 +272,8 @@ class Llama:
         """[B, T, E] -> float32 [B, T, V], all of the vocabulary on every tensor rank. For evaluation: not chunked."""
         def head(weights, arrays, labels):
             logits = self._head(weights, arrays["x"])
-            if self.parallel.tensor > 1 and self.parallel.vocab:
-                logits = lax.all_gather(logits, "tensor", axis=2, tiled=True)
+            if self.parallel.tensor > 1:
+                logits = lax.all_gather(logits, "tensor", axis=2, tiled=True)[..., :self.config.vocab_size]
             return logits.astype(jnp.float32)
 
         return self._run(head, params, self._head_names, {"x": x}, {}, None)

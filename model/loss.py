@@ -16,7 +16,7 @@ def token_losses(logits: jax.Array, targets: jax.Array, parallel: Parallel) -> j
       targets: int32 [B, c], ids in the whole vocabulary.
     """
     logits = logits.astype(jnp.float32)
-    split = parallel.tensor > 1 and parallel.vocab
+    split = parallel.tensor > 1
     top = lax.stop_gradient(logits.max(-1))
     if split:
         # pmax has no derivative, and needs none: the maximum cancels. Stop it before and after.

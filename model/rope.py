@@ -1,4 +1,4 @@
-"""Rotary position embedding: Hugging Face's half-rotation, with the rules `default` and `llama3`."""
+"""Rotary position embedding: Hugging Face's half-rotation, with the rules default, linear, dynamic, yarn and llama3."""
 
 from __future__ import annotations
 
@@ -11,22 +11,82 @@ import numpy as np
 from model.config import RopeConfig
 
 
-def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+def inverse_frequencies(rope: RopeConfig, head_dim: int, length: int | None = None) -> np.ndarray:
     """Angle per position of each pair of channels: float32 [head_dim / 2], fastest first.
+
+    `length` matters to the rule `dynamic` alone: the length of the row that is computed. Beyond the original length the
+    base grows with it, once for the whole row, as in one forward of transformers over `length` positions. It is the
+    same number for every row, document and shard, so that packing and mesh do not change the embedding.
 
     Follows transformers' modeling_rope_utils operation by operation in float32. That matters: at position 131071 one
     unit in the last place of the fastest frequency is 0.008 radians: a more exact table would be a *different* model.
-    Raises ValueError for an odd head_dim.
+    Raises ValueError for an odd head_dim, and for the rule `dynamic` without the original length.
     """
     if head_dim % 2:
         raise ValueError(f"head_dim: {head_dim} is odd; rotary embedding turns halves, so it must be even")
+    theta = _dynamic_theta(rope, head_dim, length) if rope.rule == "dynamic" else rope.theta
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     # The power is taken in float64 and rounded once: float32 pow differs between libraries in the last place.
-    power = np.power(np.float64(rope.theta), exponent.astype(np.float64)).astype(np.float32)
+    power = np.power(np.float64(np.float32(theta)), exponent.astype(np.float64)).astype(np.float32)
     frequencies = (np.float32(1.0) / power).astype(np.float32)
-    if rope.rule == "default":
-        return frequencies
-    # llama3: slow channels (long wavelengths) are slowed by `factor`, fast ones kept, those between blended.
+    if rope.rule == "linear":
+        return frequencies / np.float32(rope.factor)
+    if rope.rule == "yarn":
+        return _yarn(rope, head_dim, power, frequencies)
+    if rope.rule == "llama3":
+        return _llama3(rope, frequencies)
+    return frequencies
+
+
+def attention_scaling(rope: RopeConfig) -> float:
+    """What cosine and sine are multiplied by: yarn's temperature on queries and keys alike; 1 for the other rules."""
+    if rope.rule != "yarn":
+        return 1.0
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+
+    def scale(mscale: float) -> float:
+        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
+
+    if rope.mscale and rope.mscale_all_dim:
+        return scale(rope.mscale) / scale(rope.mscale_all_dim)
+    return scale(1.0)
+
+
+def _dynamic_theta(rope: RopeConfig, head_dim: int, length: int | None) -> np.float32:
+    """NTK: the slowest channels are stretched to `length`, the fastest kept, by a greater base."""
+    original = rope.original_max_position_embeddings
+    if original is None:
+        raise ValueError("rope: the rule 'dynamic' needs original_max_position_embeddings, the model's own length")
+    if length is None or length <= original:
+        return np.float32(rope.theta)
+    stretch = np.float32(rope.factor) * np.float32(length) / np.float32(original) - np.float32(rope.factor - 1)
+    exponent = np.float64(np.float32(head_dim / (head_dim - 2)))
+    return np.float32(rope.theta) * np.power(np.float64(stretch), exponent).astype(np.float32)
+
+
+def _yarn(rope: RopeConfig, head_dim: int, power: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
+    """Channels that turn often within the original length are kept, those that hardly turn are slowed by `factor`."""
+
+    def channel(rotations: float) -> float:
+        """The channel, as a fraction, that turns so often within the original length."""
+        turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+
+    low, high = channel(rope.beta_fast), channel(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, head_dim - 1)
+    if low == high:
+        high += 0.001
+    ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
+    kept = np.float32(1) - np.clip(ramp, np.float32(0), np.float32(1))
+    slowed = (np.float32(1) / (np.float32(rope.factor) * power)).astype(np.float32)
+    return (slowed * (np.float32(1) - kept) + frequencies * kept).astype(np.float32)
+
+
+def _llama3(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
+    """Slow channels (long wavelengths) are slowed by `factor`, fast ones kept, those between blended."""
     factor, low, high = (np.float32(x) for x in (rope.factor, rope.low_freq_factor, rope.high_freq_factor))
     original = np.float32(rope.original_max_position_embeddings)
     wavelength = (np.float32(2 * math.pi) / frequencies).astype(np.float32)
@@ -37,14 +97,16 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     return np.where(between, blended, slowed).astype(np.float32)
 
 
-def apply_rope(x: jax.Array, positions: jax.Array, inverse_frequencies: np.ndarray | jax.Array) -> jax.Array:
-    """Turns each head's channel pairs (c, c + D/2) by position times frequency.
+def apply_rope(
+    x: jax.Array, positions: jax.Array, inverse_frequencies: np.ndarray | jax.Array, scaling: float = 1.0
+) -> jax.Array:
+    """Turns each head's channel pairs (c, c + D/2) by position times frequency, and multiplies by `scaling`.
 
     x [B, T, H, D] of any float dtype, positions int32 [B, T], inverse_frequencies float32 [D/2]; gives x's shape and
     dtype. Angles, cosines and the products are float32, and the result is rounded once: bfloat16 cosines would lose the
     fine differences between far positions.
     """
     angles = positions.astype(jnp.float32)[..., None] * jnp.asarray(inverse_frequencies, jnp.float32)  # [B, T, D/2]
-    cos, sin = jnp.cos(angles)[:, :, None, :], jnp.sin(angles)[:, :, None, :]
+    cos, sin = (jnp.float32(scaling) * turn(angles)[:, :, None, :] for turn in (jnp.cos, jnp.sin))
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

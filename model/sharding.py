@@ -34,12 +34,15 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """What the tensor axis splits for this model. What it does not divide is replicated over it.
+    """What the tensor axis splits for this model. What it does not divide is replicated over it, but for the vocabulary,
+    which is padded.
 
     Attributes:
       tensor: size of the tensor axis.
       heads, kv_heads, mlp, vocab: whether that is split. With `heads` and not `kv_heads`, each rank computes with
         the one key/value head that its query heads share.
+      vocab_size: rows of the embedding in memory. Those beyond the model's vocabulary are zero and stay so: no logit, no
+        gradient; exports leave them out.
     """
 
     tensor: int
@@ -47,6 +50,7 @@ class Parallel:
     kv_heads: bool
     mlp: bool
     vocab: bool
+    vocab_size: int
 
     @classmethod
     def of(cls, config: LlamaConfig, tensor: int) -> Parallel:
@@ -54,7 +58,8 @@ class Parallel:
         query, key = config.num_attention_heads, config.num_key_value_heads
         kv_heads = key % tensor == 0
         heads = query % tensor == 0 and (kv_heads or tensor % key == 0)
-        return cls(tensor, heads, heads and kv_heads, config.intermediate_size % tensor == 0, config.vocab_size % tensor == 0)
+        return cls(tensor, heads, heads and kv_heads, config.intermediate_size % tensor == 0, True,
+                   -(-config.vocab_size // tensor) * tensor)
 
     def sum(self, x: jax.Array, what: str) -> jax.Array:
         """Adds the tensor ranks' shares of a product over a split axis; nothing to add where it is not split."""

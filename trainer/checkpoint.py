@@ -33,6 +33,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 from jax.experimental import multihost_utils
 
+from trainer.huggingface import VOCABULARY_AXES
 from trainer.manifest import MANIFEST, DamagedError, ForeignError, read_manifest, verify, write_manifest
 
 _STEP = re.compile(r"\d+")
@@ -306,11 +307,13 @@ def restore(
 
 def restore_model(
     path: str | Path, shardings: Mapping[str, Any] | jax.sharding.Sharding | None = None, *, dtype: Any = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, Any]:
     """The parameters alone, verified: for evaluation and export, which never read moments.
 
     `shardings`: by name (a sharding, or a ShapeDtypeStruct that has one), one for all, or None for numpy arrays on the
-    host. Errors as restore's.
+    host. `shapes`: by name, where the vocabulary is padded for another mesh than the one it was saved from. Errors as
+    restore's.
     """
     folder = find_checkpoint(path)
     verify(folder, ["model", "assets"])
@@ -322,7 +325,8 @@ def restore_model(
         if isinstance(sharding, jax.ShapeDtypeStruct):
             abstract[name] = sharding
         else:
-            abstract[name] = jax.ShapeDtypeStruct(stored.shape, stored.dtype, sharding=sharding)
+            shape = stored.shape if shapes is None else shapes[name]
+            abstract[name] = jax.ShapeDtypeStruct(shape, stored.dtype, sharding=sharding)
     if isinstance(shardings, Mapping):
         for name in shardings:
             if name not in abstract:
@@ -340,7 +344,7 @@ def _restore_item(folder: Path, item: str, abstract: dict[str, Any]) -> dict[str
             raise ValueError(f"{folder}: {what} {name} is not in the checkpoint")
         found = stored[name]
         # Checked here, since Orbax would cast to another dtype, and may cut or pad another shape, without a word.
-        if tuple(found.shape) != tuple(np.shape(wanted)) or found.dtype != wanted.dtype:
+        if not _fits(name, tuple(found.shape), tuple(np.shape(wanted))) or found.dtype != wanted.dtype:
             raise ValueError(f"{folder}: {what} {name} is {found.dtype}{list(found.shape)} in the checkpoint, and "
                              f"{np.dtype(wanted.dtype)}{list(np.shape(wanted))} in this run")
     for name in stored:
@@ -350,11 +354,24 @@ def _restore_item(folder: Path, item: str, abstract: dict[str, Any]) -> dict[str
     for name, wanted in abstract.items():
         sharding = getattr(wanted, "sharding", None)
         arguments[name] = ocp.RestoreArgs(restore_type=np.ndarray) if sharding is None else ocp.ArrayRestoreArgs(
-            sharding=sharding, global_shape=tuple(wanted.shape), dtype=wanted.dtype)
+            sharding=sharding, global_shape=tuple(wanted.shape), dtype=wanted.dtype, strict=False)
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         found = checkpointer.restore(folder / item, args=ocp.args.PyTreeRestore(
             item=dict.fromkeys(abstract, 0), restore_args=arguments))
     return {name: found[name] for name in abstract}
+
+
+# Padding is less than the mesh's tensor axis; a greater difference is another vocabulary.
+_MOST_PADDING = 1024
+
+
+def _fits(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Equal shapes, or equal but for the vocabulary's padding: rows of zeros, parameters and moments alike, that Orbax may
+    add or leave out."""
+    axis = next((axis for vocabulary, axis in VOCABULARY_AXES.items() if name.endswith(vocabulary)), None)
+    if axis is None or len(found) != 2 or len(wanted) != 2:
+        return found == wanted
+    return found[1 - axis] == wanted[1 - axis] and abs(found[axis] - wanted[axis]) < _MOST_PADDING
 
 
 def _stored(folder: Path, item: str) -> dict[str, jax.ShapeDtypeStruct]:

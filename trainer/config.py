@@ -61,7 +61,9 @@ class DataConfig:
     path: str | None = None
     """One source, shorthand for a list of one; on the command line it replaces the recipe's sources."""
     template: str = "vicuna_v1.1"
-    """Chat template: vicuna_v1.1, or tokenizer for the tokenizer's own."""
+    """Chat template: vicuna_v1.1, koala, llama-2, llama-3, chatml, alpaca, plain, or tokenizer for the tokenizer's own."""
+    add_control_tokens: bool = False
+    """Add the control tokens that the templates need and the tokenizer lacks, each with a new row of the embedding."""
     sources: tuple[SourceConfig, ...] = ()
     """The sources, each {path, format, template, weight}."""
     context_length: int = 4096

@@ -30,6 +30,8 @@ ASSET_FILES = (
     "chat_template.json",
 )
 SOURCE_DTYPE_FILE = "source_dtype.json"
+# The one axis that may be longer in memory than in the model: see model.sharding.Parallel.vocab_size.
+VOCABULARY_AXES = {"embed_tokens.weight": 0, "lm_head.weight": 1}
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,11 @@ class HFEntry:
     def one_shape(self) -> tuple[int, ...]:
         """Our shape without the layer axis."""
         return self.shape if self.layers is None else self.shape[1:]
+
+    def padded(self, vocab_size: int | None) -> tuple[int, ...]:
+        """Our shape with so many rows of vocabulary."""
+        axis = VOCABULARY_AXES.get(self.name)
+        return self.shape if None in (axis, vocab_size) else (*self.shape[:axis], vocab_size, *self.shape[axis + 1:])
 
     def to_hf(self, value: np.ndarray) -> np.ndarray:
         """Ours, one layer -> one Hugging Face tensor (a view where possible)."""
@@ -117,10 +124,11 @@ def hf_layout(config: LlamaConfig) -> list[HFEntry]:
 
 def read_hf(
     folder: str | Path, config: LlamaConfig, shardings: Mapping[str, jax.sharding.Sharding] | jax.sharding.Sharding,
-    dtype: Any = np.float32,
+    dtype: Any = np.float32, vocab_size: int | None = None,
 ) -> dict[str, jax.Array]:
     """The weights in `folder` as our flat dictionary, of `dtype`, placed by `shardings` (by name, or one for all).
 
+    `vocab_size`: rows of the embedding in memory, at least the config's; those beyond it are zero.
     Each device's part is read by itself from the memory-mapped files, so that the peak is the arrays and one part.
     Raises ValueError naming the tensor for one that is missing, misshapen, of a type other than bfloat16, float16 and
     float32, or unknown; and for folders without safetensors.
@@ -132,12 +140,28 @@ def read_hf(
         params = {}
         for entry in layout:
             sharding = shardings[entry.name] if isinstance(shardings, Mapping) else shardings
+            shape = entry.padded(vocab_size)
             params[entry.name] = jax.make_array_from_callback(
-                entry.shape, sharding, lambda index, entry=entry: _read_part(files, entry, index, dtype)
+                shape, sharding, lambda index, entry=entry, shape=shape: _padded_part(files, entry, shape, index, dtype)
             )
             # Transfers may lag behind; waiting keeps one array's parts on the host, not all of them.
             params[entry.name].block_until_ready()
         return params
+
+
+def _padded_part(
+    files: Mapping[str, Any], entry: HFEntry, shape: tuple[int, ...], index: tuple[slice, ...], dtype: Any
+) -> np.ndarray:
+    """The part `index` of a parameter that is of `shape` in memory: zeros beyond its own."""
+    if shape == entry.shape:
+        return _read_part(files, entry, index, dtype)
+    wanted = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
+    inside = [(start, min(stop, n)) for (start, stop), n in zip(wanted, entry.shape, strict=True)]
+    part = np.zeros([stop - start for start, stop in wanted], dtype)
+    if all(start < stop for start, stop in inside):
+        own = tuple(slice(stop - start) for start, stop in inside)
+        part[own] = _read_part(files, entry, tuple(slice(*ends) for ends in inside), dtype)
+    return part
 
 
 def _read_part(files: Mapping[str, Any], entry: HFEntry, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
@@ -266,9 +290,9 @@ def write_hf(
     """Writes a Hugging Face folder that transformers loads: weights, config, generation config, tokenizer, template.
 
     `params` is our flat dictionary (jax or numpy, any float dtype); tensors are written in the source dtype that
-    `assets` records. Weights above `max_shard_bytes` are split, with an index. Written beside `out` and renamed at
-    the end: what is at `out` is always whole. Raises ValueError if `out` has something in it, or params do
-    not fit config.
+    `assets` records, without the vocabulary's padding. Weights above `max_shard_bytes` are split, with an index. Written
+    beside `out` and renamed at the end: what is at `out` is always whole. Raises ValueError if `out` has something in it,
+    or params do not fit config.
     """
     assets, out = Path(assets), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -299,12 +323,15 @@ def write_hf(
 
 
 def check_params(shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig) -> None:
-    """Raises ValueError, naming the parameter, unless `shapes` are those of `config`'s model."""
-    layout = {entry.name: entry.shape for entry in hf_layout(config)}
-    for name, shape in layout.items():
+    """Raises ValueError, naming the parameter, unless `shapes` are those of `config`'s model, its vocabulary padded or not."""
+    entries = hf_layout(config)
+    layout = {entry.name: entry.shape for entry in entries}
+    rows = max(shapes.get("embed_tokens.weight", (0,))[0], config.vocab_size)
+    for entry in entries:
+        name, shape = entry.name, entry.shape
         if name not in shapes:
             raise ValueError(f"parameter {name} is missing; the config makes it {list(shape)}")
-        if tuple(shapes[name]) != shape:
+        if tuple(shapes[name]) not in (shape, entry.padded(rows)):
             raise ValueError(f"parameter {name} has shape {list(shapes[name])}; the config makes it {list(shape)}")
     for name in shapes:
         if name not in layout:
@@ -360,7 +387,7 @@ def _take_layer(value: jax.Array, layer: jax.Array) -> jax.Array:
 def _one_layer(value: Any, entry: HFEntry, layer: int) -> np.ndarray:
     """One layer of ours on the host: of a sharded array, only that layer is gathered."""
     if entry.layers is None:
-        return np.asarray(value)
+        return np.asarray(value)[tuple(map(slice, entry.shape))]
     return np.asarray(_take_layer(value, np.int32(layer)) if isinstance(value, jax.Array) else value[layer])
 
 

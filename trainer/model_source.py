@@ -6,13 +6,16 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
+
 from data.errors import UserError
+from data.templates import end_ids, missing_controls
 from data.tokenizer import Tokenizer
 from model.config import LlamaConfig
 
 from .checkpoint import assets_dir, restore_model
-from .config import ModelConfig
-from .huggingface import copy_assets, read_hf, resolve_model_path, write_source_dtype
+from .config import DataConfig, ModelConfig
+from .huggingface import VOCABULARY_AXES, copy_assets, read_hf, resolve_model_path, write_source_dtype
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +35,30 @@ class ModelSource:
     tokenizer_path: Path
 
     def read(self, model, seed: int = 0) -> dict:
-        """float32 parameters on the mesh of `model` (a Llama), each device reading its own part; fresh ones from scratch."""
+        """float32 parameters on the mesh of `model` (a Llama), each device reading its own part; fresh ones from scratch.
+
+        Rows of vocabulary that the files do not have (see `with_vocabulary`) are drawn with `seed`.
+        """
         if self.kind == "scratch":
             return model.init(seed)
         if self.kind == "huggingface":
-            return read_hf(self.folder, model.config, model.shardings)
-        return restore_model(self.folder, model.shardings, dtype="float32")
+            stored = LlamaConfig.from_hf(self.folder)
+            params = read_hf(self.folder, stored, model.shardings, vocab_size=model.parallel.vocab_size)
+        else:
+            stored = LlamaConfig.from_hf(self.folder / "assets")
+            shapes = {name: parameter.shape for name, parameter in model.parameters.items()}
+            params = restore_model(self.folder, model.shardings, dtype="float32", shapes=shapes)
+        grown = stored.vocab_size < model.config.vocab_size
+        return _draw_rows(params, model, stored.vocab_size, seed) if grown else params
+
+    def with_vocabulary(self, tokenizer: Tokenizer, end_ids: tuple[int, ...]) -> ModelSource:
+        """This model with a row of vocabulary for each of the tokenizer's ids, stopping at `end_ids` too."""
+        config = self.config
+        eos = config.eos_token_id if isinstance(config.eos_token_id, tuple) else (config.eos_token_id,)
+        eos = tuple(dict.fromkeys(id for id in (*eos, *end_ids) if id is not None))
+        config = dataclasses.replace(config, vocab_size=max(config.vocab_size, tokenizer.vocab_size),
+                                     eos_token_id=eos if len(eos) > 1 else eos[0] if eos else None)
+        return dataclasses.replace(self, config=config)
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.tokenizer_path)
@@ -52,8 +73,37 @@ class ModelSource:
             assets.mkdir(parents=True, exist_ok=True)
             write_source_dtype(assets, "float32")
         (assets / "config.json").write_text(json.dumps(self.config.to_hf(), indent=2) + "\n", encoding="utf-8")
+        generation = assets / "generation_config.json"
+        if generation.exists():
+            content = json.loads(generation.read_text(encoding="utf-8"))
+            content["eos_token_id"] = self.config.to_hf()["eos_token_id"]
+            generation.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         tokenizer.save(assets, chat_template)
         (assets / "run.yaml").write_text(resolved, encoding="utf-8")
+
+
+def _draw_rows(params: dict, model, had: int, seed: int) -> dict:
+    """New rows of the vocabulary, from `had` on: the mean of the old ones, and noise as at the beginning of training.
+
+    The mean, since a row of noise alone would be far from all that the other layers know.
+    """
+    config = model.config
+
+    def draw(params):
+        drawn = {}
+        for name, axis in VOCABULARY_AXES.items():
+            if name not in params:
+                continue
+            old = jax.lax.slice_in_dim(params[name], 0, had, axis=axis)
+            shape = (config.vocab_size - had, config.hidden_size)
+            noise = config.initializer_range * jax.random.normal(jax.random.fold_in(jax.random.key(seed), axis), shape)
+            rows = old.mean(axis, keepdims=True) + (noise.T if axis else noise)
+            drawn[name] = jax.lax.dynamic_update_slice_in_dim(params[name], rows, had, axis)
+        return drawn
+
+    shared = {name: params[name] for name in VOCABULARY_AXES if name in params}
+    shardings = {name: model.shardings[name] for name in shared}
+    return {**params, **jax.jit(draw, out_shardings=shardings, donate_argnums=0)(shared)}
 
 
 def open_model(path: str) -> ModelSource:
@@ -94,3 +144,17 @@ def choose_model(config: ModelConfig) -> ModelSource:
     derived = {"head_dim": None, "num_key_value_heads": None} if "num_attention_heads" in config.overrides else {}
     shape = dataclasses.replace(shape, **{**ids, **derived, **config.overrides})
     return ModelSource(shape, "scratch", None, Path(config.tokenizer))
+
+
+def for_templates(source: ModelSource, data: DataConfig) -> tuple[ModelSource, Tokenizer]:
+    """The model and its tokenizer, with `data.add_control_tokens` with every control token that the templates need.
+
+    The model stops at the token that ends an answer in the template it is exported with, the first source's.
+    """
+    tokenizer = source.tokenizer()
+    if not data.add_control_tokens:
+        return source, tokenizer
+    names = [part.template or data.template for part in data.sources]
+    tokenizer = tokenizer.with_controls(dict.fromkeys(
+        token for name in (*names, data.template) for token in missing_controls(name, tokenizer)))
+    return source.with_vocabulary(tokenizer, end_ids(names[0], tokenizer)), tokenizer

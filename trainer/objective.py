@@ -24,7 +24,7 @@ from model.llama import Chunks, Llama
 
 from . import config as configuration
 from .config import RunConfig
-from .model_source import choose_model
+from .model_source import choose_model, for_templates
 from .step import text_batch
 
 
@@ -83,8 +83,7 @@ class TextObjective:
 
     def __post_init__(self):
         data = self.config.data
-        self.source = choose_model(self.config.model)
-        self.tokenizer = self.source.tokenizer()
+        self.source, self.tokenizer = for_templates(choose_model(self.config.model), data)
         if self.tokenizer.vocab_size > self.source.config.vocab_size:
             raise UserError(f"model: vocab_size is {self.source.config.vocab_size}, but the tokenizer has ids up to "
                             f"{self.tokenizer.vocab_size - 1}; another tokenizer or a larger vocab_size would work")

@@ -1,6 +1,11 @@
 """Tokenizers and templates against transformers, FastChat's text written by hand, and users who type control tokens."""
 
+import functools
+import itertools
 import json
+import os
+import re
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -8,7 +13,17 @@ from hypothesis import strategies as st
 
 from data.conversation import Message
 from data.errors import UserError
-from data.templates import VICUNA_SYSTEM, jinja_template, render
+from data.templates import (
+    ALPACA_SYSTEM,
+    BUILT_IN,
+    CONTROLS,
+    NAMES,
+    VICUNA_SYSTEM,
+    end_ids,
+    jinja_template,
+    missing_controls,
+    render,
+)
 from data.tokenizer import Tokenizer
 from tests.conftest import REPOSITORY
 from tests.smollm2 import smollm2_dir
@@ -35,16 +50,20 @@ def _trained(tokenizer, segments):
     return [tokenizer.decode(segment.ids, skip_control=False) for segment in segments if segment.train]
 
 
+ALL_CONTROLS = [token for tokens in CONTROLS.values() for token in tokens]
+
+
 @pytest.fixture(scope="module", params=["tiny", "smollm2"])
-def pair(request):
-    """Our tokenizer and transformers', of one folder."""
+def pair(request, tmp_path_factory):
+    """Our tokenizer and transformers', of one folder, with the control tokens of every template."""
     from transformers import AutoTokenizer
 
-    folder = TINY if request.param == "tiny" else smollm2_dir()
+    folder = tmp_path_factory.mktemp(request.param)
+    Tokenizer.load(TINY if request.param == "tiny" else smollm2_dir()).with_controls(ALL_CONTROLS).save(folder)
     return Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
 
 
-@pytest.mark.parametrize("template", ["tokenizer", "vicuna_v1.1"])
+@pytest.mark.parametrize("template", NAMES)
 @pytest.mark.parametrize("system", [False, True])
 @pytest.mark.parametrize("prompt", [False, True])
 def test_ids_equal_apply_chat_template(pair, template, system, prompt):
@@ -57,6 +76,202 @@ def test_ids_equal_apply_chat_template(pair, template, system, prompt):
         return_dict=False,
     )
     assert _ids(render(_messages(talk), template, ours, prompt)) == expected
+
+
+def by_hand(template, talk, bos, eos):
+    """What a template makes of [system] user assistant ... turns, written out: texts, and whether each is trained on."""
+    system = talk[0][1] if talk[0][0] == "system" else None
+    pairs = list(zip(talk[system is not None :: 2], talk[(system is not None) + 1 :: 2], strict=True))
+    exchanges = [(question, answer) for (_, question), (_, answer) in pairs]
+    parts = []
+    if template in ("vicuna_v1.1", "koala"):
+        default, name = (VICUNA_SYSTEM, "ASSISTANT") if template == "vicuna_v1.1" else ("BEGINNING OF CONVERSATION:", "GPT")
+        parts.append((f"{bos}{system or default} ", False))
+        for question, answer in exchanges:
+            parts += [(f"USER: {question} {name}:", False), (f" {answer}{eos}", True)]
+    elif template == "alpaca":
+        parts.append((f"{bos}{system or ALPACA_SYSTEM}", False))
+        for question, answer in exchanges:
+            parts += [(f"\n\n### Instruction:\n{question}\n\n### Response:", False), (f"{answer}{eos}", True)]
+    elif template == "llama-2":
+        rules = f"<<SYS>>\n{system}\n<</SYS>>\n\n" if system else ""
+        for question, answer in exchanges:
+            parts += [(f"{bos}[INST] {rules}{question} [/INST]", False), (f" {answer} {eos}", True)]
+            rules = ""
+    elif template == "llama-3":
+        parts.append((bos, False))
+        for role, text in talk:
+            parts.append((f"<|start_header_id|>{role}<|end_header_id|>\n\n", False))
+            parts.append((f"{text}<|eot_id|>", role == "assistant"))
+    elif template == "chatml":
+        for role, text in talk:
+            parts += [(f"<|im_start|>{role}\n", False), (f"{text}<|im_end|>", role == "assistant"), ("\n", False)]
+    elif template == "plain":
+        parts.append((bos, False))
+        for number, (role, text) in enumerate(talk):
+            parts += [("\n\n" if number else "", False), (text, role == "assistant")]
+        parts.append((eos, True))
+    return parts
+
+
+def ids_and_mask(theirs, parts):
+    """transformers' ids of the whole text, and which of them lie, in part or whole, in a trained part."""
+    encoded = theirs("".join(text for text, _ in parts), add_special_tokens=False, return_offsets_mapping=True)
+    ends = list(itertools.accumulate(len(text) for text, _ in parts))
+    trained = [(end - len(text), end) for (text, train), end in zip(parts, ends, strict=True) if train]
+    mask = [any(start < to and at < end for at, to in trained) for start, end in encoded["offset_mapping"]]
+    return encoded["input_ids"], mask
+
+
+def mask_of(segments):
+    return [segment.train for segment in segments for _ in segment.ids]
+
+
+# Conversations of our own, FastChat's where the shared folder lies beside the project, and whatever file a user names.
+FILES = [REPOSITORY / "data/fixtures/conversations.json", *filter(Path.exists, (
+    REPOSITORY.parent / "shared/data/conversations/fastchat_dummy.json",
+    *map(Path, filter(None, os.environ.get("LONGSTRIPE_CONVERSATIONS", "").split(os.pathsep)))))]
+
+
+@functools.cache
+def records(file):
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def conversations(file, controls, count=200):
+    """The first `count` clean conversations that alternate, as (role, text)."""
+    found = []
+    for record in records(file):
+        talk = [("user" if turn["from"] in ("human", "user") else "assistant" if turn["from"] == "gpt" else "?",
+                 turn["value"].strip()) for turn in record["conversations"]]
+        talk = talk[: len(talk) // 2 * 2]
+        clean = all(text and not any(control in text for control in controls) for _, text in talk)
+        if talk and clean and [role for role, _ in talk] == ["user", "assistant"] * (len(talk) // 2):
+            found.append(talk)
+        if len(found) == count:
+            return found
+    raise AssertionError(f"{file}: only {len(found)} conversations")
+
+
+@pytest.mark.parametrize("template", BUILT_IN)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_ids_and_mask_of_200_conversations_are_the_text_written_by_hand(pair, template, file):
+    ours, theirs = pair
+    for number, talk in enumerate(conversations(file, ours.controls)):
+        talk = [("system", "Be brief.\n\nBe kind."), *talk] if number % 3 == 0 else talk
+        ids, mask = ids_and_mask(theirs, by_hand(template, talk, ours.bos_token or "", ours.eos_token))
+        segments = render(_messages(talk), template, ours)
+        assert (_ids(segments), mask_of(segments)) == (ids, mask), talk
+
+
+def sentencepiece_ids_and_mask(library, parts, controls):
+    """The same by the library itself: what stands between two control tokens is encoded by itself."""
+    ids, mask = [], []
+    run, trained = "", []
+
+    def finish():
+        nonlocal run, trained
+        for piece in library.encode(run, out_type="proto").pieces if run else ():
+            ids.append(piece.id)  # places are bytes; a mark of a beginning has none of its own
+            mask.append(any(piece.begin < to and at < max(piece.end, piece.begin + 1) for at, to in trained))
+        run, trained = "", []
+
+    for text, train in parts:
+        for number, piece in enumerate(re.split("(" + "|".join(map(re.escape, controls)) + ")", text)):
+            if number % 2:
+                finish()
+                ids.append(controls[piece])
+                mask.append(train)
+            elif piece:
+                at = len(run.encode())
+                run += piece
+                trained += [(at, len(run.encode()))] if train else []
+    finish()
+    return ids, mask
+
+
+@pytest.mark.parametrize("template", BUILT_IN)
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_ids_and_mask_are_sentencepieces(template, file):
+    import sentencepiece
+
+    ours = Tokenizer.load(MODEL).with_controls(ALL_CONTROLS)
+    library = sentencepiece.SentencePieceProcessor(model_file=str(MODEL))
+    controls = {"<s>": 1, "</s>": 2, **{token: len(library) + number for number, token in enumerate(ALL_CONTROLS)}}
+    for talk in conversations(file, ours.controls):
+        expected = sentencepiece_ids_and_mask(library, by_hand(template, talk, "<s>", "</s>"), controls)
+        segments = render(_messages(talk), template, ours)
+        assert (_ids(segments), mask_of(segments)) == expected, talk
+
+
+@pytest.mark.parametrize("template", BUILT_IN)
+def test_loss_on_the_last_answer_and_on_flagged_ones(pair, template):
+    ours, _ = pair
+    whole = render(_messages(TALK), template, ours)
+    last = render(_messages(TALK), template, ours, train_on="last")
+    assert _ids(last) == _ids(whole)
+    muted = [Message(role, text, train=number != 1) for number, (role, text) in enumerate(TALK)]
+    assert render(muted, template, ours) == last  # the second answer alone, either way
+    first, second = ("".join(_trained(ours, segments)) for segments in (whole, last))
+    assert "Pim" in first and "Pim" not in second and "You too!" in second and "fine" not in second
+    assert first.endswith(second)
+    silent = [Message(role, text, train=number != 3) for number, (role, text) in enumerate(TALK)]
+    assert not any(segment.train for segment in render(silent, template, ours, train_on="last"))
+    with pytest.raises(UserError, match="all, last would work"):
+        render(_messages(TALK), template, ours, train_on="first")
+
+
+@pytest.mark.parametrize("folder", [TINY, MODEL], ids=["tiny", "sentencepiece"])
+def test_lacking_control_tokens_are_refused_or_added(tmp_path, folder):
+    from transformers import AutoTokenizer
+
+    bare = Tokenizer.load(folder)
+    for template, tokens in CONTROLS.items():
+        assert missing_controls(template, bare) == tokens
+        with pytest.raises(UserError, match=r"lacks; data\.add_control_tokens: true adds them") as caught:
+            render(_messages(TALK), template, bare)
+        assert all(token in str(caught.value) for token in tokens)
+        grown = bare.with_controls(missing_controls(template, bare))
+        assert [grown.control_id(token) for token in tokens] == [bare.vocab_size + i for i in range(len(tokens))]
+        assert grown.vocab_size == bare.vocab_size + len(tokens) and grown.fingerprint != bare.fingerprint
+        for text in ("Who are you? 123 é 😀", "".join(tokens), f"a {tokens[0]}"):
+            assert grown.encode(text) == bare.encode(text)  # typed, they are the text that they were
+        grown.save(tmp_path / template, jinja_template(template, grown))
+        again, theirs = Tokenizer.load(tmp_path / template), AutoTokenizer.from_pretrained(tmp_path / template)
+        assert (again.bos_id, again.eos_id) == (bare.bos_id, bare.eos_id)
+        assert again.controls == grown.controls
+        assert [theirs.convert_tokens_to_ids(token) for token in tokens] == [again.control_id(t) for t in tokens]
+        assert end_ids("tokenizer", again) == end_ids(template, grown) == (grown.control_id(tokens[-1]),)
+        assert _ids(render(_messages(TALK), "tokenizer", again)) == _ids(render(_messages(TALK), template, grown))
+
+
+def test_templates_that_need_no_control_tokens_end_answers_with_eos():
+    tokenizer = Tokenizer.load(TINY)
+    for template in set(BUILT_IN) - set(CONTROLS):
+        assert missing_controls(template, tokenizer) == () and end_ids(template, tokenizer) == (tokenizer.eos_id,)
+
+
+_TYPED = ["<s>", "</s>", "<pad>", "<unk>", *ALL_CONTROLS, "[INST]", "[/INST]", "<<SYS>>", "### Response:", "USER:", "<|",
+          "{{ eos_token }}", "\ufdd0", "\ufdd00\ufdd1", " ", "\n"]  # fmt: skip
+_TEXT = st.lists(st.one_of(st.sampled_from(_TYPED), st.text(max_size=8)), min_size=1, max_size=5).map("".join)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(_TEXT, min_size=2, max_size=5))
+def test_no_users_text_gives_a_control_id_in_any_template(texts):
+    """Whatever is said, a conversation has the control ids of its template alone: those of the same one of clean texts."""
+    roles = ["system", "user", "assistant", "user", "assistant"][5 - len(texts) if len(texts) % 2 == 0 else 0 :][: len(texts)]
+    for folder, template in itertools.product((TINY, MODEL, smollm2()), NAMES):
+        tokenizer = _cached(folder, with_controls=True)
+        if template == "tokenizer" and tokenizer.chat_template is None:
+            continue
+        controls = {control.id for control in tokenizer.controls.values()}
+        said, clean = (
+            [t for t in _ids(render([Message(r, c) for r, c in zip(roles, contents, strict=True)], template, tokenizer))
+             if t in controls]
+            for contents in (texts, ["x"] * len(texts))
+        )
+        assert said == clean, (template, texts)
 
 
 def test_vicuna_is_fastchats_text_and_trains_on_answers_alone():
@@ -106,12 +321,14 @@ def test_no_text_gives_a_control_id(parts):
 
 
 _loaded = {}
+smollm2 = functools.cache(smollm2_dir)
 
 
-def _cached(folder):
-    if folder not in _loaded:
-        _loaded[folder] = Tokenizer.load(folder)
-    return _loaded[folder]
+def _cached(folder, with_controls=False):
+    if (folder, with_controls) not in _loaded:
+        tokenizer = Tokenizer.load(folder)
+        _loaded[folder, with_controls] = tokenizer.with_controls(ALL_CONTROLS) if with_controls else tokenizer
+    return _loaded[folder, with_controls]
 
 
 def test_control_tokens_that_are_unigram_pieces_stay_text(tmp_path):
@@ -185,7 +402,7 @@ def test_errors_are_one_line(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         Tokenizer.load(tmp_path)
     tokenizer = Tokenizer.load(TINY)
-    with pytest.raises(UserError, match=r"vicuna_v1\.1, tokenizer would work"):
+    with pytest.raises(UserError, match=r"vicuna_v1\.1, koala, .*, tokenizer would work"):
         render(_messages(TALK), "vicunia", tokenizer)
     with pytest.raises(UserError, match="tool"):
         render([Message("user", "a"), Message("tool", "b")], "vicuna_v1.1", tokenizer)

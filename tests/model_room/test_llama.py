@@ -33,7 +33,15 @@ KINDS = {
 }
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 32, "rope_theta": 10000.0}
-LLAMA3_8K = {**LLAMA3, "original_max_position_embeddings": 2048, "rope_theta": 100000.0}
+# The tiny model's own length is 32 here, SmolLM2's 2048, so that 64 and 8192 tokens are beyond it.
+RULES = {
+    "llama3": LLAMA3,
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32},
+}
+RULES_8K = {rule: {**rope, "rope_theta": 100000.0} | ({"original_max_position_embeddings": 2048}
+            if "original_max_position_embeddings" in rope else {}) for rule, rope in RULES.items()}
 
 
 def saved_by_transformers(folder, config: LlamaConfig, rope=None):
@@ -41,7 +49,7 @@ def saved_by_transformers(folder, config: LlamaConfig, rope=None):
     torch.manual_seed(0)
     written = config.to_hf()
     if rope:
-        written |= {"rope_parameters": rope, "rope_scaling": rope}
+        written |= {"rope_parameters": dict(rope), "rope_scaling": None, "max_position_embeddings": 32}
     model = LlamaForCausalLM(HFConfig(**written)).float()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
@@ -60,11 +68,11 @@ def one_document(tokens):
     return {"tokens": tokens, "index": index, "positions": index, "segment_ids": np.ones_like(tokens)}
 
 
-@pytest.mark.parametrize(("kind", "rope"), [*((kind, None) for kind in KINDS), ("grouped heads", LLAMA3)])
+@pytest.mark.parametrize(("kind", "rope"), [*((kind, None) for kind in KINDS), *(("grouped heads", rule) for rule in RULES)])
 def test_logits_equal_transformers(tmp_path, kind, rope):
-    truth = saved_by_transformers(tmp_path, tiny(**KINDS[kind]), rope)
+    truth = saved_by_transformers(tmp_path, tiny(**KINDS[kind]), RULES.get(rope))
     config = LlamaConfig.from_hf(tmp_path)
-    assert config.rope.rule == ("llama3" if rope else "default")
+    assert config.rope.rule == (rope or "default")
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 64), np.int32)
     expected = transformers_logits(truth, tokens)
     for shape in ({}, {"fsdp": 2, "tensor": 2, "sequence": 2}):
@@ -76,14 +84,15 @@ def test_logits_equal_transformers(tmp_path, kind, rope):
 
 
 @pytest.mark.parametrize(("shape", "rope"), [
-    ({"sequence": 8}, None), ({"tensor": 2, "sequence": 4}, None), ({"fsdp": 1, "sequence": 8}, LLAMA3_8K)],
-    ids=["sequence 8", "tensor 2 x sequence 4", "llama3 RoPE"])
+    ({"sequence": 8}, None), ({"tensor": 2, "sequence": 4}, None), ({"sequence": 8}, "llama3"),
+    *(pytest.param({"sequence": 8}, rule, marks=pytest.mark.slow) for rule in ("linear", "dynamic", "yarn"))],
+    ids=["sequence 8", "tensor 2 x sequence 4", "llama3 RoPE", "linear RoPE", "dynamic RoPE", "yarn RoPE"])
 def test_smollm2_equals_transformers_to_position_8191(tmp_path, shape, rope):
     """The real model, 9 heads and 3 key/value heads, on 8 devices: 1e-3 absolute in float32, on this project's own text.
 
     (Uniformly random tokens are no text: there rounding alone grows to 1e-2 in this model, see BENCHMARKS.md.)
     """
-    folder = rescaled(smollm2_dir(), tmp_path, rope) if rope else smollm2_dir()
+    folder = rescaled(smollm2_dir(), tmp_path, RULES_8K[rope]) if rope else smollm2_dir()
     source = open_model(str(folder))
     tokens = own_text(source.tokenizer())
     model = llama(source.config, shape, kernel=get_kernel(query_tile=256, key_tile=256))
@@ -102,12 +111,13 @@ def own_text(tokenizer, length=8192) -> np.ndarray:
 
 
 def rescaled(folder, to, rope):
-    """The same weights with another rotary embedding in their config."""
+    """The same weights with another rotary embedding in their config, made for 2048 positions."""
     for path in folder.iterdir():
         if path.name != "config.json":
             (to / path.name).symlink_to(path)
     config = json.loads((folder / "config.json").read_text())
-    (to / "config.json").write_text(json.dumps({**config, "rope_scaling": rope, "rope_theta": rope["rope_theta"]}))
+    changed = {"rope_scaling": rope, "rope_theta": rope["rope_theta"], "max_position_embeddings": 2048}
+    (to / "config.json").write_text(json.dumps({**config, **changed}))
     return to
 
 
@@ -136,6 +146,32 @@ def assert_same(got, expected):
 @pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh != "one"])
 def test_every_mesh_gives_the_same_loss_and_gradients(mesh):
     assert_same(loss_and_gradients(mesh), loss_and_gradients("one"))
+
+
+@pytest.mark.parametrize(("vocab_size", "tied"), [(131, False), (5, True)])
+def test_a_padded_vocabulary_changes_no_number(vocab_size, tied):
+    """Loss, gradients and logits as on one device; the padding is zero and gets no gradient. With 5 ids on 4 ranks, one
+    rank holds nothing but padding."""
+    config = tiny(vocab_size=vocab_size, tie_word_embeddings=tied)
+    found = []
+    for shape in ({}, {"data": 2, "tensor": 4}):
+        model = llama(config, shape)
+        batch, order = permuted(packed_batch(config), model)
+        params = model.init(0)
+        (loss, _), gradient = jax.jit(jax.value_and_grad(model.loss, has_aux=True))(params, batch)
+        found.append((float(loss), gradient, params, np.asarray(jax.jit(model.logits)(params, batch))[:, np.argsort(order)]))
+    (loss, gradient, params, logits), (got, got_gradient, got_params, got_logits) = found
+    assert abs(got - loss) <= 1e-5 * abs(loss)
+    assert got_logits.shape == logits.shape and np.abs(got_logits - logits).max() <= 1e-4 * np.abs(logits).max()
+    for name, g in gradient.items():
+        own = tuple(map(slice, g.shape))
+        np.testing.assert_array_equal(np.asarray(got_params[name])[own], params[name])
+        assert np.abs(np.asarray(got_gradient[name])[own] - g).max() <= 1e-5 * np.abs(g).max(), name
+    for name, axis in (("embed_tokens.weight", 0), ("lm_head.weight", 1)):
+        if name in gradient:
+            assert got_params[name].shape[axis] == -(-vocab_size // 4) * 4
+            for array in (got_params[name], got_gradient[name]):
+                assert not np.take(np.asarray(array), range(vocab_size, array.shape[axis]), axis).any()
 
 
 def test_layout_and_remat_do_not_change_the_result():

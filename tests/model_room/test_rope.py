@@ -1,5 +1,7 @@
 """The rotary embedding against transformers' own, at short and long positions."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,9 +10,28 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from model.config import LlamaConfig, RopeConfig
-from model.rope import apply_rope, inverse_frequencies
+from model.rope import apply_rope, attention_scaling, inverse_frequencies
 
 POSITIONS = np.array([[0, 1, 2, 1000, 8191, 8192, 32767, 65536, 131071], [0, 0, 1, 1, 2, 2, 0, 1, 8192]], np.int32)
+
+
+BASE = {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "max_position_embeddings": 4096}
+RULES = {
+    "linear": {"rope_type": "linear", "factor": 4.0},
+    "linear by its old name": {"type": "linear", "factor": 3.0, "rope_theta": 5e5},
+    "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    "yarn": {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 4096},
+    "yarn over 1M": {"rope_type": "yarn", "factor": 10.0, "original_max_position_embeddings": 32768, "rope_theta": 1e6,
+                     "beta_fast": 24.0, "beta_slow": 2.0, "truncate": False},
+    "yarn, given temperature": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 2048,
+                                "attention_factor": 0.9},
+    "yarn, two scales": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 2048, "mscale": 1.0,
+                         "mscale_all_dim": 0.5},
+    "yarn, factor from lengths": {"rope_type": "yarn", "factor": None, "original_max_position_embeddings": 1024},
+    "yarn, no original length": {"rope_type": "yarn", "factor": 2.0},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 8192, "rope_theta": 5e5},
+}
 
 
 def theirs(config: LlamaConfig) -> LlamaRotaryEmbedding:
@@ -28,6 +49,77 @@ def test_equal_to_transformers(name):
     cos, sin = reference(torch.tensor(x), torch.tensor(POSITIONS))
     wanted, _ = apply_rotary_pos_emb(torch.tensor(x), torch.tensor(x), cos, sin, unsqueeze_dim=2)
     np.testing.assert_allclose(apply_rope(jnp.asarray(x), jnp.asarray(POSITIONS), frequencies), wanted, atol=1e-6)
+
+
+@pytest.mark.parametrize("spelling", ["rope_scaling", "rope_parameters"])
+@pytest.mark.parametrize("rule", RULES)
+def test_every_rule_is_transformers(rule, spelling):
+    """Frequencies, temperature and turned vectors, from a config that transformers reads as well; then written and read."""
+    given = {**BASE, spelling: dict(RULES[rule])}
+    reference = LlamaRotaryEmbedding(transformers.LlamaConfig(**{**BASE, spelling: dict(RULES[rule])}))
+    config = LlamaConfig.from_hf_dict(given)
+    again = LlamaConfig.from_hf_dict(json.loads(json.dumps(config.to_hf())))
+    assert again == config
+    rewritten = theirs(again)
+    for length in (1, 4096, 4097, 8192, 131072):
+        x = np.random.default_rng(0).standard_normal((1, 3, 2, config.head_dim)).astype(np.float32)
+        positions = np.array([[0, length // 2, length - 1]], np.int32)
+        cos, sin = reference(torch.tensor(x), torch.tensor(positions))  # recomputes the dynamic table for this length
+        frequencies, scaling = inverse_frequencies(config.rope, config.head_dim, length), attention_scaling(config.rope)
+        assert frequencies.dtype == np.float32
+        # Equal to the last bit but for the last place of torch's float32 power, which is not always the nearest number.
+        tolerance = 6e-7 if rule in ("dynamic", "yarn over 1M") else 0
+        np.testing.assert_allclose(frequencies, reference.inv_freq.numpy(), rtol=tolerance, atol=0)
+        assert scaling == reference.attention_scaling
+        exact = float64_frequencies(config.rope, config.head_dim, length)
+        np.testing.assert_allclose(frequencies, exact, rtol=2e-6)
+        rewritten(torch.tensor(x), torch.tensor(positions))
+        np.testing.assert_array_equal(rewritten.inv_freq.numpy(), reference.inv_freq.numpy())
+        wanted, _ = apply_rotary_pos_emb(torch.tensor(x), torch.tensor(x), cos, sin, unsqueeze_dim=2)
+        got = apply_rope(jnp.asarray(x), jnp.asarray(positions), frequencies, scaling)
+        np.testing.assert_allclose(got, wanted, atol=1e-6 + tolerance * length * 4)
+
+
+def test_an_original_length_outside_the_rule_is_preferred_as_by_transformers():
+    given = {**BASE, "original_max_position_embeddings": 1024, "rope_parameters": dict(RULES["yarn"])}
+    config = LlamaConfig.from_hf_dict(given)
+    reference = LlamaRotaryEmbedding(transformers.LlamaConfig(**{**given, "rope_parameters": dict(RULES["yarn"])}))
+    np.testing.assert_array_equal(inverse_frequencies(config.rope, config.head_dim), reference.inv_freq.numpy())
+    assert config.rope.original_max_position_embeddings == 1024
+
+
+def float64_frequencies(rope: RopeConfig, head_dim: int, length: int) -> np.ndarray:
+    """The rules from their papers, in float64 and written apart: what rounding alone may separate from ours."""
+    channel = np.arange(head_dim // 2)
+    theta, original = rope.theta, rope.original_max_position_embeddings
+    if rope.rule == "dynamic" and length > original:
+        theta *= (1 + rope.factor * (length / original - 1)) ** (head_dim / (head_dim - 2))
+    plain = theta ** (-2 * channel / head_dim)
+    if rope.rule == "linear":
+        return plain / rope.factor
+    if rope.rule == "llama3":
+        turns = original * plain / (2 * np.pi)
+        keep = np.clip((turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor), 0, 1)
+        return plain * (keep + (1 - keep) / rope.factor)
+    if rope.rule == "yarn":
+        first, last = (head_dim / 2 * np.log(original / (2 * np.pi * turns)) / np.log(theta)
+                       for turns in (rope.beta_fast, rope.beta_slow))
+        if rope.truncate:
+            first, last = np.floor(first), np.ceil(last)
+        first, last = max(first, 0), min(last, head_dim - 1)
+        slow = np.clip((channel - first) / (last - first), 0, 1)
+        return plain * (1 - slow + slow / rope.factor)
+    return plain
+
+
+def test_dynamic_is_one_embedding_for_a_whole_row():
+    config = LlamaConfig.from_hf_dict({**BASE, "rope_scaling": RULES["dynamic"]})
+    table = {length: inverse_frequencies(config.rope, config.head_dim, length) for length in (1, 4096, 8192, 16384)}
+    np.testing.assert_array_equal(table[1], table[4096])
+    assert table[4096][0] == table[16384][0] == 1  # the fastest channel is kept, slower ones are slowed more and more
+    assert (table[8192][1:] < table[4096][1:]).all() and (table[16384][1:] < table[8192][1:]).all()
+    with pytest.raises(ValueError, match="original_max_position_embeddings"):
+        inverse_frequencies(RopeConfig("dynamic", factor=2.0), 64, 8192)
 
 
 def test_bfloat16_is_rounded_once():

@@ -1,6 +1,8 @@
 """Reading and writing Hugging Face folders, judged by transformers, torch and safetensors."""
 
+import dataclasses
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -12,10 +14,15 @@ import pytest
 import torch
 import transformers
 from jax.sharding import NamedSharding, PartitionSpec
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from model.config import LlamaConfig
 from trainer.huggingface import copy_assets, hf_layout, read_hf, resolve_model_path, write_hf
+
+PRESETS = ["llama-1b", "llama-3b", "llama-7b", "llama-13b", "llama-30b", "llama-65b", "llama-gqa", "llama-33h", "llama-16h",
+           "llama-8h", "llama-4h", "llama-2h", "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "llama-3.2-3b",
+           "smollm2-135m", "tiny"]
 
 
 def make_model(folder: Path, dtype: torch.dtype, **fields) -> LlamaConfig:
@@ -98,6 +105,64 @@ def test_sharded_index_is_read_and_written(tmp_path):
     before, after = tensors(tmp_path / "in"), tensors(tmp_path / "out")
     assert all(torch.equal(before[name], after[name]) for name in before)
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def shape_of(preset: str, most: float) -> LlamaConfig:
+    """A preset at one layer. Its own widths where that makes less than `most` parameters, else widths and vocabulary by
+    about 16, with its heads, key heads and ties."""
+    config = dataclasses.replace(LlamaConfig.preset(preset), num_hidden_layers=1)
+    if sum(math.prod(entry.shape) for entry in hf_layout(config)) < most:
+        return config
+    head_dim = config.head_dim // 32 * 2
+    return dataclasses.replace(config, head_dim=head_dim, hidden_size=config.num_attention_heads * head_dim,
+                               intermediate_size=config.intermediate_size // 16, vocab_size=config.vocab_size // 16)
+
+
+def in_shards(folder: Path, config: LlamaConfig, shards: int) -> None:
+    """A folder as transformers saves it, with its names and shapes, random bfloat16 weights, and an index."""
+    folder.mkdir()
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config.to_hf()))
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.dtype = torch.bfloat16
+    model.config.save_pretrained(folder)
+    shapes = {name: p.shape for name, p in model.state_dict().items()
+              if name != "lm_head.weight" or not config.tie_word_embeddings}
+    files = {name: f"model-{i % shards + 1:05d}-of-{shards:05d}.safetensors" for i, name in enumerate(shapes)}
+    for file in set(files.values()):
+        part = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items() if files[name] == file}
+        save_file(part, folder / file, metadata={"format": "pt"})
+    total = sum(2 * shape.numel() for shape in shapes.values())
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+# In `make soak` at their own widths, but for llama-3.1-70b, of which one layer and the vocabulary are 12 GB in float32.
+WIDE = [pytest.param(name, 1.5e9, marks=pytest.mark.slow) for name in PRESETS if shape_of(name, 1e8) != shape_of(name, 1.5e9)]
+
+
+@pytest.mark.parametrize(("preset", "most"), [*((name, 1e8) for name in PRESETS), *WIDE])
+def test_every_presets_shape_from_shards_to_shards_gives_the_same_bytes(tmp_path, preset, most):
+    config = shape_of(preset, most)
+    in_shards(tmp_path / "in", config, shards=3)
+    assert LlamaConfig.from_hf(tmp_path / "in") == config
+    params = read_hf(tmp_path / "in", config, shardings(config))
+    copy_assets(tmp_path / "in", tmp_path / "assets")
+    before = json.loads((tmp_path / "in/model.safetensors.index.json").read_text())
+    write_hf(params, config, tmp_path / "assets", tmp_path / "out", max_shard_bytes=before["metadata"]["total_size"] // 2)
+    after = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert before["weight_map"].keys() == after["weight_map"].keys()
+    assert before["metadata"]["total_size"] == after["metadata"]["total_size"]
+    for name in before["weight_map"]:
+        was, now = (stored(tmp_path / where, index["weight_map"][name], name) for where, index in
+                    (("in", before), ("out", after)))
+        assert was.dtype == now.dtype and torch.equal(was.view(torch.uint8), now.view(torch.uint8)), name
+    assert LlamaConfig.from_hf(tmp_path / "out") == config
+
+
+def stored(folder: Path, file: str, name: str) -> torch.Tensor:
+    with safe_open(folder / file, framework="pt") as opened:
+        return opened.get_tensor(name)
 
 
 def test_mixed_dtypes_and_special_values_survive(tmp_path):

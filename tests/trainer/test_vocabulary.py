@@ -1,0 +1,131 @@
+"""A vocabulary that `tensor` does not divide, and one that grows: in memory, in checkpoints, in exports."""
+
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import optax
+import pytest
+import torch
+import transformers
+
+import train
+from data.tokenizer import Tokenizer
+from scripts import export_hf
+from trainer.checkpoint import CheckpointStore, restore, restore_model
+from trainer.huggingface import VOCABULARY_AXES, copy_assets, read_hf, write_hf
+from trainer.model_source import open_model
+
+from ..model_room.build import llama
+from .test_huggingface import make_model, tensors
+
+ROWS = 129  # 129 on one tensor rank, 130 on two, 132 on four, 136 on eight
+
+
+@pytest.fixture(scope="module", params=["untied", "tied"])
+def folder(request, tmp_path_factory):
+    """A Hugging Face model of 129 ids."""
+    folder = tmp_path_factory.mktemp("odd")
+    make_model(folder, torch.bfloat16, vocab_size=ROWS, tie_word_embeddings=request.param == "tied")
+    return folder
+
+
+def own(name, array):
+    """The part of a parameter or moment that is not padding; what is padding must be zero."""
+    axis = next((axis for vocabulary, axis in VOCABULARY_AXES.items() if name.endswith(vocabulary)), None)
+    array = np.asarray(array)
+    if axis is None or array.ndim != 2:
+        return array
+    assert not np.take(array, range(ROWS, array.shape[axis]), axis).any()
+    return np.take(array, range(ROWS), axis)
+
+
+def test_padded_in_memory_cut_at_export(tmp_path, folder):
+    source = open_model(str(folder))
+    whole, model = llama(source.config), llama(source.config, {"tensor": 4, "sequence": 2})
+    params = source.read(model)
+    assert params["embed_tokens.weight"].shape[0] == 132
+    for name, value in source.read(whole).items():
+        np.testing.assert_array_equal(own(name, params[name]), value)
+    copy_assets(folder, tmp_path / "assets")
+    write_hf(params, source.config, tmp_path / "assets", tmp_path / "out")
+    before, after = tensors(folder), tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)) for name in before)
+
+
+def test_restored_where_another_padding_is_needed(tmp_path, folder):
+    source = open_model(str(folder))
+    copy_assets(folder, tmp_path / "assets")
+    model = llama(source.config, {"tensor": 4})
+    params = source.read(model)
+    tx = optax.adam(1e-3)
+    gradient = jax.tree.map(lambda x: x * 2, params)
+    state = tx.update(gradient, tx.init(params), params)[1]
+    with CheckpointStore(tmp_path / "run") as store:
+        store.save(3, model=params, optimizer=state, data={}, assets=tmp_path / "assets")
+    for tensor in (1, 2, 8):
+        other = llama(source.config, {"tensor": tensor})
+        abstract = {name: jax.ShapeDtypeStruct(p.shape, np.float32, sharding=other.shardings[name])
+                    for name, p in other.parameters.items()}
+        moments = jax.eval_shape(tx.init, abstract)
+        placed = jax.tree_util.tree_map_with_path(lambda path, x, o=other: jax.ShapeDtypeStruct(
+            x.shape, x.dtype, sharding=o.shardings.get(getattr(path[-1], "key", None), o.shardings["norm.weight"])
+            if x.ndim else None), moments)
+        found = restore(tmp_path / "run", abstract, placed)
+        assert found.model["embed_tokens.weight"].shape[0] == {1: 129, 2: 130, 8: 136}[tensor]
+        again = open_model(str(tmp_path / "run")).read(other)
+        for name, value in params.items():
+            for got in (found.model[name], again[name]):
+                np.testing.assert_array_equal(own(name, got), own(name, value))
+            for got, was in ((found.optimizer[0].mu, state[0].mu), (found.optimizer[0].nu, state[0].nu)):
+                np.testing.assert_array_equal(own(name, got[name]), own(name, was[name]))
+    assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    before, after = tensors(folder), tensors(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) for name in before) and before.keys() == after.keys()
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is float32\[132, 32\] in the checkpoint"):
+        restore_model(tmp_path / "run", model.shardings, shapes={**{name: p.shape for name, p in model.parameters.items()},
+                                                                 "embed_tokens.weight": (132 + 1024, 32)})
+
+
+def test_new_rows_are_near_the_mean_and_the_same_on_every_mesh(folder):
+    source = open_model(str(folder))
+    grown = dataclasses.replace(source, config=dataclasses.replace(source.config, vocab_size=ROWS + 6))
+    before = read_hf(folder, source.config, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    one, many = (grown.read(llama(grown.config, shape), seed=5) for shape in ({}, {"tensor": 4, "sequence": 2}))
+    for name, value in before.items():
+        axis = VOCABULARY_AXES.get(name)
+        if axis is None:
+            np.testing.assert_array_equal(one[name], value)
+            continue
+        old, rows = np.split(np.asarray(one[name]), [ROWS], axis)
+        np.testing.assert_array_equal(old, value)
+        np.testing.assert_allclose(np.take(np.asarray(many[name]), range(ROWS + 6), axis), one[name], atol=1e-6)
+        noise = rows - np.asarray(value, np.float64).mean(axis, keepdims=True)
+        assert noise.shape[axis] == 6 and 0.015 < noise.std() < 0.025 and np.abs(noise).max() < 0.1
+
+
+def test_a_run_that_adds_control_tokens_is_exported_with_them(tmp_path, repository, small_recipe):
+    """chatml on a model without its tokens: trained on four tensor ranks, exported, loaded by transformers."""
+    bare = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
+    make_model(tmp_path / "in", torch.float32, vocab_size=bare.vocab_size, eos_token_id=bare.eos_id)
+    bare.save(tmp_path / "in")
+    flags = ["--config", str(small_recipe), "--model.path", str(tmp_path / "in"), "--run_dir", str(tmp_path / "run"),
+             "--data.template", "chatml", "--train.steps", "2", "--train.batch_size", "2", "--mesh.fsdp", "1",
+             "--mesh.tensor", "4", "--model.trainable", "embed_tokens.*|lm_head.*",
+             "--data.prepared", str(tmp_path / "prepared")]
+    assert train.main(flags) == 2  # refused: told to add them
+    assert train.main([*flags, "--data.add_control_tokens", "true"]) == 0
+    assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "out")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert end == bare.vocab_size + 1 and model.config.vocab_size == bare.vocab_size + 2
+    assert model.get_input_embeddings().weight.shape[0] == bare.vocab_size + 2
+    assert model.generation_config.eos_token_id == [bare.eos_id, end]
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], add_generation_prompt=True, return_dict=False)
+    assert ids[0] == end - 1 and ids.count(end) == 1
+    moved = (model.get_input_embeddings().weight[: bare.vocab_size].detach().numpy()
+             != tensors(tmp_path / "in")["model.embed_tokens.weight"].numpy())
+    assert moved.any() and json.loads((tmp_path / "out/config.json").read_text())["eos_token_id"] == [bare.eos_id, end]
