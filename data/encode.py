@@ -35,12 +35,14 @@ class Encoded:
 
 @dataclass(frozen=True)
 class Encoder:
-    """templates: of each source, by its number in the recipe; split: conversations on whole exchanges."""
+    """templates: of each source, by its number in the recipe; split: conversations on whole exchanges; train_on: `all`
+    assistant turns of a conversation or only its `last` one (of the whole conversation: parts without it are left out)."""
 
     templates: tuple[str, ...]
     tokenizer: Tokenizer
     context_length: int
     split: bool = True
+    train_on: str = "all"
 
     def encode(self, item: Item) -> Encoded | str:
         """The documents of one record, or the reason why there are none."""
@@ -67,6 +69,9 @@ class Encoder:
         return Encoded(documents, SPLIT if len(wholes) > 1 else CUT if self._long(wholes[0]) else None)
 
     def _conversation(self, messages: Sequence[Message], template: str) -> list[Whole]:
+        if self.train_on == "last":
+            last = max(place for place, message in enumerate(messages) if message.role == "assistant")
+            messages = [replace(message, train=message.train and place == last) for place, message in enumerate(messages)]
         if not self.split:
             return [self._render(messages, template)]
         render = partial(self._render, template=template)

@@ -74,11 +74,11 @@ def show(argv: list[str]) -> None:
     args, flags = parser.parse_known_args(argv)
     # The one look from data/ up to trainer/: this is a command over both, as those in scripts/ are.
     from trainer.config import load
-    from trainer.model_source import choose_model
+    from trainer.model_source import choose_model, for_templates
     from trainer.objective import prepare_text
 
     config = load(["--config", args.config, *flags])
-    tokenizer = choose_model(config.model).tokenizer()
+    _, tokenizer = for_templates(choose_model(config.model), config.data)
     prepared = prepare_text(config, tokenizer)
     loader = Loader(prepared, config.data.context_length, config.train.batch_size, config.data.seed)
     console = Console(highlight=False, soft_wrap=True)

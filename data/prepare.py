@@ -97,15 +97,17 @@ def prepare(
     held_out_fraction: float = 0.0,
     held_out_sources: Sequence[Source] = (),
     clean: CleanConfig = CleanConfig(),
+    train_on: str = "all",
     progress: bool = True,
 ) -> Prepared:
     """Tokenizes all sources into `folder`/HASH, or reuses it: the hash is of contents, templates, tokenizer and rules.
 
     Conversations longer than context_length are split on whole exchanges (`clean.split`); what is still longer is cut
     into consecutive pieces, those without a token to learn from left out. The folder also holds dropped.jsonl: every
-    record that was not used, with the reason. held_out_fraction of the records, chosen by a hash of their ids, and all
-    of held_out_sources (numbered on after `sources`) are the split held_out. Several processes may prepare the same
-    folder at once. A folder in a store (gs://, s3://) is filled from, and read through, one in the cache.
+    record that was not used, with the reason. train_on: `all` assistant turns, or only the `last`.
+    held_out_fraction of the records, chosen by a hash of their ids, and all of held_out_sources (numbered on after
+    `sources`) are the split held_out. Several processes may prepare the same folder at once. A folder in a store (gs://,
+    s3://) is filled from, and read through, one in the cache.
     Raises UserError: a bad file (see data.sources.read), a template that does not fit, nothing to train on.
     """
     if not sources:
@@ -117,7 +119,7 @@ def prepare(
     everything = [*sources, *held_out_sources]
     for source in everything:
         _template(source, tokenizer)  # a wrong name fails before an hour of reading
-    job = _Job(everything, len(sources), tokenizer, context_length, held_out_fraction, clean)
+    job = _Job(everything, len(sources), tokenizer, context_length, held_out_fraction, clean, train_on)
     key = job.key()
     final, there = paths.local_folder(folder) / key, f"{str(folder).rstrip('/')}/{key}"
     if not (final / INDEX).exists() and paths.is_remote(folder):
@@ -137,6 +139,7 @@ class _Job:
     context_length: int
     held_out_fraction: float
     clean: CleanConfig
+    train_on: str
 
     def key(self) -> str:
         """Names what the folder holds, by content: a file that moved is the same, a file that changed is another."""
@@ -147,6 +150,7 @@ class _Job:
             "held_out_fraction": self.held_out_fraction,
             "train_sources": self.train_sources,
             "clean": asdict(self.clean),
+            "train_on": self.train_on,
             "sources": [
                 [_content_hash(source), source.format, _template(source, self.tokenizer)] for source in self.sources
             ],
@@ -162,7 +166,7 @@ class _Job:
     def documents(self, report: Report, index: "_Index", bar) -> Iterator[tuple[int, dict]]:
         """(key, record) as tensorflow-datasets wants them; keys are consecutive, so that order is the sources'."""
         templates = tuple(source.template for source in self.sources)
-        encoder = Encoder(templates, self.tokenizer, self.context_length, self.clean.split)
+        encoder = Encoder(templates, self.tokenizer, self.context_length, self.clean.split, self.train_on)
         for number, source in enumerate(self.sources):
             size = sum(file.size() for file in source.files())
             processes = (os.cpu_count() or 1) if source.format != "tokens" and size >= WORTH_PROCESSES else 1

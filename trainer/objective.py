@@ -70,7 +70,7 @@ def prepare_text(config: RunConfig, tokenizer: Tokenizer, progress: bool = True)
     sources = [Source(s.path, s.format, s.template or data.template, s.weight) for s in data.sources]
     held_out = [Source(data.held_out_path, sources[0].format, data.template)] if data.held_out_path else []
     return prepare(sources, tokenizer, data.context_length, data.prepared, held_out_sources=held_out, clean=data.clean,
-                   held_out_fraction=0.0 if held_out else data.held_out_fraction,
+                   train_on=data.train_on, held_out_fraction=0.0 if held_out else data.held_out_fraction,
                    progress=progress and sys.stderr.isatty())
 
 

@@ -160,6 +160,10 @@ def test_long_conversations_are_split_on_whole_exchanges(tokenizer, tmp_path):
     assert [sum(question in text for text in texts) for question in asked] == [1] * 9
     assert "".join(texts).index(asked[-1]) > "".join(texts).index(asked[0])
     assert made.report.repaired == {"longer than context_length, split on whole exchanges": 1}
+    last = prepare([Source(str(path))], tokenizer, 128, tmp_path / "prepared", train_on="last", progress=False)
+    [document] = _documents(last.train)
+    trained = tokenizer.decode(document.tokens[document.loss_mask])
+    assert trained.split() == ["word"] * 43 and tokenizer.decode(document.tokens) == texts[-1]
 
 
 def test_texts_and_tokens_come_through_the_same_door(small, tokenizer, tmp_path):
