@@ -9,21 +9,27 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
+from data import paths
 from data import sources as sources_room
+from data.clean import CleanConfig
+from data.conversation import Tokens
+from data.encode import Encoder, encode_all
 from data.errors import UserError
 from data.report import Report, SourceReport
 from data.sources import Source
-from data.templates import TemplateError, jinja_template, render
+from data.templates import jinja_template
 from data.tokenizer import Tokenizer
 
-RULES = "prepare-1"  # change it with any change of what a document holds: old folders are then left alone
-NO_TARGET = "no trained token"
+RULES = "prepare-2"  # change it with any change of what a document holds: old folders are then left alone
+DROPPED = "dropped.jsonl"
+INDEX = "index.npz"  # written last: a folder with an index is whole
+WORTH_PROCESSES = 1 << 23  # bytes of a source from which on several processes encode it; they take seconds to start
 
 
 @dataclass(frozen=True)
@@ -90,13 +96,18 @@ def prepare(
     *,
     held_out_fraction: float = 0.0,
     held_out_sources: Sequence[Source] = (),
+    clean: CleanConfig = CleanConfig(),
+    train_on: str = "all",
     progress: bool = True,
 ) -> Prepared:
     """Tokenizes all sources into `folder`/HASH, or reuses it: the hash is of contents, templates, tokenizer and rules.
 
-    Documents longer than context_length are cut into consecutive pieces, those without a token to learn from left out
-    (counted). held_out_fraction of the conversations, chosen by a hash of their record ids, and all of held_out_sources
-    (numbered on after `sources`) are the split held_out. Several processes may prepare the same folder at once.
+    Conversations longer than context_length are split on whole exchanges (`clean.split`); what is still longer is cut
+    into consecutive pieces, those without a token to learn from left out. The folder also holds dropped.jsonl: every
+    record that was not used, with the reason. train_on: `all` assistant turns, or only the `last`.
+    held_out_fraction of the records, chosen by a hash of their ids, and all of held_out_sources (numbered on after
+    `sources`) are the split held_out. Several processes may prepare the same folder at once. A folder in a store (gs://,
+    s3://) is filled from, and read through, one in the cache.
     Raises UserError: a bad file (see data.sources.read), a template that does not fit, nothing to train on.
     """
     if not sources:
@@ -107,11 +118,16 @@ def prepare(
         raise UserError(f"held_out_fraction {held_out_fraction} must be at least 0 and below 1")
     everything = [*sources, *held_out_sources]
     for source in everything:
-        jinja_template(source.template, tokenizer)  # a wrong name fails before an hour of reading
-    job = _Job(everything, len(sources), tokenizer, context_length, held_out_fraction)
-    final = Path(folder).expanduser() / job.key()
-    if not (final / "index.npz").exists():
+        _template(source, tokenizer)  # a wrong name fails before an hour of reading
+    job = _Job(everything, len(sources), tokenizer, context_length, held_out_fraction, clean, train_on)
+    key = job.key()
+    final, there = paths.local_folder(folder) / key, f"{str(folder).rstrip('/')}/{key}"
+    if not (final / INDEX).exists() and paths.is_remote(folder):
+        paths.download(there, final, INDEX)
+    if not (final / INDEX).exists():
         _build(job, final, progress)
+        if paths.is_remote(folder):
+            paths.upload(final, there, INDEX)
     return _open(final, everything, context_length)
 
 
@@ -122,6 +138,8 @@ class _Job:
     tokenizer: Tokenizer
     context_length: int
     held_out_fraction: float
+    clean: CleanConfig
+    train_on: str
 
     def key(self) -> str:
         """Names what the folder holds, by content: a file that moved is the same, a file that changed is another."""
@@ -131,9 +149,10 @@ class _Job:
             "context_length": self.context_length,
             "held_out_fraction": self.held_out_fraction,
             "train_sources": self.train_sources,
+            "clean": asdict(self.clean),
+            "train_on": self.train_on,
             "sources": [
-                [_file_hash(source.path), source.format, jinja_template(source.template, self.tokenizer)]
-                for source in self.sources
+                [_content_hash(source), source.format, _template(source, self.tokenizer)] for source in self.sources
             ],
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
@@ -146,35 +165,23 @@ class _Job:
 
     def documents(self, report: Report, index: "_Index", bar) -> Iterator[tuple[int, dict]]:
         """(key, record) as tensorflow-datasets wants them; keys are consecutive, so that order is the sources'."""
+        templates = tuple(source.template for source in self.sources)
+        encoder = Encoder(templates, self.tokenizer, self.context_length, self.clean.split, self.train_on)
         for number, source in enumerate(self.sources):
-            for conversation in sources_room.read(source, report, number, bar.update):
+            size = sum(file.size() for file in source.files())
+            processes = (os.cpu_count() or 1) if source.format != "tokens" and size >= WORTH_PROCESSES else 1
+            items = sources_room.read(source, report, number, bar.update, self.clean)
+            for item, made in encode_all(encoder, items, processes):
                 account = report.sources[-1]
-                try:
-                    segments = render(conversation.messages, source.template, self.tokenizer)
-                except TemplateError as error:
-                    account.reject(str(error))
+                if isinstance(made, str):
+                    account.reject(made, item.record, None if isinstance(item, Tokens) else asdict(item))
                     continue
-                tokens = np.fromiter((token for s in segments for token in s.ids), np.int32)
-                mask = np.repeat([s.train for s in segments], [len(s.ids) for s in segments])
-                held_out = self.held_out(number, conversation.id)
-                kept = 0
-                for start in range(0, len(tokens), self.context_length):
-                    part = slice(start, start + self.context_length)
-                    trained = int(mask[part][1:].sum())  # the first token is nobody's target
-                    if not trained:
-                        continue
-                    kept += 1
-                    key = index.add(len(tokens[part]), trained, number, held_out)
-                    yield key, {
-                        "tokens": tokens[part],
-                        "loss_mask": mask[part].astype(np.uint8),
-                        "source": number,
-                        "record_id": conversation.id,
-                    }
-                if not kept:
-                    account.reject(NO_TARGET)
-                elif len(tokens) > self.context_length:
-                    account.repaired["longer than context_length, cut"] += 1
+                if made.change:
+                    account.repaired[made.change] += 1
+                held_out = self.held_out(number, item.id)
+                for tokens, mask in made.documents:
+                    key = index.add(len(tokens), int(mask[1:].sum()), number, held_out)
+                    yield key, {"tokens": tokens, "loss_mask": mask, "source": number, "record_id": item.id}
             account = report.sources[-1]
             if not account.kept:
                 why = f"none of its {account.records} records can be used ({account.reasons()})"
@@ -201,11 +208,12 @@ def _build(job: _Job, final: Path, progress: bool) -> None:
 
     final.parent.mkdir(parents=True, exist_ok=True)
     building = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
-    report, index = Report(), _Index()
-    total = sum(Path(source.path).expanduser().stat().st_size for source in job.sources)
+    index = _Index()
+    total = sum(file.size() for source in job.sources for file in source.files())
     bar = tqdm(total=total, unit="B", unit_scale=True, desc="preparing data", disable=not progress)
     try:
-        with bar, _quiet(tfds):
+        with bar, _quiet(tfds), (building / DROPPED).open("w", encoding="ascii") as dropped:
+            report = Report(sink=lambda entry: dropped.write(json.dumps(entry) + "\n"))
             builder = _builder(tfds)(
                 data_dir=str(building / "tfds"), documents=lambda: job.documents(report, index, bar)
             )
@@ -219,9 +227,8 @@ def _build(job: _Job, final: Path, progress: bool) -> None:
         shutil.rmtree(building / "tfds")
         accounts = json.dumps([account.to_dict() for account in report.sources], indent=1, ensure_ascii=False)
         (building / "report.json").write_text(accounts)
-        # Written last: a folder with an index is whole.
-        np.savez(building / "index.npz", **arrays)
-        if final.exists() and not (final / "index.npz").exists():
+        np.savez(building / INDEX, **arrays)
+        if final.exists() and not (final / INDEX).exists():
             shutil.rmtree(final)
         with contextlib.suppress(OSError):  # exists and is not empty: the same content by another process
             os.rename(building, final)
@@ -271,11 +278,12 @@ def _quiet(tfds):
 
 
 def _open(final: Path, sources: list[Source], context_length: int) -> Prepared:
-    with np.load(final / "index.npz") as stored:
+    with np.load(final / INDEX) as stored:
         index = {name: stored[name] for name in stored.files}
     held_out = index["held_out"].astype(bool)
     weights = np.asarray([source.weight for source in sources], np.float64)
     report = Report([SourceReport.from_dict(state) for state in json.loads((final / "report.json").read_text())])
+    report.dropped_file = final / DROPPED
     for account, source in zip(report.sources, sources, strict=True):
         account.path = str(source.path)  # the same content may lie elsewhere today
     train = Documents(final, np.flatnonzero(~held_out), index, weights, "train")
@@ -284,15 +292,20 @@ def _open(final: Path, sources: list[Source], context_length: int) -> Prepared:
     )
 
 
-def _file_hash(path: str) -> str:
-    path = Path(path).expanduser()
-    if not path.is_file():
-        # The reader knows how to say what is wrong with it.
-        next(iter(sources_room.read_records(path, SourceReport(str(path)))), None)
+def _template(source: Source, tokenizer: Tokenizer) -> str | None:
+    return jinja_template(source.template, tokenizer) if source.format == "sharegpt" else None
+
+
+def _content_hash(source: Source) -> str:
+    """Of all bytes of the source's files, and where each ends."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(1 << 22):
-            digest.update(block)
+    for file in source.files():
+        if not file.exists():
+            # The reader knows how to say what is wrong with it.
+            next(sources_room.read(source, Report()), None)
+        with file.open() as opened:
+            whole = hashlib.file_digest(opened, "sha256")
+        digest.update(whole.digest())
     return digest.hexdigest()
 
 

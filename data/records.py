@@ -3,23 +3,23 @@
 import codecs
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 from data.errors import UserError
+from data.paths import File
 from data.report import SourceReport
 
 CHUNK = 1 << 20  # bytes read at a time
 SPACE = " \t\r\n"
 CUT = "cut off or malformed JSON"
-WOULD_WORK = "a JSON list of records, or one JSON record a line, with `conversations` or `messages`, would work"
+WOULD_WORK = "a JSON list of records, or one JSON record a line, would work"
 
 
 class _Text:
     """A window of the file's text that grows on demand, so that memory is one record plus one chunk."""
 
-    def __init__(self, path: Path, advance: Callable[[int], None] | None):
+    def __init__(self, path: File, advance: Callable[[int], None] | None):
         self.path = path
-        self.file = path.open("rb")
+        self.file = path.open()
         self.decoder = codecs.getincrementaldecoder("utf-8-sig")("strict")
         self.advance = advance
         self.text, self.at, self.ended, self.bytes_read = "", 0, False, 0
@@ -54,7 +54,7 @@ class _Text:
 
 
 def read_records(
-    path: Path, account: SourceReport, advance: Callable[[int], None] | None = None
+    path: File, account: SourceReport, advance: Callable[[int], None] | None = None
 ) -> Iterator[object]:
     """Yields every whole JSON value of the file's list (or lines). What is cut or malformed is dropped in `account`.
 
@@ -62,15 +62,12 @@ def read_records(
     something that is neither a list nor lines of JSON, and for text that is not UTF-8.
     """
     if not path.exists():
-        near = f"; the folder {path.parent} does not exist" if not path.parent.exists() else ""
-        raise UserError(f"{path}: no such file{near}; {WOULD_WORK}")
-    if path.is_dir():
-        raise UserError(f"{path}: is a folder, not a file; {WOULD_WORK}")
+        raise UserError(f"{path}: no such file; {WOULD_WORK}")
     text = _Text(path, advance)
     with text.file:
         first = text.peek()
         if first == "":
-            size = path.stat().st_size
+            size = path.size()
             raise UserError(f"{path}: the file is empty ({size} bytes, no text); {WOULD_WORK}")
         if first == "[":
             text.at += 1
@@ -78,7 +75,7 @@ def read_records(
         elif first == "{":
             yield from _lines(text, account)
         else:
-            raise UserError(f"{path}: begins with {first!r}, so it is no JSON; {WOULD_WORK}")
+            raise UserError(f"{path}: begins with {first!r}, so it is no JSON; {WOULD_WORK} (a plain text with format: text)")
 
 
 def _list(text: _Text, account: SourceReport) -> Iterator[object]:
@@ -111,7 +108,7 @@ def _list(text: _Text, account: SourceReport) -> Iterator[object]:
                     continue
                 what = f"record {count + 1} is cut off or malformed ({problem}); it and what follows it were not read"
                 account.notes.append(what)
-                account.drop(CUT)
+                account.drop(CUT, text.text[text.at : text.at + CHUNK])
                 return
             size *= 2  # so that a very long record costs a linear number of retries
         text.at = end
@@ -142,7 +139,7 @@ def _lines(text: _Text, account: SourceReport) -> Iterator[object]:
                 value = json.loads(line)
             except (json.JSONDecodeError, RecursionError):
                 bad.append(number)
-                account.drop(CUT)
+                account.drop(CUT, line)
             else:
                 whole += 1
                 yield value

@@ -1,12 +1,17 @@
 """Accounts for every record of every source: kept, dropped and why, repaired and how."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 
 @dataclass
 class SourceReport:
-    """One file's account; `records == kept + sum(dropped.values())` at any moment between two records."""
+    """One source's account; `records == kept + sum(dropped.values())` at any moment between two records.
+
+    sink(entry) is given every dropped record: a dict of record (its place, from 1), reason and content.
+    """
 
     path: str
     records: int = 0
@@ -14,23 +19,37 @@ class SourceReport:
     dropped: Counter = field(default_factory=Counter)
     repaired: Counter = field(default_factory=Counter)  # kept, after a change; one record may have several
     notes: list[str] = field(default_factory=list)
+    sink: Callable[[dict], None] | None = field(default=None, repr=False, compare=False)
 
     def keep(self) -> None:
         self.records += 1
         self.kept += 1
 
-    def drop(self, reason: str) -> None:
+    def drop(self, reason: str, content: object = None) -> None:
         self.records += 1
-        self.dropped[reason] += 1
+        self._drop(self.records, reason, content)
 
-    def reject(self, reason: str) -> None:
+    def reject(self, reason: str, record: int, content: object = None) -> None:
         """Moves a record that was kept to the dropped ones (a later room could not use it)."""
         self.kept -= 1
+        self._drop(record, reason, content)
+
+    def _drop(self, record: int, reason: str, content: object) -> None:
         self.dropped[reason] += 1
+        if self.sink:
+            self.sink({"record": record, "reason": reason, "content": content})
 
     def reasons(self) -> str:
         """`3 x empty record, 1 x no human turn`, most frequent first."""
         return ", ".join(f"{count} x {reason}" for reason, count in self.dropped.most_common()) or "nothing dropped"
+
+    def table(self) -> str:
+        """What each rule did, a line for each: dropped or repaired, records, their share, the rule."""
+        rows = [("kept", self.kept, "")]
+        rows += [("dropped", count, rule) for rule, count in self.dropped.most_common()]
+        rows += [("  repaired", count, rule) for rule, count in self.repaired.most_common()]
+        share = 100 / max(self.records, 1)
+        return "\n".join(f"  {what:10} {count:9,} {count * share:6.2f} %  {rule}".rstrip() for what, count, rule in rows)
 
     def to_dict(self) -> dict:
         return {
@@ -49,12 +68,15 @@ class SourceReport:
 
 @dataclass
 class Report:
-    """The accounts of all sources, in the recipe's order."""
+    """The accounts of all sources, in the recipe's order; dropped_file: where the dropped records are, if anywhere."""
 
     sources: list[SourceReport] = field(default_factory=list)
+    dropped_file: Path | None = None
+    sink: Callable[[dict], None] | None = field(default=None, repr=False, compare=False)
 
     def open(self, path: str) -> SourceReport:
-        self.sources.append(SourceReport(path))
+        number, sink = len(self.sources), self.sink
+        self.sources.append(SourceReport(path, sink=sink and (lambda entry: sink({"source": number, **entry}))))
         return self.sources[-1]
 
     @property
@@ -82,7 +104,8 @@ class Report:
         lines = []
         for source in self.sources:
             lines.append(f"{source.path}: {source.records} records, {source.kept} kept")
-            lines += [f"  dropped {count} x {reason}" for reason, count in source.dropped.most_common()]
-            lines += [f"  repaired {count} x {change}" for change, count in source.repaired.most_common()]
+            lines += [source.table()] if source.dropped or source.repaired else []
             lines += [f"  note: {note}" for note in source.notes]
+        if self.dropped and self.dropped_file:
+            lines.append(f"dropped records, each with its reason: {self.dropped_file}")
         return "\n".join(lines)

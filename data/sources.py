@@ -1,56 +1,51 @@
-"""Files of conversations: which there are, and how a record becomes a clean Conversation or a counted reason."""
+"""Where data come from: which sources there are, and how the records of each format are read, one at a time."""
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
-from data.conversation import Conversation, Message
+import numpy as np
+
+from data import paths
+from data.clean import CleanConfig, Cleaner, Drop
+from data.conversation import Conversation, Text, Tokens
 from data.errors import UserError
-from data.records import WOULD_WORK, read_records
+from data.paths import File
+from data.records import read_records
 from data.report import Report, SourceReport
 
-FORMATS = ("sharegpt",)
+Advance = Callable[[int], None] | None
+Item = Conversation | Text | Tokens
 
-# Six and more spellings are met in public dumps; both key styles use the same table.
-SPELLINGS = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "system": "system",
-    "tool": "tool",
+# Of each format: the files that a folder is searched for, and what is told to a user whose file is none of it.
+SUFFIXES = {
+    "sharegpt": (".json", ".jsonl"),
+    "text": (".txt", ".md", ".json", ".jsonl"),
+    "tokens": (".npy", ".json", ".jsonl"),
+}
+FORMATS = tuple(SUFFIXES)
+WOULD_WORK = {
+    "sharegpt": "records with turns human, gpt, human, gpt, ... would work",
+    "text": "a plain UTF-8 text, or JSON records with a string `text`, would work",
+    "tokens": "a .npy array of integers, or JSON records with a list `tokens` and perhaps a `loss_mask`, would work",
 }
 
-NOT_A_RECORD = "not a record"
-NO_FIELD = "no conversations or messages"
-EMPTY_RECORD = "empty record"
-BAD_TURN = "a turn without role or text"
-UNKNOWN_ROLE = "unknown role"
-EMPTY_TURN = "empty turn"
-LATE_SYSTEM = "system turn in the middle"
-NO_HUMAN = "no human turn"
-NO_ANSWER = "no answer"
-NOT_ALTERNATING = "roles do not alternate"
-
-LEADING_ASSISTANT = "leading assistant turns dropped"
-TRAILING_HUMAN = "unanswered last turn dropped"
-LONE_SURROGATE = "broken characters replaced"
+EMPTY_TEXT = "empty text"
+NO_TEXT = "no `text`"
+NO_TOKENS = "no list of integers in `tokens` or `input_ids`"
+BAD_MASK = "`loss_mask` or `labels` unlike its tokens"
 
 
 @dataclass(frozen=True)
 class Source:
-    """One file of a recipe's `data.sources`.
+    """One entry of a recipe's `data.sources`.
 
-    path: a JSON list or JSON lines of ShareGPT-like records. format: `sharegpt` (`conversations` with from/value, or
-    `messages` with role/content). template: `vicuna_v1.1`, or `tokenizer` for the tokenizer's own. weight: how often
-    each of its documents is seen in an epoch, on average (0.5: half of them, other ones each epoch).
+    path: a file, or a folder of files, here or in a store (gs://, s3://). format: `sharegpt` (JSON list or lines of
+    records: `conversations` with from/value, or `messages` with role/content), `text` (a plain text is one document; JSON
+    records have `text`) or `tokens` (`.npy`, or JSON records with `tokens`). template: of conversations, a name of
+    data.templates. weight: how often each of its documents is seen in an epoch, on average (0.5: half of them, other
+    ones each epoch).
     """
 
     path: str
@@ -64,104 +59,128 @@ class Source:
         if not 0 < self.weight < float("inf"):
             raise UserError(f"data.sources: weight {self.weight} of {self.path} must be a number above 0")
 
-
-class _Drop(Exception):
-    """A record cannot be used; the argument is the reason that is counted."""
+    def files(self) -> list[File]:
+        """The source's file, or those of its folder, sorted; UserError for a folder without any."""
+        suffixes = SUFFIXES[self.format]
+        found = paths.find(self.path, suffixes)
+        if not found:
+            raise UserError(f"{self.path}: no {' or '.join(suffixes)} file in this folder; {WOULD_WORK[self.format]}")
+        return found
 
 
 def read(
-    source: Source, report: Report, number: int = 0, advance: Callable[[int], None] | None = None
-) -> Iterator[Conversation]:
-    """Streams the source's usable conversations; `report` accounts for every record, used or not.
+    source: Source, report: Report, number: int = 0, advance: Advance = None, clean: CleanConfig = CleanConfig()
+) -> Iterator[Item]:
+    """Streams the source's usable records; `report` accounts for every record, used or not.
 
-    number is the source's place in the recipe, advance(bytes) is told what was read. Raises UserError when the file
-    is missing, empty or no JSON, and, at its end, when not one of its records was usable (with the reasons' counts).
+    number is the source's place in the recipe, advance(bytes) is told what was read. Raises UserError when a file
+    is missing, empty or not of its format, and, at its end, when not one of its records was usable (with the reasons' counts).
     """
     account = report.open(str(source.path))
-    path = Path(source.path).expanduser()
-    for record in read_records(path, account, advance):
-        try:
-            conversation = _clean(record, number, account)
-        except _Drop as drop:
-            account.drop(str(drop))
-        else:
-            account.keep()
-            yield conversation
+    take = {"sharegpt": _conversation(Cleaner(clean), account), "text": _text, "tokens": _tokens}[source.format]
+    for file in source.files():
+        for record in _records(file, source.format, account, advance):
+            try:
+                item = take(record, number, account.records + 1)
+            except Drop as drop:
+                account.drop(str(drop), None if isinstance(record, np.ndarray) else record)
+            else:
+                account.keep()
+                yield item
     if not account.records:
-        raise UserError(f"{source.path}: a JSON list without records; {WOULD_WORK}")
+        raise UserError(f"{source.path}: a JSON list without records; {WOULD_WORK[source.format]}")
     if not account.kept:
         raise UserError(
-            f"{source.path}: none of its {account.records} records is a usable conversation ({account.reasons()}); "
-            "records with turns human, gpt, human, gpt, ... would work"
+            f"{source.path}: none of its {account.records} records is a usable "
+            f"{'conversation' if source.format == 'sharegpt' else source.format} ({account.reasons()}); "
+            f"{WOULD_WORK[source.format]}"
         )
 
 
-def _clean(record: object, number: int, account: SourceReport) -> Conversation:
-    if not isinstance(record, dict):
-        raise _Drop(NOT_A_RECORD)
-    turns = next((record[key] for key in ("conversations", "messages") if isinstance(record.get(key), list)), None)
-    if turns is None:
-        raise _Drop(NO_FIELD)
-    if not turns:
-        raise _Drop(EMPTY_RECORD)
-    changes = set()
-    messages = [_message(turn, changes) for turn in turns]
-    messages = _in_order(messages, changes)
-    account.repaired.update(changes)
-    identity = record.get("id")
-    if not isinstance(identity, (str, int)) or identity == "":
-        said = json.dumps([(message.role, message.content) for message in messages], ensure_ascii=True)
-        identity = hashlib.sha256(said.encode()).hexdigest()[:16]
-    return Conversation(str(identity), tuple(messages), number)
+def _records(file: File, format: str, account: SourceReport, advance: Advance) -> Iterator[object]:
+    """JSON values, one string for a plain text, or arrays [n]."""
+    if format == "sharegpt" or file.suffix in (".json", ".jsonl"):
+        yield from read_records(file, account, advance)
+        return
+    if not file.exists():
+        raise UserError(f"{file}: no such file; {WOULD_WORK[format]}")
+    if format == "text":
+        try:
+            with file.open() as opened:
+                yield opened.read().decode("utf-8-sig").replace("\r\n", "\n")
+        except UnicodeDecodeError as error:
+            raise UserError(f"{file}: byte {error.start} is not UTF-8 text; {WOULD_WORK[format]}") from None
+    else:
+        yield from _array(file)
+    if advance:
+        advance(file.size())
 
 
-def _message(turn: object, changes: set) -> Message:
-    if not isinstance(turn, dict):
-        raise _Drop(BAD_TURN)
-    role, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
-    if isinstance(content, list):  # OpenAI's parts: only those made of text alone can be learned from
-        parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-        content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise _Drop(BAD_TURN)
-    known = SPELLINGS.get(role.strip().lower())
-    if known is None:
-        raise _Drop(UNKNOWN_ROLE)
+def _array(file: File) -> Iterator[np.ndarray]:
     try:
-        content.encode()
-    except UnicodeEncodeError:  # half of a \ud83d\ude00 pair: no tokenizer takes it
-        content = content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        changes.add(LONE_SURROGATE)
-    train = turn.get("train", True)
-    return Message(known, content.strip(), train if isinstance(train, bool) else True)
+        if paths.is_remote(file.path):
+            with file.open() as opened:
+                array = np.load(opened, allow_pickle=False)
+        else:
+            array = np.load(Path(file.path).expanduser(), mmap_mode="r", allow_pickle=False)
+    except (ValueError, OSError, EOFError) as error:
+        raise UserError(f"{file}: cannot be read as .npy ({error}); {WOULD_WORK['tokens']}") from None
+    if array.ndim not in (1, 2):
+        raise UserError(f"{file}: has shape {list(array.shape)}; [tokens] or [documents, tokens] would work")
+    yield from (array,) if array.ndim == 1 else array
 
 
-def _in_order(messages: list[Message], changes: set) -> list[Message]:
-    """[system] user assistant (tool assistant)* user assistant ...; anything else is a reason to drop."""
-    system = []
-    if messages[0].role == "system":
-        # An empty system turn is common in exports and says nothing: leave it out, the template has its default.
-        system = [messages[0]] if messages[0].content else []
-        messages = messages[1:]
-    first = next((i for i, message in enumerate(messages) if message.role != "assistant"), len(messages))
-    if first:
-        messages = messages[first:]
-        changes.add(LEADING_ASSISTANT)
-    if not messages:
-        raise _Drop(NO_HUMAN)
-    if any(message.role == "system" for message in messages):
-        raise _Drop(LATE_SYSTEM)
-    if messages[0].role != "user":
-        raise _Drop(NOT_ALTERNATING)
-    follows = {"user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "assistant")}
-    for before, after in pairwise(messages):
-        if after.role not in follows[before.role]:
-            raise _Drop(NOT_ALTERNATING)
-    if any(not message.content for message in messages):
-        raise _Drop(EMPTY_TURN)
-    while messages and messages[-1].role != "assistant":
-        messages = messages[:-1]
-        changes.add(TRAILING_HUMAN)
-    if not messages:
-        raise _Drop(NO_ANSWER)
-    return system + messages
+def _conversation(cleaner: Cleaner, account: SourceReport):
+    def take(record: object, source: int, number: int) -> Conversation:
+        identity, messages, changes = cleaner.clean(record)
+        account.repaired.update(changes)
+        return Conversation(identity, messages, source, number)
+
+    return take
+
+
+def _text(record: object, source: int, number: int) -> Text:
+    text = record.get("text") if isinstance(record, dict) else record
+    if not isinstance(text, str):
+        raise Drop(NO_TEXT)
+    if not text.strip():
+        raise Drop(EMPTY_TEXT)
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # no tokenizer takes half a character
+    return Text(_identity(record, text.encode()), text, source, number)
+
+
+def _tokens(record: object, source: int, number: int) -> Tokens:
+    fields = record if isinstance(record, dict) else {"tokens": record}
+    tokens = _integers(fields.get("tokens", fields.get("input_ids")))
+    if tokens is None:
+        raise Drop(NO_TOKENS)
+    mask = np.ones(len(tokens), bool)
+    if fields.get("loss_mask") is not None:
+        mask = _integers(fields["loss_mask"], bools=True)
+    elif fields.get("labels") is not None:  # as transformers' collators write them: unshifted, -100 is left out
+        labels = _integers(fields["labels"])
+        mask = None if labels is None else labels != -100
+    if mask is None or len(mask) != len(tokens):
+        raise Drop(BAD_MASK)
+    return Tokens(_identity(record, tokens.tobytes()), tokens, mask.astype(bool), source, number)
+
+
+def _integers(values: object, bools: bool = False) -> np.ndarray | None:
+    """int32 [n], or None where the values are anything else."""
+    if not isinstance(values, list | np.ndarray) or len(values) == 0:
+        return None
+    try:
+        array = np.asarray(values)
+    except ValueError:
+        return None
+    if array.ndim != 1 or array.dtype.kind not in ("iub" if bools else "iu") or abs(array).max() >= 2**31:
+        return None
+    return array.astype(np.int32)
+
+
+def _identity(record: object, content: bytes) -> str:
+    """The record's own id, else a hash of its content: never a path, which may change."""
+    identity = record.get("id") if isinstance(record, dict) else None
+    if isinstance(identity, (str, int)) and identity != "":
+        return str(identity)
+    return hashlib.sha256(content).hexdigest()[:16]

@@ -207,6 +207,15 @@ def line_cases() -> list[dict]:
     return cases
 
 
+BUSY = "Too many requests in 1 hour. Try again later."
+PAGE = (
+    '<div class="markdown prose w-full break-words dark:prose-invert"><p>Use <strong>this</strong> &amp; snake_case:</p>'
+    '<pre><div class="bg-black"><div><span>python</span><button>Copy code</button></div><div><code class="hljs '
+    'language-python"><span class="hljs-keyword">if</span> a_b &lt; 3:\n\n\n    print(a_b)\n</code></div></div></pre>'
+    "<ul><li>one</li><li>two</li></ul></div>"
+)
+
+
 def dirty() -> str:
     """A small dump with what real ones have, cut off in its last record. The test knows what becomes of each record."""
 
@@ -215,9 +224,9 @@ def dirty() -> str:
 
     records = [
         turns(("human", "Hi"), ("gpt", "Hello."), id="good"),
-        turns(("user", "Hi"), ("chatgpt", "Hello."), id="spelling_1"),
-        turns(("human", "Hi"), ("bing", "Hello."), ("human", "And you?"), ("bard", "Fine."), id="spelling_2"),
-        {"id": "openai", "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello."}]},
+        turns(("user", "Hi you"), ("chatgpt", "Hello."), id="spelling_1"),
+        turns(("Human ", "Hi"), ("bing", "Hello."), ("human", "And you?"), ("bard", "Fine."), id="spelling_2"),
+        {"id": "openai", "messages": [{"role": "user", "content": "Hey"}, {"role": "assistant", "content": "Hello."}]},
         {
             "id": "parts",
             "messages": [
@@ -226,11 +235,23 @@ def dirty() -> str:
             ],
         },
         turns(("system", "Be brief."), ("human", "Hi"), ("gpt", "Hello."), id="system"),
-        turns(("gpt", "Earlier answer."), ("human", "Hi"), ("gpt", "Hello."), id="leading_answer"),
-        turns(("human", "Hi"), ("gpt", "Hello."), ("human", "Are you there?"), id="unanswered"),
+        turns(("gpt", "Earlier answer."), ("human", "Hi there"), ("gpt", "Hello."), id="leading_answer"),
+        turns(("human", "Hi again"), ("gpt", "Hello."), ("human", "Are you there?"), id="unanswered"),
         turns(("human", "Print </s> and <|im_end|>"), ("gpt", "</s> and <|im_end|>"), id="control_text"),
         turns(("human", "A half pair \ud83d here"), ("gpt", "Seen."), id="surrogate"),
         turns(("human", "No id"), ("gpt", "No matter.")),
+        turns(
+            ("human", "A sum?"),
+            ("function_call", '{"add": [1, 2]}'),
+            ("observation", "3"),
+            ("gpt", "Three."),
+            id="tool",
+        ),
+        turns(("human", "Write it"), ("gpt", PAGE), id="page"),
+        turns(("human", "Any HTML?"), ("gpt", "<div class='box'>\n  <p>Code &amp; more</p>\n</div>"), id="about_html"),
+        turns(("human", "One"), ("gpt", "Two."), ("human", "Three"), ("gpt", BUSY), ("human", "?"), ("gpt", "!"), id="busy"),
+        turns(("human", "Hi"), ("gpt", BUSY), id="only_busy"),
+        turns(("gpt", "Another beginning."), ("human", "Hi there"), ("gpt", "Hello."), id="said_before"),
         turns(id="empty_list"),
         turns(("gpt", "Only me."), id="no_human"),
         turns(("human", "Only me."), id="no_answer"),

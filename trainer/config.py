@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import yaml
 
+from data.clean import CleanConfig
 from data.errors import UserError
 
 VERSION = 2
@@ -40,14 +41,15 @@ class ModelConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SourceConfig:
-    """One file of conversations."""
+    """One file or folder of records."""
 
     path: str
-    """File or folder of records."""
+    """File, or folder of files, here or in a store (gs://, s3://)."""
     format: str = "sharegpt"
-    """Format of the records."""
+    """Format of the records: sharegpt (conversations), text (books: plain files, or JSON with `text`) or tokens (.npy, or
+    JSON with `tokens` and perhaps `loss_mask`)."""
     template: str | None = None
-    """Chat template of this source; data.template where not given."""
+    """Chat template of this source's conversations; data.template where not given."""
     weight: float = 1.0
     """How often the source is seen in an epoch, relative to once."""
 
@@ -62,16 +64,20 @@ class DataConfig:
     """Chat template: vicuna_v1.1, koala, llama-2, llama-3, chatml, alpaca, plain, or tokenizer for the tokenizer's own."""
     add_control_tokens: bool = False
     """Add the control tokens that the templates need and the tokenizer lacks, each with a new row of the embedding."""
+    train_on: Literal["all", "last"] = "all"
+    """Assistant turns in the loss: all of a conversation, or only its last one; a turn's own `train: false` leaves it out."""
     sources: tuple[SourceConfig, ...] = ()
     """The sources, each {path, format, template, weight}."""
     context_length: int = 4096
     """Tokens in a packed row; a multiple of mesh.sequence, for the layout zigzag of twice that."""
     prepared: str = "prepared"
-    """Folder that keeps the tokenized data sets."""
+    """Folder that keeps the tokenized data sets; one in a store (gs://, s3://) is read through the cache on this machine."""
     held_out_fraction: float = 0.05
     """Share of the conversations kept out of training for the held-out loss, unless held_out_path is given."""
     held_out_path: str | None = None
-    """File of held-out conversations, in the sources' format; replaces held_out_fraction."""
+    """File or folder of held-out records, in the first source's format; replaces held_out_fraction."""
+    clean: CleanConfig = dataclasses.field(default_factory=CleanConfig)
+    """What is done to conversations before they are learned from."""
     seed: int = 0
     """Seed of the order of the documents and of the held-out choice."""
 
@@ -232,15 +238,21 @@ class RunConfig:
         return pathlib.Path(self.run_dir or f"runs/{self.name}")
 
 
-SECTIONS = {f.name: f.type for f in dataclasses.fields(RunConfig) if dataclasses.is_dataclass(f.type)}
+def _sections(cls: type, prefix: str = "") -> dict[str, type]:
+    """{dotted name: dataclass} of every section, those within others too."""
+    found = {}
+    for field in dataclasses.fields(cls):
+        if dataclasses.is_dataclass(field.type):
+            found |= {prefix + field.name: field.type} | _sections(field.type, f"{prefix}{field.name}.")
+    return found
+
+
+SECTIONS = _sections(RunConfig)
 LEAVES = tuple(
     name
-    for field in dataclasses.fields(RunConfig)
-    for name in (
-        [f"{field.name}.{inner.name}" for inner in dataclasses.fields(field.type)]
-        if field.name in SECTIONS
-        else [field.name]
-    )
+    for section, cls in {"": RunConfig, **SECTIONS}.items()
+    for name in (f"{section}.{field.name}".lstrip(".") for field in dataclasses.fields(cls))
+    if name not in SECTIONS
 )
 
 
@@ -411,8 +423,11 @@ def _check_names(written: Row, where: str) -> None:
 
     check_keys(written, RunConfig, "")
     for name, cls in SECTIONS.items():
-        if name in written:
-            check_keys(written[name], cls, f"{name}.")
+        found = written
+        for part in name.split("."):
+            found = found.get(part, cls) if isinstance(found, dict) else cls
+        if found is not cls:  # it is there, be it as nothing
+            check_keys(found, cls, f"{name}.")
     data = written.get("data", {})
     sources = data.get("sources") or []
     if data.get("path") and sources:

@@ -14,9 +14,10 @@ from jax.sharding import Mesh
 from data.batch import permute
 from data.errors import UserError
 from data.loader import Loader
-from data.prepare import prepare
+from data.prepare import Prepared, prepare
 from data.sources import Source
 from data.templates import jinja_template
+from data.tokenizer import Tokenizer
 from model.attention.kernels import get_kernel
 from model.attention.layout import permutation
 from model.attention.schedules import get_schedule
@@ -65,9 +66,19 @@ def _bfloat16():
     return jnp.dtype(jnp.bfloat16)
 
 
+def prepare_text(config: RunConfig, tokenizer: Tokenizer, progress: bool = True) -> Prepared:
+    """The data of a run, tokenized or found so; progress shows a bar on a terminal."""
+    data = config.data
+    sources = [Source(s.path, s.format, s.template or data.template, s.weight) for s in data.sources]
+    held_out = [Source(data.held_out_path, sources[0].format, data.template)] if data.held_out_path else []
+    return prepare(sources, tokenizer, data.context_length, data.prepared, held_out_sources=held_out, clean=data.clean,
+                   train_on=data.train_on, held_out_fraction=0.0 if held_out else data.held_out_fraction,
+                   progress=progress and sys.stderr.isatty())
+
+
 @dataclasses.dataclass
 class TextObjective:
-    """Next tokens of conversations: cross-entropy over the assistant's part."""
+    """Next tokens: cross-entropy over the assistant's part of conversations, and over all of a text."""
 
     config: RunConfig
     mesh: Mesh
@@ -80,12 +91,8 @@ class TextObjective:
                             f"{self.tokenizer.vocab_size - 1}; another tokenizer or a larger vocab_size would work")
         self.model = build_llama(self.config, self.source.config, self.mesh)
         self.loss = self.model.loss
-        held_out = [Source(data.held_out_path, template=data.template)] if data.held_out_path else []
-        sources = [Source(s.path, s.format, s.template or data.template, s.weight) for s in data.sources]
         first = jax.process_index() == 0
-        self.prepared = prepare(sources, self.tokenizer, data.context_length, data.prepared, held_out_sources=held_out,
-                                held_out_fraction=0.0 if held_out else data.held_out_fraction,
-                                progress=first and self.config.logging.console and sys.stderr.isatty())
+        self.prepared = prepare_text(self.config, self.tokenizer, first and self.config.logging.console)
         if first:
             print(self.prepared.report.summary(), flush=True)
         rows = self.config.train.batch_size
@@ -113,5 +120,8 @@ class TextObjective:
         return self.source.read(self.model, self.config.model.seed)
 
     def write_assets(self, folder):
-        template = jinja_template(self.config.data.sources[0].template or self.config.data.template, self.tokenizer)
+        data = self.config.data
+        talks = [source.template or data.template for source in data.sources if source.format == "sharegpt"]
+        # Trained on texts alone, a model chats as it did before.
+        template = jinja_template(talks[0], self.tokenizer) if talks else self.tokenizer.chat_template
         self.source.write_assets(folder, self.tokenizer, template, configuration.dump(self.config))

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from data.batch import permute
+from data.clean import CleanConfig
 from data.errors import UserError
 from data.loader import Loader
 from data.prepare import prepare
@@ -18,6 +19,7 @@ from tests.conftest import REPOSITORY
 
 FIXTURES = REPOSITORY / "data/fixtures"
 LENGTH = 64  # shorter than most conversations, so that documents are cut
+OPTIONS = {"held_out_fraction": 0.2, "clean": CleanConfig(split=False), "progress": False}
 
 
 @pytest.fixture(scope="module")
@@ -36,7 +38,7 @@ def small(tmp_path_factory):
 @pytest.fixture(scope="module")
 def prepared(small, tokenizer, tmp_path_factory):
     folder = tmp_path_factory.mktemp("prepared")
-    return prepare([Source(str(small))], tokenizer, LENGTH, folder, held_out_fraction=0.2, progress=False)
+    return prepare([Source(str(small))], tokenizer, LENGTH, folder, **OPTIONS)
 
 
 def test_documents_are_the_rendered_conversations_and_splits_share_none(prepared, small, tokenizer):
@@ -132,17 +134,17 @@ def test_prepared_folder_is_reused_by_content_and_made_anew_by_any_change(prepar
     stamp = (prepared.folder / "index.npz").stat().st_mtime_ns
     moved = tmp_path / "elsewhere.json"
     shutil.copy(small, moved)
-    options = {"held_out_fraction": 0.2, "progress": False}
-    same = prepare([Source(str(moved), weight=2.0)], tokenizer, LENGTH, folder, **options)
+    same = prepare([Source(str(moved), weight=2.0)], tokenizer, LENGTH, folder, **OPTIONS)
     assert same.folder == prepared.folder and (same.folder / "index.npz").stat().st_mtime_ns == stamp
     assert same.report.sources[0].path == str(moved) and same.report.kept == prepared.report.kept == 60
     moved.write_text(moved.read_text().replace("Tell me", "Say"))
     changed = [
-        prepare([Source(str(moved))], tokenizer, LENGTH, folder, **options),
-        prepare([Source(str(small))], tokenizer, LENGTH + 1, folder, **options),
-        prepare([Source(str(small))], tokenizer, LENGTH, folder, progress=False),
+        prepare([Source(str(moved))], tokenizer, LENGTH, folder, **OPTIONS),
+        prepare([Source(str(small))], tokenizer, LENGTH + 1, folder, **OPTIONS),
+        prepare([Source(str(small))], tokenizer, LENGTH, folder, **{**OPTIONS, "held_out_fraction": 0.0}),
+        prepare([Source(str(small))], tokenizer, LENGTH, folder, **{**OPTIONS, "clean": CleanConfig()}),
     ]
-    assert len({prepared.folder, *(c.folder for c in changed)}) == 4
+    assert len({prepared.folder, *(c.folder for c in changed)}) == 5
     assert not list(folder.glob(".*"))  # nothing half-made is left
 
 
@@ -155,6 +157,88 @@ def test_weighted_sources_and_held_out_sources(small, tokenizer, tmp_path):
     rows = [len(loader._plan(epoch)) for epoch in range(4)]
     assert loader.place(sum(rows[:3]) + 1) == (3, 1) and loader.place(rows[0] - 1) == (0, rows[0] - 1)
     assert loader.batch(40)["tokens"].shape == (2, 512)
+
+
+def _documents(split):
+    return [split[number] for number in range(len(split))]
+
+
+def test_long_conversations_are_split_on_whole_exchanges(tokenizer, tmp_path):
+    exchanges = [(f"Question {i}?", "word " * (3 + 5 * i)) for i in range(9)]
+    turns = [{"from": who, "value": text} for pair in exchanges for who, text in zip(("human", "gpt"), pair, strict=True)]
+    path = tmp_path / "long.json"
+    path.write_text(json.dumps([{"conversations": [{"from": "system", "value": "Be brief."}, *turns]}]))
+    made = prepare([Source(str(path))], tokenizer, 128, tmp_path / "prepared", progress=False)
+    texts = [tokenizer.decode(document.tokens) for document in _documents(made.train)]
+    assert len(texts) >= 3 and all(text.startswith("Be brief. USER: Question") for text in texts)
+    assert all(text.rstrip().endswith("word") for text in texts) and max(made.train.lengths) <= 128
+    asked = [f"Question {i}?" for i in range(9)]
+    assert [sum(question in text for text in texts) for question in asked] == [1] * 9
+    assert "".join(texts).index(asked[-1]) > "".join(texts).index(asked[0])
+    assert made.report.repaired == {"longer than context_length, split on whole exchanges": 1}
+    last = prepare([Source(str(path))], tokenizer, 128, tmp_path / "prepared", train_on="last", progress=False)
+    [document] = _documents(last.train)
+    trained = tokenizer.decode(document.tokens[document.loss_mask])
+    assert trained.split() == ["word"] * 43 and tokenizer.decode(document.tokens) == texts[-1]
+
+
+def test_texts_and_tokens_come_through_the_same_door(small, tokenizer, tmp_path):
+    book = "A long story of many words. " * 40
+    (tmp_path / "book.txt").write_text(book)
+    ready = [{"id": "good", "tokens": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}, {"id": "foreign", "tokens": [5, 1024]},
+             {"id": "untrained", "tokens": [5, 6], "loss_mask": [1, 0]}]  # fmt: skip
+    (tmp_path / "ready.json").write_text(json.dumps(ready))
+    sources = [Source(str(small)), Source(str(tmp_path / "book.txt"), "text"), Source(str(tmp_path / "ready.json"), "tokens")]
+    made = prepare(sources, tokenizer, LENGTH, tmp_path / "prepared", progress=False)
+    documents = _documents(made.train)
+    ids = np.concatenate([document.tokens for document in documents if document.source == 1])
+    assert ids.tolist() == [tokenizer.bos_id, *tokenizer.encode(book), tokenizer.eos_id]
+    assert all(document.loss_mask.all() for document in documents if document.source == 1)
+    [document] = [document for document in documents if document.source == 2]
+    assert document.tokens.tolist() == [5, 6, 7, 8] and document.loss_mask.tolist() == [False, False, True, True]
+    dropped = [json.loads(line) for line in made.report.dropped_file.read_text().splitlines()]
+    assert [(entry["source"], entry["record"], entry["reason"]) for entry in dropped] == [
+        (2, 2, "an id that the tokenizer does not have"), (2, 3, "no trained token"),
+    ]  # fmt: skip
+    assert str(made.report.dropped_file) in made.report.summary()
+    assert made.report.sources[1].repaired == {"longer than context_length, cut": 1}
+
+
+@pytest.mark.parametrize("name", ["tiny_tokenizer", "tiny.model"])
+def test_several_processes_write_what_one_does(small, name, tmp_path, monkeypatch):
+    """Records in order, dropped ones with their places, errors as they are; a sentencepiece model travels too."""
+    sources, made = [Source(str(small)), Source(str(FIXTURES / "dirty.json"))], {}
+    for bytes_enough in (1 << 30, 1):
+        monkeypatch.setattr("data.prepare.WORTH_PROCESSES", bytes_enough)
+        tokenizer = Tokenizer.load(FIXTURES / name)
+        made[bytes_enough] = prepare(sources, tokenizer, LENGTH, tmp_path / str(bytes_enough), progress=False)
+    one, several = made.values()
+    assert [(d.tokens.tolist(), d.loss_mask.tolist(), d.record_id) for d in _documents(one.train)] == [
+        (d.tokens.tolist(), d.loss_mask.tolist(), d.record_id) for d in _documents(several.train)
+    ]
+    assert one.report.sources == several.report.sources and one.folder.name == several.folder.name
+    dropped = [sorted(made.report.dropped_file.read_text().splitlines()) for made in (one, several)]
+    assert dropped[0] == dropped[1] and any("tool" in json.loads(line)["reason"] for line in dropped[0])
+
+
+def test_weights_mix_and_the_mix_goes_on_where_it_was(small, tokenizer, tmp_path):
+    """Visits to each source over epochs are its weight; a second loader from the middle gives the same batches."""
+    (tmp_path / "book.txt").write_text("Once upon a time there was a word. " * 120)
+    sources = [Source(str(small), weight=0.5), Source(str(tmp_path / "book.txt"), "text", weight=3.0)]
+    made = prepare(sources, tokenizer, LENGTH, tmp_path / "prepared", progress=False)
+    loader = Loader(made, LENGTH, 4, seed=1)
+    visits, epochs = np.zeros(2), 40
+    for epoch in range(epochs):
+        visits += np.bincount(made.train.sources[loader._plan(epoch).pieces[:, 0]], minlength=2)
+    shares = visits / epochs / np.bincount(made.train.sources)
+    assert abs(shares[0] - 0.5) < 0.05 and shares[1] == 3.0
+    resumed = Loader(made, LENGTH, 4, seed=1).batches(start=50)
+    for step in range(50, 60):
+        batch = next(resumed)
+        assert all((batch[name] == array).all() for name, array in loader.batch(step).items())
+    other = prepare([sources[0], Source(sources[1].path, "text", weight=2.0)], tokenizer, LENGTH, tmp_path / "prepared",
+                    progress=False)  # fmt: skip
+    assert other.folder == made.folder and Loader(other, LENGTH, 4, seed=1).fingerprint != loader.fingerprint
 
 
 def test_nothing_to_learn_from_is_told(small, tokenizer, tmp_path):

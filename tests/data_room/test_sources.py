@@ -3,25 +3,34 @@
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
 
+from data.clean import CleanConfig
 from data.errors import UserError
 from data.report import Report
 from data.sources import Source, read
 
 
-def _read(path, **options):
+def _read(path, clean=CleanConfig(), **options):
     report = Report()
-    return list(read(Source(str(path), **options), report)), report
+    return list(read(Source(str(path), **options), report, clean=clean)), report
 
 
 def test_dirty_dump_is_counted_record_by_record(repository):
-    conversations, report = _read(repository / "data/fixtures/dirty.json")
+    entries = []
+    report = Report(sink=entries.append)
+    conversations = list(read(Source(str(repository / "data/fixtures/dirty.json")), report))
     assert [c.id for c in conversations][:10] == [
         "good", "spelling_1", "spelling_2", "openai", "parts", "system", "leading_answer", "unanswered", "control_text",
         "surrogate",
     ]  # fmt: skip
-    assert report.records == 24 and report.kept == 11
+    assert report.records == 30 and report.kept == 15
+    # No record is lost and none counted twice: what is not here is there, in the file's order.
+    assert sorted([c.record for c in conversations] + [entry["record"] for entry in entries]) == list(range(1, 31))
+    assert Counter(entry["reason"] for entry in entries) == report.dropped
+    assert entries[2]["content"] == {"id": "empty_list", "conversations": []}
+    assert "This one" in entries[-1]["content"], "the cut record's text is kept as far as it goes"
     assert report.dropped == Counter(
         {
             "empty record": 1,
@@ -35,15 +44,33 @@ def test_dirty_dump_is_counted_record_by_record(repository):
             "no conversations or messages": 1,
             "not a record": 1,
             "cut off or malformed JSON": 1,
+            "no answer but a busy service's": 1,
+            "duplicate": 1,
         }
     )
     assert report.repaired == Counter(
-        {"leading assistant turns dropped": 1, "unanswered last turn dropped": 1, "broken characters replaced": 1}
+        {
+            "leading assistant turns dropped": 1,
+            "unanswered last turn dropped": 1,
+            "broken characters replaced": 1,
+            "HTML turned into markdown": 1,
+            "cut before a busy service's reply": 1,
+        }
     )
-    assert len(report.notes) == 1 and "record 24" in report.notes[0]
+    assert len(report.notes) == 1 and "record 30" in report.notes[0]
+    table = report.sources[0].table().splitlines()
+    assert len(table) == 1 + len(report.dropped) + len(report.repaired)
+    assert table[0].split() == ["kept", "15", "50.00", "%"] and "   3.33 %  duplicate" in "\n".join(table)
     said = {c.id: [(m.role, m.content) for m in c.messages] for c in conversations}
     assert said["system"] == [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello.")]
-    assert said["leading_answer"] == said["unanswered"] == [("user", "Hi"), ("assistant", "Hello.")]
+    assert said["leading_answer"] == [("user", "Hi there"), ("assistant", "Hello.")]
+    assert said["unanswered"] == [("user", "Hi again"), ("assistant", "Hello.")]
+    assert [role for role, _ in said["tool"]] == ["user", "assistant", "tool", "assistant"]
+    assert said["busy"] == [("user", "One"), ("assistant", "Two.")]
+    assert said["page"][1][1] == (
+        "Use **this** & snake_case:\n\n```python\nif a_b < 3:\n\n\n    print(a_b)\n```\n\n- one\n- two"
+    )
+    assert said["about_html"][1][1].startswith("<div class='box'>"), "HTML as an answer is an answer"
     assert said["surrogate"][0][1] == "A half pair \ufffd here"
 
 
@@ -57,9 +84,9 @@ def test_a_list_cut_anywhere_gives_its_whole_records(tmp_path, keep):
     path.write_bytes(part)
     if complete == 0:
         with pytest.raises(UserError, match=r"cut\.json"):
-            _read(path)
+            _read(path, CleanConfig(duplicates=False))
     else:
-        conversations, report = _read(path)
+        conversations, report = _read(path, CleanConfig(duplicates=False))
         assert len(conversations) == complete
         assert bool(report.notes) == (len(part) < len(whole))
 
@@ -108,3 +135,47 @@ def test_a_useless_file_is_told_in_one_line(tmp_path, content, says):
         _read(path)
     message = str(caught.value)
     assert str(path) in message and says in message and "would work" in message and "\n" not in message
+
+
+def test_texts_and_tokens_of_files_and_folders(tmp_path):
+    books = tmp_path / "books"
+    (books / "more").mkdir(parents=True)
+    (books / "b.txt").write_bytes("\ufeffOne\r\nbook é".encode())
+    (books / "more/a.jsonl").write_text('{"id": 7, "text": "Two"}\n{"text": " "}\n{"txt": "x"}\n')
+    (books / "notes.pdf").write_text("not looked at")
+    texts, report = _read(books, format="text")
+    assert [item.text for item in texts] == ["One\nbook é", "Two"] and texts[1].id == "7"
+    assert report.dropped == {"empty text": 1, "no `text`": 1} and report.records == 4
+    records = [
+        {"id": "all", "tokens": [5, 6, 7]},
+        {"id": "mask", "input_ids": [5, 6, 7], "loss_mask": [0, 1, True]},
+        {"id": "labels", "input_ids": [5, 6, 7], "labels": [-100, -100, 7]},
+        {"id": "short mask", "tokens": [5, 6, 7], "loss_mask": [1]},
+        {"tokens": [5, "6"]},
+        {"tokens": [1.5]},
+        {"tokens": []},
+        {"tokens": [True]},
+        {"tokens": [2**40]},
+    ]
+    path = tmp_path / "tokens.json"
+    path.write_text(json.dumps(records))
+    ready, report = _read(path, format="tokens")
+    assert [(item.id, item.tokens.tolist(), item.loss_mask.tolist()) for item in ready] == [
+        ("all", [5, 6, 7], [True] * 3),
+        ("mask", [5, 6, 7], [False, True, True]),
+        ("labels", [5, 6, 7], [False, False, True]),
+    ]
+    assert sum(report.dropped.values()) == 6 and report.dropped["`loss_mask` or `labels` unlike its tokens"] == 1
+    for array, documents in ((np.arange(6, dtype=np.uint16), 1), (np.arange(6).reshape(2, 3), 2)):
+        np.save(tmp_path / "tokens.npy", array)
+        ready, _ = _read(tmp_path / "tokens.npy", format="tokens")
+        assert len(ready) == documents and np.concatenate([item.tokens for item in ready]).tolist() == list(range(6))
+    (tmp_path / "none").mkdir()
+    for path, format, says in (
+        (tmp_path / "none", "text", r"no \.txt or \.md"),
+        (tmp_path / "gone.txt", "text", "no such file"),
+        (tmp_path / "tokens.npy", "text", "not UTF-8"),
+        (books / "b.txt", "tokens", r"cannot be read as \.npy"),
+    ):
+        with pytest.raises(UserError, match=says):
+            _read(path, format=format)

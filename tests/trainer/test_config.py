@@ -54,6 +54,14 @@ def test_data_path_replaces_sources(tmp_path):
     assert [(source.path, source.template) for source in config.data.sources] == [("other.json", "tokenizer")]
 
 
+def test_cleaning_is_asked_for_field_by_field(tmp_path):
+    clean = load(["--config", write(tmp_path, {"data": {"clean": {"languages": ["en", "de"]}}})]).data.clean
+    assert clean.languages == ("en", "de") and clean.duplicates and not clean.refusals and not clean.company_names
+    config = load(["--config", write(tmp_path), "--data.clean.refusals", "true", "--data.clean.languages", "[fr]"])
+    assert config.data.clean.refusals and config.data.clean.languages == ("fr",)
+    assert from_resolved(yaml.safe_load(dump(config))) == config
+
+
 def test_model_path_replaces_the_scratch_model(tmp_path):
     model = load(["--config", write(tmp_path), "--model.path", "hf"]).model
     assert (model.path, model.preset, model.tokenizer, model.overrides) == ("hf", None, None, {})
@@ -65,6 +73,9 @@ def test_model_path_replaces_the_scratch_model(tmp_path):
         ("--mesh.seq 2", ["--mesh.seq", "did you mean --mesh.sequence?"]),
         ("--train.stps 4", ["--train.stps", "did you mean --train.steps?", "train.batch_size"]),
         ("--mesh 4", ["--mesh is a section", "mesh.fsdp"]),
+        ("--data.clean true", ["--data.clean is a section", "data.clean.refusals"]),
+        ("--data.clean.refusal true", ["did you mean --data.clean.refusals?"]),
+        ("--data.clean.html yes", ["data.clean.html", "detect", "yes"]),
         ("--train.steps x", ["train.steps", "int", "x"]),
         ("--train.steps", ["--train.steps needs a value"]),
         ("stray", ["stray"]),
@@ -108,6 +119,8 @@ def test_mistakes_on_the_command_line(tmp_path, flags, words):
         ({"data": {"sources": [{"path": "a", "wieght": 1}]}}, ["data.sources[0].wieght", "data.sources[0].weight"]),
         ({"data": {"sources": [{"weight": 1}]}}, ["data.sources", "path"]),
         ({"data": {"path": "a"}}, ["data.path and data.sources"]),
+        ({"data": {"clean": {"langages": ["en"]}}}, ["data.clean.langages", "did you mean data.clean.languages?"]),
+        ({"data": {"clean": None}}, ["data.clean expects", "found None"]),
         ({"train": 5}, ["train expects", "found 5"]),
         ({"train": {"steps": "many"}}, ["train.steps", "int", "many"]),
         ({"config_version": 9}, ["config_version 9", "1, 2"]),

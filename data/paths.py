@@ -1,0 +1,99 @@
+"""Files of this machine or of a store (gs://, s3://, hf://, ... by fsspec), read alike; folders of a store kept here too."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO
+
+import fsspec
+
+from data.errors import UserError
+
+
+def is_remote(path: str | Path) -> bool:
+    """Whether the path names a store."""
+    return "://" in str(path)
+
+
+def _system(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
+    try:
+        return fsspec.core.url_to_fs(path)
+    except (ImportError, ValueError) as error:  # no gcsfs or s3fs, an unknown protocol: the message names it
+        raise UserError(f"{path}: {error}") from None
+
+
+@dataclass(frozen=True)
+class File:
+    """A file that may or may not be there; str() is its path as the user wrote it."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return self.path
+
+    @property
+    def suffix(self) -> str:
+        """The name's end, in small letters, such as .json."""
+        return PurePosixPath(self.path).suffix.lower()
+
+    def exists(self) -> bool:
+        system, path = _system(self.path)
+        return system.isfile(path)
+
+    def size(self) -> int:
+        """Bytes."""
+        system, path = _system(self.path)
+        return system.size(path)
+
+    def open(self) -> BinaryIO:
+        """For reading bytes."""
+        system, path = _system(self.path)
+        return system.open(path, "rb")
+
+
+def find(path: str | Path, suffixes: Sequence[str]) -> list[File]:
+    """The file itself, or all files in the folder, and in those below it, whose name ends so; sorted by path."""
+    system, inside = _system(str(path))
+    if not system.isdir(inside):
+        return [File(str(path))]
+    found = sorted(name for name in system.find(inside) if PurePosixPath(name).suffix.lower() in suffixes)
+    return [File(system.unstrip_protocol(name) if is_remote(path) else name) for name in found]
+
+
+def local_folder(path: str | Path) -> Path:
+    """The folder itself, or, of a store's, the one in the cache that stands for it: array_record reads local files only."""
+    if not is_remote(path):
+        return Path(path).expanduser()
+    root = Path(os.environ.get("LONGSTRIPE_CACHE") or Path.home() / ".cache" / "longstripe")
+    return root / "prepared"
+
+
+def download(remote: str, local: Path, last: str) -> None:
+    """Brings a store's folder here, whole or not at all, if it has the file `last`, which was put there last."""
+    system, path = _system(remote)
+    if not system.isfile(f"{path}/{last}"):
+        return
+    local.parent.mkdir(parents=True, exist_ok=True)
+    arriving = Path(tempfile.mkdtemp(prefix=f".{local.name}-", dir=local.parent))
+    try:
+        for name in system.find(path):
+            target = arriving / PurePosixPath(name).relative_to(path)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            system.get_file(name, str(target))
+        with suppress(OSError):  # another process was quicker
+            os.rename(arriving, local)
+    finally:
+        shutil.rmtree(arriving, ignore_errors=True)
+
+
+def upload(local: Path, remote: str, last: str) -> None:
+    """Puts a folder's files into a store, the file `last` when all others are there."""
+    system, path = _system(remote)
+    names = sorted((file.relative_to(local).as_posix() for file in local.rglob("*") if file.is_file()), key=lambda n: n == last)
+    for name in names:
+        system.makedirs(f"{path}/{name}".rsplit("/", 1)[0], exist_ok=True)
+        system.put_file(str(local / name), f"{path}/{name}")

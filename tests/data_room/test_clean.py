@@ -1,0 +1,131 @@
+"""Cleaning: what each rule takes and what it leaves alone; filters are off unless asked for; splitting loses nothing."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from data import html
+from data.clean import CleanConfig, Cleaner, Drop, split
+from data.conversation import Message
+
+
+def talk(*contents, system=None):
+    turns = [{"from": ("human", "gpt")[i % 2], "value": content} for i, content in enumerate(contents)]
+    return {"conversations": ([{"from": "system", "value": system}] if system else []) + turns}
+
+
+def contents(record, **options):
+    return [message.content for message in Cleaner(CleanConfig(**options)).clean(record)[1]]
+
+
+@pytest.mark.parametrize(
+    ("rule", "record", "kept"),
+    [
+        ({"refusals": True}, talk("Hi", "As an AI language model, I do not eat."), talk("Why?", "Because I am an ailing man.")),
+        ({"refusals": True}, talk("Hi", "I'm sorry, but I cannot do that."), talk("I'm sorry, but I cannot go.", "Fine.")),
+        ({"company_names": True}, talk("Who made you?", "OpenAI did."), talk("Who made you?", "An open-air cinema.")),
+        ({"languages": ("en",)}, talk("Wie geht es dir heute, mein Freund?", "Sehr gut, danke, und dir auch?"),
+         talk("How are you doing today, my old friend?", "Very well, thank you, and you?")),
+    ],
+)  # fmt: skip
+def test_filters_drop_only_when_asked(rule, record, kept):
+    assert contents(record) and contents(kept) and contents(kept, **rule)
+    with pytest.raises(Drop):
+        contents(record, **rule)
+
+
+def test_one_exchange_as_alpaca_has_it():
+    assert contents({"instruction": "Add.", "input": "1, 2", "output": "3"}) == ["Add.\n\n1, 2", "3"]
+    assert contents({"instruction": "Sing.", "input": "", "output": "La."}) == ["Sing.", "La."]
+    with pytest.raises(Drop, match="no conversations or messages"):
+        contents({"instruction": "Sing.", "output": None})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["<p>x</p>", "\ud83d"]),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["text", "train", "a"]), inner, max_size=3),
+    max_leaves=5,
+)
+TURNS = st.lists(
+    st.dictionaries(st.sampled_from(["from", "role", "value", "content", "train"]),
+                    JSON | st.sampled_from(["human", "gpt", "tool", "system", "Hi"]), max_size=4) | JSON, max_size=4
+)  # fmt: skip
+
+
+@given(st.dictionaries(st.sampled_from(["id", "conversations", "messages", "instruction", "output"]), TURNS | JSON) | JSON,
+       st.builds(CleanConfig, html=st.sampled_from(["detect", "always", "never"]), refusals=st.booleans()))  # fmt: skip
+def test_any_json_is_turns_in_order_or_a_reason(record, config):
+    try:
+        identity, messages, _ = Cleaner(config).clean(record)
+    except Drop as drop:
+        assert str(drop)
+        return
+    assert isinstance(identity, str) and identity
+    roles = [message.role for message in messages]
+    roles = roles[1:] if roles[0] == "system" else roles
+    assert roles[0] == "user" and roles[-1] == "assistant" and "system" not in roles
+    assert all(message.content and message.content.encode() for message in messages)
+
+
+def test_duplicates_are_told_by_what_is_said():
+    cleaner, again = Cleaner(), {**talk("Hi", "Ho"), "id": "another"}
+    cleaner.clean(talk("Hi", "Ho"))
+    cleaner.clean(talk("Hi", "Ho", system="Sing."))
+    with pytest.raises(Drop, match="duplicate"):
+        cleaner.clean(again)
+    lenient = Cleaner(CleanConfig(duplicates=False))
+    assert [lenient.clean(again)[0] for _ in range(2)] == ["another"] * 2
+
+
+def test_busy_replies_end_a_conversation_and_talk_about_them_does_not():
+    busy = "Too many requests in 1 hour. Try again later."
+    assert contents(talk("a", "b", "c", busy, "d", "e")) == ["a", "b"]
+    assert contents(talk("a", "b", "c", busy), rate_limits=False) == ["a", "b", "c", busy]
+    assert len(contents(talk(busy, "You were too quick."))) == 2
+    assert len(contents(talk("What is it?", f"{busy[:-1]}: the service says so " + "when it is asked too much. " * 20))) == 2
+    with pytest.raises(Drop, match="busy"):
+        contents(talk("a", busy, "b", "c", system="s"))
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["Use <b>bold</b> & so on", "<div>\n <p>page</p>\n</div>", "<!DOCTYPE html><p>x</p>", "<p>x</p> is a paragraph",
+     "```html\n<p>x</p>\n```", "<https://a.b/c>", "vector<int> &amp;", "1 / 2\nCopy code"],
+)  # fmt: skip
+def test_markdown_that_holds_html_is_left_alone(text):
+    assert contents(talk(text, text)) == [text, text]
+
+
+def test_pages_become_markdown():
+    page = '<h2>Title</h2><p>A <a href="https://x.y">link</a><br>and <em>more_or_less</em> 2 * 3</p>'
+    assert contents(talk("?", page))[1] == "## Title\n\nA [link](https://x.y)  \nand *more_or_less* 2 * 3"
+    assert contents(talk("?", page), html="never")[1] == page
+    assert contents(talk("?", "a &lt; b <b>c</b>"), html="always")[1] == "a < b **c**"
+    formula = (
+        '<p>So <span class="katex"><span><math><mi>x</mi><annotation>x^2</annotation></math></span><span>x2</span></span></p>'
+    )
+    assert html.to_markdown(formula) == "So $x^2$"
+    assert html.to_markdown("<p>2 / 3</p><p>Text</p>") == "Text"
+    with pytest.raises(Drop, match="empty turn"):
+        contents(talk("?", "<p> </p>"))
+    with pytest.raises(Drop, match="cannot be read"):
+        contents(talk("?", "<b>" * 5000), html="always")
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.booleans(), st.integers(1, 60))
+def test_split_keeps_every_exchange_in_order(sizes, with_system, room):
+    messages = [Message("system", "s")] * with_system
+    for number, size in enumerate(sizes):
+        messages += [Message("user", f"{number}"), Message("assistant", "x" * size)]
+
+    def length(part):
+        return sum(len(message.content) for message in part if message.role == "assistant")
+
+    parts = list(split(messages, list, length, room))
+    assert all(part[:with_system] == messages[:with_system] for part in parts)
+    bodies = [part[with_system:] for part in parts]
+    assert [message for body in bodies for message in body] == messages[with_system:]
+    for body, following in zip(bodies, [*bodies[1:], None], strict=True):
+        assert body[0].role == "user" and body[-1].role == "assistant"
+        assert length(body) <= room or len(body) == 2
+        assert following is None or length(body) + len(following[1].content) > room, "as long as there is room"

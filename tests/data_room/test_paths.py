@@ -1,0 +1,88 @@
+"""Files in a store are read as local ones are; prepared data in a store come back through this machine's cache."""
+
+import json
+import shutil
+
+import fsspec
+import numpy as np
+import pytest
+
+from data import paths
+from data.errors import UserError
+from data.prepare import prepare
+from data.report import Report
+from data.sources import Source, read
+from data.tokenizer import Tokenizer
+from tests.conftest import REPOSITORY
+
+FIXTURES = REPOSITORY / "data/fixtures"
+
+
+@pytest.fixture
+def store():
+    """fsspec's own store in memory, empty before and after."""
+    system = fsspec.filesystem("memory")
+    system.rm("/", recursive=True) if system.ls("/") else None
+    yield system
+    system.rm("/", recursive=True)
+
+
+def put(system, path, content):
+    with system.open(path, "wb") as file:
+        file.write(content)
+
+
+def test_a_store_is_read_as_a_folder_is(store, tmp_path):
+    dirty = (FIXTURES / "dirty.json").read_bytes()
+    array, local = np.arange(9, dtype=np.int32), tmp_path / "local"
+    np.save(tmp_path / "a.npy", array)
+    (local / "more").mkdir(parents=True)
+    for name, content in (("dirty.json", dirty), ("more/b.txt", b"A text"), ("a.npy", (tmp_path / "a.npy").read_bytes())):
+        (local / name).write_bytes(content)
+        put(store, f"/set/{name}", content)
+    for format in ("sharegpt", "text", "tokens"):
+        source = Source(str(local / "dirty.json") if format == "sharegpt" else str(local), format)
+        there = Source(source.path.replace(str(local), "memory://set"), format)
+        if format == "text":  # a text is not looked for in dirty.json
+            (local / "dirty.json").unlink()
+            store.rm("/set/dirty.json")
+        here, far = list(read(source, Report())), list(read(there, Report()))
+        assert len(here) == len(far) > 0
+        for one, other in zip(here, far, strict=True):
+            if format == "tokens":
+                assert one.id == other.id and (one.tokens == other.tokens).all()
+            else:
+                assert one == other
+    with pytest.raises(UserError, match=r"memory://set/none\.json: no such file"):
+        list(read(Source("memory://set/none.json"), Report()))
+    with pytest.raises(UserError, match="nostore"):
+        list(read(Source("nostore://set/none.json"), Report()))
+
+
+def test_prepared_data_in_a_store_are_made_once(store, tmp_path, monkeypatch):
+    monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
+    tokenizer, records = Tokenizer.load(FIXTURES / "tiny_tokenizer"), json.loads((FIXTURES / "conversations.json").read_text())
+    put(store, "/in/talks.json", json.dumps(records[:5]).encode())
+    sources = [Source("memory://in/talks.json")]
+    made = prepare(sources, tokenizer, 128, "memory://out/prepared/", progress=False)
+    assert made.folder.parent == tmp_path / "cache/prepared" and len(made.train) >= 5
+    first = [made.train[number].tokens.tolist() for number in range(len(made.train))]
+    assert store.isfile(f"/out/prepared/{made.folder.name}/index.npz")
+    shutil.rmtree(tmp_path / "cache")  # another machine
+    monkeypatch.setattr("data.prepare._build", lambda *_: pytest.fail("it is in the store"))
+    again = prepare(sources, tokenizer, 128, "memory://out/prepared", progress=False)
+    assert [again.train[number].tokens.tolist() for number in range(len(again.train))] == first
+    assert again.folder == made.folder and again.report.records == 5
+
+
+def test_a_folder_comes_whole_or_not_at_all(store, tmp_path):
+    """Without the file that is put there last it is not whole, and is not taken."""
+    for name in ("z.npz", "a/b"):
+        (tmp_path / "from" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "from" / name).write_text(name)
+    paths.upload(tmp_path / "from", "memory://set", "z.npz")
+    paths.download("memory://set", tmp_path / "to", "missing")
+    assert not (tmp_path / "to").exists()
+    paths.download("memory://set", tmp_path / "to", "z.npz")
+    assert (tmp_path / "to/a/b").read_text() == "a/b" and (tmp_path / "to/z.npz").read_text() == "z.npz"
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["from", "to"]
