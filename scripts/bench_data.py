@@ -94,7 +94,8 @@ def begin_otherwise(path: Path) -> int:
 def pack(path: Path, tokenizer: Tokenizer, context_length: int, folder: Path) -> dict:
     """The dump tokenized with the tokenizer's own template, and packed into rows of context_length."""
     start = time.perf_counter()
-    made = prepare([Source(str(path), template="tokenizer")], tokenizer, context_length, folder)
+    sources = [Source(str(path), template="tokenizer")]
+    made = prepare(sources, tokenizer, context_length, folder, progress=sys.stderr.isatty())
     seconds, loader = time.perf_counter() - start, Loader(made, context_length, 1, seed=0)
     repaired = {what: count for what, count in made.report.repaired.items() if "context_length" in what}
     return {"context_length": context_length, **counts(made.train), "rows": len(loader), "kept": made.report.kept,
