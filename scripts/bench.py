@@ -39,6 +39,7 @@ def main(argv=None) -> None:
             "--remat", remat, "--output", str(args.output / f"llama_7b_1m_{remat}.json"))
     model, trained, exported = (str(args.output / name) for name in ("smollm2", "identity", "identity_hf"))
     run(results, "-m", "scripts.make_smollm2", model)
+    run(results, "-m", "scripts.bench_data", "--tokenizer", model, "--output", str(args.output / "data"))
     if args.conversations.exists():
         file = str(args.conversations)
         run(results, "-m", "scripts.identity", model, "--unseen", file, "--output", str(args.output / "before.json"))

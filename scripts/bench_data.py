@@ -52,6 +52,11 @@ def fetch(cache: Path) -> Path:
     return path
 
 
+def peak_mib() -> float:
+    """The most memory that this process has held so far."""
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
+
+
 def clean(path: Path, dropped: Path) -> dict:
     """One pass over the dump with the default rules: counts, seconds, and the peak of memory at each tenth of the file."""
     size, done, peaks = path.stat().st_size, 0, []
@@ -60,7 +65,7 @@ def clean(path: Path, dropped: Path) -> dict:
         nonlocal done
         done += read_bytes
         if done * 10 // size > len(peaks):
-            peaks.append(round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1))
+            peaks.append(peak_mib())
 
     with dropped.open("w", encoding="ascii") as file:
         report = Report(sink=lambda entry: file.write(json.dumps(entry) + "\n"))
@@ -89,12 +94,13 @@ def begin_otherwise(path: Path) -> int:
 def pack(path: Path, tokenizer: Tokenizer, context_length: int, folder: Path) -> dict:
     """The dump tokenized with the tokenizer's own template, and packed into rows of context_length."""
     start = time.perf_counter()
-    made = prepare([Source(str(path), template="tokenizer")], tokenizer, context_length, folder)
+    sources = [Source(str(path), template="tokenizer")]
+    made = prepare(sources, tokenizer, context_length, folder, progress=sys.stderr.isatty())
     seconds, loader = time.perf_counter() - start, Loader(made, context_length, 1, seed=0)
     repaired = {what: count for what, count in made.report.repaired.items() if "context_length" in what}
     return {"context_length": context_length, **counts(made.train), "rows": len(loader), "kept": made.report.kept,
             "padding_percent": round(100 * loader.padding_share, 4), **repaired,
-            "prepare_seconds": round(seconds, 1)}  # fmt: skip
+            "prepare_seconds": round(seconds, 1), "peak_mib": peak_mib()}  # fmt: skip
 
 
 def work(args: argparse.Namespace) -> None:

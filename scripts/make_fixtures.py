@@ -365,7 +365,7 @@ exist nowhere.
 - `conversations_held_out.json`: {HELD_OUT_LINES} + {HELD_OUT_CHATS} more, with no question and no answer of the above.
 - `line_cases.jsonl`: {CASES} cases of {LINES} lines for the evaluator. One (key, number) pair in twenty is in training only
   answered together with another line; the line asked for here is one of those, and the records are new.
-- `dirty.json`: what real dumps have (spellings, empty turns, half characters, a cut end), counted in
+- `dirty.json`: what real dumps have (spellings, empty turns, web pages, a busy service, a cut end), counted in
   `tests/data_room/test_sources.py`.
 - `tiny_tokenizer/`: byte-level BPE, 1,024 tokens, trained on the above; a key is one token, and so is a line's number with
   its colon (": 41"). `tiny.model`: sentencepiece BPE, 1,000 pieces.
