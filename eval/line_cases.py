@@ -2,8 +2,8 @@
 
 A case asks for the number that one line of a long record gives. Keys are "adjective_noun", as LongChat's files of up to
 680 lines have them (their prompts end with a space), "noun_noun", as from 700 lines on (no space), or "short", one
-short word and a number of two digits, lines in the order of their keys, for models with a tiny vocabulary: these know nothing of what a model was trained
-on; held-out cases for the quickstart's model are in data/fixtures/line_cases.jsonl.
+short word and a number of two digits, lines in the order of their keys, for models with a tiny vocabulary: these know
+nothing of what a model was trained on; held-out cases for the quickstart's model are in data/fixtures/line_cases.jsonl.
 """
 
 import dataclasses
