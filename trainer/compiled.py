@@ -10,11 +10,12 @@ _SHAPE = re.compile(r"\b(pred|[suf]\d+|bf16)\[([\d,]*)\]")
 
 
 def memory(compiled) -> dict[str, float]:
-    """GiB a device by the compiler's plan: arguments, temporaries, host memory; the peak counts donated buffers once."""
+    """GiB a device by the compiler's plan: arguments, temporaries, host memory; the sums count donated buffers once."""
     plan = compiled.memory_analysis()
     parts = {"arguments": plan.argument_size_in_bytes, "outputs": plan.output_size_in_bytes,
              "aliased": plan.alias_size_in_bytes, "temporaries": plan.temp_size_in_bytes,
-             "host": plan.host_temp_size_in_bytes}
+             "host": plan.host_argument_size_in_bytes + plan.host_temp_size_in_bytes
+             + plan.host_output_size_in_bytes - plan.host_alias_size_in_bytes}
     parts["peak"] = parts["arguments"] + parts["temporaries"] + parts["outputs"] - parts["aliased"]
     return {name: size / GIB for name, size in parts.items()}
 
