@@ -32,8 +32,9 @@ def main(argv: list[str] | None = None) -> int:
 
     def work():
         checkpoint = find_checkpoint(arguments.checkpoint)
+        params = restore_model(checkpoint)
         config = LlamaConfig.from_hf(checkpoint / "assets")
-        write_hf(restore_model(checkpoint), config, checkpoint / "assets", arguments.hf_dir)
+        write_hf(params, config, checkpoint / "assets", arguments.hf_dir)
         print(f"{arguments.hf_dir}: from {checkpoint}")
 
     return entry.run(work)
