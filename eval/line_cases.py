@@ -27,7 +27,7 @@ SHORT_HEAD = "Remember these lines.\n\n"
 SHORT_LINE = "line {key}: {number}\n"
 SHORT_TAIL = "\nNow the record is over. Tell me what is the number in line {key}? I need the number."
 
-SHORT_KEYS = "bee cat cow dog elk fox hen kid owl pig rat yak".split()  # noqa: SIM905
+SHORT_KEYS = "bee cat dog elk fox hen owl pig".split()  # noqa: SIM905
 ADJECTIVES = """
 able amber ancient bitter blue brave brief bright broad calm clean clear clever cold cool crisp curly damp dark
 deep dim dry dull eager early easy faint fair fast fierce fine firm flat fresh gentle glad golden grand gray
