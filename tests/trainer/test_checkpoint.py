@@ -211,7 +211,7 @@ def test_a_failed_save_is_told(tmp_path, assets, monkeypatch):
         raise OSError("No space left on device")
     monkeypatch.setattr("trainer.checkpoint.write_manifest", full)
     store.save(1, model=placed((2, 4), values()), assets=assets)
-    with pytest.raises(OSError, match="saving checkpoint .* No space left"):
+    with pytest.raises(OSError, match=r"saving checkpoint .* No space left"):
         store.wait()
     assert store.steps() == []
 
