@@ -85,6 +85,11 @@ def plot(scores: list[Score], path: str | pathlib.Path, title: str = "") -> None
                 linestyle="--" if beyond else "-", markerfacecolor="white" if beyond else None,
                 label=family + (", beyond trained length" if beyond else ""),
             )  # fmt: skip
+        if name == "lines":
+            counts = sorted({one.num_lines for one in scores})
+            axis.plot(counts, [1 / lines for lines in counts], "k:", marker="_", label="chance")
+            if len(counts) <= 12:
+                axis.set_xticks(counts)
         axis.set_xlabel(name)
         axis.set_ylim(-0.03, 1.03)
         axis.grid(alpha=0.3)
