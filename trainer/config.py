@@ -6,236 +6,54 @@ import math
 import pathlib
 import re
 import sys
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 
-from data.clean import CleanConfig
 from data.errors import UserError
 
-VERSION = 2
-SCHEDULES = ("local", "ring", "all_gather", "balanced", "ulysses", "attention2d")
-Row = dict[str, Any]
+from .schema import (
+    SCHEDULES,
+    VERSION,
+    AttentionConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvaluateConfig,
+    LoggingConfig,
+    MemoryConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    Row,
+    RunConfig,
+    SourceConfig,
+    TrainConfig,
+)
 
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """Which model is trained, and which of its parameters."""
-
-    path: str | None = None
-    """Pretrained model: a Hugging Face folder, org/name@revision, or a Longstripe checkpoint. On the command line it
-    replaces the recipe's preset and overrides."""
-    preset: str | None = None
-    """Shape of a model trained from scratch: a name of LlamaConfig.preset, such as llama-7b or tiny."""
-    tokenizer: str | None = None
-    """Folder or file of the tokenizer; needed from scratch, otherwise the model's own unless given."""
-    overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """LlamaConfig fields set over the preset, for a model from scratch."""
-    trainable: str = ".*"
-    """Regular expression: parameters whose whole name it matches are trained, the others stay frozen."""
-    compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    """Precision of activations and of keys and values on the wire; parameters and moments are float32."""
-    seed: int = 0
-    """Seed of the initialiser of a model from scratch."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SourceConfig:
-    """One file or folder of records."""
-
-    path: str
-    """File, or folder of files, here or in a store (gs://, s3://)."""
-    format: str = "sharegpt"
-    """Format of the records: sharegpt (conversations), text (books: plain files, or JSON with `text`) or tokens (.npy, or
-    JSON with `tokens` and perhaps `loss_mask`)."""
-    template: str | None = None
-    """Chat template of this source's conversations; data.template where not given."""
-    weight: float = 1.0
-    """How often the source is seen in an epoch, relative to once."""
-
-
-@dataclasses.dataclass(frozen=True)
-class DataConfig:
-    """What the model is trained on."""
-
-    path: str | None = None
-    """One source, shorthand for a list of one; on the command line it replaces the recipe's sources."""
-    template: str = "vicuna_v1.1"
-    """Chat template: vicuna_v1.1, koala, llama-2, llama-3, chatml, alpaca, plain, or tokenizer for the tokenizer's own."""
-    add_control_tokens: bool = False
-    """Add the control tokens that the templates need and the tokenizer lacks, each with a new row of the embedding."""
-    train_on: Literal["all", "last"] = "all"
-    """Assistant turns in the loss: all of a conversation, or only its last one; a turn's own `train: false` leaves it out."""
-    sources: tuple[SourceConfig, ...] = ()
-    """The sources, each {path, format, template, weight}."""
-    context_length: int = 4096
-    """Tokens in a packed row; a multiple of mesh.sequence, for the layout zigzag of twice that."""
-    prepared: str = "prepared"
-    """Folder that keeps the tokenized data sets; one in a store (gs://, s3://) is read through the cache on this machine."""
-    held_out_fraction: float = 0.05
-    """Share of the conversations kept out of training for the held-out loss, unless held_out_path is given."""
-    held_out_path: str | None = None
-    """File or folder of held-out records, in the first source's format; replaces held_out_fraction."""
-    clean: CleanConfig = dataclasses.field(default_factory=CleanConfig)
-    """What is done to conversations before they are learned from."""
-    seed: int = 0
-    """Seed of the order of the documents and of the held-out choice."""
-
-
-@dataclasses.dataclass(frozen=True)
-class MeshConfig:
-    """How many devices along each axis; their product is the number of devices."""
-
-    data: int = 1
-    """Copies of the model, each with its own share of the batch."""
-    fsdp: int = 1
-    """Shards of the batch over which the parameters are sharded too."""
-    tensor: int = 1
-    """Shards of the heads and of the feed-forward width."""
-    sequence: int = 1
-    """Shards of the sequence."""
-    simulate: int = 0
-    """Simulate this many devices on the CPU; 0 uses the machine's own devices."""
-
-    @property
-    def devices(self) -> int:
-        """Number of devices the mesh takes."""
-        return self.data * self.fsdp * self.tensor * self.sequence
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionConfig:
-    """How attention is distributed and computed; every choice gives the same numbers to rounding."""
-
-    layout: Literal["contiguous", "striped", "zigzag"] = "striped"
-    """Which tokens a sequence shard holds; striped and zigzag balance the causal work."""
-    schedule: str | dict[str, Any] = "ring"
-    """Who meets whom: local, ring, all_gather, balanced, ulysses or attention2d; with options, a mapping such as
-    {name: ulysses, degree: 2, inner: ring}, {name: balanced, split: true} or {name: attention2d, columns: 4}."""
-    kernel: Literal["auto", "xla", "reference"] = "auto"
-    """The block kernel; auto takes the fastest for the platform."""
-    query_tile: int = 512
-    """Queries in a tile."""
-    key_tile: int = 512
-    """Keys in a tile."""
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryConfig:
-    """What is kept for the backward pass, and in what pieces the rest is computed; chunks count tokens of a device."""
-
-    remat: Literal["nothing", "save_attention", "offload", "every_k", "everything"] = "save_attention"
-    """Kept between forward and backward: the layers' inputs and nothing else; also attention's output and lse
-    (save_attention); the inputs in the host's memory (offload); only every k-th layer's input (every_k); everything."""
-    every_k: int = 2
-    """Layers between the inputs that remat every_k keeps; a divisor of the number of layers."""
-    moments_on_host: bool = False
-    """Whether the optimizer's moments lie in the host's memory between steps; a step then brings them over and back."""
-    feed_forward_chunk: int = 1024
-    """Tokens of a feed-forward chunk; 0 computes all at once."""
-    projection_chunk: int = 0
-    """Tokens of a chunk of the query, key, value and output projections; 0 computes all at once."""
-    loss_chunk: int = 1024
-    """Tokens whose logits exist at a time; 0 computes all at once."""
-
-
-@dataclasses.dataclass(frozen=True)
-class OptimizerConfig:
-    """AdamW with warm-up, cosine decay and clipping."""
-
-    learning_rate: float = 2e-5
-    """Peak learning rate."""
-    warmup_steps: int = 0
-    """Steps over which the learning rate rises linearly to its peak."""
-    final_fraction: float = 0.1
-    """Learning rate at the last step, as a share of the peak."""
-    beta1: float = 0.9
-    """Decay of the first moment."""
-    beta2: float = 0.95
-    """Decay of the second moment."""
-    epsilon: float = 1e-8
-    """Added to the root of the second moment."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay of the matrices."""
-    clip_norm: float = 1.0
-    """The gradient is scaled down to this global norm; 0 never clips."""
-    moment_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Precision in which both moments are stored; they are computed with in float32."""
-
-
-@dataclasses.dataclass(frozen=True)
-class TrainConfig:
-    """How long, and in what batches."""
-
-    steps: int = 100
-    """Optimizer steps of the whole run; the decay depends on it."""
-    batch_size: int = 1
-    """Rows of context_length tokens in a step, over all devices; a multiple of mesh.data * mesh.fsdp * accumulation."""
-    accumulation: int = 1
-    """Parts that a step's rows are computed in, one after the other; the result is that of all rows at once."""
-    non_finite: Literal["stop", "skip"] = "stop"
-    """What follows a loss or gradient that is not finite: the run stops, or that step leaves the parameters unchanged."""
-    evaluate_every: int = 0
-    """Steps between held-out losses; 0 measures only before the first and after the last step."""
-    log_every: int = 1
-    """Steps between lines of metrics."""
-
-
-@dataclasses.dataclass(frozen=True)
-class CheckpointConfig:
-    """When checkpoints are saved, and how many are kept."""
-
-    every: int = 100
-    """Steps between checkpoints; the last step is always saved. 0 saves only the last."""
-    keep: int = 2
-    """Newest checkpoints kept."""
-
-
-@dataclasses.dataclass(frozen=True)
-class LoggingConfig:
-    """Where metrics go beside metrics.jsonl."""
-
-    tensorboard: bool = True
-    """Write TensorBoard event files."""
-    console: bool = True
-    """Show a progress bar."""
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluateConfig:
-    """Line retrieval after training, for recipes that end with it."""
-
-    line_cases: tuple[str, ...] = ()
-    """Case files (JSONL) to evaluate on."""
-    max_new_tokens: int = 100
-    """Tokens generated for an answer."""
-
-
-@dataclasses.dataclass(frozen=True)
-class RunConfig:
-    """Everything a run is made from."""
-
-    config_version: int = VERSION
-    """Version of this format."""
-    name: str = ""
-    """Name of the run; the recipe's file name where not given."""
-    model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
-    data: DataConfig = dataclasses.field(default_factory=DataConfig)
-    mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
-    attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
-    memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
-    optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
-    train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
-    checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
-    logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
-    evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
-    run_dir: str | None = None
-    """Folder of the run; runs/NAME where not given."""
-
-    @property
-    def folder(self) -> pathlib.Path:
-        """The run's folder."""
-        return pathlib.Path(self.run_dir or f"runs/{self.name}")
+__all__ = [
+    "SCHEDULES",
+    "VERSION",
+    "AttentionConfig",
+    "CheckpointConfig",
+    "DataConfig",
+    "EvaluateConfig",
+    "LoggingConfig",
+    "MemoryConfig",
+    "MeshConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "RunConfig",
+    "SourceConfig",
+    "TrainConfig",
+    "check",
+    "check_devices",
+    "dump",
+    "from_resolved",
+    "load",
+    "resolved",
+    "schedule_name",
+    "upgraded",
+]
 
 
 def _sections(cls: type, prefix: str = "") -> dict[str, type]:
@@ -475,7 +293,7 @@ def _readable(text: str) -> str:
     text = re.sub(r"Expected an? typing\.Literal\[(.*?)\]", r"expects one of \1", text)
     text = re.sub(r"\. Got value: (.*)", r", found \1", text)
     fields = ", ".join(f.name for f in dataclasses.fields(SourceConfig))
-    return text.replace(f"Problem with given class_path '{__name__}.SourceConfig'", f"a source has {fields}")
+    return text.replace(f"Problem with given class_path '{SourceConfig.__module__}.SourceConfig'", f"a source has {fields}")
 
 
 def _one_source(config: RunConfig) -> RunConfig:
