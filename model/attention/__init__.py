@@ -64,7 +64,7 @@ def attend(q, k, v, q_coords, kv_coords, *, schedule, kernel: Kernel, axis: str,
       out like q (in its dtype), and lse float32 [B, Hq, T].
     """
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    check_starts(TokenCoords(*kv_coords), mask)
+    check_starts(TokenCoords(*kv_coords).start, mask)
     return _attend(get_schedule(schedule, size, layout), kernel, Ranks(axis, size), mask, scale, q, k, v,
                    TokenCoords(*q_coords), TokenCoords(*kv_coords))
 

@@ -71,9 +71,9 @@ class Mask:
         return min(shards - 1, -(-(self.window - 1) // tokens))
 
 
-def check_starts(coords: TokenCoords, mask: Mask) -> None:
-    """Refuses keys whose documents' starts are not known, where global tokens need them (ValueError)."""
-    if mask.global_tokens and coords.start is None:
+def check_starts(starts: jax.Array | None, mask: Mask) -> None:
+    """Refuses (ValueError) that the starts of the keys' documents are not known (None) where global tokens need them."""
+    if mask.global_tokens and starts is None:
         raise ValueError(f"coords.start: missing, and Mask.global_tokens = {mask.global_tokens} needs it; "
                          "document_starts(index, segment_ids) of whole rows gives it")
 
@@ -88,7 +88,7 @@ def visible(q: TokenCoords, kv: TokenCoords, mask: Mask) -> jax.Array:
     if mask.window is not None:
         near = jnp.abs(q_index - kv_index) < mask.window
         if mask.global_tokens:
-            check_starts(kv, mask)
+            check_starts(kv.start, mask)
             near |= (q_index >= kv_index) & ((kv.index - kv.start)[:, None, :] < mask.global_tokens)
         seen &= near
     return seen
@@ -141,6 +141,7 @@ def tile_kind(q: TileBounds, kv: TileBounds, mask: Mask) -> jax.Array:
         earlier = jnp.where(empty, 0, kv.index_min - q.index_max)
         far = later >= mask.window
         if mask.global_tokens:
+            check_starts(kv.place_min, mask)
             far &= kv.place_min >= mask.global_tokens
         skip |= far | (earlier >= mask.window)
         full &= (q.index_max - kv.index_min < mask.window) & (kv.index_max - q.index_min < mask.window)

@@ -1,4 +1,4 @@
-"""Ring self-attention (Sequence Parallelism, Li et al., section 3.2): K round the ring, softmax, then V round the ring.
+"""Ring self-attention, RSA (Li et al., Sequence Parallelism, 2023): K round the ring, softmax, then V round the ring.
 
 The baseline before blockwise attention: every rank holds its queries' scores against all keys, Hq T P T float32 numbers, which
 grow with the whole sequence. Forward: each rank receives the K, then the V of the others, 2 (P - 1) T Hkv D numbers in
