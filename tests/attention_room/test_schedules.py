@@ -21,19 +21,22 @@ COORDS = 2 * TOKENS * 4
 
 
 def traced(schedule, mask=Mask(), layout="contiguous", size=SIZE):
-    """The forward and the backward of one attention, as jaxprs."""
+    """What the forward and the backward of one attention send, and their primitives: (sent, counts) of each."""
     x = jnp.zeros((1, LENGTH, HEADS, DIM))
     coords = (jnp.zeros((1, LENGTH), jnp.int32),) * 2
 
     def run(q, k, v):
         return attention(q, k, v, coords, mesh=mesh_of(size), layout=layout, schedule=schedule, kernel="reference", mask=mask)
 
-    out, pull = jax.vjp(run, x, x, x)
-    return jax.make_jaxpr(run)(x, x, x).jaxpr, jax.make_jaxpr(pull)(out).jaxpr
+    def both(q, k, v, dout):
+        return jax.vjp(run, q, k, v)[1](dout)
+
+    forward, both = jax.make_jaxpr(run)(x, x, x).jaxpr, jax.make_jaxpr(both)(x, x, x, x).jaxpr
+    return (sent(forward), counts(forward)), (sent(both) - sent(forward), counts(both) - counts(forward))
 
 
 def test_a_ring_goes_one_way():
-    forward, backward = map(sent, traced("ring"))
+    (forward, _), (backward, _) = traced("ring")
     hops = SIZE - 1
     assert forward == {1: hops * (KEYS + COORDS)}
     assert backward == {1: hops * (KEYS + COORDS) + SIZE * KEYS}
@@ -41,7 +44,7 @@ def test_a_ring_goes_one_way():
 
 def test_a_bidirectional_ring_sends_half_each_way():
     """P - 1 hops each way of half a block; dK and dV half each way too."""
-    forward, backward = map(sent, traced(Ring(bidirectional=True)))
+    (forward, _), (backward, _) = traced(Ring(bidirectional=True))
     hops = SIZE - 1
     assert forward == {1: hops * (KEYS + COORDS) // 2, hops: hops * (KEYS + COORDS) // 2}
     assert backward == dict.fromkeys((1, hops), (hops * (KEYS + COORDS) + SIZE * KEYS) // 2)
@@ -53,12 +56,12 @@ def test_a_bidirectional_ring_sends_half_each_way():
 def test_a_window_visits_the_ranks_in_reach_alone(window, reach, causal):
     """As many rounds as the first query of a rank and the last key of an earlier one are in the window; hops home apart."""
     assert reach == max(d for d in range(SIZE) if d == 0 or (d - 1) * TOKENS + 1 < window)
-    forward, backward = traced("ring", Mask(causal, window))
+    (forward, met), (backward, met_back) = traced("ring", Mask(causal, window))
     ways, hops = (1, reach) if causal else (2, reach) if 2 * reach < SIZE - 1 else (1, SIZE - 1)
-    assert sum(sent(forward).values()) == ways * hops * (KEYS + COORDS)
-    assert sum(sent(backward).values()) == ways * (hops * (KEYS + COORDS) + (hops + 1) * KEYS)
-    assert counts(forward)["dot_general"] == 2 * (hops + 1)
-    assert counts(backward)["dot_general"] == 5 * (hops + 1) + 1  # one more makes delta
+    assert sum(forward.values()) == ways * hops * (KEYS + COORDS)
+    assert sum(backward.values()) == ways * (hops * (KEYS + COORDS) + (hops + 1) * KEYS)
+    assert met["dot_general"] == 2 * (hops + 1)
+    assert met_back["dot_general"] == 5 * (hops + 1) + 1  # one more makes delta
 
 
 def test_a_window_does_not_shorten_a_dealt_ring_nor_one_with_global_tokens():
@@ -71,22 +74,21 @@ def test_a_window_does_not_shorten_a_dealt_ring_nor_one_with_global_tokens():
 
 def test_a_window_leaves_out_rounds_of_balanced():
     """8 ranks, keys within 2: own block and the rounds of distance 1 and 2, without helpers (distances 7 and 6)."""
-    forward, _ = traced("balanced", Mask(window=TOKENS + 2))
-    assert counts(forward)["dot_general"] == 2 * 3
-    forward, _ = traced("balanced")
-    assert counts(forward)["dot_general"] == 2 * 5
+    (_, windowed), _ = traced("balanced", Mask(window=TOKENS + 2))
+    (_, whole), _ = traced("balanced")
+    assert (windowed["dot_general"], whole["dot_general"]) == (2 * 3, 2 * 5)
 
 
 @pytest.mark.parametrize("columns", [2, 4, 8])
 def test_attention2d_with_overlap_gathers_nothing_and_sends_as_much(columns):
     """Section 3.3 counts for R rows and C columns: forward Q and partials C - 1 times, K and V R - 1 times."""
     rows = SIZE // columns
-    forward, backward = traced(Attention2D(columns, overlap=True), layout="striped")
-    for jaxpr in (forward, backward):
-        assert not {"all_gather", "reduce_scatter", "psum", "all_to_all"} & set(counts(jaxpr))
+    (forward, primitives), (backward, more) = traced(Attention2D(columns, overlap=True), layout="striped")
+    collectives = ("all_", "psum", "pmax", "reduce_scatter", "ppermute")
+    assert {name for name in {*primitives, *more} if name.startswith(collectives)} == {"ppermute"}
     one, lse = KEYS // 2, TOKENS * HEADS * 4  # a rank's Q, or float32 out; its lse
-    assert sum(sent(forward).values()) == (columns - 1) * (2 * one + lse + COORDS) + (rows - 1) * (KEYS + COORDS)
-    assert sum(sent(backward).values()) == (columns - 1) * (3 * one + 2 * lse + COORDS) + (rows - 1) * (2 * KEYS + COORDS)
+    assert sum(forward.values()) == (columns - 1) * (2 * one + lse + COORDS) + (rows - 1) * (KEYS + COORDS)
+    assert sum(backward.values()) == (columns - 1) * (3 * one + 2 * lse + COORDS) + (rows - 1) * (2 * KEYS + COORDS)
 
 
 def test_attention2d_takes_the_grid_of_fewest_bytes():
