@@ -7,7 +7,7 @@ from typing import Any, Literal
 from data.clean import CleanConfig
 
 VERSION = 2
-SCHEDULES = ("local", "ring", "all_gather", "balanced", "ulysses", "attention2d")
+SCHEDULES = ("local", "ring", "all_gather", "balanced", "ulysses", "attention2d", "ring_self_attention")
 Row = dict[str, Any]
 
 
@@ -103,8 +103,9 @@ class AttentionConfig:
     layout: Literal["contiguous", "striped", "zigzag"] = "striped"
     """Which tokens a sequence shard holds; striped and zigzag balance the causal work."""
     schedule: str | dict[str, Any] = "ring"
-    """Who meets whom: local, ring, all_gather, balanced, ulysses or attention2d; with options, a mapping such as
-    {name: ulysses, degree: 2, inner: ring}, {name: balanced, split: true} or {name: attention2d, columns: 4}."""
+    """Who meets whom: local, ring, all_gather, balanced, ulysses, attention2d or ring_self_attention; with options, a mapping
+    such as {name: ring, bidirectional: true}, {name: ulysses, degree: 2, inner: ring}, {name: balanced, split: true} or
+    {name: attention2d, columns: 4, overlap: true}."""
     kernel: Literal["auto", "xla", "reference"] = "auto"
     """The block kernel; auto takes the fastest for the platform."""
     query_tile: int = 512
