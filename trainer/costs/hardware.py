@@ -200,7 +200,7 @@ HARDWARE: dict[str, Hardware] = {
     # DGX A100: eight GPUs, a network card for each; at 100 Gbit/s as in DistFlashAttn section 4 and Ring Attention Table 2.
     "a100-infiniband": _gpu(312, (0.73, 0.63), 80, 2039,
                             Network(300 * GB, 3.4 * MICRO, node=8, flow=12.5 * GB, uplink=100 * GB, far_latency=9.6 * MICRO),
-                            peak=_A100, flow="HDR100 InfiniBand, 100 Gbit/s a card, one card a GPU (NVIDIA DGX A100 user guide)"),
+                            peak=_A100, flow="HDR100 InfiniBand, 100 Gbit/s; one card a GPU as in a DGX A100 (assumed)"),
     # Attention2D section 4.1: nodes of four A100 over PCIe, Ethernet of unnamed speed. Azure sells such a node.
     "a100-ethernet": _gpu(312, (0.73, 0.63), 80, 1935,
                           Network(32 * GB, 5.7 * MICRO, node=4, flow=10 * GB, uplink=10 * GB, far_latency=9.6 * MICRO),

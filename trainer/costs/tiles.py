@@ -17,7 +17,7 @@ def tile_counts(ranks: int, query_tiles: int, key_tiles: int, layout: str, causa
     tiles a block has matters, not how long a tile is (two tokens or more), so a small sequence stands for the real one.
     Blocks of `query_tiles` x `key_tiles` tiles; one document.
     """
-    if not causal or ranks == 1 and query_tiles == key_tiles == 1:
+    if not causal:
         return np.full((ranks, ranks), query_tiles * key_tiles)
     tokens = 2 * math.lcm(query_tiles, key_tiles)
     held = permutation(ranks * tokens, ranks, layout).reshape(ranks, tokens)
