@@ -45,6 +45,12 @@ def test_every_schedule_computes_every_tile_once(ranks, layout, schedule, option
         assert sum(r.tiles.sum() for r in one) == pytest.approx(tile_counts(ranks, 4, 4, layout).sum())
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ring_self_attention_skips_nothing(layout):
+    for one in rounds("ring_self_attention", 4, layout, BLOCK, (4, 4)):
+        assert sum(r.tiles.sum() for r in one) == 4 * 4 * 16
+
+
 @pytest.mark.parametrize(("schedule", "layout", "options", "bound"), [
     ("ring", "striped", {}, 1.07), ("ring", "zigzag", {}, 1.07), ("balanced", "contiguous", {"split": True}, 1.05)])
 def test_balance_of_16_tiles_a_block_on_8_ranks(schedule, layout, options, bound):

@@ -8,7 +8,7 @@
 `paper_rows` holds what the papers print and `papers` what this model says about the same (`python -m scripts.papers`).
 """
 from .hardware import HARDWARE, Hardware, Network
-from .rounds import Block, Round, rounds
+from .rounds import SCHEDULES, Block, Round, rounds
 from .step import Estimate, Job, Sizes, estimate
 
-__all__ = ["HARDWARE", "Block", "Estimate", "Hardware", "Job", "Network", "Round", "Sizes", "estimate", "rounds"]
+__all__ = ["HARDWARE", "SCHEDULES", "Block", "Estimate", "Hardware", "Job", "Network", "Round", "Sizes", "estimate", "rounds"]

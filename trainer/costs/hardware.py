@@ -53,7 +53,8 @@ class Network:
     """How ranks are joined. Bandwidths are one way, in bytes/s.
 
     A torus: ranks in their order are a ring of neighbours; a pair further apart passes through those between, the shorter
-    way round. A collective has an axis of the torus to itself and goes both ways round it.
+    way round. A collective has an axis of the torus to itself and goes both ways round it. (Upper bounds: on more than one
+    axis there are shorter ways between distant ranks, and a compiler can spread a collective over the axes.)
     Nodes: inside a node every rank has `link` to the others; a pair in two nodes has at most `flow`, a node `uplink` in all
     (a collective spreads over all of a node's network cards; one pair of ranks uses one).
     """

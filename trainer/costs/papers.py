@@ -61,21 +61,22 @@ def ring_attention() -> list[Row]:
     """Tables 1 and 2, Appendix C."""
     b, h, n, s, c = 1, 4096, 32, 65536, 1024  # LLaMA-7B on 64 devices
     at = "bytes a layer at b 1, h 4096, n 32, s 65536, c 1024"
-    # Six blocks of c x h: queries, keys and values, keys and values arriving, output; each of two bytes a number.
-    blocks = Block(c, n, n, h // n)
-    ring = blocks.queries + 2 * blocks.keys_values + blocks.queries
+    output = Block(b * s, n, n, h // n).queries  # s x h in bfloat16
+    # Six blocks of c x h: queries, keys and values, keys and values arriving, output.
+    block = Block(b * c, n, n, h // n)
+    ring = block.queries + 2 * block.keys_values + block.queries
     printed = {"2bhs^2": (2 * b * h * s * s, 2 * b * n * s * s, "the scores are n s^2, not h s^2"),
-               "8bsh": (8 * b * s * h, 2 * b * s * 4 * h, "a feed-forward four times as wide"),
-               "2bsh": (2 * b * s * h, 2 * b * s * h, ""),
+               "8bsh": (8 * b * s * h, 4 * output, "a feed-forward four times as wide"),
+               "2bsh": (2 * b * s * h, output, ""),
                "6bch": (6 * b * c * h, ring, "six blocks are 6bch numbers, 12bch bytes; scripts/activation_memory.py")}
     rows = [Row("Ring Attention", "Table 1", f"{name}: {formula}", float(printed[formula][0]), float(printed[formula][1]),
                 note=f"{at}; {printed[formula][2]}".removesuffix("; ")) for name, formula in paper.RING_TABLE_1.items()]
-    for name, (tflops, bandwidth, block, length) in paper.RING_TABLE_2.items():
+    for name, (tflops, bandwidth, tokens, length) in paper.RING_TABLE_2.items():
         # A round of c queries and c keys computes 4 d c^2 and sends K and V, 4 c d bytes: even at c = F / B.
         least = tflops * 1e12 / (bandwidth * 1e9) / 1e3
-        rows.append(Row("Ring Attention", "Table 2", f"{name}: minimal block, thousands", block, least,
-                        digits=1 if block < 10 else None, goal=0.01,
-                        note="" if block < 10 else "24.96; printed 24.8, of which 6 x is not its own 149.6"))
+        rows.append(Row("Ring Attention", "Table 2", f"{name}: minimal block, thousands", tokens, least,
+                        digits=1 if tokens < 10 else None, goal=0.01,
+                        note="" if tokens < 10 else "24.96; printed 24.8, of which 6 x is not its own 149.6"))
         rows.append(Row("Ring Attention", "Table 2", f"{name}: minimal sequence, thousands", length, 6 * least, goal=0.01))
     name, longer, ratio = paper.RING_FIGURE_5_RATIO
     rows.append(Row("Ring Attention", "Appendix C, text", f"{name}: {longer} x 4K", ratio, flops_ratio(name, longer), digits=1,

@@ -94,7 +94,7 @@ def rounds(schedule: str, ranks: int, layout: str, block: Block, tiles: tuple[in
             raise ValueError(f"{name}: {value} does not divide {ranks} sequence shards")
     counts = tile_counts(ranks, *tiles, layout, causal)
     options = {"bidirectional": bidirectional, "split": split, "degree": degree, "columns": columns, "overlap": overlap,
-               "ordered": layout == "contiguous" and causal}
+               "ordered": layout == "contiguous" and causal, "whole": tiles[0] * tiles[1]}
     return SCHEDULES[schedule](ranks, counts, block, options)
 
 
@@ -247,9 +247,9 @@ def fewest_bytes(ranks: int, block: Block) -> int:
 
 
 def _ring_self_attention(ranks, counts, block, options):
-    """RSA: keys round the ring, then values; every score is computed and kept (no tile is skipped)."""
+    """RSA: keys round the ring, then values; every score is computed and kept. Their way through memory is not counted."""
     half = (block.keys_values + block.coords) / 2
-    full = np.full(ranks, counts.max() / 2)  # of one of the two products
+    full = np.full(ranks, options["whole"] / 2)  # of one of the two products
     there = _shift(ranks, 1)
     trip = [Round(full, (Send(there, half),) if hop < ranks - 1 else (), hidden=options["overlap"]) for hop in range(ranks)]
     home = Collective("scatter", (tuple(range(ranks)),), block.key_value_partial)
