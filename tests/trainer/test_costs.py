@@ -12,7 +12,7 @@ from model.config import LlamaConfig
 from trainer.costs import HARDWARE, Block, Job, Network, Sizes, estimate, rounds
 from trainer.costs.hardware import Collective, Send, bytes_received
 from trainer.costs.tiles import tile_counts
-from trainer.metrics import flops_per_step
+from trainer.metrics import flops_per_step, peak_flops
 
 BLOCK = Block(tokens=256, query_heads=8, kv_heads=2, head_dim=16)
 SMALL = Sizes.of(LlamaConfig.preset("llama-1b"))
@@ -77,6 +77,13 @@ def test_ring_bytes(ranks):
     np.testing.assert_allclose(_received(backward, ranks), (ranks - 1) * (kv + coords) + ranks * dkv)
 
 
+def test_both_ways_round_halves_what_a_link_carries():
+    network = Network(1e9, 0.0, torus=True)
+    one, both = (rounds("ring", 8, "striped", BLOCK, (4, 4), bidirectional=way)[0] for way in (False, True))
+    np.testing.assert_allclose(_received(one, 8), _received(both, 8))
+    assert network.seconds(both[0].moves, 8) == pytest.approx(network.seconds(one[0].moves, 8) / 2)
+
+
 @pytest.mark.parametrize("side", [2, 4, 8, 16])
 def test_attention2d_bytes_fall_as_root_p_less_one_over_p(side):
     """Of the sequence's own Q, K, V and float32 partials, with as many key heads as query heads; coordinates left out."""
@@ -86,6 +93,18 @@ def test_attention2d_bytes_fall_as_root_p_less_one_over_p(side):
     extras = (side - 1) * (2 * block.coords + block.statistics)
     whole = ranks * (block.queries + block.keys_values + block.query_partial)
     np.testing.assert_allclose(_received(forward, ranks) - extras, whole * (math.sqrt(ranks) - 1) / ranks)
+
+
+@pytest.mark.parametrize("kv_heads", [8, 2, 1])
+@pytest.mark.parametrize("ranks", [6, 16, 64])
+def test_attention2d_takes_the_grid_of_the_fewest_bytes(ranks, kv_heads):
+    """Tried out, forward and backward, over all grids; wide heads, so that coordinates and lse do not matter."""
+    block = Block(64, 8, kv_heads, 1024)
+
+    def received(columns):
+        return sum(_received(one, ranks)[0] for one in rounds("attention2d", ranks, "striped", block, (1, 1), columns=columns))
+
+    assert received(0) == min(received(columns) for columns in range(1, ranks + 1) if ranks % columns == 0)
 
 
 def test_ulysses_bytes_do_not_depend_on_the_ranks_but_for_the_own_share():
@@ -157,6 +176,13 @@ def test_no_machine_beats_its_own_rates_and_all_its_figures_have_a_source(name):
     named = " ".join(hardware.sources)
     assert all(word in named for word in ("peak", "matmul", "attention", "latency", "tile"))
     assert all(len(source) > 10 for source in hardware.sources.values())
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    ("v3", "TPU v3"), ("v4", "TPU v4"), ("v5e", "TPU v5 lite"), ("v5p", "TPU v5p"), ("v6e", "TPU v6 lite"),
+    ("a100-nvlink", "NVIDIA A100-SXM4-80GB"), ("h100-infiniband", "NVIDIA H100 80GB HBM3")])
+def test_the_peak_is_the_metrics_own(name, kind):
+    assert HARDWARE[name].peak == pytest.approx(peak_flops(kind))
 
 
 def test_needed_work_is_the_metrics_own():

@@ -110,12 +110,12 @@ def _ring(ranks, counts, block, options):
     """K, V round the ring, one hop a round; dK, dV one hop behind, and one hop home that nothing hides."""
     place = np.arange(ranks)
     met = [counts[place, (place - hop) % ranks] for hop in range(ranks)]
-    there = _shift(ranks, 1)
+    there, back = _shift(ranks, 1), _shift(ranks, -1)
     kv, dkv = block.keys_values + block.coords, block.key_value_partial
-    back = _shift(ranks, -1)
+    if options["bidirectional"]:  # half of each block each way: as many hops, of half the bytes on a link
+        met = [(tiles + counts[place, (place + hop) % ranks]) / 2 for hop, tiles in enumerate(met)]
 
     def hop_of(size):
-        # Both ways: half of each block each way; as many hops, of half the bytes on a link.
         return (Send(there, size / 2), Send(back, size / 2)) if options["bidirectional"] else (Send(there, size),)
 
     forward = [Round(tiles, hop_of(kv) if hop < ranks - 1 else ()) for hop, tiles in enumerate(met)]
