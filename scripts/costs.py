@@ -2,7 +2,8 @@
 
     python -m scripts.costs --model llama-7b --hardware v4 --context 1048576 --sequence 64 [--schedule ring --layout striped]
 
-Without --schedule it compares all schedules and layouts; with it, it also shows the rounds of one layer's attention.
+Without --schedule it compares all schedules and layouts; with it and --layout, it also shows the rounds of one layer's
+attention. On TPUs what jumps over neighbours (`balanced`, a short ring of `ulysses`) is an upper bound: ranks are a ring.
 """
 from __future__ import annotations
 
