@@ -302,16 +302,21 @@ class Llama:
 
         return self._sharded(local, PartitionSpec(*TOKENS, None))(params, batch)
 
-    def loss(self, params, batch):
+    def loss(self, params, batch, sources: int | None = None):
         """Weighted cross-entropy in nats over the *global* sum of weights, and that sum: two float32 scalars.
 
+        With `sources`, both are float32 [sources]: each over the tokens that the batch's `source_ids` [B, L] give to it.
         Take gradients outside: inside `shard_map` they would be wrong once a psum over `tensor` is in the loss.
         """
         def local(params, batch):
+            def add(x):
+                if sources is not None:
+                    x = jnp.where(batch["source_ids"] == jnp.arange(sources)[:, None, None], x, 0)
+                return lax.psum(x.sum((-2, -1)), (*BATCH_AXES, "sequence"))
+
             losses = self.local_token_losses(params, batch)
-            axes = (*BATCH_AXES, "sequence")
-            total = lax.psum(jnp.sum(batch["loss_weights"]), axes)
-            return lax.psum(jnp.sum(losses * batch["loss_weights"]), axes) / jnp.maximum(total, 1e-9), total
+            total = add(batch["loss_weights"])
+            return add(losses * batch["loss_weights"]) / jnp.maximum(total, 1e-9), total
 
         return self._sharded(local, (PartitionSpec(), PartitionSpec()))(params, batch)
 

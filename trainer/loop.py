@@ -20,7 +20,7 @@ from .metrics import Meter, MetricsLog
 from .objective import Objective, TextObjective
 from .optimizer import split_trainable
 from .run_directory import RunDirectory, check_run, open_run
-from .step import StepBuilder
+from .step import BY_SOURCE, StepBuilder
 
 
 def train(config: RunConfig) -> Path:
@@ -50,7 +50,7 @@ class _Training:
         self.trained, self.fixed = split_trainable(model.parameters, config.model.trainable)
         self.builder = StepBuilder(model, objective.loss, tuple(self.trained), objective.abstract_batch(),
                                    config.optimizer, config.train.steps, config.train.accumulation,
-                                   config.train.non_finite == "skip", config.memory.moments_on_host)
+                                   config.train.non_finite == "skip", config.memory.moments_on_host, objective.sources)
         self.meter = Meter(model.config, model.mesh.devices.flat)
         self.step = self._restore()
 
@@ -116,6 +116,8 @@ class _Training:
         self.trainable, self.optimizer_state, metrics = train_step(
             self.trainable, self.frozen, self.optimizer_state, batch, np.int32(self.step))
         metrics = {name: float(value) for name, value in metrics.items()}
+        # 0 / 0 where the step has no target of a source: that source has no loss.
+        metrics = {name: x for name, x in metrics.items() if not (name.startswith(BY_SOURCE) and math.isnan(x))}
         self._check_finite(metrics)
         self.step += 1
         self.meter.count(host)
@@ -138,14 +140,16 @@ class _Training:
             print(f"warning: {found}; skipped, the parameters are left as they were", file=sys.stderr)
 
     def _evaluate(self, log) -> None:
-        """Held-out loss: a weighted mean over all held-out target tokens, not a mean of batches."""
-        total = weight = 0.0
+        """Held-out loss: a weighted mean over all held-out target tokens, not a mean of batches; that of each source too."""
+        sums = weights = np.zeros(len(self.objective.sources) or 1)
         for host in self.objective.held_out():
-            value, count = self.evaluate_step(self.trainable, self.frozen, place_batch(host, self.objective.model.mesh))
-            total, weight = total + float(value) * float(count), weight + float(count)
-        if weight:
-            log.held_out({"step": self.step, "held_out_loss_nats_per_target": total / weight,
-                          "held_out_target_tokens": weight})
+            found = self.evaluate_step(self.trainable, self.frozen, place_batch(host, self.objective.model.mesh))
+            sums, weights = (before + np.asarray(x, np.float64) for before, x in zip((sums, weights), found, strict=True))
+        if weights.any():
+            log.held_out({"step": self.step, "held_out_loss_nats_per_target": sums.sum() / weights.sum(),
+                          "held_out_target_tokens": weights.sum(),
+                          **{f"held_out_{BY_SOURCE}{name}": sums[i] / weights[i]
+                             for i, name in enumerate(self.objective.sources) if weights[i]}})
 
     def _save(self) -> None:
         assets = Path(tempfile.mkdtemp(prefix="longstripe-assets-"))

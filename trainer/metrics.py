@@ -1,8 +1,8 @@
 """Metrics of a run: what they are counted from, the one clock, and where they go (JSONL, TensorBoard, progress bar).
 
-A line of metrics.jsonl is {"step": ..., NAMES...}. Loss, target_tokens, grad_norm and learning_rate are that step's;
-times and rates are means over the steps since the line before; compile_seconds and the peaks are totals of the process
-so far.
+A line of metrics.jsonl is {"step": ..., NAMES...}, and with several sources `loss_by_source/NAME` of each that has a
+target in the step. Losses, target_tokens, grad_norm and learning_rate are that step's; times and rates are means over the
+steps since the line before; compile_seconds and the peaks are totals of the process so far.
 """
 
 import contextlib
@@ -172,7 +172,8 @@ class Meter:
             "padding_share": 1 - self._tokens / self._places if self._places else 0.0,
         }
         self._reset()
-        return {"step": step, **{name: _number(row[name]) for name in NAMES if name in row}}
+        names = dict.fromkeys([*(name for name in NAMES if name in row), *values])
+        return {"step": step, **{name: _number(row[name]) for name in names}}
 
     def seconds_left(self, step: int, steps: int) -> float | None:
         """Time that the steps after `step` will take at the last pace; None before the first reading."""
