@@ -13,12 +13,14 @@ import numpy as np
 
 from data.errors import UserError
 
+from .boards import import_wandb
 from .checkpoint import CheckpointStore
-from .config import RunConfig
+from .config import RunConfig, resolved
 from .mesh import make_mesh, place_batch, simulate
 from .metrics import Meter, MetricsLog
 from .objective import Objective, TextObjective
 from .optimizer import split_trainable
+from .profiling import Profiler
 from .run_directory import RunDirectory, check_run, open_run
 from .step import BY_SOURCE, StepBuilder
 
@@ -31,6 +33,8 @@ def train(config: RunConfig) -> Path:
     """
     if config.mesh.simulate:
         simulate(config.mesh.simulate)
+    if config.logging.wandb:
+        import_wandb()  # found missing now, not after an hour of data
     mesh = make_mesh(config.mesh)
     first = jax.process_index() == 0
     folder = check_run(config, first).folder
@@ -82,8 +86,12 @@ class _Training:
     def run(self, run: RunDirectory) -> Path:
         """Trains to the last step; gives its checkpoint's folder."""
         config, steps = self.config, self.config.train.steps
-        with MetricsLog(run, steps=steps, start_step=self.step, tensorboard=config.logging.tensorboard,
-                        console=config.logging.console, write=jax.process_index() == 0) as log:
+        logging, wandb = config.logging, None
+        if logging.wandb:
+            wandb = {"project": logging.wandb, "name": config.name, "config": resolved(config)}
+        with MetricsLog(run, steps=steps, start_step=self.step, tensorboard=logging.tensorboard, console=logging.console,
+                        write=jax.process_index() == 0, wandb=wandb) as log, \
+                Profiler(run.profile, logging.profile_steps, self.meter.paused) as profiler:
             if self.step >= steps:
                 log.say(f"already trained to step {self.step}")
                 return self.store.path(self.step)
@@ -96,7 +104,8 @@ class _Training:
             batches = self.objective.batches(self.step)
             self.meter.start()
             while self.step < steps:
-                self._train_one(train_step, batches, log)
+                with profiler.step(self.step + 1):
+                    self._train_one(train_step, batches, log)
                 due = config.train.evaluate_every and self.step % config.train.evaluate_every == 0
                 if due or self.step == steps:
                     with self.meter.paused():
