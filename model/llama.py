@@ -31,7 +31,7 @@ TOKENS = PartitionSpec(BATCH_AXES, "sequence")
 
 
 class SelfAttention(nnx.Module):
-    """The projections around attention; heads are split over `tensor` where they can be."""
+    """The projections around attention; heads, padded ones among them, are split over `tensor`."""
 
     def __init__(self, config: LlamaConfig, *, rngs):
         self.config = config
@@ -165,8 +165,8 @@ class Llama:
 
     @functools.cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """As in memory: with the vocabulary padded to what `tensor` divides."""
-        return declare(dataclasses.replace(self.config, vocab_size=self.parallel.vocab_size))
+        """As in memory: with the vocabulary and the heads padded to what `tensor` divides."""
+        return declare(self.in_memory)
 
     @functools.cached_property
     def specs(self) -> dict[str, PartitionSpec]:
@@ -179,6 +179,11 @@ class Llama:
     @property
     def parallel(self) -> Parallel:
         return self.sharding.parallel
+
+    @property
+    def in_memory(self) -> LlamaConfig:
+        """The sizes of `parameters`, padding among them."""
+        return self.parallel.padded(self.config)
 
     def init(self, seed: int) -> dict[str, jax.Array]:
         """Fresh parameters, born sharded."""

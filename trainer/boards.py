@@ -45,8 +45,8 @@ class WeightsAndBiases:
             self._run = wandb.init(project=project, name=name, config=config, dir=str(folder), id=place.read_text("utf-8"),
                                    resume="allow")
         except wandb.Error as error:
-            raise UserError(f"logging.wandb: {str(error).splitlines()[0]}; `wandb login` once, or WANDB_MODE=offline, "
-                            "would work") from None
+            raise UserError(f"logging.wandb: {str(error).splitlines()[0]}; WANDB_MODE=offline works without an account"
+                            ) from None
         self._run.define_metric("*", step_metric="step")
 
     def add(self, kind: str, row: dict[str, Any]) -> None:

@@ -96,5 +96,5 @@ def test_wandb_missing_or_without_a_login_is_one_line(tmp_path, small_recipe, mo
 
     broken.init = refuse
     monkeypatch.setitem(sys.modules, "wandb", broken)
-    with pytest.raises(UserError, match=r"^logging\.wandb: api_key not configured \(no-tty\); `wandb login`.*offline"):
+    with pytest.raises(UserError, match=r"^logging\.wandb: api_key not configured \(no-tty\); WANDB_MODE=offline"):
         WeightsAndBiases(tmp_path, "p", "n", {})
