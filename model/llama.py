@@ -19,13 +19,13 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .attention import Mask, TokenCoords, attend
 from .attention.kernels import Kernel, get_kernel
-from .chunked import chunked, product
+from .chunked import chunked, chunked_total, product
 from .config import LlamaConfig
 from .feedforward import FeedForward, Projection, RMSNorm, param, rms_norm
 from .loss import token_losses
 from .remat import scan_layers
 from .rope import apply_rope, attention_scaling, inverse_frequencies
-from .sharding import BATCH_AXES, Parallel, Parameter, Sharding
+from .sharding import BATCH_AXES, Parallel, Parameter, Sharding, gather
 
 TOKENS = PartitionSpec(BATCH_AXES, "sequence")
 
@@ -193,10 +193,12 @@ class Llama:
 
         return jax.jit(padded, out_shardings=self.shardings)(jax.random.key(seed))
 
-    def _run(self, fn, params, names, arrays, labels, chunk):
-        weights = {name: params[name] for name in names}
-        specs = {name: self.specs[name] for name in names}
-        return chunked(fn, weights, specs, arrays, labels, dtype=self.dtype, chunk=chunk)
+    def _whole(self, params, names) -> dict:
+        """These parameters, gathered from their shards."""
+        return {name: gather(params[name], self.specs[name], self.dtype) for name in names}
+
+    def _run(self, fn, weights, arrays, labels, chunk):
+        return chunked(fn, weights, arrays, labels, dtype=self.dtype, chunk=chunk)
 
     def local_embed(self, params, tokens):
         """int32 [B, T] -> [B, T, E]. The float32 table is indexed and the rows cast, so that its gradient is float32."""
@@ -210,16 +212,28 @@ class Llama:
             rows = jnp.where(here[..., None], table[jnp.where(here, ids, 0)], 0.0)
             return parallel.sum(rows.astype(self.dtype), "vocab")
 
-        return self._run(embed, params, ["embed_tokens.weight"], {}, {"tokens": tokens}, None)
+        return self._run(embed, self._whole(params, ["embed_tokens.weight"]), {}, {"tokens": tokens}, None)
+
+    @staticmethod
+    def layer_shards(params) -> dict:
+        """The parameters of the layers, named as within a layer, stacked."""
+        return {name.removeprefix("layers."): w for name, w in params.items() if name.startswith("layers.")}
+
+    def local_weights(self, shards: dict) -> dict:
+        """One layer's weights (names within the layer), whole: gathered once for all that the layer does in one direction."""
+        return {name: gather(shard, PartitionSpec(*self.specs[f"layers.{name}"][1:]), self.dtype)
+                for name, shard in shards.items()}
 
     def _layer_call(self, fn, weights, part, arrays, labels, chunk):
-        """`chunked` over those of a layer's weights (names within the layer) that start with one of `part`."""
+        """fn over those of a layer's weights that start with one of `part`; run again in the backward chunk by chunk, but
+        for the policy `everything`, which keeps what fn computes."""
         weights = {name: w for name, w in weights.items() if name.startswith(part)}
-        specs = {name: PartitionSpec(*self.specs[f"layers.{name}"][1:]) for name in weights}
-        return chunked(fn, weights, specs, arrays, labels, dtype=self.dtype, chunk=chunk)
+        if self.remat == "everything":
+            return fn(weights, arrays, labels)
+        return self._run(fn, weights, arrays, labels, chunk)
 
     def local_project(self, weights, x, positions, length: int):
-        """A layer's norm, projections and RoPE: q, k, v; length is the whole row's."""
+        """A layer's norm, projections and RoPE, from whole weights: q, k, v; length is the whole row's."""
         def project(weights, arrays, labels):
             layer = bind(self.config, weights)
             return layer.self_attn.project(layer.input_layernorm(arrays["x"]), labels["positions"], length, self.parallel)
@@ -228,7 +242,7 @@ class Llama:
         return self._layer_call(project, weights, part, {"x": x}, {"positions": positions}, self.chunks.projection)
 
     def local_finish(self, weights, x, attended):
-        """A layer from attention's output to the next layer's input."""
+        """A layer from attention's output to the next layer's input, from whole weights."""
         def finish(weights, arrays, labels):
             layer = bind(self.config, weights)
             x = arrays["x"] + layer.self_attn.combine(arrays["attended"], self.parallel)
@@ -242,13 +256,14 @@ class Llama:
 
         length: of the row for the RoPE rule `dynamic`, if tokens are to follow; else what x holds over all devices.
         """
-        layers = {name.removeprefix("layers."): w for name, w in params.items() if name.startswith("layers.")}
+        layers = self.layer_shards(params)
         size = self.mesh.shape["sequence"]
         length = length or x.shape[1] * size
 
-        def body(carry, weights):
+        def body(carry, shards):
             x, positions, coords = carry
             x = checkpoint_name(x, "layer_input")
+            weights = self.local_weights(shards)
             q, k, v = self.local_project(weights, x, positions, length)
             attended, _ = attend(q, k, v, coords, coords, schedule=self.schedule, kernel=self.kernel, axis="sequence",
                                  size=size, mask=Mask())
@@ -281,10 +296,13 @@ class Llama:
                 logits = lax.all_gather(logits, "tensor", axis=2, tiled=True)[..., :self.config.vocab_size]
             return logits.astype(jnp.float32)
 
-        return self._run(head, params, self._head_names, {"x": x}, {}, None)
+        return self._run(head, self._whole(params, self._head_names), {"x": x}, {}, None)
 
-    def local_token_losses(self, params, batch):
-        """-log p(target) of every token of this device: float32 [B, T]. Logits exist for one chunk at a time."""
+    def local_losses(self, params, batch):
+        """-log p(target) of every token of this device: the weighted sum, and each, float32 [B, T], without gradient.
+
+        Logits exist for one chunk at a time, and no chunk's are computed twice.
+        """
         coords = TokenCoords(batch["index"], batch["segment_ids"])
         x = self.local_embed(params, batch["tokens"])
         x = self.local_layers(params, x, batch["positions"], coords)
@@ -292,11 +310,12 @@ class Llama:
         def loss(weights, arrays, labels):
             return token_losses(self._head(weights, arrays["x"]), labels["targets"], self.parallel)
 
-        return self._run(loss, params, self._head_names, {"x": x}, {"targets": batch["targets"]}, self.chunks.loss)
+        return chunked_total(loss, self._whole(params, self._head_names), {"x": x}, {"targets": batch["targets"]},
+                             batch["loss_weights"], dtype=self.dtype, chunk=self.chunks.loss)
 
     def token_losses(self, params, batch):
         """-log p(target) of every token of a global batch (see ARCHITECTURE.md): float32 [B, L]."""
-        return self._sharded(self.local_token_losses, TOKENS)(params, batch)
+        return self._sharded(lambda params, batch: self.local_losses(params, batch)[1], TOKENS)(params, batch)
 
     def logits(self, params, batch):
         """Logits of every token of a global batch: float32 [B, L, V]. For tests and short inputs."""
@@ -310,20 +329,24 @@ class Llama:
     def loss(self, params, batch, sources: int | None = None):
         """Weighted cross-entropy in nats over the *global* sum of weights, and that sum: two float32 scalars.
 
-        With `sources`, both are float32 [sources]: each over the tokens that the batch's `source_ids` [B, L] give to it.
+        With `sources` a third: the sums of weighted losses and of weights of the tokens that the batch's `source_ids` [B, L]
+        give to each source, two float32 [sources] without gradient.
         Take gradients outside: inside `shard_map` they would be wrong once a psum over `tensor` is in the loss.
         """
         def local(params, batch):
             def add(x):
-                if sources is not None:
-                    x = jnp.where(batch["source_ids"] == jnp.arange(sources)[:, None, None], x, 0)
-                return lax.psum(x.sum((-2, -1)), (*BATCH_AXES, "sequence"))
+                return lax.psum(x, (*BATCH_AXES, "sequence"))
 
-            losses = self.local_token_losses(params, batch)
-            total = add(batch["loss_weights"])
-            return add(losses * batch["loss_weights"]) / jnp.maximum(total, 1e-9), total
+            def by_source(x):
+                return add(jnp.where(batch["source_ids"] == jnp.arange(sources)[:, None, None], x, 0).sum((1, 2)))
 
-        return self._sharded(local, (PartitionSpec(), PartitionSpec()))(params, batch)
+            value, losses = self.local_losses(params, batch)
+            weights = batch["loss_weights"]
+            total = add(jnp.sum(weights))
+            found = add(value) / jnp.maximum(total, 1e-9), total
+            return found if sources is None else (*found, (by_source(losses * weights), by_source(weights)))
+
+        return self._sharded(local, PartitionSpec())(params, batch)
 
     def _sharded(self, fn, out_specs):
         return jax.shard_map(fn, mesh=self.mesh, in_specs=(self.specs, TOKENS), out_specs=out_specs, check_vma=False)

@@ -6,6 +6,7 @@ Every parameter is sharded over `tensor` where its heads, feed-forward width or 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -150,17 +151,23 @@ def storage_axes_of(spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
     return found
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather(shard: jax.Array, spec: PartitionSpec, dtype) -> jax.Array:
-    """A parameter's shard -> the whole (of this tensor rank), sent in `dtype`. Inside `shard_map`."""
+    """A parameter's float32 shard -> the whole (of this tensor rank), sent in `dtype`, float32 by type. Inside `shard_map`.
+
+    A cotangent has its primal's dtype: the whole is float32 by type so that its gradient, one from each device, is float32
+    until the reduce-scatter has added it up.
+    """
     whole = shard.astype(dtype)
     for i, axes in storage_axes_of(spec):
         whole = lax.all_gather(whole, axes, axis=i, tiled=True)
-    return whole
+    return whole.astype(jnp.float32)
 
 
-def reduce_scatter(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Float32 gradients of a whole parameter, one from each device -> this device's shard of their sum, in float32."""
-    assert gradient.dtype == jnp.float32, gradient.dtype
+def _reduce_scatter(spec: PartitionSpec, dtype, _, gradient: jax.Array):
     for i, axes in reversed(storage_axes_of(spec)):
         gradient = lax.psum_scatter(gradient, axes, scatter_dimension=i, tiled=True)
-    return gradient
+    return (gradient,)
+
+
+gather.defvjp(lambda shard, spec, dtype: (gather(shard, spec, dtype), None), _reduce_scatter)

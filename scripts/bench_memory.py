@@ -23,7 +23,7 @@ CURVES = {"planned_mib": "by the compiler's plan", "measured_mib": "measured: re
 
 
 def fit(lengths, values) -> dict[str, float]:
-    """The least-squares line through values in MiB: bytes a token, MiB at length 0, the worst miss as a share of the largest."""
+    """The least-squares line through values in MiB: bytes a token, MiB at length 0, worst miss as a share of the largest."""
     slope, start = np.polyfit(lengths, values, 1)
     miss = np.abs(np.polyval((slope, start), lengths) - values).max() / np.max(values)
     return {"bytes_per_token": slope * 2**20, "mib_at_0": start, "worst_residual": miss}

@@ -150,14 +150,14 @@ class _Training:
 
     def _evaluate(self, log) -> None:
         """Held-out loss: a weighted mean over all held-out target tokens, not a mean of batches; that of each source too."""
-        sums = weights = np.zeros(len(self.objective.sources) or 1)
-        for host in self.objective.held_out():
-            found = self.evaluate_step(self.trainable, self.frozen, place_batch(host, self.objective.model.mesh))
-            sums, weights = (before + np.asarray(x, np.float64) for before, x in zip((sums, weights), found, strict=True))
-        if weights.any():
-            log.held_out({"step": self.step, "held_out_loss_nats_per_target": sums.sum() / weights.sum(),
-                          "held_out_target_tokens": weights.sum(),
-                          **{f"held_out_{BY_SOURCE}{name}": sums[i] / weights[i]
+        found = [jax.tree.map(lambda x: np.asarray(x, np.float64), self.evaluate_step(
+            self.trainable, self.frozen, place_batch(host, self.objective.model.mesh))) for host in self.objective.held_out()]
+        if not found:
+            return
+        total, (weight, *by_source) = jax.tree.map(lambda *parts: sum(parts), *found)
+        if weight:
+            log.held_out({"step": self.step, "held_out_loss_nats_per_target": total / weight, "held_out_target_tokens": weight,
+                          **{f"held_out_{BY_SOURCE}{name}": sums[i] / weights[i] for sums, weights in by_source
                              for i, name in enumerate(self.objective.sources) if weights[i]}})
 
     def _save(self) -> None:

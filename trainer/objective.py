@@ -43,7 +43,7 @@ class Objective(Protocol):
     fingerprint: str
     sources: tuple[str, ...]
 
-    def loss(self, params, batch): """(mean loss in nats, sum of weights) of a global batch, or of each source in it."""
+    def loss(self, params, batch): """(mean loss in nats, sum of weights) of a global batch, and with sources their sums."""
     def abstract_batch(self) -> dict: """Shapes and shardings of a batch."""
     def batches(self, step: int) -> Iterator[dict[str, np.ndarray]]: """Host batches, on from `step` finished steps."""
     def record_ids(self, step: int) -> list[str]: """Which records the batch after `step` finished steps is made of."""

@@ -30,8 +30,8 @@ class StepBuilder:
     """Everything that the compiled steps are made from.
 
     Attributes:
-      model: has `parameters`, `shardings` and `mesh`; loss: `(params, batch) -> (mean loss, sum of weights)`, both global:
-        float32 scalars, or arrays [sources], the mean and the sum of each source of the data.
+      model: has `parameters`, `shardings` and `mesh`; loss: `(params, batch) -> (mean loss, sum of weights)`, both global,
+        and with `sources` a third, (sums of weighted losses, sums of weights), each [sources].
       trainable: names of the parameters that move.
       abstract_batch: name -> ShapeDtypeStruct with sharding.
       accumulation: parts that a batch is computed in; its rows are a multiple of data x fsdp x accumulation.
@@ -83,13 +83,13 @@ class StepBuilder:
         def loss_and_gradient(part):
             return jax.value_and_grad(self._total_loss, has_aux=True)(trainable, frozen, part)
 
-        (_, (sums, weights)), gradient = self._over_parts(loss_and_gradient, batch)
-        weight = weights.sum()
-        value, gradient = jax.tree.map(lambda x: x / jnp.maximum(weight, 1e-9), (sums.sum(), gradient))
+        (total, (weight, *by_source)), gradient = self._over_parts(loss_and_gradient, batch)
+        value, gradient = jax.tree.map(lambda x: x / jnp.maximum(weight, 1e-9), (total, gradient))
         norm = optax.global_norm(gradient)
         metrics = {"loss_nats_per_target": value, "target_tokens": weight, "grad_norm": norm,
                    "learning_rate": learning_rate(self.optimizer_config, self.steps, step),
-                   **{BY_SOURCE + name: sums[i] / weights[i] for i, name in enumerate(self.sources)}}
+                   **{BY_SOURCE + name: sums[i] / weights[i]
+                      for sums, weights in by_source for i, name in enumerate(self.sources)}}
         if self.moments_on_host:
             here = optimizer_shardings(self.optimizer, self.abstract_trainable, self.model.mesh)
             optimizer_state = jax.device_put(optimizer_state, jax.tree.map(lambda x: x.sharding, here))
@@ -103,10 +103,9 @@ class StepBuilder:
         return *moved, metrics
 
     def _total_loss(self, trainable, frozen, batch):
-        """Sum of the weighted losses; the same and the sum of the weights, by source if `loss` tells them apart."""
-        means, weights = self.loss({**trainable, **frozen}, batch)
-        sums = means * weights
-        return sums.sum(), (sums, weights)
+        """Sum of the weighted losses, and (sum of the weights, and both by source if `loss` tells them apart)."""
+        value, weight, *by_source = self.loss({**trainable, **frozen}, batch)
+        return value * weight, (weight, *by_source)
 
     def _over_parts(self, fn, batch):
         """The sum over a batch's parts of fn(part): a tree of float32 arrays."""
@@ -137,9 +136,9 @@ class StepBuilder:
         return jitted.lower(self.abstract_trainable, self.abstract_frozen, self.abstract_optimizer, self.abstract_batch, step)
 
     def lower_evaluate(self):
-        """(trainable, frozen, batch) -> sums of the weighted losses and of the weights, by source if there are; lowered."""
+        """(trainable, frozen, batch) -> what `_total_loss` gives, lowered."""
         def evaluate(trainable, frozen, batch):
-            return self._over_parts(lambda part: self._total_loss(trainable, frozen, part)[1], batch)
+            return self._over_parts(lambda part: self._total_loss(trainable, frozen, part), batch)
 
         return jax.jit(evaluate).lower(self.abstract_trainable, self.abstract_frozen, self.abstract_batch)
 

@@ -16,7 +16,7 @@ from model.attention.kernels import get_kernel
 from model.chunked import chunked, product
 from model.config import LlamaConfig
 from model.llama import declare
-from model.sharding import Parallel, Parameter, Sharding
+from model.sharding import Parallel, Parameter, Sharding, gather
 from trainer.huggingface import read_hf
 from trainer.model_source import open_model
 
@@ -232,8 +232,8 @@ def test_trap_chunks_add_their_weight_gradients_in_float32():
 
     def ours(w):
         def local(w):
-            y = chunked(lambda w, a, _: product("bte,ef->btf", a["x"], w["w"]), {"w": w}, {"w": PartitionSpec()}, {"x": x}, {},
-                        dtype=jnp.bfloat16, chunk=1)
+            y = chunked(lambda w, a, _: product("bte,ef->btf", a["x"], w["w"]), {"w": gather(w, PartitionSpec(), jnp.bfloat16)},
+                        {"x": x}, {}, dtype=jnp.bfloat16, chunk=1)
             return jnp.sum(y.astype(jnp.float32))
 
         return jax.shard_map(local, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)(w)
@@ -258,8 +258,7 @@ def test_trap_weight_gradients_are_summed_over_devices_in_float32():
                                        out_specs=PartitionSpec(), check_vma=False)(w, jnp.asarray(x, jnp.bfloat16))
 
     def ours(w, x):
-        y = chunked(lambda w, a, _: product("bte,ef->btf", a["x"], w["w"]), {"w": w}, {"w": spec}, {"x": x}, {},
-                    dtype=jnp.bfloat16)
+        y = product("bte,ef->btf", x, gather(w, spec, jnp.bfloat16))
         return jax.lax.psum(jnp.sum(y.astype(jnp.float32)), "sequence")
 
     def naive(w, x):
