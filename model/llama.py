@@ -31,7 +31,7 @@ TOKENS = PartitionSpec(BATCH_AXES, "sequence")
 
 
 class SelfAttention(nnx.Module):
-    """The projections around attention; heads are split over `tensor` where they can be."""
+    """The projections around attention; heads, padded ones among them, are split over `tensor`."""
 
     def __init__(self, config: LlamaConfig, *, rngs):
         self.config = config
@@ -165,8 +165,8 @@ class Llama:
 
     @functools.cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """As in memory: with the vocabulary padded to what `tensor` divides."""
-        return declare(dataclasses.replace(self.config, vocab_size=self.parallel.vocab_size))
+        """As in memory: with the vocabulary and the heads padded to what `tensor` divides."""
+        return declare(self.in_memory)
 
     @functools.cached_property
     def specs(self) -> dict[str, PartitionSpec]:
@@ -179,6 +179,11 @@ class Llama:
     @property
     def parallel(self) -> Parallel:
         return self.sharding.parallel
+
+    @property
+    def in_memory(self) -> LlamaConfig:
+        """The sizes of `parameters`, padding among them."""
+        return self.parallel.padded(self.config)
 
     def init(self, seed: int) -> dict[str, jax.Array]:
         """Fresh parameters, born sharded."""
@@ -321,18 +326,27 @@ class Llama:
 
         return self._sharded(local, PartitionSpec(*TOKENS, None))(params, batch)
 
-    def loss(self, params, batch):
+    def loss(self, params, batch, sources: int | None = None):
         """Weighted cross-entropy in nats over the *global* sum of weights, and that sum: two float32 scalars.
 
+        With `sources` a third: the sums of weighted losses and of weights of the tokens that the batch's `source_ids` [B, L]
+        give to each source, two float32 [sources] without gradient.
         Take gradients outside: inside `shard_map` they would be wrong once a psum over `tensor` is in the loss.
         """
         def local(params, batch):
-            value, _ = self.local_losses(params, batch)
-            axes = (*BATCH_AXES, "sequence")
-            total = lax.psum(jnp.sum(batch["loss_weights"]), axes)
-            return lax.psum(value, axes) / jnp.maximum(total, 1e-9), total
+            def add(x):
+                return lax.psum(x, (*BATCH_AXES, "sequence"))
 
-        return self._sharded(local, (PartitionSpec(), PartitionSpec()))(params, batch)
+            def by_source(x):
+                return add(jnp.where(batch["source_ids"] == jnp.arange(sources)[:, None, None], x, 0).sum((1, 2)))
+
+            value, losses = self.local_losses(params, batch)
+            weights = batch["loss_weights"]
+            total = add(jnp.sum(weights))
+            found = add(value) / jnp.maximum(total, 1e-9), total
+            return found if sources is None else (*found, (by_source(losses * weights), by_source(weights)))
+
+        return self._sharded(local, PartitionSpec())(params, batch)
 
     def _sharded(self, fn, out_specs):
         return jax.shard_map(fn, mesh=self.mesh, in_specs=(self.specs, TOKENS), out_specs=out_specs, check_vma=False)

@@ -20,6 +20,8 @@ from safetensors.numpy import save_file
 
 from model.config import LlamaConfig
 
+from .padding import fits
+
 # safetensors' names of the types we read. Each is exact in float32, so import followed by export changes no bit.
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 # Files of a Hugging Face folder that belong to the model and are not weights. A fixed list: a training run puts files
@@ -30,8 +32,6 @@ ASSET_FILES = (
     "chat_template.json",
 )
 SOURCE_DTYPE_FILE = "source_dtype.json"
-# The one axis that may be longer in memory than in the model: see model.sharding.Parallel.vocab_size.
-VOCABULARY_AXES = {"embed_tokens.weight": 0, "lm_head.weight": 1}
 
 
 @dataclass(frozen=True)
@@ -58,11 +58,6 @@ class HFEntry:
     def one_shape(self) -> tuple[int, ...]:
         """Our shape without the layer axis."""
         return self.shape if self.layers is None else self.shape[1:]
-
-    def padded(self, vocab_size: int | None) -> tuple[int, ...]:
-        """Our shape with so many rows of vocabulary."""
-        axis = VOCABULARY_AXES.get(self.name)
-        return self.shape if None in (axis, vocab_size) else (*self.shape[:axis], vocab_size, *self.shape[axis + 1:])
 
     def to_hf(self, value: np.ndarray) -> np.ndarray:
         """Ours, one layer -> one Hugging Face tensor (a view where possible)."""
@@ -124,11 +119,11 @@ def hf_layout(config: LlamaConfig) -> list[HFEntry]:
 
 def read_hf(
     folder: str | Path, config: LlamaConfig, shardings: Mapping[str, jax.sharding.Sharding] | jax.sharding.Sharding,
-    dtype: Any = np.float32, vocab_size: int | None = None,
+    dtype: Any = np.float32, in_memory: LlamaConfig | None = None,
 ) -> dict[str, jax.Array]:
     """The weights in `folder` as our flat dictionary, of `dtype`, placed by `shardings` (by name, or one for all).
 
-    `vocab_size`: rows of the embedding in memory, at least the config's; those beyond it are zero.
+    `in_memory`: the sizes that the arrays get (see trainer.padding); what the files do not have is zero.
     Each device's part is read by itself from the memory-mapped files, so that the peak is the arrays and one part.
     Raises ValueError naming the tensor for one that is missing, misshapen, of a type other than bfloat16, float16 and
     float32, or unknown; and for folders without safetensors.
@@ -138,9 +133,9 @@ def read_hf(
         layout = hf_layout(config)
         _check_tensors(Path(folder), files, layout, config)
         params = {}
-        for entry in layout:
+        for entry, padded in zip(layout, hf_layout(in_memory or config), strict=True):
             sharding = shardings[entry.name] if isinstance(shardings, Mapping) else shardings
-            shape = entry.padded(vocab_size)
+            shape = padded.shape
             params[entry.name] = jax.make_array_from_callback(
                 shape, sharding, lambda index, entry=entry, shape=shape: _padded_part(files, entry, shape, index, dtype)
             )
@@ -290,7 +285,7 @@ def write_hf(
     """Writes a Hugging Face folder that transformers loads: weights, config, generation config, tokenizer, template.
 
     `params` is our flat dictionary (jax or numpy, any float dtype); tensors are written in the source dtype that
-    `assets` records, without the vocabulary's padding. Weights above `max_shard_bytes` are split, with an index. Written
+    `assets` records, without padding. Weights above `max_shard_bytes` are split, with an index. Written
     beside `out` and renamed at the end: what is at `out` is always whole. Raises ValueError if `out` has something in it,
     or params do not fit config.
     """
@@ -323,15 +318,12 @@ def write_hf(
 
 
 def check_params(shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig) -> None:
-    """Raises ValueError, naming the parameter, unless `shapes` are those of `config`'s model, its vocabulary padded or not."""
-    entries = hf_layout(config)
-    layout = {entry.name: entry.shape for entry in entries}
-    rows = max(shapes.get("embed_tokens.weight", (0,))[0], config.vocab_size)
-    for entry in entries:
-        name, shape = entry.name, entry.shape
+    """Raises ValueError, naming the parameter, unless `shapes` are those of `config`'s model, padded or not."""
+    layout = {entry.name: entry.shape for entry in hf_layout(config)}
+    for name, shape in layout.items():
         if name not in shapes:
             raise ValueError(f"parameter {name} is missing; the config makes it {list(shape)}")
-        if tuple(shapes[name]) not in (shape, entry.padded(rows)):
+        if not fits(name, tuple(shapes[name]), shape, shape):
             raise ValueError(f"parameter {name} has shape {list(shapes[name])}; the config makes it {list(shape)}")
     for name in shapes:
         if name not in layout:
@@ -385,10 +377,10 @@ def _take_layer(value: jax.Array, layer: jax.Array) -> jax.Array:
 
 
 def _one_layer(value: Any, entry: HFEntry, layer: int) -> np.ndarray:
-    """One layer of ours on the host: of a sharded array, only that layer is gathered."""
-    if entry.layers is None:
-        return np.asarray(value)[tuple(map(slice, entry.shape))]
-    return np.asarray(_take_layer(value, np.int32(layer)) if isinstance(value, jax.Array) else value[layer])
+    """One layer of ours on the host, without padding: of a sharded array, only that layer is gathered."""
+    if entry.layers is not None:
+        value = _take_layer(value, np.int32(layer)) if isinstance(value, jax.Array) else value[layer]
+    return np.asarray(value)[tuple(map(slice, entry.one_shape))]
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -193,6 +193,10 @@ class LoggingConfig:
     """Write TensorBoard event files."""
     console: bool = True
     """Show a progress bar."""
+    wandb: str | None = None
+    """Project of Weights & Biases that the figures are sent to as well; needs the package wandb."""
+    profile_steps: tuple[int, ...] = ()
+    """First and last step of a profile, such as [10, 12], written to the run's folder `profile`; none unless given."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -77,7 +77,7 @@ def test_logits_equal_transformers(tmp_path, kind, rope):
     expected = transformers_logits(truth, tokens)
     for shape in ({}, {"fsdp": 2, "tensor": 2, "sequence": 2}):
         model = llama(config, shape)
-        params = read_hf(tmp_path, config, model.shardings)
+        params = read_hf(tmp_path, config, model.shardings, in_memory=model.in_memory)
         batch, order = permuted(one_document(tokens), model)
         got = np.asarray(jax.jit(model.logits)(params, batch))
         assert np.abs(got - expected[:, order]).max() <= 1e-4 * np.abs(expected).max()
@@ -289,8 +289,10 @@ def test_an_axis_without_a_rule_names_the_parameter():
         sharding.spec("strange.weight", Parameter((4,), ("experts",)))
 
 
-@pytest.mark.parametrize(("query", "key", "tensor", "heads", "kv_heads"), [
-    (8, 2, 2, True, True), (8, 2, 4, True, False), (9, 3, 2, False, False), (9, 3, 3, True, True), (32, 32, 8, True, True)])
-def test_heads_are_split_where_they_divide(query, key, tensor, heads, kv_heads):
+@pytest.mark.parametrize(("query", "key", "tensor", "split", "padded"), [
+    (8, 2, 2, (True, True), (8, 2)), (8, 2, 4, (True, False), (8, 2)), (32, 32, 8, (True, True), (32, 32)),
+    (9, 3, 2, (True, True), (12, 4)), (9, 3, 3, (True, True), (9, 3)), (33, 33, 8, (True, True), (40, 40)),
+    (24, 8, 16, (True, True), (48, 16)), (9, 1, 2, (False, False), (9, 1))])
+def test_heads_are_split_and_padded_where_they_do_not_divide(query, key, tensor, split, padded):
     parallel = Parallel.of(tiny(num_attention_heads=query, num_key_value_heads=key), tensor)
-    assert (parallel.heads, parallel.kv_heads) == (heads, kv_heads)
+    assert (parallel.heads, parallel.kv_heads) == split and (parallel.query_heads, parallel.key_heads) == padded
