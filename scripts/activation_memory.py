@@ -23,8 +23,9 @@ def measure(topology: str, tokens: int, layers: int, hidden: int) -> dict:
 
     jax.config.update("jax_platforms", "cpu")
     from model.config import LlamaConfig
-    from scripts.plan import compile_step, topology_devices
     from trainer.compiled import memory
+    from trainer.plan import compile_step
+    from trainer.topology import topology_devices
 
     devices = topology_devices(topology)
     heads = hidden // 128

@@ -11,10 +11,11 @@ import pytest
 from model.config import LlamaConfig
 from model.llama import Llama
 from model.sharding import STORAGE_AXES
-from scripts.plan import compile_step, topology_devices
 from trainer.compiled import COLLECTIVES, listed
 from trainer.config import MeshConfig
 from trainer.mesh import make_mesh
+from trainer.plan import compile_step
+from trainer.topology import topology_devices
 
 # How often a layer's parameter is gathered in a direction; outside the layers, at most in both.
 GATHERS = 1
