@@ -125,7 +125,7 @@ class Generator:
 
     def _token(self, params, token, index, step, coords, prompt_kv, new_kv):
         """One new token [B, 1] at `index` through all layers; its keys and values join new_kv at place `step`."""
-        model = self.model
+        model = dataclasses.replace(self.model, sequence_parallel=False)  # one token cannot be split
         rows = token.shape[0]
         new_index = index - step + jnp.arange(self.new_tokens)[None]
         written = jnp.broadcast_to(jnp.arange(self.new_tokens)[None] <= step, (rows, self.new_tokens))

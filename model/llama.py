@@ -53,6 +53,7 @@ class SelfAttention(nnx.Module):
 
         length: of the whole row, see `inverse_frequencies`.
         """
+        x = parallel.whole(x)
         q, k, v = (part.add_bias(part(x)) for part in (self.q_proj, self.k_proj, self.v_proj))
         if parallel.heads and not parallel.kv_heads:
             # Fewer key heads than ranks: each rank keeps the one that its query heads share.
@@ -64,7 +65,7 @@ class SelfAttention(nnx.Module):
 
     def combine(self, attended, parallel: Parallel):
         """[B, T, Hq, D] -> [B, T, E], summed over the tensor ranks."""
-        return self.o_proj.add_bias(parallel.sum(self.o_proj(attended), "heads"))
+        return self.o_proj.add_bias(parallel.combine(self.o_proj(attended), "heads"))
 
 
 class DecoderLayer(nnx.Module):
@@ -147,6 +148,11 @@ class Llama:
       schedule, kernel, mask: see `model.attention`.
       dtype: compute precision; parameters stay float32.
       remat, every_k: a policy of `model.remat`.
+      sequence_parallel: Megatron's: hidden states are split over `tensor` too, along the length (`Parallel.split_tokens`);
+        nothing is then computed in chunks.
+
+    Raises:
+      ValueError: `sequence_parallel` where `tensor` does not split the heads and the feed-forward width.
     """
 
     config: LlamaConfig
@@ -158,6 +164,12 @@ class Llama:
     every_k: int = 2
     chunks: Chunks = Chunks()
     storage_axes: tuple[str, ...] = ("fsdp", "sequence")
+    sequence_parallel: bool = False
+
+    def __post_init__(self):
+        if self.parallel.split_tokens and not (self.parallel.heads and self.parallel.mlp):
+            raise ValueError(f"sequence_parallel: tensor = {self.parallel.tensor} does not divide the heads "
+                             f"({self.config.num_attention_heads}) or the width ({self.config.intermediate_size})")
 
     @functools.cached_property
     def sharding(self) -> Sharding:
@@ -178,7 +190,8 @@ class Llama:
 
     @property
     def parallel(self) -> Parallel:
-        return self.sharding.parallel
+        return dataclasses.replace(self.sharding.parallel,
+                                   split_tokens=self.sequence_parallel and self.mesh.shape["tensor"] > 1)
 
     @property
     def in_memory(self) -> LlamaConfig:
@@ -210,7 +223,7 @@ class Llama:
                 ids = ids - parallel.rank() * table.shape[0]
             here = (ids >= 0) & (ids < table.shape[0])
             rows = jnp.where(here[..., None], table[jnp.where(here, ids, 0)], 0.0)
-            return parallel.sum(rows.astype(self.dtype), "vocab")
+            return parallel.combine(rows.astype(self.dtype), "vocab")
 
         return self._run(embed, self._whole(params, ["embed_tokens.weight"]), {}, {"tokens": tokens}, None)
 
@@ -230,7 +243,8 @@ class Llama:
         weights = {name: w for name, w in weights.items() if name.startswith(part)}
         if self.remat == "everything":
             return fn(weights, arrays, labels)
-        return self._run(fn, weights, arrays, labels, chunk)
+        # A rank's chunks would not be chunks of the tokens that all ranks together hold.
+        return self._run(fn, weights, arrays, labels, None if self.parallel.split_tokens else chunk)
 
     def local_project(self, weights, x, positions, length: int):
         """A layer's norm, projections and RoPE, from whole weights: q, k, v; length is the whole row's."""
@@ -258,7 +272,7 @@ class Llama:
         """
         layers = self.layer_shards(params)
         size = self.mesh.shape["sequence"]
-        length = length or x.shape[1] * size
+        length = length or positions.shape[1] * size
 
         def body(carry, shards):
             x, positions, coords = carry
@@ -270,6 +284,7 @@ class Llama:
             return (self.local_finish(weights, x, attended), positions, coords), (k, v) if keep_kv else None
 
         (x, _, _), kv = scan_layers(body, (x, positions, coords), layers, self.remat, self.every_k)
+        x = self.parallel.whole(x)
         return (x, kv) if keep_kv else x
 
     def _head(self, weights, x):

@@ -50,6 +50,9 @@ class Parallel:
       heads, kv_heads, mlp, vocab: whether that is split. With `heads` and not `kv_heads`, each rank computes with
         the one key/value head that its query heads share.
       vocab_size, query_heads, key_heads: in memory, padding among them.
+      split_tokens: between attention and feed-forward, each rank keeps its own tokens of the hidden states (Korthikanti et al.,
+        Reducing Activation Recomputation in Large Transformer Models, section 4.2): gathered before a product over a split
+        axis and reduce-scattered behind it, which sends as much as the sum would.
     """
 
     tensor: int
@@ -60,6 +63,7 @@ class Parallel:
     vocab_size: int
     query_heads: int
     key_heads: int
+    split_tokens: bool = False
 
     @classmethod
     def of(cls, config: LlamaConfig, tensor: int) -> Parallel:
@@ -77,6 +81,17 @@ class Parallel:
         """The model's sizes as they are in memory."""
         return dataclasses.replace(config, vocab_size=self.vocab_size, num_attention_heads=self.query_heads,
                                    num_key_value_heads=self.key_heads)
+
+    def combine(self, x: jax.Array, what: str) -> jax.Array:
+        """Hidden states [B, T, E] from the ranks' shares of a product over a split axis; with `split_tokens` a rank's own
+        tokens of them, [B, T / tensor, E]."""
+        if self.split_tokens:
+            return lax.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True)
+        return self.sum(x, what)
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """All of the ranks' tokens: [B, T, E]."""
+        return lax.all_gather(x, "tensor", axis=1, tiled=True) if self.split_tokens else x
 
     def sum(self, x: jax.Array, what: str) -> jax.Array:
         """Adds the tensor ranks' shares of a product over a split axis; nothing to add where it is not split."""

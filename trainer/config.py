@@ -381,6 +381,9 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     need(length % shards == 0, "data.context_length",
          f"it must be a multiple of {'2 * ' if twice else ''}mesh.sequence = {shards}{' (zigzag)' if twice else ''}; "
          f"the next good length is {up}{below}")  # fmt: skip
+    parts = mesh.sequence * mesh.tensor
+    need(not mesh.sequence_parallel or length % parts == 0, "data.context_length",
+         f"with mesh.sequence_parallel it must be a multiple of mesh.sequence * mesh.tensor = {parts}")  # fmt: skip
     rows = mesh.data * mesh.fsdp * train.accumulation
     need(train.batch_size % rows == 0, "train.batch_size",
          f"it must be a multiple of mesh.data * mesh.fsdp * train.accumulation = {rows}; the next good size is "

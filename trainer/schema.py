@@ -87,6 +87,8 @@ class MeshConfig:
     """Shards of the heads and of the feed-forward width."""
     sequence: int = 1
     """Shards of the sequence."""
+    sequence_parallel: bool = False
+    """Megatron's sequence parallelism: between attention and feed-forward the tokens are split over tensor too."""
     simulate: int = 0
     """Simulate this many devices on the CPU; 0 uses the machine's own devices."""
 

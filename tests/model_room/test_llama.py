@@ -1,6 +1,7 @@
 """The model against transformers, against itself on other meshes, and the traps of bfloat16 gradients."""
 import functools
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -128,9 +129,9 @@ def smollm2_truth(folder):
 
 
 @functools.cache
-def loss_and_gradients(mesh, layout="striped", remat="save_attention", schedule="ring", **changes):
+def loss_and_gradients(mesh, layout="striped", remat="save_attention", schedule="ring", sequence_parallel=False, **changes):
     config = tiny(**changes)
-    model = llama(config, MESHES[mesh], remat=remat, schedule=schedule)
+    model = llama(config, MESHES[mesh], remat=remat, schedule=schedule, sequence_parallel=sequence_parallel)
     batch, _ = permuted(packed_batch(config), model, layout)
     (loss, weight), gradient = jax.jit(jax.value_and_grad(model.loss, has_aux=True))(model.init(0), batch)
     return float(loss), float(weight), {name: np.asarray(g) for name, g in gradient.items()}
@@ -152,6 +153,24 @@ def test_every_mesh_gives_the_same_loss_and_gradients(mesh):
     ("contiguous", "nothing", "ring"), ("zigzag", "offload", "all_gather"), ("zigzag", "everything", "ring")])
 def test_layout_remat_and_schedule_do_not_change_the_result(layout, remat, schedule):
     assert_same(loss_and_gradients("sequence 8", layout, remat, schedule), loss_and_gradients("one"))
+
+
+@pytest.mark.parametrize(("mesh", "remat"), [("data 2 x tensor 4", "save_attention"), ("tensor 2 x sequence 4", "everything")])
+def test_tokens_split_over_tensor_too_do_not_change_the_result(mesh, remat):
+    assert_same(loss_and_gradients(mesh, remat=remat, sequence_parallel=True), loss_and_gradients("one"))
+
+
+def test_tokens_split_over_tensor_are_what_is_kept_and_sent():
+    """Megatron's recipe: hidden states are gathered and reduce-scattered over `tensor`, never summed whole."""
+    config = tiny()
+    model = llama(config, MESHES["data 2 x tensor 4"], sequence_parallel=True)
+    batch = packed_batch(config)
+    text = jax.jit(jax.grad(lambda params: model.loss(params, batch)[0])).lower(model.init(0)).compile().as_text()
+    rows, length = batch["tokens"].shape
+    assert f"f32[{rows // 2},{length},{config.hidden_size}]" in "".join(re.findall(r".*all-gather.*", text))
+    assert f"f32[{rows // 2},{length},{config.hidden_size}]" not in "".join(re.findall(r".*all-reduce.*", text))
+    with pytest.raises(ValueError, match="sequence_parallel: tensor = 4 does not divide the heads"):
+        llama(tiny(num_attention_heads=6, num_key_value_heads=1), MESHES["data 2 x tensor 4"], sequence_parallel=True)
 
 
 def test_keeping_every_second_layers_input_does_not_change_the_result():
