@@ -81,7 +81,7 @@ def line(row: dict) -> str:
 
 
 def plot(rows: list[dict], path: Path, title: str) -> None:
-    """Rate and memory against length on the block that comes first, and the time of each kind of block at the longest length."""
+    """Rate and memory against length on the first block; the time of each kind of block at the longest length."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -65,7 +65,6 @@ def measure(case: Case) -> dict:
     try:
         run = PEERS[case.peer](case, make_block(case))
         peak = first_run_bytes(run)
-        run()
         wall, cpu = best_of(run, case.repeats)
     except LeftOut as why:
         return {"left_out": str(why)}

@@ -1,6 +1,7 @@
 """Attention of one block by ours and by others: what scripts.bench_kernels compares, each behind the same call.
 
-A peer takes a Case and its arrays and gives a function that runs one pass and waits for it, or raises LeftOut.
+A peer takes a Case and its arrays and gives a function that runs one pass, waits for it and returns its results: out, or (out,
+(dq, dk, dv)), like the arrays. It raises LeftOut where it cannot.
 """
 from __future__ import annotations
 
@@ -150,6 +151,8 @@ def torch_sdpa(case: Case, block: Block) -> Callable:
             out.backward(dout)
         if device == "cuda":
             torch.cuda.synchronize()
+        out, *gradients = (x.detach().transpose(1, 2) for x in (out, q.grad, k.grad, v.grad) if x is not None)
+        return (out, tuple(gradients)) if case.backward else out
 
     return run
 
