@@ -121,16 +121,17 @@ def _overlapped_backward(kernel, q, k, v, dout, lse, delta, q_coords, kv_coords,
         return Ring().backward(
             kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, ranks=column, mask=mask, scale=scale)
     onwards = _neighbour(row)
-    waiting = onwards((q, dout, lse, delta, q_coords))
+    # Stacked for the wire, as K and V are: few transfers, that can all be under way at once.
+    packet = (jnp.stack([q, dout]), jnp.stack([lse, delta]), q_coords)
+    waiting = onwards(packet)
 
     def gradients(packet, block):
-        q, dout, lse, delta, q_coords = packet
-        (k, v), coords = block
+        ((q, dout), (lse, delta), q_coords), ((k, v), coords) = packet, block
         dq, dk, dv = kernel.backward(q, k, v, dout, lse, delta, q_coords, coords, mask=mask, scale=scale)
         return dq, jnp.stack([dk, dv])
 
     def meet_keys(dq, block):
-        dq_here, dkv = gradients((q, dout, lse, delta, q_coords), block)
+        dq_here, dkv = gradients(packet, block)
         return dq_here if dq is None else dq + dq_here, (), (block, dkv)
 
     dq, _, (blocks, dkv) = tour((jnp.stack([k, v]), kv_coords), column.size - 1, column.shift, column.shift, meet_keys)
