@@ -1,15 +1,15 @@
 """Attention2D (section 3): queries along rows, keys and values along columns of a grid of ranks.
 
 On a grid of R rows and C columns a rank gathers the queries of its row and the keys and values of its column, so that
-every query block meets every key block on exactly one rank. Forward each rank receives (C-1) blocks of queries, (R-1) of
-keys and values, and in the merge C-1 partial outputs (float32) and lse: about (sqrt(P)-1)/P of everything, where a ring
-receives (P-1)/P. Backward: queries, dout, lse and delta along the row, dq back; keys and values along the column, dk and
-dv back.
+every query block meets every key block on exactly one rank, in one round. Forward each rank receives (C-1) blocks of queries,
+T Hq D numbers each, (R-1) of keys and values, 2 T Hkv D, and in the merge C-1 partial outputs (float32) and lse: about
+(sqrt(P)-1)/P of everything, where a ring receives (P-1)/P. Backward: queries, dout, lse and delta along the row, float32 dq
+back; keys and values along the column, float32 dk and dv back.
 
 With `overlap` (Algorithms 4-6, Appendices A and B) nothing is gathered at once: K, V go round the column while the rank's own
 queries meet them, then the row's queries come round, one block on its way while another is met; partials, and dQ, follow
 one hop behind to their owner, and dK, dV are summed on their way round the column while the last queries meet block after
-block. As many numbers travel, in R - 1 + C - 1 hops, of which only the one home does not overlap a kernel.
+block. As many numbers travel, every hop beside a kernel but the last one home of a partial or dQ.
 
 The paper first moves keys and values once, so that the ranks' masks are triangles; coordinates travel here, so exactness
 does not need that move.
@@ -106,6 +106,7 @@ def _overlapped_forward(kernel, q, k, v, q_coords, kv_coords, row, column, *, ma
 
     own, _, blocks = tour((jnp.stack([k, v]), kv_coords), column.size - 1, column.shift, column.shift, meet_keys)
     (keys, values), kv_coords = _joined(blocks)
+    own, waiting = lax.optimization_barrier((own, waiting))  # what waits goes on when it is met, not before
 
     def meet_queries(nothing, packet):
         queries, coords = packet
@@ -136,6 +137,7 @@ def _overlapped_backward(kernel, q, k, v, dout, lse, delta, q_coords, kv_coords,
 
     dq, _, (blocks, dkv) = tour((jnp.stack([k, v]), kv_coords), column.size - 1, column.shift, column.shift, meet_keys)
     column_block = _joined(blocks)
+    dq, waiting = lax.optimization_barrier((dq, waiting))
 
     def meet_queries(dkv, packet):
         dq, dkv_here = gradients(packet, column_block)

@@ -1,8 +1,8 @@
 """Ulysses (DeepSpeed-Ulysses; USP): an all-to-all trades sequence shards for head shards, attention, and back.
 
 Forward: each rank sends (P-1)/P of its queries, keys, values and outputs: T (2 Hq + 2 Hkv) D numbers, whatever P is, and
-gathers all coordinates. Backward: the same for dout, q, k, v and back for dq, dk, dv. With a `degree` below P the
-neighbours trade heads and the inner schedule joins the groups: Unified Sequence Parallelism (USP).
+gathers all coordinates; then one round. Backward: the same for dout, q, k, v and back for dq, dk, dv. With a `degree` below
+P the neighbours trade heads and any inner schedule joins the groups: Unified Sequence Parallelism (USP).
 
 Key heads fewer than ranks are replicated before they travel, just as often as the ranks' query heads need; query heads
 that the degree does not divide are padded with heads of zeros.
