@@ -15,12 +15,11 @@ def test_the_line_and_how_far_from_it():
     assert fit(lengths, (lengths / 2048.0) ** 2)["worst_residual"] > 0.05
 
 
+@pytest.mark.slow
 def test_two_lengths(tmp_path, capsys):
-    """Four times the tokens: the plan has room for 60 KiB more of each token than the model has parameters."""
-    main(["--lengths", "2048", "8192", "--output", str(tmp_path)])
-    found = json.loads((tmp_path / "memory.json").read_text())
-    short, long = found["rows"]
-    for name in ("planned_mib", "measured_mib"):
-        assert 1.5 < long[name] / short[name] < 4.5, f"{name} does not grow with the length"
-    assert 0.5 < long["measured_mib"] / long["planned_mib"] < 2
+    """What a further token costs, by the compiler's plan and as measured: within a factor of two, and some kilobytes."""
+    main(["--lengths", "2048", "16384", "--output", str(tmp_path)])
+    lines = json.loads((tmp_path / "memory.json").read_text())["lines"]
+    planned, measured = (lines[name]["bytes_per_token"] for name in ("planned_mib", "measured_mib"))
+    assert 2000 < planned < 10_000 and 0.5 < measured / planned < 2
     assert (tmp_path / "memory.png").stat().st_size > 5000 and "bytes a token" in capsys.readouterr().out
