@@ -8,11 +8,11 @@ from scripts.bench_memory import fit, main
 
 
 def test_the_line_and_how_far_from_it():
-    lengths = np.array([2048, 4096, 8192, 65536])
+    lengths = np.array([2048, 4096, 8192, 16384, 32768, 65536])
     line = fit(lengths, 3 + lengths * 512 / 2**20)
     assert line["bytes_per_token"] == pytest.approx(512) and line["mib_at_0"] == pytest.approx(3)
     assert line["worst_residual"] < 1e-9
-    assert fit(lengths, (lengths / 2048.0) ** 2)["worst_residual"] > 0.05
+    assert fit(lengths, (lengths / 2048.0) ** 2)["worst_residual"] > 0.1, "a square is no line"
 
 
 @pytest.mark.slow
