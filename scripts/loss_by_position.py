@@ -75,6 +75,7 @@ def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> tupl
     from trainer import config as configuration
     from trainer.mesh import make_mesh, place_batch, simulate
     from trainer.objective import TextObjective
+    from trainer.step import text_batch
 
     config = configuration.load(["--config", args.config, *flags, "--model.path", checkpoint])
     if config.mesh.simulate:
@@ -87,7 +88,8 @@ def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> tupl
         raise UserError(f"--skip: found {args.skip}, but the split {args.split} has {len(loader) // size} batches of {size} "
                         f"rows in its first epoch; fewer would work")
     model, params = objective.model, objective.read_params()
-    token_losses = jax.jit(model.token_losses).lower(params, objective.abstract_batch()).compile()
+    shapes = text_batch(size, config.data.context_length, model.mesh)
+    token_losses = jax.jit(model.token_losses).lower(params, shapes).compile()
     buckets = Buckets()
     for step in steps:
         batch = permute(loader.batch(step), objective.order)

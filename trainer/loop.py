@@ -14,6 +14,7 @@ import numpy as np
 from data.errors import UserError
 
 from .checkpoint import CheckpointStore
+from .cluster import join
 from .config import RunConfig
 from .mesh import make_mesh, place_batch, simulate
 from .metrics import Meter, MetricsLog
@@ -29,8 +30,9 @@ def train(config: RunConfig) -> Path:
     Raises:
       UserError, ValueError: what a user can mend, in one line.
     """
+    processes = join(config.distributed, simulated=bool(config.mesh.simulate))
     if config.mesh.simulate:
-        simulate(config.mesh.simulate)
+        simulate(config.mesh.simulate, processes)
     mesh = make_mesh(config.mesh)
     first = jax.process_index() == 0
     folder = check_run(config, first).folder
