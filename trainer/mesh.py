@@ -53,7 +53,14 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES, "sequence"))
 
 
+def rows_here(mesh: Mesh, rows: int) -> frozenset[int] | None:
+    """Which of a batch's `rows` lie on this process's devices; None for all of them."""
+    parts = batch_sharding(mesh).addressable_devices_indices_map((rows, mesh.shape["sequence"])).values()
+    here = frozenset(row for part in parts for row in range(*part[0].indices(rows)))
+    return None if len(here) == rows else here
+
+
 def place_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """A global host batch [B, L] as arrays of which each process places what its devices hold."""
+    """A host batch [B, L] as global arrays; each process places what its devices hold, and reads no other part of it."""
     sharding = batch_sharding(mesh)
     return {name: jax.make_array_from_callback(x.shape, sharding, lambda index, x=x: x[index]) for name, x in batch.items()}
