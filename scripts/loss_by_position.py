@@ -132,7 +132,8 @@ def print_table(curves: dict[str, list[dict]]) -> None:
 
     table = Table(title="Loss by position")
     for name in ("checkpoint", "tokens before", "targets", "nats per target", "standard error"):
-        table.add_column(name, justify="left" if name == "checkpoint" else "right")
+        first = name == "checkpoint"
+        table.add_column(name, justify="left" if first else "right", overflow="fold", no_wrap=not first)
     for name, rows in curves.items():
         for row in rows:
             error = "-" if row["standard_error"] is None else f"{row['standard_error']:.3f}"

@@ -1,8 +1,6 @@
 """Several processes as one program: how a process finds the others, and that none outlives them."""
 from __future__ import annotations
 
-import contextlib
-
 import jax
 
 from data.errors import UserError
@@ -40,8 +38,14 @@ def join(config: DistributedConfig, simulated: bool) -> int:
                     num_processes=config.num_processes, cluster_detection_method="deactivate")
         return config.num_processes
     if not simulated:
-        with contextlib.suppress(ValueError):  # no cluster around us: this process is alone
+        try:
             _initialize()
+        except ValueError:
+            pass  # no cluster around us: this process is alone
+        except RuntimeError as error:
+            # A second training in one process, or one in a notebook that has used JAX: what is joined by now stays so.
+            if not any(words in str(error) for words in ("called before any JAX calls", "only be called once")):
+                raise
     return 1
 
 

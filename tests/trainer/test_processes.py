@@ -39,6 +39,21 @@ def test_two_processes_train_as_one_does_and_what_they_saved_one_goes_on_with(wh
     agree(small_run.rows(run / "metrics.jsonl"), alone)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_lost_process_ends_the_other_within_a_minute_without_the_launcher(small_recipe, tmp_path, victim, capfd):
+    running = launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(tmp_path / "run")])
+    try:
+        while not small_run.steps_logged(tmp_path / "run"):
+            assert running[0].poll() is None and running[1].poll() is None
+            time.sleep(0.02)
+        running[victim].kill()
+        assert running[1 - victim].wait(60) != 0
+        assert "another task died" in capfd.readouterr().err
+    finally:
+        launch_local.end(running)
+
+
 def agree(rows, expected):
     """The same steps, tokens and padding, and losses equal to 1e-6 of their size."""
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
