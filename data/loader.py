@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import numpy as np
 
@@ -80,31 +80,35 @@ class Loader:
         epoch = int(np.searchsorted(self._ends, number, side="right"))
         return epoch, number - (self._ends[epoch - 1] if epoch else 0)
 
-    def row(self, number: int) -> dict[str, np.ndarray]:
+    def row(self, number: int, whole: bool = True) -> dict[str, np.ndarray]:
         """Global row `number` (endless) as arrays [L] of data.batch.ARRAYS' dtypes, in natural order.
+
+        Unless `whole`, only index and segment_ids are filled in, from the plan alone: another process reads its documents.
 
         targets: the next token of the same document, 0 with weight 0 where there is none. loss_weights: 1 where the
         *target* is trained on. positions restart per document, index is 0..L-1, segment_ids are 1.. and 0 for padding.
         """
         epoch, place = self.place(number)
-        return self._row(self._plan(epoch).row(place))
+        return self._row(self._plan(epoch).row(place), whole)
 
-    def _row(self, pieces) -> dict[str, np.ndarray]:
+    def _row(self, pieces, whole: bool = True) -> dict[str, np.ndarray]:
         row = {name: np.zeros(self.context_length, dtype) for name, dtype in self.arrays.items()}
         row["index"][:] = np.arange(self.context_length)
         at = 0
         for segment, (number, start, length) in enumerate(pieces, 1):
+            here, before_last = slice(at, at + length), slice(at, at + length - 1)
+            row["segment_ids"][here] = segment
+            at += length
+            if not whole:
+                continue
             document = self.documents[number]
             tokens = document.tokens[start : start + length]
-            here, before_last = slice(at, at + length), slice(at, at + length - 1)
             row["tokens"][here] = tokens
             row["targets"][before_last] = tokens[1:]
             row["loss_weights"][before_last] = document.loss_mask[start + 1 : start + length]
             row["positions"][here] = np.arange(length)
-            row["segment_ids"][here] = segment
             if "source_ids" in row:
                 row["source_ids"][here] = document.source
-            at += length
         return row
 
     def record_ids(self, step: int) -> list[str]:
@@ -114,27 +118,27 @@ class Loader:
         pieces = [piece for epoch, place in places for piece in self._plan(epoch).row(place)]
         return list(dict.fromkeys(self.documents[number].record_id for number, _, _ in pieces))
 
-    def batch(self, step: int) -> dict[str, np.ndarray]:
-        """The rows of a step (0-based), stacked: arrays [B, L]."""
+    def batch(self, step: int, rows: frozenset[int] | None = None) -> dict[str, np.ndarray]:
+        """The rows of a step (0-based), stacked: arrays [B, L]. rows: those of 0..B-1 that are wanted whole (None: all)."""
         first = step * self.batch_size
-        return _stack([self.row(number) for number in range(first, first + self.batch_size)])
+        return _stack([self.row(first + place, rows is None or place in rows) for place in range(self.batch_size)])
 
-    def batches(self, start: int = 0, ahead: int = 4) -> Iterator[dict[str, np.ndarray]]:
-        """batch(start), batch(start + 1), ... without end, read ahead in the background by grain's threads."""
+    def batches(self, start: int = 0, ahead: int = 4, rows: frozenset[int] | None = None) -> Iterator[dict[str, np.ndarray]]:
+        """batch(start, rows), batch(start + 1, rows), ... without end, read ahead in the background by grain's threads."""
         import grain
 
         # A map over step numbers, so that grain has no state worth keeping: the step is the state.
-        steps = grain.MapDataset.range(start, 2**31 - 1).map(self.batch)
+        steps = grain.MapDataset.range(start, 2**31 - 1).map(partial(self.batch, rows=rows))
         options = grain.ReadOptions(num_threads=min(2, ahead), prefetch_buffer_size=ahead)
         return iter(steps.to_iter_dataset(options))
 
-    def epoch_batches(self, epoch: int = 0) -> Iterator[dict[str, np.ndarray]]:
-        """Each row of one epoch once, for held-out loss; the last batch is filled up with rows of padding."""
+    def epoch_batches(self, epoch: int = 0, rows: frozenset[int] | None = None) -> Iterator[dict[str, np.ndarray]]:
+        """Each row of one epoch once, for held-out loss; the last batch is filled up with rows of padding. rows: as batch's."""
         plan = self._plan(epoch)
         for first in range(0, len(plan), self.batch_size):
             chosen = [plan.row(number) for number in range(first, min(first + self.batch_size, len(plan)))]
             chosen += [()] * (self.batch_size - len(chosen))
-            yield _stack([self._row(pieces) for pieces in chosen])
+            yield _stack([self._row(pieces, rows is None or place in rows) for place, pieces in enumerate(chosen)])
 
 
 def _stack(rows: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -3,8 +3,8 @@
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
@@ -19,11 +19,18 @@ def is_remote(path: str | Path) -> bool:
     return "://" in str(path)
 
 
-def _system(path: str) -> tuple[fsspec.AbstractFileSystem, str]:
+@contextmanager
+def _system(path: str | Path) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
+    """The file system and the path in it. What goes wrong in a store is a UserError: its libraries raise errors of their own
+    for missing credentials or a network that is down."""
     try:
-        return fsspec.core.url_to_fs(path)
-    except (ImportError, ValueError) as error:  # no gcsfs or s3fs, an unknown protocol: the message names it
-        raise UserError(f"{path}: {error}") from None
+        yield fsspec.core.url_to_fs(str(path))
+    except (UserError, OSError):
+        raise
+    except Exception as error:  # also: no gcsfs or s3fs, an unknown protocol; the message names it
+        if not is_remote(path):
+            raise
+        raise UserError(f"{path}: {(str(error) or type(error).__name__).splitlines()[0]}") from error
 
 
 @dataclass(frozen=True)
@@ -41,27 +48,27 @@ class File:
         return PurePosixPath(self.path).suffix.lower()
 
     def exists(self) -> bool:
-        system, path = _system(self.path)
-        return system.isfile(path)
+        with _system(self.path) as (system, path):
+            return system.isfile(path)
 
     def size(self) -> int:
         """Bytes."""
-        system, path = _system(self.path)
-        return system.size(path)
+        with _system(self.path) as (system, path):
+            return system.size(path)
 
     def open(self) -> BinaryIO:
         """For reading bytes."""
-        system, path = _system(self.path)
-        return system.open(path, "rb")
+        with _system(self.path) as (system, path):
+            return system.open(path, "rb")
 
 
 def find(path: str | Path, suffixes: Sequence[str]) -> list[File]:
     """The file itself, or all files in the folder, and in those below it, whose name ends so; sorted by path."""
-    system, inside = _system(str(path))
-    if not system.isdir(inside):
-        return [File(str(path))]
-    found = sorted(name for name in system.find(inside) if PurePosixPath(name).suffix.lower() in suffixes)
-    return [File(system.unstrip_protocol(name) if is_remote(path) else name) for name in found]
+    with _system(path) as (system, inside):
+        if not system.isdir(inside):
+            return [File(str(path))]
+        found = sorted(name for name in system.find(inside) if PurePosixPath(name).suffix.lower() in suffixes)
+        return [File(system.unstrip_protocol(name) if is_remote(path) else name) for name in found]
 
 
 def local_folder(path: str | Path) -> Path:
@@ -74,26 +81,26 @@ def local_folder(path: str | Path) -> Path:
 
 def download(remote: str, local: Path, last: str) -> None:
     """Brings a store's folder here, whole or not at all, if it has the file `last`, which was put there last."""
-    system, path = _system(remote)
-    if not system.isfile(f"{path}/{last}"):
-        return
-    local.parent.mkdir(parents=True, exist_ok=True)
-    arriving = Path(tempfile.mkdtemp(prefix=f".{local.name}-", dir=local.parent))
-    try:
-        for name in system.find(path):
-            target = arriving / PurePosixPath(name).relative_to(path)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            system.get_file(name, str(target))
-        with suppress(OSError):  # another process was quicker
-            os.rename(arriving, local)
-    finally:
-        shutil.rmtree(arriving, ignore_errors=True)
+    with _system(remote) as (system, path):
+        if not system.isfile(f"{path}/{last}"):
+            return
+        local.parent.mkdir(parents=True, exist_ok=True)
+        arriving = Path(tempfile.mkdtemp(prefix=f".{local.name}-", dir=local.parent))
+        try:
+            for name in system.find(path):
+                target = arriving / PurePosixPath(name).relative_to(path)
+                target.parent.mkdir(parents=True, exist_ok=True)
+                system.get_file(name, str(target))
+            with suppress(OSError):  # another process was quicker
+                os.rename(arriving, local)
+        finally:
+            shutil.rmtree(arriving, ignore_errors=True)
 
 
 def upload(local: Path, remote: str, last: str) -> None:
     """Puts a folder's files into a store, the file `last` when all others are there."""
-    system, path = _system(remote)
     names = sorted((file.relative_to(local).as_posix() for file in local.rglob("*") if file.is_file()), key=lambda n: n == last)
-    for name in names:
-        system.makedirs(f"{path}/{name}".rsplit("/", 1)[0], exist_ok=True)
-        system.put_file(str(local / name), f"{path}/{name}")
+    with _system(remote) as (system, path):
+        for name in names:
+            system.makedirs(f"{path}/{name}".rsplit("/", 1)[0], exist_ok=True)
+            system.put_file(str(local / name), f"{path}/{name}")

@@ -25,16 +25,15 @@ def main(argv: list[str] | None = None) -> int:
     # After the arguments, so that --help answers at once.
     from model.config import LlamaConfig
     from trainer import entry
-    from trainer.checkpoint import find_checkpoint, restore_model
-    from trainer.huggingface import write_hf
+    from trainer.checkpoint import find_checkpoint, stored_parameters
+    from trainer.huggingface_write import write_hf
 
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
 
     def work():
         checkpoint = find_checkpoint(arguments.checkpoint)
-        params = restore_model(checkpoint)
         config = LlamaConfig.from_hf(checkpoint / "assets")
-        write_hf(params, config, checkpoint / "assets", arguments.hf_dir)
+        write_hf(stored_parameters(checkpoint), config, checkpoint / "assets", arguments.hf_dir)
         print(f"{arguments.hf_dir}: from {checkpoint}")
 
     return entry.run(work)

@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 from jax.experimental import multihost_utils
 
 from model.config import LlamaConfig
@@ -162,7 +163,7 @@ class _Saving:
 
     def __init__(
         self, target: Path, model: Mapping[str, Any], optimizer: Any, data: Mapping[str, Any] | None, assets: Path,
-        after: Any = None,
+        after: Any = None, copy: bool = True,
     ) -> None:
         self.target, self.after, self.error = target, after, None
         self.scratch = target.with_name(target.name + ".tmp")
@@ -191,7 +192,10 @@ class _Saving:
             for item, tree in trees.items():
                 checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
                 self.checkpointers.append(checkpointer)
-                checkpointer.save(self.scratch / item, args=ocp.args.PyTreeSave({k: _own(v) for k, v in tree.items()}))
+                values = {name: _own(value) for name, value in tree.items()} if copy else tree
+                # One piece per layer, so that a reader of one layer reads no other.
+                pieces = {name: ocp.SaveArgs(shard_axes=(0,) if name.startswith("layers.") else ()) for name in tree}
+                checkpointer.save(self.scratch / item, args=ocp.args.PyTreeSave(values, pieces))
         except BaseException:
             self._close()
             raise
@@ -237,7 +241,8 @@ def save_checkpoint(
     path = Path(path).absolute()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise ValueError(f"{path}: exists and is not an empty folder; name another one or remove it")
-    _Saving(path, model, optimizer, data, Path(assets)).wait()
+    # Nobody writes into the arrays while we wait, so they need not be copied.
+    _Saving(path, model, optimizer, data, Path(assets), copy=False).wait()
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -335,6 +340,16 @@ def restore_model(
                 raise ValueError(f"{folder}: parameter {name} is not in the checkpoint")
     params = _restore_item(folder, "model", abstract)
     return params if dtype is None else {name: value.astype(dtype) for name, value in params.items()}
+
+
+def stored_parameters(path: str | Path) -> dict[str, tensorstore.TensorStore]:
+    """The parameters as they lie on disk, verified: arrays with shape and dtype, of which a part is read when it is taken
+    (`numpy.asarray(found[name][layer])`). For export, which needs one layer's tensor at a time. Errors as restore's."""
+    folder = find_checkpoint(path)
+    verify(folder, ["model", "assets"])
+    base = (folder / "model").as_uri() + "/"
+    return {name: tensorstore.open({"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}},
+                                   open=True, read=True).result() for name in _stored(folder, "model")}
 
 
 def _restore_item(folder: Path, item: str, abstract: dict[str, Any]) -> dict[str, Any]:

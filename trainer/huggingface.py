@@ -1,29 +1,26 @@
-"""Hugging Face model folders: read into sharded arrays without holding the model twice, and written back exactly."""
+"""Hugging Face model folders: what is in them, and how they are read into sharded arrays without holding the model twice."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from model.config import LlamaConfig
 
 from .padding import fits
 
 # safetensors' names of the types we read. Each is exact in float32, so import followed by export changes no bit.
-_DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 # Files of a Hugging Face folder that belong to the model and are not weights. A fixed list: a training run puts files
 # of its own beside them (run configuration), which do not belong into an exported model.
 ASSET_FILES = (
@@ -176,7 +173,7 @@ def tensor_dtypes(folder: str | Path) -> dict[str, str]:
     """The dtype of each tensor in a Hugging Face folder, by name; errors as read_hf's."""
     with ExitStack() as stack:
         files = _open_tensors(Path(folder), stack)
-        return {name: _DTYPES.get(file.get_slice(name).get_dtype(), file.get_slice(name).get_dtype())
+        return {name: DTYPES.get(file.get_slice(name).get_dtype(), file.get_slice(name).get_dtype())
                 for name, file in files.items()}
 
 
@@ -231,8 +228,8 @@ def _check_tensors(folder: Path, files: Mapping[str, Any], layout: list[HFEntry]
             if tuple(found.get_shape()) != entry.hf_shape:
                 raise ValueError(f"{folder}: tensor {name} has shape {list(found.get_shape())}; "
                                  f"config.json makes it {list(entry.hf_shape)}")
-            if found.get_dtype() not in _DTYPES:
-                raise ValueError(f"{folder}: tensor {name} is {found.get_dtype()}; supported are {', '.join(_DTYPES)}")
+            if found.get_dtype() not in DTYPES:
+                raise ValueError(f"{folder}: tensor {name} is {found.get_dtype()}; supported are {', '.join(DTYPES)}")
     for name in sorted(set(files) - known):
         # Old exports store the table of frequencies; tied models may store the head a second time.
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings):
@@ -273,48 +270,9 @@ def source_dtype(assets: str | Path) -> tuple[str, dict[str, str]]:
         config = json.loads((assets / "config.json").read_text(encoding="utf-8"))
         dtype, tensors = config.get("dtype") or config.get("torch_dtype") or "bfloat16", {}
     for found in (dtype, *tensors.values()):
-        if found not in _DTYPES.values():
-            raise ValueError(f"source dtype: found {found!r}; supported are {', '.join(_DTYPES.values())}")
+        if found not in DTYPES.values():
+            raise ValueError(f"source dtype: found {found!r}; supported are {', '.join(DTYPES.values())}")
     return dtype, tensors
-
-
-def write_hf(
-    params: Mapping[str, Any], config: LlamaConfig, assets: str | Path, out: str | Path, *,
-    max_shard_bytes: int = 5 * 10**9,
-) -> None:
-    """Writes a Hugging Face folder that transformers loads: weights, config, generation config, tokenizer, template.
-
-    `params` is our flat dictionary (jax or numpy, any float dtype); tensors are written in the source dtype that
-    `assets` records, without padding. Weights above `max_shard_bytes` are split, with an index. Written
-    beside `out` and renamed at the end: what is at `out` is always whole. Raises ValueError if `out` has something in it,
-    or params do not fit config.
-    """
-    assets, out = Path(assets), Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out}: exists and is not an empty folder; name another one or remove it")
-    layout = hf_layout(config)
-    check_params({name: tuple(value.shape) for name, value in params.items()}, config)
-    common, exceptions = source_dtype(assets)
-    scratch = out.parent / f"{out.name}.tmp-{os.getpid()}"
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    try:
-        _write_weights(params, layout, common, exceptions, scratch, max_shard_bytes)
-        for name in ASSET_FILES:
-            if (assets / name).is_file():
-                shutil.copyfile(assets / name, scratch / name)
-        # Both spellings: transformers 4 reads torch_dtype, transformers 5 dtype.
-        _write_json(scratch / "config.json", {**config.to_hf(), "torch_dtype": common, "dtype": common})
-        if not (scratch / "generation_config.json").exists():
-            ids = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id,
-                   "eos_token_id": config.to_hf()["eos_token_id"]}
-            _write_json(scratch / "generation_config.json",
-                        {"_from_model_config": True, **{key: value for key, value in ids.items() if value is not None}})
-        if out.exists():
-            out.rmdir()
-        scratch.rename(out)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
 
 
 def check_params(shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig) -> None:
@@ -328,63 +286,6 @@ def check_params(shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig) -> 
     for name in shapes:
         if name not in layout:
             raise ValueError(f"parameter {name} does not belong to the model that the config describes")
-
-
-def _write_weights(
-    params: Mapping[str, Any], layout: list[HFEntry], common: str, exceptions: Mapping[str, str], folder: Path,
-    limit: int,
-) -> None:
-    # Planned first, from shapes alone: a file's name tells the number of files. In the order of the layers, as
-    # transformers writes, so that a shard holds whole layers.
-    plan: list[list[tuple[str, HFEntry, int, np.dtype]]] = [[]]
-    total = used = 0
-    for name, entry, layer in _in_layer_order(layout):
-        wanted = exceptions.get(name, common)
-        dtype = np.dtype(ml_dtypes.bfloat16 if wanted == "bfloat16" else wanted)
-        size = math.prod(entry.hf_shape) * dtype.itemsize
-        if plan[-1] and used + size > limit:
-            plan.append([])
-            used = 0
-        plan[-1].append((name, entry, layer, dtype))
-        used, total = used + size, total + size
-    weight_map = {}
-    for number, part in enumerate(plan, start=1):
-        file = "model.safetensors" if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
-        tensors = {}
-        for name, entry, layer, dtype in part:
-            value = entry.to_hf(_one_layer(params[entry.name], entry, layer))
-            tensors[name] = np.ascontiguousarray(value.astype(dtype))
-            weight_map[name] = file
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        (folder / file).chmod(folder.stat().st_mode & 0o666)  # safetensors makes its files private
-    if len(plan) > 1:
-        _write_json(folder / "model.safetensors.index.json",
-                    {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
-def _in_layer_order(layout: list[HFEntry]) -> Iterator[tuple[str, HFEntry, int]]:
-    """(Hugging Face name, entry, layer) of every tensor: embedding, layer by layer, then the rest."""
-    layers = next(entry.layers for entry in layout if entry.layers is not None)
-    yield from ((entry.hf_name, entry, 0) for entry in layout if entry.name == "embed_tokens.weight")
-    for layer in range(layers):
-        yield from ((entry.hf_name.format(i=layer), entry, layer) for entry in layout if entry.layers is not None)
-    yield from ((e.hf_name, e, 0) for e in layout if e.layers is None and e.name != "embed_tokens.weight")
-
-
-@jax.jit
-def _take_layer(value: jax.Array, layer: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_index_in_dim(value, layer, keepdims=False)
-
-
-def _one_layer(value: Any, entry: HFEntry, layer: int) -> np.ndarray:
-    """One layer of ours on the host, without padding: of a sharded array, only that layer is gathered."""
-    if entry.layers is not None:
-        value = _take_layer(value, np.int32(layer)) if isinstance(value, jax.Array) else value[layer]
-    return np.asarray(value)[tuple(map(slice, entry.one_shape))]
-
-
-def _write_json(path: Path, content: Any) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def resolve_model_path(path: str | Path) -> Path:

@@ -15,6 +15,7 @@ from data.errors import UserError
 
 from .boards import import_wandb
 from .checkpoint import CheckpointStore
+from .cluster import join
 from .config import RunConfig, resolved
 from .mesh import make_mesh, place_batch, simulate
 from .metrics import Meter, MetricsLog
@@ -31,8 +32,9 @@ def train(config: RunConfig) -> Path:
     Raises:
       UserError, ValueError: what a user can mend, in one line.
     """
+    processes = join(config.distributed, simulated=bool(config.mesh.simulate))
     if config.mesh.simulate:
-        simulate(config.mesh.simulate)
+        simulate(config.mesh.simulate, processes)
     if config.logging.wandb:
         import_wandb()  # found missing now, not after an hour of data
     mesh = make_mesh(config.mesh)

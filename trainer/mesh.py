@@ -11,17 +11,20 @@ from model.sharding import BATCH_AXES, MESH_AXES
 from .config import MeshConfig
 
 
-def simulate(devices: int) -> None:
-    """Make the CPU look like `devices` devices. Only works before JAX has started its backend.
+def simulate(devices: int, processes: int = 1) -> None:
+    """Make the CPU look like `devices` devices, those of all processes. Only works before JAX has started its backend.
 
     Compiled programs are not kept then: a program of several CPU devices that comes back from the persistent cache has
     lost the order of its collectives, and deadlocks where two of them do not depend on each other (jaxlib 0.10.2).
 
     Raises:
-      UserError: JAX has started already, with another number.
+      UserError: JAX has started already, with another number; the processes do not divide it.
     """
+    if devices % processes:
+        raise UserError(f"mesh.simulate: found {devices}, which {processes} processes do not divide; "
+                        f"{-(-devices // processes) * processes} would work")
     try:
-        jax.config.update("jax_num_cpu_devices", devices)
+        jax.config.update("jax_num_cpu_devices", devices // processes)
         jax.config.update("jax_platforms", "cpu")
         if devices > 1:
             jax.config.update("jax_enable_compilation_cache", False)
@@ -50,7 +53,14 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES, "sequence"))
 
 
+def rows_here(mesh: Mesh, rows: int) -> frozenset[int] | None:
+    """Which of a batch's `rows` lie on this process's devices; None for all of them."""
+    parts = batch_sharding(mesh).addressable_devices_indices_map((rows, mesh.shape["sequence"])).values()
+    here = frozenset(row for part in parts for row in range(*part[0].indices(rows)))
+    return None if len(here) == rows else here
+
+
 def place_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """A global host batch [B, L] as arrays of which each process places what its devices hold."""
+    """A host batch [B, L] as global arrays; each process places what its devices hold, and reads no other part of it."""
     sharding = batch_sharding(mesh)
     return {name: jax.make_array_from_callback(x.shape, sharding, lambda index, x=x: x[index]) for name, x in batch.items()}

@@ -27,6 +27,7 @@ from model.llama import Chunks, Llama
 
 from . import config as configuration
 from .config import RunConfig
+from .mesh import rows_here
 from .model_source import choose_model, for_templates
 from .step import text_batch
 
@@ -123,19 +124,20 @@ class TextObjective:
         self._held_out = load(split="held_out") if len(self.prepared.held_out) else None
         self.order = permutation(data.context_length, self.mesh.shape["sequence"], self.config.attention.layout)
         self.fingerprint = self.loader.fingerprint
+        self.rows = rows_here(self.mesh, rows)
 
     def abstract_batch(self):
         return text_batch(self.config.train.batch_size, self.config.data.context_length, self.mesh, bool(self.sources))
 
     def batches(self, step):
-        for batch in self.loader.batches(step):
+        for batch in self.loader.batches(step, rows=self.rows):
             yield permute(batch, self.order)
 
     def record_ids(self, step):
         return self.loader.record_ids(step)
 
     def held_out(self):
-        for batch in self._held_out.epoch_batches() if self._held_out else ():
+        for batch in self._held_out.epoch_batches(rows=self.rows) if self._held_out else ():
             yield permute(batch, self.order)
 
     def read_params(self):

@@ -31,7 +31,7 @@ PLACEMENT = (
     "name", "run_dir", "data.prepared",  # where things lie
     "logging", "train.log_every", "train.accumulation",
     "train.non_finite",  # what a run that stopped may be continued with
-    "mesh", "memory", "attention.kernel", "attention.query_tile", "attention.key_tile",
+    "mesh", "distributed", "memory", "attention.kernel", "attention.query_tile", "attention.key_tile",
 )  # fmt: skip
 
 

@@ -99,6 +99,18 @@ class MeshConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class DistributedConfig:
+    """The other processes; to be given only where JAX does not find them by itself (it does on Cloud TPU, GKE, Slurm)."""
+
+    coordinator: str | None = None
+    """Address of process 0 as HOST:PORT; any free port, the same for all."""
+    process_id: int | None = None
+    """Number of this process, from 0."""
+    num_processes: int | None = None
+    """Number of all processes; mesh.simulate counts the devices of all of them."""
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionConfig:
     """How attention is distributed and computed; every choice gives the same numbers to rounding."""
 
@@ -222,6 +234,7 @@ class RunConfig:
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
+    distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
     memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)

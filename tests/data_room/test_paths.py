@@ -86,3 +86,15 @@ def test_a_folder_comes_whole_or_not_at_all(store, tmp_path):
     paths.download("memory://set", tmp_path / "to", "z.npz")
     assert (tmp_path / "to/a/b").read_text() == "a/b" and (tmp_path / "to/z.npz").read_text() == "z.npz"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["from", "to"]
+
+
+def test_a_store_that_cannot_be_reached_is_told_in_one_line(monkeypatch):
+    """Stores' libraries raise errors of their own kind: botocore's NoCredentialsError is a plain Exception."""
+    def unreachable(self, path, **options):
+        raise Exception("Unable to locate credentials\nsee the manual")
+
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "isdir", unreachable)
+    monkeypatch.setattr(type(fsspec.filesystem("memory")), "info", unreachable)
+    for look in (lambda: Source("memory://a.json").files(), paths.File("memory://a.json").size):
+        with pytest.raises(UserError, match=r"^memory://a\.json: Unable to locate credentials$"):
+            look()

@@ -15,7 +15,8 @@ from data.templates import jinja_template
 from data.tokenizer import Tokenizer
 from model.config import LlamaConfig
 from scripts import export_hf, import_hf
-from trainer.huggingface import hf_layout, write_hf, write_source_dtype
+from trainer.huggingface import hf_layout, write_source_dtype
+from trainer.huggingface_write import write_hf
 
 
 @pytest.fixture

@@ -14,7 +14,8 @@ import train
 from data.tokenizer import Tokenizer
 from scripts import export_hf
 from trainer.checkpoint import CheckpointStore, restore, restore_model
-from trainer.huggingface import copy_assets, read_hf, write_hf
+from trainer.huggingface import copy_assets, read_hf
+from trainer.huggingface_write import write_hf
 from trainer.model_source import open_model
 from trainer.padding import PADDED_AXES, VOCABULARY_AXES
 

@@ -1,0 +1,80 @@
+"""Loss by position: the buckets against counting by hand, and the command's numbers against transformers' losses."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import transformers
+import yaml
+
+from data.tokenizer import Tokenizer
+from scripts import loss_by_position
+from tests.conftest import REPOSITORY
+
+TOKENIZER = REPOSITORY / "data/fixtures/tiny_tokenizer"
+LENGTH = 64
+
+
+def test_buckets_are_powers_of_two_of_the_tokens_before():
+    rng = np.random.default_rng(0)
+    losses, weights = rng.exponential(size=(3, 300)), rng.integers(0, 2, (3, 300))
+    positions = rng.permuted(np.tile(np.arange(300), (3, 1)), axis=1)
+    buckets = loss_by_position.Buckets()
+    for row in range(3):
+        buckets.add(losses[row], positions[row], weights[row])
+    rows = buckets.rows()
+    assert [(row["tokens_before_from"], row["tokens_before_to"]) for row in rows] == [
+        (1, 1), (2, 3), (4, 7), (8, 15), (16, 31), (32, 63), (64, 127), (128, 255), (256, 511)]
+    for row in rows:
+        # The token at position p has p tokens before it, and its target p + 1.
+        here = [losses[r, i] for r in range(3) for i in range(300)
+                if weights[r, i] and row["tokens_before_from"] <= positions[r, i] + 1 <= row["tokens_before_to"]]
+        assert row["targets"] == len(here)
+        assert row["loss_nats_per_target"] == pytest.approx(np.mean(here))
+        assert row["standard_error"] == pytest.approx(np.std(here, ddof=1) / len(here) ** 0.5)
+
+
+def test_the_command_gives_transformers_losses(tmp_path, monkeypatch):
+    monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
+    tokenizer = Tokenizer.load(TOKENIZER)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=1024, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=LENGTH, initializer_range=0.3, bos_token_id=tokenizer.bos_id,
+        eos_token_id=tokenizer.eos_id))
+    model.save_pretrained(tmp_path / "hf")
+    for file in TOKENIZER.iterdir():
+        shutil.copy(file, tmp_path / "hf" / file.name)
+    # A text of 7 rows and a rest, so that there is an even number of rows.
+    words = ["whale", "ship", "sea", "swam", "sailed", "round", "and", "the"]
+    rng, text, ids = np.random.default_rng(1), "", []
+    while len(ids) < 7.5 * LENGTH:
+        text += str(rng.choice(words)) + " "
+        ids = [i for i in (tokenizer.bos_id, *tokenizer.encode(text), tokenizer.eos_id) if i is not None]
+    (tmp_path / "book.txt").write_text(text)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({
+        "model": {"compute_dtype": "float32"},
+        "data": {"sources": [{"path": str(tmp_path / "book.txt"), "format": "text"}], "context_length": LENGTH,
+                 "held_out_fraction": 0.0, "prepared": str(tmp_path / "prepared")},
+        "mesh": {"fsdp": 2, "sequence": 4, "simulate": 8},
+        "train": {"batch_size": 2},
+    }))
+    common = ["--config", str(tmp_path / "recipe.yaml"), "--checkpoint", str(tmp_path / "hf"),
+              "--output", str(tmp_path / "out")]
+    assert loss_by_position.main(common) == 0
+    written = json.loads((tmp_path / "out/loss_by_position.json").read_text())
+    rows = written["curves"][str(tmp_path / "hf")]
+    assert written["about"]["batches"] == 4 and (tmp_path / "out/loss_by_position.png").stat().st_size > 10_000
+    expected = {}
+    for start in range(0, len(ids), LENGTH):
+        piece = torch.tensor([ids[start:start + LENGTH]])
+        with torch.no_grad():
+            losses = torch.nn.functional.cross_entropy(model(piece).logits[0, :-1], piece[0, 1:], reduction="none")
+        for before, loss in enumerate(losses.tolist(), start=1):
+            expected.setdefault(before.bit_length() - 1, []).append(loss)
+    assert [row["targets"] for row in rows] == [len(expected[k]) for k in range(6)]
+    found = [row["loss_nats_per_target"] for row in rows]
+    np.testing.assert_allclose(found, [np.mean(expected[k]) for k in range(6)], atol=1e-4)
+    assert loss_by_position.main([*common, "--skip", "4"]) == 2, "there is no fifth batch"

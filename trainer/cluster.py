@@ -1,0 +1,53 @@
+"""Several processes as one program: how a process finds the others, and that none outlives them."""
+from __future__ import annotations
+
+import jax
+
+from data.errors import UserError
+
+from .schema import DistributedConfig
+
+# A process that is gone is noticed after so long, and ends the others with a message of JAX's.
+HEARTBEAT_SECONDS = 30
+# A process that ends by an error does not wait longer than this for the others, which may wait for it.
+SHUTDOWN_SECONDS = 10
+
+
+def join(config: DistributedConfig, simulated: bool) -> int:
+    """Joins the cluster that the flags describe, or else the one that JAX finds itself in (Cloud TPU, Slurm, GKE, Open MPI);
+    gives the number of processes that the flags name, 1 without. Only works before JAX has started its backend.
+
+    simulated: the devices are simulated on this machine's CPU, where no cluster is looked for.
+
+    Raises:
+      UserError: some of the three flags without the others, or numbers that do not fit.
+    """
+    given = {"coordinator": config.coordinator, "process_id": config.process_id, "num_processes": config.num_processes}
+    missing = [name for name, value in given.items() if value is None]
+    if len(missing) < len(given):
+        if missing:
+            raise UserError(f"distributed.{missing[0]}: missing; coordinator, process_id and num_processes are given together, "
+                            "or none of them where JAX finds its cluster by itself")
+        if not 0 <= config.process_id < config.num_processes:
+            raise UserError(f"distributed.process_id: found {config.process_id}; with {config.num_processes} processes it is "
+                            f"one of 0 .. {config.num_processes - 1}")
+        if ":" not in config.coordinator:
+            raise UserError(f"distributed.coordinator: found {config.coordinator!r}; HOST:PORT of process 0 would work")
+        jax.config.update("jax_cpu_collectives_implementation", "gloo")
+        _initialize(coordinator_address=config.coordinator, process_id=config.process_id,
+                    num_processes=config.num_processes, cluster_detection_method="deactivate")
+        return config.num_processes
+    if not simulated:
+        try:
+            _initialize()
+        except ValueError:
+            pass  # no cluster around us: this process is alone
+        except RuntimeError as error:
+            # A second training in one process, or one in a notebook that has used JAX: what is joined by now stays so.
+            if not any(words in str(error) for words in ("called before any JAX calls", "only be called once")):
+                raise
+    return 1
+
+
+def _initialize(**how) -> None:
+    jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=SHUTDOWN_SECONDS, **how)
