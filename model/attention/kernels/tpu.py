@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from ..coords import Mask, TokenCoords
 from ..partial import AttentionPartial
-from .tpu_tiles import pad, tile_size
+from .tpu_tiles import fitting, pad, tile_size
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,8 +25,9 @@ class Tpu:
     interpret: object = False
 
     def _arguments(self, q, k, mask, scale):
-        tiles = {"query_tile": tile_size(q.shape[1], self.query_tile), "key_tile": tile_size(k.shape[1], self.key_tile)}
-        return {"mask": mask, "scale": scale, "interpret": self.interpret, **tiles}
+        query_tile, key_tile = fitting(self.query_tile, self.key_tile, q.shape[3], q.dtype.itemsize)
+        return {"mask": mask, "scale": scale, "interpret": self.interpret,
+                "query_tile": tile_size(q.shape[1], query_tile), "key_tile": tile_size(k.shape[1], key_tile)}
 
     def forward(self, q, k, v, q_coords, kv_coords, *, mask: Mask, scale: float,
                 carry: AttentionPartial | None = None) -> AttentionPartial:

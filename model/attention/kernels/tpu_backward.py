@@ -17,14 +17,14 @@ from .tpu_tiles import LANES, Meetings, column, coordinate_rows, cost, nbytes, p
 def _dq_kernel(*refs, mask: Mask, scale: float):
     meetings = Meetings(*refs[:4])
     (q_ref, k_ref, v_ref, dout_ref, lse_row, delta_row, q_rows, kv_rows,
-     dq_ref, acc_ref, lse_ref, delta_ref, q_index, q_segment) = refs[4:]
+     dq_ref, lse_ref, delta_ref, q_index, q_segment) = refs[4:]
     row, tile, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
 
     @pl.when(step == 0)
     def _start():
         q_index[...], q_segment[...] = column(q_rows[0:1]), column(q_rows[1:2])
         lse_ref[...], delta_ref[...] = column(lse_row[...]), column(delta_row[...])
-        acc_ref[...] = jnp.zeros_like(acc_ref)
+        dq_ref[...] = jnp.zeros_like(dq_ref)
 
     def differentiate(masked: bool):
         scores = product(q_ref[...], k_ref[...], 1, 1) * scale
@@ -35,7 +35,7 @@ def _dq_kernel(*refs, mask: Mask, scale: float):
         weights = jnp.exp(scores - spread(lse_ref[...], tokens))
         dweights = product(dout_ref[...], v_ref[...], 1, 1)
         dscores = weights * (dweights - spread(delta_ref[...], tokens))
-        acc_ref[...] += product(dscores.astype(k_ref.dtype), k_ref[...], 1, 0)
+        dq_ref[...] += product(dscores.astype(k_ref.dtype), k_ref[...], 1, 0)
 
     kind = meetings.kind(row, tile, step, mask, False)
     pl.when(kind == FULL)(lambda: differentiate(False))
@@ -43,21 +43,21 @@ def _dq_kernel(*refs, mask: Mask, scale: float):
 
     @pl.when(step == pl.num_programs(3) - 1)
     def _finish():
-        dq_ref[...] = acc_ref[...] * scale
+        dq_ref[...] *= scale
 
 
 def _dkv_kernel(*refs, mask: Mask, scale: float):
     """Scores stand on their side, keys along the sublanes: the queries' statistics are rows as they come."""
     meetings = Meetings(*refs[:4])
     (q_ref, k_ref, v_ref, dout_ref, lse_row, delta_row, q_rows, kv_rows,
-     dk_ref, dv_ref, dk_acc, dv_acc, kv_index, kv_segment) = refs[4:]
+     dk_ref, dv_ref, kv_index, kv_segment) = refs[4:]
     row, tile, member, step = pl.program_id(0), pl.program_id(2), pl.program_id(3), pl.program_id(4)
 
     @pl.when((member == 0) & (step == 0))
     def _start():
         kv_index[...], kv_segment[...] = column(kv_rows[0:1]), column(kv_rows[1:2])
-        dk_acc[...] = jnp.zeros_like(dk_acc)
-        dv_acc[...] = jnp.zeros_like(dv_acc)
+        dk_ref[...] = jnp.zeros_like(dk_ref)
+        dv_ref[...] = jnp.zeros_like(dv_ref)
 
     def differentiate(masked: bool):
         scores = product(k_ref[...], q_ref[...], 1, 1) * scale
@@ -66,10 +66,10 @@ def _dkv_kernel(*refs, mask: Mask, scale: float):
             kv_at = spread(kv_index[...], tokens), spread(kv_segment[...], tokens)
             scores = jnp.where(seen((q_rows[0:1], q_rows[1:2]), kv_at, mask), scores, -jnp.inf)
         weights = jnp.exp(scores - lse_row[...])
-        dv_acc[...] += product(weights.astype(dout_ref.dtype), dout_ref[...], 1, 0)
+        dv_ref[...] += product(weights.astype(dout_ref.dtype), dout_ref[...], 1, 0)
         dweights = product(v_ref[...], dout_ref[...], 1, 1)
         dscores = weights * (dweights - delta_row[...])
-        dk_acc[...] += product(dscores.astype(q_ref.dtype), q_ref[...], 1, 0)
+        dk_ref[...] += product(dscores.astype(q_ref.dtype), q_ref[...], 1, 0)
 
     kind = meetings.kind(row, tile, step, mask, True)
     pl.when(kind == FULL)(lambda: differentiate(False))
@@ -77,8 +77,7 @@ def _dkv_kernel(*refs, mask: Mask, scale: float):
 
     @pl.when((member == pl.num_programs(3) - 1) & (step == pl.num_programs(4) - 1))
     def _finish():
-        dk_ref[...] = dk_acc[...] * scale
-        dv_ref[...] = dv_acc[...]
+        dk_ref[...] *= scale
 
 
 def dq(q, k, v, dout, lse, delta, q_coords: TokenCoords, kv_coords: TokenCoords, *, mask: Mask, scale: float,
@@ -108,7 +107,6 @@ def dq(q, k, v, dout, lse, delta, q_coords: TokenCoords, kv_coords: TokenCoords,
                       pl.BlockSpec((None, 2, key_tile), key_row_at)],
             out_specs=queries,
             scratch_shapes=[
-                pltpu.VMEM((query_tile, head_dim), jnp.float32),
                 pltpu.VMEM((query_tile, LANES), jnp.float32), pltpu.VMEM((query_tile, LANES), jnp.float32),
                 pltpu.VMEM((query_tile, LANES), jnp.int32), pltpu.VMEM((query_tile, LANES), jnp.int32)],
         ),
@@ -150,7 +148,6 @@ def dkv(q, k, v, dout, lse, delta, q_coords: TokenCoords, kv_coords: TokenCoords
                       pl.BlockSpec((None, 2, key_tile), lambda b, h, j, *_: (b, 0, j))],
             out_specs=[keys, keys],
             scratch_shapes=[
-                pltpu.VMEM((key_tile, head_dim), jnp.float32), pltpu.VMEM((key_tile, head_dim), jnp.float32),
                 pltpu.VMEM((key_tile, LANES), jnp.int32), pltpu.VMEM((key_tile, LANES), jnp.int32)],
         ),
         out_shape=(result, result),

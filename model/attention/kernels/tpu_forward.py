@@ -17,7 +17,7 @@ from .tpu_tiles import LANES, LOWEST, Meetings, column, coordinate_rows, cost, n
 def _kernel(*refs, mask: Mask, scale: float, carried: bool):
     meetings, refs = Meetings(*refs[:4]), refs[4:]
     q_ref, k_ref, v_ref, q_rows, kv_rows, *refs = refs
-    before, (out_ref, lse_ref, top_ref, total_ref, acc_ref, q_index, q_segment) = refs[:2 * carried], refs[2 * carried:]
+    before, (out_ref, lse_ref, top_ref, total_ref, q_index, q_segment) = refs[:2 * carried], refs[2 * carried:]
     row, tile, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
 
     @pl.when(step == 0)
@@ -28,11 +28,11 @@ def _kernel(*refs, mask: Mask, scale: float, carried: bool):
             empty = jnp.isneginf(lse)
             top_ref[...] = jnp.where(empty, LOWEST, lse)
             total_ref[...] = jnp.where(empty, 0.0, 1.0)
-            acc_ref[...] = before[0][...]
+            out_ref[...] = before[0][...]
         else:
             top_ref[...] = jnp.full_like(top_ref, LOWEST)
             total_ref[...] = jnp.zeros_like(total_ref)
-            acc_ref[...] = jnp.zeros_like(acc_ref)
+            out_ref[...] = jnp.zeros_like(out_ref)
 
     def attend(masked: bool):
         scores = product(q_ref[...], k_ref[...], 1, 1) * scale
@@ -45,8 +45,8 @@ def _kernel(*refs, mask: Mask, scale: float, carried: bool):
         shrink = jnp.exp(top_ref[...] - top)
         top_ref[...] = top
         total_ref[...] = total_ref[...] * shrink + weights.sum(1, keepdims=True)
-        acc = product(weights.astype(v_ref.dtype), v_ref[...], 1, 0)
-        acc_ref[...] = acc_ref[...] * spread(shrink, acc.shape[1]) + acc
+        seen_here = product(weights.astype(v_ref.dtype), v_ref[...], 1, 0)
+        out_ref[...] = out_ref[...] * spread(shrink, out_ref.shape[1]) + seen_here
 
     kind = meetings.kind(row, tile, step, mask, False)
     pl.when(kind == FULL)(lambda: attend(False))
@@ -56,7 +56,7 @@ def _kernel(*refs, mask: Mask, scale: float, carried: bool):
     def _finish():
         total = total_ref[...]
         safe = jnp.where(total == 0, 1.0, total)
-        out_ref[...] = acc_ref[...] / spread(safe, acc_ref.shape[1])
+        out_ref[...] = out_ref[...] / spread(safe, out_ref.shape[1])
         lse = jnp.where(total == 0, -jnp.inf, top_ref[...] + jnp.log(safe))
         lse_ref[...] = lse.T[0:1]
 
@@ -95,7 +95,6 @@ def forward(q, k, v, q_coords: TokenCoords, kv_coords: TokenCoords, *, mask: Mas
             out_specs=[queries, statistics],
             scratch_shapes=[
                 pltpu.VMEM((query_tile, LANES), jnp.float32), pltpu.VMEM((query_tile, LANES), jnp.float32),
-                pltpu.VMEM((query_tile, head_dim), jnp.float32),
                 pltpu.VMEM((query_tile, LANES), jnp.int32), pltpu.VMEM((query_tile, LANES), jnp.int32)],
         ),
         out_shape=results,

@@ -13,6 +13,7 @@ from ..coords import SKIP, Mask, TileBounds, TokenCoords, tile_bounds, tile_kind
 LANES = 128
 # Finite, so that a row that has seen nothing does not make NaN of -inf - -inf; hidden scores themselves are -inf.
 LOWEST = -1e30
+VMEM = 16 * 2**20
 
 
 def tile_size(length: int, at_most: int) -> int:
@@ -22,6 +23,26 @@ def tile_size(length: int, at_most: int) -> int:
     # A divisor costs no padding; one below half of what was asked for costs more time than padding does.
     whole = next((size for size in range(min(most, blocks), most // 2, -1) if blocks % size == 0), 0)
     return LANES * (whole or -(-blocks // -(-blocks // most)))
+
+
+def fitting(query_tile: int, key_tile: int, head_dim: int, itemsize: int) -> tuple[int, int]:
+    """These tiles, or smaller ones that fit into the VMEM that the compiler gives a kernel on every generation.
+
+    Counted as the hungriest of the three kernels needs it: q, dout, k, v, dk and dv twice (one is moved while the other is
+    used), the query tile's statistics, and two tiles of scores.
+    """
+    head_dim = -(-head_dim // LANES) * LANES
+
+    def footprint():
+        operands = 4 * itemsize * head_dim * (query_tile + key_tile)
+        return operands + 16 * head_dim * key_tile + 16 * LANES * query_tile + 8 * query_tile * key_tile
+
+    while footprint() > VMEM and max(query_tile, key_tile) > LANES:
+        if key_tile >= query_tile:
+            key_tile //= 2
+        else:
+            query_tile //= 2
+    return query_tile, key_tile
 
 
 def pad(x: jax.Array, tile: int, axis: int, value=0) -> jax.Array:
