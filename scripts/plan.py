@@ -26,8 +26,12 @@ def topology_devices(name: str):
                          "write generation:shape, such as v4:4x4x4 or v5e:16x16; the compiler comes with `libtpu`") from None
 
 
-def compile_step(model_config, devices, context: int, *, remat="save_attention", every_k=2, batch=1, mesh=None):
-    """The compiled training step for these devices; all on the sequence axis unless `mesh` says otherwise."""
+def compile_step(model_config, devices, context: int, *, remat="save_attention", every_k=2, batch=1, mesh=None,
+                 kernel=None):
+    """The compiled training step for these devices; all on the sequence axis unless `mesh` says otherwise.
+
+    kernel: None takes the one for TPUs.
+    """
     from model.attention.kernels import get_kernel
     from model.llama import Llama
     from trainer.config import MeshConfig, OptimizerConfig
@@ -35,8 +39,7 @@ def compile_step(model_config, devices, context: int, *, remat="save_attention",
     from trainer.step import StepBuilder, text_batch
 
     mesh = make_mesh(mesh or MeshConfig(sequence=len(devices)), devices)
-    model = Llama(model_config, mesh, remat=remat, every_k=every_k, kernel=get_kernel(query_tile=1024, key_tile=1024),
-                  schedule="ring")
+    model = Llama(model_config, mesh, remat=remat, every_k=every_k, kernel=kernel or get_kernel(), schedule="ring")
     builder = StepBuilder(model, model.loss, tuple(model.parameters), text_batch(batch, context, mesh),
                           OptimizerConfig(), 1000)
     return builder.lower_train().compile()

@@ -49,36 +49,35 @@ def inputs(head_dim, seed=0):
 
 @functools.cache
 def compiled(mask, kernel=KERNEL):
-    """forward, forward on top of a carry, backward: jitted (shapes, coordinates and packing are runtime inputs)."""
+    """extend and gradients, jitted (shapes, coordinates and packing are runtime inputs)."""
     def options(q):
         return {"mask": mask, "scale": q.shape[-1] ** -0.5}
 
-    return (jax.jit(lambda carry, q, *block: kernel.forward(q, *block, carry=carry, **options(q))),
-            jax.jit(lambda q, *block: kernel.backward(q, *block, **options(q))))
+    return (jax.jit(lambda carry, q, *block: kernel.extend(carry, q, *block, **options(q))),
+            jax.jit(lambda carry, q, *block: kernel.gradients(carry, q, *block, **options(q))))
 
 
 def attend(q, k, v, dout, coords, mask):
     """out, lse, dq, dk, dv of two shards, by four kernel calls each way."""
-    extend, backward = compiled(mask)
+    extend, gradients = compiled(mask)
     half = q.shape[1] // 2
     shards = [slice(0, half), slice(half, None)]
-    blocks = [(k[:, s], v[:, s]) for s in shards]
+    blocks = [np.stack([k[:, s], v[:, s]]) for s in shards]
     places = [TokenCoords(*(x[:, s] for x in coords)) for s in shards]
-    parts = []
+    parts, dqs, dkvs = [], [], [0.0, 0.0]
     for s, place in zip(shards, places, strict=True):
         partial = empty(q.shape[0], half, q.shape[2], q.shape[3])
         for block, other in zip(blocks, places, strict=True):
-            partial = extend(partial, q[:, s], *block, place, other)
+            partial = extend(partial, q[:, s], block, place, other)
         parts.append(partial)
-    out = np.concatenate([part.out for part in parts], 1)
-    lse = np.concatenate([part.lse for part in parts], 2)
-    delta = np.einsum("bthd,bthd->bht", out, dout)
-    gradients = [[backward(q[:, s], *block, dout[:, s], lse[:, :, s], delta[:, :, s], place, other)
-                  for block, other in zip(blocks, places, strict=True)] for s, place in zip(shards, places, strict=True)]
-    dq = np.concatenate([sum(np.asarray(g[0]) for g in row) for row in gradients], 1)
-    dk, dv = (np.concatenate([np.asarray(gradients[0][j][i]) + np.asarray(gradients[1][j][i]) for j in range(2)], 1)
-              for i in (1, 2))
-    return out, lse, dq, dk, dv
+        delta = np.einsum("bthd,bthd->bht", partial.out, dout[:, s])
+        dq = np.zeros_like(q[:, s])
+        for j, (block, other) in enumerate(zip(blocks, places, strict=True)):
+            dq, dkv = gradients(dq, q[:, s], block, dout[:, s], partial.lse, delta, place, other)
+            dkvs[j] = dkvs[j] + dkv
+        dqs.append(dq)
+    return (np.concatenate([part.out for part in parts], 1), np.concatenate([part.lse for part in parts], 2),
+            np.concatenate(dqs, 1), *np.concatenate(dkvs, 2))
 
 
 def check_case(head_dim, mask, layout, kind):
@@ -111,13 +110,17 @@ def test_kernel_is_exact_in_every_case(head_dim, mask, layout, kind):
     check_case(head_dim, mask, layout, kind)
 
 
-def test_without_a_carry_and_without_anything_to_see():
-    """Rows that see nothing: out 0, lse -inf, gradients 0, and no NaN anywhere."""
-    q, k, v, _ = (x[:1, :130] for x in inputs(96))
-    nothing = TokenCoords(*(x[:, :130] for x in documents("one", 1, 130)))
-    other = TokenCoords(nothing.index, 2 * nothing.segment_ids)
-    out, lse = jax.jit(functools.partial(KERNEL.forward, mask=Mask(), scale=1.0))(q, k, v, nothing, other)
+def test_without_a_carry_and_with_nothing_to_see():
+    """K and V as a pair. Rows that see nothing: out 0, lse -inf, gradients 0, and no NaN anywhere."""
+    q, k, v, dout = (x[:1, :130] for x in inputs(96))
+    here = TokenCoords(*(x[:, :130] for x in documents("one", 1, 130)))
+    elsewhere = TokenCoords(here.index, 2 * here.segment_ids)
+    options = {"mask": Mask(), "scale": 1.0}
+    out, lse = jax.jit(functools.partial(KERNEL.forward, **options))(q, k, v, here, elsewhere)
     assert (np.asarray(out) == 0).all() and np.isneginf(lse).all()
+    nothing = np.zeros_like(lse)
+    for gradient in jax.jit(functools.partial(KERNEL.backward, **options))(q, k, v, dout, lse, nothing, here, elsewhere):
+        assert (np.asarray(gradient) == 0).all()
 
 
 def test_tiles_fit_whatever_is_asked():

@@ -11,19 +11,24 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..coords import FULL, MASKED, Mask, TokenCoords
-from .tpu_tiles import LANES, Meetings, column, coordinate_rows, cost, nbytes, product, seen, spread
+from .tpu_tiles import LANES, Meetings, column, coordinate_rows, cost, key_operands, nbytes, product, seen, spread
 
 
-def _dq_kernel(*refs, mask: Mask, scale: float):
-    meetings = Meetings(*refs[:4])
-    (q_ref, k_ref, v_ref, dout_ref, lse_row, delta_row, q_rows, kv_rows,
-     dq_ref, lse_ref, delta_ref, q_index, q_segment) = refs[4:]
+def _finite(lse):
+    """A row that sees nothing has no weight under any lse; a finite one keeps NaN out of its hidden scores."""
+    return jnp.where(jnp.isneginf(lse), 0.0, lse)
+
+
+def _dq_kernel(*refs, mask: Mask, scale: float, carried: bool):
+    meetings, refs = Meetings(*refs[:4]), refs[4:]
+    q_ref, k_ref, v_ref, dout_ref, lse_row, delta_row, q_rows, kv_rows, *refs = refs
+    before, (dq_ref, lse_ref, delta_ref, q_index, q_segment) = refs[:carried], refs[carried:]
     row, tile, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
 
     @pl.when(step == 0)
     def _start():
         q_index[...], q_segment[...] = column(q_rows[0:1]), column(q_rows[1:2])
-        lse_ref[...], delta_ref[...] = column(lse_row[...]), column(delta_row[...])
+        lse_ref[...], delta_ref[...] = column(_finite(lse_row[...])), column(delta_row[...])
         dq_ref[...] = jnp.zeros_like(dq_ref)
 
     def differentiate(masked: bool):
@@ -43,21 +48,20 @@ def _dq_kernel(*refs, mask: Mask, scale: float):
 
     @pl.when(step == pl.num_programs(3) - 1)
     def _finish():
-        dq_ref[...] *= scale
+        dq_ref[...] = dq_ref[...] * scale + (before[0][...] if carried else 0.0)
 
 
 def _dkv_kernel(*refs, mask: Mask, scale: float):
     """Scores stand on their side, keys along the sublanes: the queries' statistics are rows as they come."""
     meetings = Meetings(*refs[:4])
     (q_ref, k_ref, v_ref, dout_ref, lse_row, delta_row, q_rows, kv_rows,
-     dk_ref, dv_ref, kv_index, kv_segment) = refs[4:]
+     dkv_ref, kv_index, kv_segment) = refs[4:]
     row, tile, member, step = pl.program_id(0), pl.program_id(2), pl.program_id(3), pl.program_id(4)
 
     @pl.when((member == 0) & (step == 0))
     def _start():
         kv_index[...], kv_segment[...] = column(kv_rows[0:1]), column(kv_rows[1:2])
-        dk_ref[...] = jnp.zeros_like(dk_ref)
-        dv_ref[...] = jnp.zeros_like(dv_ref)
+        dkv_ref[...] = jnp.zeros_like(dkv_ref)
 
     def differentiate(masked: bool):
         scores = product(k_ref[...], q_ref[...], 1, 1) * scale
@@ -65,11 +69,11 @@ def _dkv_kernel(*refs, mask: Mask, scale: float):
             tokens = scores.shape[1]
             kv_at = spread(kv_index[...], tokens), spread(kv_segment[...], tokens)
             scores = jnp.where(seen((q_rows[0:1], q_rows[1:2]), kv_at, mask), scores, -jnp.inf)
-        weights = jnp.exp(scores - lse_row[...])
-        dv_ref[...] += product(weights.astype(dout_ref.dtype), dout_ref[...], 1, 0)
+        weights = jnp.exp(scores - _finite(lse_row[...]))
+        dkv_ref[1] += product(weights.astype(dout_ref.dtype), dout_ref[...], 1, 0)
         dweights = product(v_ref[...], dout_ref[...], 1, 1)
         dscores = weights * (dweights - delta_row[...])
-        dk_ref[...] += product(dscores.astype(q_ref.dtype), q_ref[...], 1, 0)
+        dkv_ref[0] += product(dscores.astype(q_ref.dtype), q_ref[...], 1, 0)
 
     kind = meetings.kind(row, tile, step, mask, True)
     pl.when(kind == FULL)(lambda: differentiate(False))
@@ -77,14 +81,18 @@ def _dkv_kernel(*refs, mask: Mask, scale: float):
 
     @pl.when((member == pl.num_programs(3) - 1) & (step == pl.num_programs(4) - 1))
     def _finish():
-        dk_ref[...] *= scale
+        dkv_ref[0] *= scale
 
 
-def dq(q, k, v, dout, lse, delta, q_coords: TokenCoords, kv_coords: TokenCoords, *, mask: Mask, scale: float,
+def dq(carry, q, kv, dout, lse, delta, q_coords: TokenCoords, kv_coords: TokenCoords, *, mask: Mask, scale: float,
        query_tile: int, key_tile: int, interpret=False) -> jax.Array:
-    """The queries' gradient, heads before length: float32 [B, Hq, Tq, D]. lse (finite) and delta are [B, Hq, Tq]."""
+    """The queries' gradient, heads before length: float32 [B, Hq, Tq, D], added to `carry`, whose memory is written over.
+
+    q, dout [B, Hq, Tq, D]; kv two of [B, Hkv, Tk, D] or their stack; lse, delta [B, Hq, Tq].
+    """
     batch, heads, length, head_dim = q.shape
-    group = heads // k.shape[1]
+    kv_heads, kv_length = kv[0].shape[1:3]
+    group = heads // kv_heads
     meetings, steps = Meetings.of(q_coords, kv_coords, query_tile, key_tile, mask, False)
 
     def key_at(b, h, i, step, *refs):
@@ -95,35 +103,39 @@ def dq(q, k, v, dout, lse, delta, q_coords: TokenCoords, kv_coords: TokenCoords,
 
     queries = pl.BlockSpec((None, None, query_tile, head_dim), lambda b, h, i, step, *_: (b, h, i, 0))
     statistics = pl.BlockSpec((None, None, 1, query_tile), lambda b, h, i, step, *_: (b, h, 0, i))
-    keys = pl.BlockSpec((None, None, key_tile, head_dim), key_at)
     query_rows = pl.BlockSpec((None, 2, query_tile), lambda b, h, i, step, *_: (b, 0, i))
+    keys, key_specs = key_operands(kv, key_tile, key_at)
+    before = () if carry is None else (carry,)
+    inputs = (*meetings, q, *keys, dout, lse[:, :, None], delta[:, :, None], coordinate_rows(q_coords),
+              coordinate_rows(kv_coords), *before)
     result = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     return pl.pallas_call(
-        functools.partial(_dq_kernel, mask=mask, scale=scale),
+        functools.partial(_dq_kernel, mask=mask, scale=scale, carried=carry is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(meetings),
             grid=(batch, heads, length // query_tile, steps),
-            in_specs=[queries, keys, keys, queries, statistics, statistics, query_rows,
-                      pl.BlockSpec((None, 2, key_tile), key_row_at)],
+            in_specs=[queries, *key_specs, queries, statistics, statistics, query_rows,
+                      pl.BlockSpec((None, 2, key_tile), key_row_at), *[queries] * len(before)],
             out_specs=queries,
             scratch_shapes=[
                 pltpu.VMEM((query_tile, LANES), jnp.float32), pltpu.VMEM((query_tile, LANES), jnp.float32),
                 pltpu.VMEM((query_tile, LANES), jnp.int32), pltpu.VMEM((query_tile, LANES), jnp.int32)],
         ),
         out_shape=result,
+        input_output_aliases={len(inputs) - 1: 0} if before else {},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
-        cost_estimate=cost(3, q.shape, k.shape[2], mask, nbytes(q, k, v, dout, lse, delta, result)),
+        cost_estimate=cost(3, q.shape, kv_length, mask, nbytes(q, *kv, dout, lse, delta, *before, result)),
         interpret=interpret,
         name="attention_dq",
-    )(*meetings, q, k, v, dout, lse[:, :, None], delta[:, :, None], coordinate_rows(q_coords), coordinate_rows(kv_coords))
+    )(*inputs)
 
 
-def dkv(q, k, v, dout, lse, delta, q_coords: TokenCoords, kv_coords: TokenCoords, *, mask: Mask, scale: float,
-        query_tile: int, key_tile: int, interpret=False) -> tuple[jax.Array, jax.Array]:
-    """The keys' and values' gradients, heads before length: float32 [B, Hkv, Tk, D], summed over the heads that share them."""
-    batch, heads, length, head_dim = q.shape
-    kv_heads, kv_length = k.shape[1:3]
-    group = heads // kv_heads
+def dkv(q, kv, dout, lse, delta, q_coords: TokenCoords, kv_coords: TokenCoords, *, mask: Mask, scale: float,
+        query_tile: int, key_tile: int, interpret=False) -> jax.Array:
+    """The keys' and values' gradients, stacked, heads before length: float32 [2, B, Hkv, Tk, D], summed over the query heads
+    that share a key head. Arguments as of `dq`."""
+    batch, kv_heads, kv_length, head_dim = kv[0].shape
+    group = q.shape[1] // kv_heads
     meetings, steps = Meetings.of(kv_coords, q_coords, key_tile, query_tile, mask, True)
 
     def query_at(b, h, j, member, step, *refs):
@@ -137,23 +149,22 @@ def dkv(q, k, v, dout, lse, delta, q_coords: TokenCoords, kv_coords: TokenCoords
 
     queries = pl.BlockSpec((None, None, query_tile, head_dim), query_at)
     statistics = pl.BlockSpec((None, None, 1, query_tile), statistic_at)
-    keys = pl.BlockSpec((None, None, key_tile, head_dim), lambda b, h, j, *_: (b, h, j, 0))
-    result = jax.ShapeDtypeStruct(k.shape, jnp.float32)
+    keys, key_specs = key_operands(kv, key_tile, lambda b, h, j, *_: (b, h, j, 0))
+    result = jax.ShapeDtypeStruct((2, *kv[0].shape), jnp.float32)
     return pl.pallas_call(
         functools.partial(_dkv_kernel, mask=mask, scale=scale),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(meetings),
             grid=(batch, kv_heads, kv_length // key_tile, group, steps),
-            in_specs=[queries, keys, keys, queries, statistics, statistics, pl.BlockSpec((None, 2, query_tile), query_row_at),
+            in_specs=[queries, *key_specs, queries, statistics, statistics, pl.BlockSpec((None, 2, query_tile), query_row_at),
                       pl.BlockSpec((None, 2, key_tile), lambda b, h, j, *_: (b, 0, j))],
-            out_specs=[keys, keys],
-            scratch_shapes=[
-                pltpu.VMEM((key_tile, LANES), jnp.int32), pltpu.VMEM((key_tile, LANES), jnp.int32)],
+            out_specs=pl.BlockSpec((2, None, None, key_tile, head_dim), lambda b, h, j, *_: (0, b, h, j, 0)),
+            scratch_shapes=[pltpu.VMEM((key_tile, LANES), jnp.int32), pltpu.VMEM((key_tile, LANES), jnp.int32)],
         ),
-        out_shape=(result, result),
+        out_shape=result,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary", "arbitrary")),
-        cost_estimate=cost(4, q.shape, kv_length, mask, nbytes(q, k, v, dout, lse, delta, result, result)),
+        cost_estimate=cost(4, q.shape, kv_length, mask, nbytes(q, *kv, dout, lse, delta, result)),
         interpret=interpret,
         name="attention_dkv",
-    )(*meetings, q, k, v, dout, lse[:, :, None], delta[:, :, None], coordinate_rows(q_coords), coordinate_rows(kv_coords))
+    )(*meetings, q, *keys, dout, lse[:, :, None], delta[:, :, None], coordinate_rows(q_coords), coordinate_rows(kv_coords))

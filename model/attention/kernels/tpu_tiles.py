@@ -7,13 +7,15 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from ..coords import SKIP, Mask, TileBounds, TokenCoords, tile_bounds, tile_kind
 
 LANES = 128
 # Finite, so that a row that has seen nothing does not make NaN of -inf - -inf; hidden scores themselves are -inf.
 LOWEST = -1e30
-VMEM = 16 * 2**20
+# Of the 16 MiB that the compiler gives a kernel on every generation; the rest is for coordinates.
+VMEM = 15 * 2**20
 
 
 def tile_size(length: int, at_most: int) -> int:
@@ -26,16 +28,16 @@ def tile_size(length: int, at_most: int) -> int:
 
 
 def fitting(query_tile: int, key_tile: int, head_dim: int, itemsize: int) -> tuple[int, int]:
-    """These tiles, or smaller ones that fit into the VMEM that the compiler gives a kernel on every generation.
+    """These tiles, or smaller ones that fit into VMEM.
 
-    Counted as the hungriest of the three kernels needs it: q, dout, k, v, dk and dv twice (one is moved while the other is
-    used), the query tile's statistics, and two tiles of scores.
+    Counted as the hungriest of the three kernels needs it: q, dout, k and v and two float32 results or carries, each twice (one
+    is moved while the other is used), the query tile's statistics, and two tiles of scores.
     """
     head_dim = -(-head_dim // LANES) * LANES
 
     def footprint():
         operands = 4 * itemsize * head_dim * (query_tile + key_tile)
-        return operands + 16 * head_dim * key_tile + 16 * LANES * query_tile + 8 * query_tile * key_tile
+        return operands + 16 * head_dim * max(query_tile, key_tile) + 16 * LANES * query_tile + 8 * query_tile * key_tile
 
     while footprint() > VMEM and max(query_tile, key_tile) > LANES:
         if key_tile >= query_tile:
@@ -97,6 +99,20 @@ def coordinate_rows(coords: TokenCoords) -> jax.Array:
     return jnp.stack([coords.index, coords.segment_ids], 1)
 
 
+def key_operands(kv, tile: int, at) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
+    """K and V as a kernel's operands, tiles [tile, D] at the index map `at` of [B, Hkv, T, D].
+
+    kv: a pair, or both stacked [2, B, Hkv, T, D] as they travel: passed twice, never sliced (a copy).
+    """
+    if isinstance(kv, tuple):
+        return list(kv), [pl.BlockSpec((None, None, tile, kv[0].shape[-1]), at)] * 2
+
+    def of(place):
+        return pl.BlockSpec((None, None, None, tile, kv.shape[-1]), lambda *step: (place, *at(*step)))
+
+    return [kv, kv], [of(0), of(1)]
+
+
 def column(row: jax.Array) -> jax.Array:
     """[1, n] along the lanes -> [n, 128]: the same values along the sublanes, repeated over all lanes."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
@@ -126,8 +142,6 @@ def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
 
 def cost(products: int, q_shape, kv_length: int, mask: Mask, bytes_accessed: int):
     """What the compiler's scheduler is told, so that it hides transfers behind the kernel: causal work counts half."""
-    from jax.experimental import pallas as pl
-
     batch, heads, length, head_dim = q_shape
     pairs = batch * heads * length * kv_length // (2 if mask.causal else 1)
     return pl.CostEstimate(flops=2 * products * pairs * head_dim, transcendentals=pairs, bytes_accessed=bytes_accessed)

@@ -15,49 +15,46 @@ import dataclasses
 import jax.numpy as jnp
 from jax import lax
 
-from ..partial import merge
-
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
     """K/V round the ring, one direction."""
 
     def forward(self, kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale):
-        def attend(block):
-            (k, v), coords = block
-            return kernel.forward(q, k, v, q_coords, coords, mask=mask, scale=scale)
+        def attend(partial, block):
+            kv, coords = block
+            return kernel.extend(partial, q, kv, q_coords, coords, mask=mask, scale=scale)
 
         block = (jnp.stack([k, v]), kv_coords)
         incoming = ranks.shift(block)
-        partial = attend(block)
+        partial = attend(None, block)
 
         def one_round(carry, _):
             partial, block = carry
             incoming = ranks.shift(block)
-            return (merge(partial, attend(block)), incoming), None
+            return (attend(partial, block), incoming), None
 
         (partial, block), _ = lax.scan(one_round, (partial, incoming), None, length=ranks.size - 2)
-        return merge(partial, attend(block))
+        return attend(partial, block)
 
     def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale):
-        def gradients(block):
-            (k, v), coords = block
-            dq, dk, dv = kernel.backward(q, k, v, dout, lse, delta, q_coords, coords, mask=mask, scale=scale)
-            return dq, jnp.stack([dk, dv])
+        def gradients(dq, block):
+            kv, coords = block
+            return kernel.gradients(dq, q, kv, dout, lse, delta, q_coords, coords, mask=mask, scale=scale)
 
         block = (jnp.stack([k, v]), kv_coords)
         incoming = ranks.shift(block)
-        dq, dkv = gradients(block)
+        dq, dkv = gradients(None, block)
 
         def one_round(carry, _):
             dq, dkv, block = carry
             incoming = ranks.shift(block)
             arriving = ranks.shift(dkv)
-            dq_here, dkv_here = gradients(block)
-            return (dq + dq_here, arriving + dkv_here, incoming), None
+            dq, dkv_here = gradients(dq, block)
+            return (dq, arriving + dkv_here, incoming), None
 
         (dq, dkv, block), _ = lax.scan(one_round, (dq, dkv, incoming), None, length=ranks.size - 2)
         arriving = ranks.shift(dkv)
-        dq_here, dkv_here = gradients(block)
+        dq, dkv_here = gradients(dq, block)
         dk, dv = ranks.shift(arriving + dkv_here)
-        return dq + dq_here, dk, dv
+        return dq, dk, dv
