@@ -91,10 +91,10 @@ class PerPlatform:
 KERNELS = ("auto", "tpu", "xla", "reference")
 
 
-def get_kernel(name: str = "auto", *, query_tile: int | None = None, key_tile: int | None = None) -> Kernel:
+def get_kernel(name: str = "auto", *, query_tile: int = 0, key_tile: int = 0) -> Kernel:
     """The kernel of this name; `auto` is `tpu` on TPUs and `xla` elsewhere (and for global tokens, which `tpu` does not serve).
 
-    query_tile, key_tile: tokens in a tile; each kernel knows what suits it, unless given.
+    query_tile, key_tile: tokens in a tile; 0 leaves it to the kernel.
 
     Raises:
       ValueError: an unknown name.

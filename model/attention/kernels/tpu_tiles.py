@@ -61,7 +61,7 @@ class Meetings(NamedTuple):
     the forward and dq kernels, keys in dkv), the "other" ones those that it runs through.
 
     Attributes:
-      own, other: the tiles' bounds [5, B, n], in the order of `TileBounds`.
+      own, other: the tiles' bounds, in the order of `TileBounds`: [5, B, n].
       first, count: the range of other tiles that an own tile needs [B, n]; count is 0 where it needs none.
     """
 
@@ -79,8 +79,8 @@ class Meetings(NamedTuple):
         first = jnp.argmax(needed, -1)
         last = needed.shape[-1] - 1 - jnp.argmax(needed[..., ::-1], -1)
         count = jnp.where(needed.any(-1), last - first + 1, 0)
-        arrays = cls(jnp.stack(own), jnp.stack(other), first.astype(jnp.int32), count.astype(jnp.int32))
-        return arrays, jnp.maximum(arrays.count.max(), 1)
+        bounds = (jnp.stack(jax.tree.leaves(x)) for x in (own, other))
+        return cls(*bounds, first.astype(jnp.int32), count.astype(jnp.int32)), jnp.maximum(count.max(), 1).astype(jnp.int32)
 
     def tile(self, row, own, step):
         """The other tile of a step: steps past the range stay on its last tile, so that nothing more is fetched."""
@@ -88,7 +88,7 @@ class Meetings(NamedTuple):
 
     def kind(self, row, own, step, mask: Mask, own_are_keys: bool):
         """SKIP, FULL or MASKED, and SKIP past the range: int32 scalar."""
-        here, there = (TileBounds(*(bounds[field, row, tile] for field in range(len(TileBounds._fields))))
+        here, there = (TileBounds(*(bounds[field, row, tile] for field in range(bounds.shape[0])))
                        for bounds, tile in ((self.own, own), (self.other, self.tile(row, own, step))))
         kind = tile_kind(*((there, here) if own_are_keys else (here, there)), mask)
         return jnp.where(step < self.count[row, own], kind, SKIP)
