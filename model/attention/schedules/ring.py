@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..partial import merge
+from . import plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,3 +62,16 @@ class Ring:
         dq_here, dkv_here = gradients(block)
         dk, dv = ranks.shift(arriving + dkv_here)
         return dq + dq_here, dk, dv
+
+    def plan(self, size: int, block: plan.Block) -> plan.Plan:
+        on = plan.shift(size)
+        keys = (plan.Send("K, V", plan.PERMUTE, block.keys, on), plan.Send("coordinates", plan.PERMUTE, block.coords, on))
+        gradients = plan.Send("dK, dV", plan.PERMUTE, block.key_gradients, on)
+        forward, backward = [], []
+        for hop in range(size):
+            tasks = tuple(plan.Task(rank, (rank,), ((rank - hop) % size,)) for rank in range(size))
+            sends = keys if hop < size - 1 else ()
+            forward.append(plan.Round(tasks, sends))
+            backward.append(plan.Round(tasks, (*sends, gradients) if hop else sends))
+        home = plan.Round((), (gradients._replace(what="dK, dV home"),))
+        return plan.Plan(tuple(forward), (*backward, home))
