@@ -1,6 +1,9 @@
-"""Compares the schedules: what each device receives, by the compiled text.
+"""Compares the schedules: bytes received by compiled texts, balance by what running kernels tell, transfers that are hidden.
 
     python -m scripts.bench_schedules bytes [--ranks 4 16 64 256] [--output FILE.json]
+    python -m scripts.bench_schedules balance [--ranks 2 3 4 8] [--output FILE.json]
+    python -m scripts.bench_schedules overlap [--topology v5e:2x4] [--output FILE.json]
+    python -m scripts.bench_schedules distflashattn [--ranks 4 16]
 """
 from __future__ import annotations
 
@@ -76,7 +79,7 @@ def compile_pass(schedule, layout, size, devices, block, backward: bool, tile: i
     return jax.jit(run).lower(*arrays).compile().as_text()
 
 
-def count_bytes(name: str, size: int, block) -> dict:
+def count_bytes(name: str, size: int, block, topology: str = "") -> dict:
     """What the compiled text says that devices receive in each pass, beside the plan: bytes, hops, kinds of collectives."""
     from model.attention.schedules import plan
     from trainer.compiled.transfers import received, transfers
@@ -85,7 +88,7 @@ def count_bytes(name: str, size: int, block) -> dict:
 
     schedule, layout = case(name, size)
     planned = schedule.plan(size, block)
-    devices = sorted(topology_devices(PODS[size]), key=lambda device: device.id)
+    devices = sorted(topology_devices(topology or PODS[size]), key=lambda device: device.id)
     row = {"schedule": name, "layout": layout, "ranks": size}
     for which, rounds in zip(("forward", "backward"), planned, strict=True):
         found = transfers(compile_pass(schedule, layout, size, devices, block, which == "backward"), len(devices))
@@ -107,27 +110,46 @@ def main(argv=None) -> int:
     bytes_ = commands.add_parser("bytes", help="bytes received per device and layer, from compiled texts for TPU pods")
     bytes_.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64, 256], choices=PODS)
     bytes_.add_argument("--schedules", nargs="+", default=list(CASES), choices=CASES)
+    bytes_.add_argument("--tokens", type=int, default=2048, help="tokens of a rank (default 2048)")
+    bytes_.add_argument("--topology", default="", help="another pod, such as v5e:16x16: as many chips as ranks, or a multiple")
     bytes_.add_argument("--output", help="also write this JSON file")
+    balance = commands.add_parser("balance", help="imbalance of each schedule, from counts that the running kernels emit")
+    balance.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 8])
+    balance.add_argument("--tiles", type=int, default=16, help="on a side of each rank's block (default 16)")
+    balance.add_argument("--output", help="also write this JSON file")
+    overlap = commands.add_parser("overlap", help="which transfers of a small model's training step a kernel hides")
+    overlap.add_argument("--topology", default="v5e:2x4", help="all chips on the sequence axis (default v5e:2x4)")
+    overlap.add_argument("--output", help="also write this JSON file")
+    volume = commands.add_parser("distflashattn", help="elements received beside DistFlashAttn's Appendix C, 3 N d and 14 N d")
+    volume.add_argument("--ranks", type=int, nargs="+", default=[4, 16], choices=PODS)
+    volume.add_argument("--output", help="also write this JSON file")
     args = parser.parse_args(argv)
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    rows = bytes_table(args.schedules, args.ranks)
+    if args.command == "bytes":
+        rows = bytes_table(args.schedules, args.ranks, args.tokens, args.topology)
+    elif args.command == "balance":
+        rows = balance_table(args.ranks, args.tiles)
+    elif args.command == "overlap":
+        rows = overlap_table(args.topology)
+    else:
+        rows = volume_table(args.ranks)
     if args.output:
         with open(args.output, "w", encoding="utf-8") as file:
             json.dump(rows, file, indent=2)
     return 0
 
 
-def bytes_table(names, ranks) -> list[dict]:
+def bytes_table(names, ranks, tokens: int, topology: str = "") -> list[dict]:
     """Bytes of each schedule for each number of ranks, printed as they are found."""
     from model.attention.schedules.plan import Block
 
-    block = Block(batch=1, tokens=1024, query_heads=32, kv_heads=8, head_dim=128)
+    block = Block(batch=1, tokens=tokens, query_heads=32, kv_heads=8, head_dim=128)
     print(f"{block}\nbytes received per device and layer, in units of the device's own q ({block.queries:,} bytes)")
     print(f"{'':19} {'':4}  {'forward':^32}  {'backward':^32}\n{'schedule':19} {'P':>4}"
           + f"  {'max':>8} {'mean':>8} {'plan max':>8} {'off':>5}" * 2)
     rows = []
     for size, name in itertools.product(ranks, names):
-        row = count_bytes(name, size, block)
+        row = count_bytes(name, size, block, topology)
         rows.append(row)
         print(f"{name:19} {size:4}  " + "  ".join(_columns(row[which], block.queries) for which in ("forward", "backward")),
               flush=True)
@@ -138,6 +160,74 @@ def _columns(one: dict, unit: int) -> str:
     shown = " ".join(f"{one[key] / unit:8.3f}" for key in ("max_bytes", "mean_bytes", "planned_max_bytes"))
     off = max(abs(one[f"{kind}_bytes"] / one[f"planned_{kind}_bytes"] - 1) for kind in ("max", "mean"))
     return f"{shown} {off:5.1%}"
+
+
+BALANCE = [("ring", "contiguous"), ("ring", "striped"), ("ring", "zigzag"), ("balanced", "contiguous"),
+           ({"name": "balanced", "split": True}, "contiguous"), ("attention2d", "striped"), ("ulysses", "contiguous")]
+
+
+def balance_table(ranks, tiles: int) -> list[dict]:
+    """Imbalance of schedules and layouts: the busiest rank's tiles, summed over rounds, over the sum of the means."""
+    import jax
+
+    jax.config.update("jax_num_cpu_devices", max(ranks))
+    from .balance import measure
+
+    rows = []
+    print(f"{tiles} tiles a side of a block\n{'schedule':40} {'layout':12} {'P':>3} {'forward':>8} {'backward':>8}")
+    for size, (schedule, layout) in itertools.product(ranks, BALANCE):
+        row = {"schedule": str(schedule), **measure(schedule, layout, size, tiles)}
+        rows.append(row)
+        print(f"{row['schedule']:40} {layout:12} {size:3} {row['forward']['imbalance']:8.4f} {row['backward']['imbalance']:8.4f}",
+              flush=True)
+    return rows
+
+
+def small_step(topology: str) -> str:
+    """The compiled text of a small model's training step, the whole pod on the sequence axis, schedule `ring`."""
+    from model.config import LlamaConfig
+    from trainer.config import MeshConfig
+
+    from .plan import compile_step, topology_devices
+
+    devices = topology_devices(topology)
+    config = LlamaConfig(vocab_size=1024, hidden_size=512, intermediate_size=1024, num_hidden_layers=4,
+                         num_attention_heads=4, num_key_value_heads=2)
+    mesh = MeshConfig(sequence=len(devices))
+    return compile_step(config, devices, 2048 * len(devices), mesh=mesh).as_text()
+
+
+def overlap_table(topology: str) -> list[dict]:
+    """Every collective of the step, and what runs while it is under way."""
+    import dataclasses
+
+    from trainer.compiled.overlap import crossings
+
+    rows = [dataclasses.asdict(one) | {"backward": one.backward} for one in crossings(small_step(topology))]
+    for row in sorted(rows, key=lambda row: row["kind"]):
+        behind = ", ".join(row["kernels"] + row["products"]) or "nothing"
+        print(f"{row['kind']:18} {row['times']:5.0f} x {row['nbytes']:11,} bytes  {'backward' if row['backward'] else 'forward':8}"
+              f"  behind {behind}")
+    return rows
+
+
+def volume_table(ranks) -> list[dict]:
+    """Elements that a device receives with full heads, in units of N d (N tokens of width d), beside Appendix C's.
+
+    In float32, so that everything counts alike: coordinates, lse and delta are in ours, and not in the paper's.
+    """
+    from model.attention.schedules.plan import Block
+
+    block = Block(batch=1, tokens=1024, query_heads=8, kv_heads=8, head_dim=128, itemsize=4)
+    rows = []
+    print("DistFlashAttn, Appendix C: forward 1, backward 2, together 3; Megatron-LM with recomputation 14. Found, on average:")
+    for size in ranks:
+        row, unit = count_bytes("balanced", size, block), size * block.queries
+        found = {which: row[which]["mean_bytes"] / unit for which in ("forward", "backward")}
+        rows.append({"ranks": size, **found, "together": sum(found.values())})
+        print(f"P {size:4}  forward {found['forward']:.3f}  backward {found['backward']:.3f}  together {sum(found.values()):.3f}"
+              f"  (x (P - 1) / P for a finite P: {3 * (size - 1) / size:.3f})", flush=True)
+    return rows
 
 
 if __name__ == "__main__":
