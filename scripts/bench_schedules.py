@@ -8,11 +8,24 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import math
-import os
 import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from model.attention import Mask, TokenCoords, get_kernel, get_schedule
+from model.attention.schedules import Ranks, plan
+from trainer.compiled.overlap import crossings
+from trainer.compiled.transfers import received, transfers
+
+from .balance import measure
+from .plan import compile_step, topology_devices
 
 # Pods with twice the ranks: another mesh axis beside the sequence, as in training. (Of a reduce-scatter over all chips of a
 # pod the TPU's compiler may make an all-reduce.)
@@ -33,8 +46,6 @@ CASES = {
 
 def case(name: str, size: int):
     """(schedule, layout) of a case, for so many ranks."""
-    from model.attention import get_schedule
-
     options, layout = CASES[name]
     if isinstance(options, dict) and options.get("columns") == "square":
         options = options | {"columns": math.isqrt(size)}
@@ -43,14 +54,6 @@ def case(name: str, size: int):
 
 def compile_pass(schedule, layout, size, devices, block, backward: bool, tile: int = 128) -> str:
     """The compiled text of one pass of a schedule alone, over lines of `size` of the `devices`, each with one Block."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    from model.attention import Mask, TokenCoords, get_kernel, get_schedule
-    from model.attention.schedules import Ranks
-
     rows = len(devices) // size
     mesh = Mesh(np.array(devices).reshape(rows, size), ("fsdp", "sequence"))
     chosen, kernel = get_schedule(schedule, size, layout), get_kernel("xla", query_tile=tile, key_tile=tile)
@@ -81,11 +84,6 @@ def compile_pass(schedule, layout, size, devices, block, backward: bool, tile: i
 
 def count_bytes(name: str, size: int, block, topology: str = "") -> dict:
     """What the compiled text says that devices receive in each pass, beside the plan: bytes, hops, kinds of collectives."""
-    from model.attention.schedules import plan
-    from trainer.compiled.transfers import received, transfers
-
-    from .plan import topology_devices
-
     schedule, layout = case(name, size)
     planned = schedule.plan(size, block)
     devices = sorted(topology_devices(topology or PODS[size]), key=lambda device: device.id)
@@ -124,7 +122,7 @@ def main(argv=None) -> int:
     volume.add_argument("--ranks", type=int, nargs="+", default=[4, 16], choices=PODS)
     volume.add_argument("--output", help="also write this JSON file")
     args = parser.parse_args(argv)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    jax.config.update("jax_platforms", "cpu")
     if args.command == "bytes":
         rows = bytes_table(args.schedules, args.ranks, args.tokens, args.topology)
     elif args.command == "balance":
@@ -141,9 +139,7 @@ def main(argv=None) -> int:
 
 def bytes_table(names, ranks, tokens: int, topology: str = "") -> list[dict]:
     """Bytes of each schedule for each number of ranks, printed as they are found."""
-    from model.attention.schedules.plan import Block
-
-    block = Block(batch=1, tokens=tokens, query_heads=32, kv_heads=8, head_dim=128)
+    block = plan.Block(batch=1, tokens=tokens, query_heads=32, kv_heads=8, head_dim=128)
     print(f"{block}\nbytes received per device and layer, in units of the device's own q ({block.queries:,} bytes)")
     print(f"{'':19} {'':4}  {'forward':^32}  {'backward':^32}\n{'schedule':19} {'P':>4}"
           + f"  {'max':>8} {'mean':>8} {'plan max':>8} {'off':>5}" * 2)
@@ -168,18 +164,14 @@ BALANCE = [("ring", "contiguous"), ("ring", "striped"), ("ring", "zigzag"), ("ba
 
 def balance_table(ranks, tiles: int) -> list[dict]:
     """Imbalance of schedules and layouts: the busiest rank's tiles, summed over rounds, over the sum of the means."""
-    import jax
-
     jax.config.update("jax_num_cpu_devices", max(ranks))
-    from .balance import measure
-
     rows = []
     print(f"{tiles} tiles a side of a block\n{'schedule':40} {'layout':12} {'P':>3} {'forward':>8} {'backward':>8}")
     for size, (schedule, layout) in itertools.product(ranks, BALANCE):
         row = {"schedule": str(schedule), **measure(schedule, layout, size, tiles)}
         rows.append(row)
-        print(f"{row['schedule']:40} {layout:12} {size:3} {row['forward']['imbalance']:8.4f} {row['backward']['imbalance']:8.4f}",
-              flush=True)
+        found = " ".join(f"{row[which]['imbalance']:8.4f}" for which in ("forward", "backward"))
+        print(f"{row['schedule']:40} {layout:12} {size:3} {found}", flush=True)
     return rows
 
 
@@ -187,8 +179,6 @@ def small_step(topology: str) -> str:
     """The compiled text of a small model's training step, the whole pod on the sequence axis, schedule `ring`."""
     from model.config import LlamaConfig
     from trainer.config import MeshConfig
-
-    from .plan import compile_step, topology_devices
 
     devices = topology_devices(topology)
     config = LlamaConfig(vocab_size=1024, hidden_size=512, intermediate_size=1024, num_hidden_layers=4,
@@ -199,15 +189,11 @@ def small_step(topology: str) -> str:
 
 def overlap_table(topology: str) -> list[dict]:
     """Every collective of the step, and what runs while it is under way."""
-    import dataclasses
-
-    from trainer.compiled.overlap import crossings
-
     rows = [dataclasses.asdict(one) | {"backward": one.backward} for one in crossings(small_step(topology))]
     for row in sorted(rows, key=lambda row: row["kind"]):
         behind = ", ".join(row["kernels"] + row["products"]) or "nothing"
-        print(f"{row['kind']:18} {row['times']:5.0f} x {row['nbytes']:11,} bytes  {'backward' if row['backward'] else 'forward':8}"
-              f"  behind {behind}")
+        which = "backward" if row["backward"] else "forward"
+        print(f"{row['kind']:18} {row['times']:5.0f} x {row['nbytes']:11,} bytes  {which:8}  behind {behind}")
     return rows
 
 
@@ -216,17 +202,15 @@ def volume_table(ranks) -> list[dict]:
 
     In float32, so that everything counts alike: coordinates, lse and delta are in ours, and not in the paper's.
     """
-    from model.attention.schedules.plan import Block
-
-    block = Block(batch=1, tokens=1024, query_heads=8, kv_heads=8, head_dim=128, itemsize=4)
+    block = plan.Block(batch=1, tokens=1024, query_heads=8, kv_heads=8, head_dim=128, itemsize=4)
     rows = []
     print("DistFlashAttn, Appendix C: forward 1, backward 2, together 3; Megatron-LM with recomputation 14. Found, on average:")
     for size in ranks:
         row, unit = count_bytes("balanced", size, block), size * block.queries
         found = {which: row[which]["mean_bytes"] / unit for which in ("forward", "backward")}
         rows.append({"ranks": size, **found, "together": sum(found.values())})
-        print(f"P {size:4}  forward {found['forward']:.3f}  backward {found['backward']:.3f}  together {sum(found.values()):.3f}"
-              f"  (x (P - 1) / P for a finite P: {3 * (size - 1) / size:.3f})", flush=True)
+        print(f"P {size:4}  " + "  ".join(f"{name} {x:.3f}" for name, x in rows[-1].items() if name != "ranks")
+              + f"  (the paper's, at this P: 3 (P - 1) / P = {3 * (size - 1) / size:.3f})", flush=True)
     return rows
 
 
