@@ -175,7 +175,7 @@ def balance_table(ranks, tiles: int) -> list[dict]:
     return rows
 
 
-def small_step(topology: str) -> str:
+def small_step(topology: str, tokens: int = 2048) -> str:
     """The compiled text of a small model's training step, the whole pod on the sequence axis, schedule `ring`."""
     from model.config import LlamaConfig
     from trainer.config import MeshConfig
@@ -184,7 +184,7 @@ def small_step(topology: str) -> str:
     config = LlamaConfig(vocab_size=1024, hidden_size=512, intermediate_size=1024, num_hidden_layers=4,
                          num_attention_heads=4, num_key_value_heads=2)
     mesh = MeshConfig(sequence=len(devices))
-    return compile_step(config, devices, 2048 * len(devices), mesh=mesh).as_text()
+    return compile_step(config, devices, tokens * len(devices), mesh=mesh).as_text()
 
 
 def overlap_table(topology: str) -> list[dict]:

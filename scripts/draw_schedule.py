@@ -136,7 +136,7 @@ def draw(name: str, size: int, path: pathlib.Path) -> None:
     legend = [Patch(facecolor=COLOURS[rank], label=f"rank {rank}") for rank in range(size)]
     legend += [Patch(facecolor=0.45 * COLOURS[0] + 0.55, label="paler: with a mask"),
                Patch(facecolor=SKIPPED, label="skipped"), Patch(facecolor=ELSEWHERE, edgecolor="#cccccc", label="not now")]
-    figure.legend(handles=legend, loc="lower center", ncols=-(-len(legend) // (2 if width < 9 else 1)), fontsize=8,
+    figure.legend(handles=legend, loc="lower center", ncols=-(-len(legend) // (1 if width > len(legend) else 2)), fontsize=8,
                   frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=75, pil_kwargs={"optimize": True})
