@@ -41,8 +41,9 @@ class Instruction:
         return re.findall(r"%([\w.\-]+)", inside)
 
     def attribute(self, name: str) -> str | None:
-        """An attribute that is one word or braces within braces, as written; None where it is not there."""
-        found = re.search(rf"\b{name}=(\{{(?:[^{{}}]|\{{[^{{}}]*\}})*\}}|[^,\s]+(?:<=\[[\d,]*\](?:T\([\d,]*\))?)?)", self.rest)
+        """An attribute that is one word, braces within braces, or counted groups, as written; None where it is not there."""
+        braces, counted = r"\{(?:[^{}]|\{[^{}]*\})*\}", r"\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?"
+        found = re.search(rf"\b{name}=({braces}|{counted}|[^,\s]+)", self.rest)
         return found and found[1]
 
     @property
