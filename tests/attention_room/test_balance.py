@@ -1,9 +1,10 @@
 """How even the work is, from counts that the running kernels emit, against the papers' arithmetic."""
-import jax
 import numpy as np
 import pytest
 
+from model.attention import get_schedule
 from model.attention.layout import permutation
+from model.attention.schedules.plan import Block
 from scripts.balance import TILE, computed_tiles, imbalance, measure, per_round
 
 TILES = 16  # on a side of a block, as the papers' arithmetic is stated
@@ -57,11 +58,7 @@ def test_running_kernels_compute_each_needed_tile_once(schedule):
 
 
 def test_a_tile_outside_the_plan_is_found():
-    from model.attention import get_schedule
-    from model.attention.schedules.plan import Block
-
     rounds = get_schedule("ring", 2).plan(2, Block(1, 8, 2, 2, 2)).forward
-    assert imbalance(per_round(np.array([[0, 0, 0, 0, 0], [1, 1, 0, 0, 1]]), rounds, 2)) == 1.0
+    assert imbalance(per_round(np.array([[0, 0, 0, 0, 0], [1, 1, 0, 1, 0]]), rounds, 2)) == 1.0
     with pytest.raises(KeyError):
         per_round(np.array([[0, 1, 0, 0, 0]]), rounds, 2)
-    assert len(jax.devices()) >= 4
