@@ -68,6 +68,8 @@ class Ranks:
         """All-to-all: dimension `split` is dealt out over the line, what arrives is joined along `join`."""
         return lax.all_to_all(x, self.axis, split, join, tiled=True, axis_index_groups=self.groups())
 
-    def add_scatter(self, x: jax.Array, dimension: int) -> jax.Array:
-        """The sum over the line, of which each rank gets its part of `dimension`."""
-        return lax.psum_scatter(x, self.axis, scatter_dimension=dimension, tiled=True, axis_index_groups=self.groups())
+    def add_scatter(self, tree, dimension: int):
+        """The sum over the line of every array of the tree, of which each rank gets its part of `dimension`."""
+        return jax.tree.map(
+            lambda x: lax.psum_scatter(x, self.axis, scatter_dimension=dimension, tiled=True, axis_index_groups=self.groups()),
+            tree)

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..coords import Mask
+from . import plan
 from .ranks import Ranks
 from .tour import tour
 
@@ -96,6 +97,19 @@ class Ring:
 
         dq, dkv, _ = tour(ways.deal(own), ways.hops, ways.send, ways.home, visit)
         return dq, *ways.whole(dkv)
+
+    def plan(self, size: int, block: plan.Block) -> plan.Plan:
+        on = plan.shift(size)
+        keys = (plan.Send("K, V", plan.PERMUTE, block.keys, on), plan.Send("coordinates", plan.PERMUTE, block.coords, on))
+        gradients = plan.Send("dK, dV", plan.PERMUTE, block.key_gradients, on)
+        forward, backward = [], []
+        for hop in range(size):
+            tasks = tuple(plan.Task(rank, (rank,), ((rank - hop) % size,)) for rank in range(size))
+            sends = keys if hop < size - 1 else ()
+            forward.append(plan.Round(tasks, sends))
+            backward.append(plan.Round(tasks, (*sends, gradients) if hop else sends))
+        home = plan.Round((), (gradients._replace(what="dK, dV home"),))
+        return plan.Plan(tuple(forward), (*backward, home))
 
 
 def _tokens(x) -> int:
