@@ -84,6 +84,7 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
     """Rate and memory against length on the first block; the time of each kind of block at the longest length."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     rows = [row for row in rows if "seconds" in row and row["pass"] == "forward+backward"]
     if not rows:
@@ -98,23 +99,26 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
                        if row["peer"] == peer and row["block"] == blocks[0])  # fmt: skip
         if curve:
             lengths, rates, peaks = zip(*curve, strict=True)
-            rate.plot(lengths, rates, marker="o", color=f"C{number}", label=peer)
-            memory.plot(lengths, peaks, marker="o", color=f"C{number}", label=peer)
+            rate.plot(lengths, rates, marker="o", color=f"C{number}")
+            memory.plot(lengths, peaks, marker="o", color=f"C{number}")
         bars = {row["block"]: row["seconds"] * 1e3 for row in rows if row["peer"] == peer and row["length"] == longest}
         width = 0.8 / len(peers)
         kinds.bar([blocks.index(block) + (number - (len(peers) - 1) / 2) * width for block in bars], bars.values(), width,
-                  color=f"C{number}", label=peer)  # fmt: skip
-    for axis, label in ((rate, f"TFLOP/s, {blocks[0]} block"), (memory, f"peak MiB, {blocks[0]} block")):
-        axis.set(xlabel="tokens", ylabel=label, xscale="log")
-        axis.set_xticks(sorted({row["length"] for row in rows}), [f"{n // 1024}K" for n in sorted({r["length"] for r in rows})])
-        axis.minorticks_off()
+                  color=f"C{number}")  # fmt: skip
+    lengths = sorted({row["length"] for row in rows})
+    for axis, label, scale in ((rate, "TFLOP/s", "linear"), (memory, "peak MiB", "log")):
+        axis.set(xlabel="tokens", ylabel=f"{label}, {blocks[0]} block", xscale="log", yscale=scale)
+        axis.set_xticks(lengths, [f"{length / 1024:g}K" for length in lengths])
+        axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         axis.grid(alpha=0.3)
     rate.set_ylim(bottom=0)
-    memory.set_yscale("log")
-    kinds.set(ylabel=f"ms, {longest // 1024}K tokens", yscale="log")
+    memory.set_ylim(bottom=1)
+    kinds.set(ylabel=f"ms, {longest / 1024:g}K tokens", yscale="log")
     kinds.set_xticks(range(len(blocks)), blocks)
-    kinds.legend(fontsize="small")
-    figure.suptitle(title, fontsize="medium")
+    kinds.set_ylim(bottom=1)
+    figure.legend([Patch(color=f"C{number}") for number in range(len(peers))], peers, loc="outside lower center",
+                  ncols=len(peers), fontsize="small")  # fmt: skip
+    figure.suptitle(f"forward + backward on {title}", fontsize="medium")
     figure.savefig(path, dpi=120)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import re
 import resource
 import sys
@@ -84,7 +85,8 @@ def measure_products(dtype: str) -> dict:
         # Several are in flight at once, so that an accelerator does not wait for the host between them.
         seconds, _ = best_of(lambda a=a, b=b: jax.block_until_ready([multiply(a, b) for _ in range(10)]), 8)
         best = max(best, 10 * 2.0 * batch * m * k * n / seconds)
-    return {"platform": platform, "device": jax.devices()[0].device_kind, "jax": jax.__version__, "matmul_flops": best}
+    device = f"{len(os.sched_getaffinity(0))} CPU cores" if platform == "cpu" else jax.devices()[0].device_kind
+    return {"platform": platform, "device": device, "jax": jax.__version__, "matmul_flops": best}
 
 
 def main(argv: list[str]) -> None:
