@@ -19,8 +19,9 @@ class Loader:
     """Row r is a pure function of (documents, context_length, seed, r): the same on every process, mesh and resumption.
 
     prepared: a Prepared (its `split`) or Documents. fingerprint: text that changes when any row or
-    batch would; a checkpoint stores (step, fingerprint). len: rows of the first epoch. Raises UserError when the split
-    is empty, ValueError for a batch size below 1.
+    batch would; a checkpoint stores (step, fingerprint). len: rows of the first epoch. with_sources: rows also hold
+    `source_ids`, the number of each token's source (0 in padding). Raises UserError when the split is empty, ValueError
+    for a batch size below 1.
     """
 
     def __init__(
@@ -30,6 +31,7 @@ class Loader:
         batch_size: int,
         seed: int,
         split: str = "train",
+        with_sources: bool = False,
     ):
         documents = getattr(prepared, split) if isinstance(prepared, Prepared) else prepared
         if batch_size < 1:
@@ -38,6 +40,7 @@ class Loader:
             raise UserError(f"the split {documents.name} holds no document; a larger held_out_fraction would work")
         self.documents = documents
         self.context_length, self.batch_size, self.seed = context_length, batch_size, seed
+        self.arrays = {**ARRAYS, **({"source_ids": np.int32} if with_sources else {})}
         # Once each is the common case, and then every epoch has the same number of rows (best fit sees lengths alone).
         self._weights = None if np.all(documents.weights == 1.0) else documents.weights
         self._plan = lru_cache(maxsize=2)(self._make_plan)
@@ -89,7 +92,7 @@ class Loader:
         return self._row(self._plan(epoch).row(place), whole)
 
     def _row(self, pieces, whole: bool = True) -> dict[str, np.ndarray]:
-        row = {name: np.zeros(self.context_length, dtype) for name, dtype in ARRAYS.items()}
+        row = {name: np.zeros(self.context_length, dtype) for name, dtype in self.arrays.items()}
         row["index"][:] = np.arange(self.context_length)
         at = 0
         for segment, (number, start, length) in enumerate(pieces, 1):
@@ -104,6 +107,8 @@ class Loader:
             row["targets"][before_last] = tokens[1:]
             row["loss_weights"][before_last] = document.loss_mask[start + 1 : start + length]
             row["positions"][here] = np.arange(length)
+            if "source_ids" in row:
+                row["source_ids"][here] = document.source
         return row
 
     def record_ids(self, step: int) -> list[str]:
@@ -137,4 +142,4 @@ class Loader:
 
 
 def _stack(rows: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
-    return {name: np.stack([row[name] for row in rows]) for name in ARRAYS}
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]}

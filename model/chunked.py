@@ -1,9 +1,10 @@
-"""Position-wise work done chunk by chunk: gather weights, run, and run again in the backward, with float32 dW.
+"""Position-wise work done chunk by chunk: run, and run again in the backward, with float32 dW.
 
-The one place where sharded weights become whole and where the sequence is cut into chunks (blockwise feed-forward and
-loss, after Liu and Abbeel's Blockwise Parallel Transformer). What is kept for the backward is the input alone. A cotangent has
-its primal's dtype, so plain autodiff would add one bfloat16 dW per chunk (3.5% off after 128); here each chunk's dW is
-a float32 product, their sum is float32, and so is the reduce-scatter over the devices.
+The one place where the sequence is cut into chunks (blockwise feed-forward and loss, after Liu and Abbeel's Blockwise
+Parallel Transformer). What is kept for the backward is the input alone. A cotangent has its primal's dtype, so plain autodiff
+would add one bfloat16 dW per chunk (3.5% off after 128); here each chunk's dW is a float32 product, and so is their sum.
+
+Weights are float32 *by type*: `sharding.gather` sent them in the compute precision, and every cast back to it is exact.
 """
 from __future__ import annotations
 
@@ -13,8 +14,6 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-from .sharding import gather, reduce_scatter
 
 
 def largest_divisor(length: int, at_most: int | None) -> int:
@@ -26,10 +25,7 @@ def largest_divisor(length: int, at_most: int | None) -> int:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def product(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """einsum of activations with a weight, in x's dtype; the weight's gradient is a float32 sum.
-
-    `w` is float32 by type: its cast to x's dtype undoes the cast that `chunked` made, so that no bit is lost.
-    """
+    """einsum of activations with a weight that is float32 by type, in x's dtype; the weight's gradient is a float32 sum."""
     return jnp.einsum(equation, x, w.astype(x.dtype))
 
 
@@ -53,69 +49,100 @@ def _slice(tree, i, size):
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * size, size, 1), tree)
 
 
-def _write(buffers, values, i, size):
-    return jax.tree.map(lambda b, v: lax.dynamic_update_slice_in_dim(b, v, i * size, 1), buffers, values)
+def _over_chunks(step: Callable, arrays, size: int):
+    """`step(chunk of arrays) -> (summands, results)` over all chunks: the sums, and the results joined along the length."""
+    length = jax.tree.leaves(arrays)[0].shape[1]
+    if size == length:
+        return step(arrays)
+
+    def one(carry, i):
+        sums, joined = carry
+        more, results = step(_slice(arrays, i, size))
+        joined = jax.tree.map(lambda b, v: lax.dynamic_update_slice_in_dim(b, v, i * size, 1), joined, results)
+        return (jax.tree.map(jnp.add, sums, more), joined), None
+
+    sums, joined = jax.eval_shape(step, _slice(arrays, 0, size))
+    sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
+    joined = jax.tree.map(lambda x: jnp.zeros((x.shape[0], length, *x.shape[2:]), x.dtype), joined)
+    return lax.scan(one, (sums, joined), jnp.arange(length // size))[0]
 
 
-def _like(tree, length):
-    """Buffers of the full length for a tree of one chunk's results."""
-    return jax.tree.map(lambda x: jnp.zeros((x.shape[0], length, *x.shape[2:]), x.dtype), tree)
+def _cast(weights: dict, dtype) -> dict:
+    """Cast to the compute precision *outside* a loop over chunks and back inside it, the loop reads the narrow ones."""
+    return {name: w.astype(dtype) for name, w in weights.items()}
 
 
-def chunked(fn: Callable, weights: dict, specs: dict, arrays: dict, labels: dict, *, dtype, chunk: int | None = None):
+def chunked(fn: Callable, weights: dict, arrays: dict, labels: dict, *, dtype, chunk: int | None = None):
     """fn(weights, arrays, labels) over chunks of the sequence.
 
     Args:
-      fn: position-wise; takes whole float32-typed weights, float arrays and integer labels of one chunk [B, c, ...],
+      fn: position-wise; takes weights, float arrays and integer labels of one chunk [B, c, ...],
         and gives a tree of arrays [B, c, ...]. It must close over no traced value.
-      weights: this device's float32 shards; specs: their PartitionSpecs.
+      weights: whole, float32 by type.
       arrays: differentiated, [B, T, ...]; labels: not differentiated, [B, T].
-      dtype: what weights are sent and used in.
+      dtype: compute precision, which the weights' values have.
       chunk: tokens in a chunk at most (the largest divisor of T is taken); None does all at once.
     """
-    length = jax.tree.leaves((arrays, labels))[0].shape[1]
-    size = largest_divisor(length, chunk)
-
-    def whole(weights):
-        return {name: gather(weights[name], specs[name], dtype) for name in weights}
-
-    def typed(full):
-        return jax.tree.map(lambda w: w.astype(jnp.float32), full)
+    size = largest_divisor(jax.tree.leaves((arrays, labels))[0].shape[1], chunk)
 
     @jax.custom_vjp
     def run(weights, arrays, labels):
-        full = whole(weights)
-        if size == length:
-            return fn(typed(full), arrays, labels)
-
-        def step(out, i):
-            value = fn(typed(full), _slice(arrays, i, size), _slice(labels, i, size))
-            return _write(out, value, i, size), None
-
-        shape = jax.eval_shape(fn, typed(full), _slice(arrays, 0, size), _slice(labels, 0, size))
-        return lax.scan(step, _like(shape, length), jnp.arange(length // size))[0]
+        narrow = _cast(weights, dtype)
+        return _over_chunks(lambda part: ((), fn(_cast(narrow, jnp.float32), *part)), (arrays, labels), size)[1]
 
     def forward(weights, arrays, labels):
-        return run(weights, arrays, labels), (weights, arrays, labels)
+        return run(weights, arrays, labels), (_cast(weights, dtype), arrays, labels)
 
     def backward(residuals, dy):
-        weights, arrays, labels = residuals
-        full = whole(weights)
+        narrow, arrays, labels = residuals
 
-        def pull(arrays, labels, dy):
-            return jax.vjp(lambda w, a: fn(w, a, labels), typed(full), arrays)[1](dy)
+        def step(part):
+            arrays, labels, dy = part
+            return jax.vjp(lambda w, a: fn(w, a, labels), _cast(narrow, jnp.float32), arrays)[1](dy)
 
-        if size == length:
-            dw, dx = pull(arrays, labels, dy)
-        else:
-            def step(carry, i):
-                dw, dx = carry
-                dw_here, dx_here = pull(*(_slice(x, i, size) for x in (arrays, labels, dy)))
-                return (jax.tree.map(jnp.add, dw, dw_here), _write(dx, dx_here, i, size)), None
-
-            zero = {name: jnp.zeros(w.shape, jnp.float32) for name, w in full.items()}
-            (dw, dx), _ = lax.scan(step, (zero, jax.tree.map(jnp.zeros_like, arrays)), jnp.arange(length // size))
-        return {name: reduce_scatter(dw[name], specs[name]) for name in dw}, dx, None
+        return *_over_chunks(step, (arrays, labels, dy), size), None
 
     run.defvjp(forward, backward)
     return run(weights, arrays, labels)
+
+
+def chunked_total(fn: Callable, weights: dict, arrays: dict, labels: dict, shares: jax.Array, *, dtype,
+                  chunk: int | None = None):
+    """The sum of fn(weights, arrays, labels) * shares over all tokens, and fn's values: float32 scalar and [B, T].
+
+    The gradient is taken in the forward pass, chunk by chunk, where the values are at hand: the backward only scales it by the
+    sum's cotangent, and nothing is run again. The values are for looking at: no gradient passes through them.
+
+    Args:
+      fn: position-wise, gives float32 [B, c]; else as for `chunked`.
+      shares: float32 [B, T], not differentiated.
+    """
+    size = largest_divisor(shares.shape[1], chunk)
+
+    def total(weights, arrays, labels, shares):
+        values = fn(weights, arrays, labels)
+        return jnp.sum(values * shares), lax.stop_gradient(values)
+
+    @jax.custom_vjp
+    def run(weights, arrays, labels, shares):
+        narrow = _cast(weights, dtype)
+        return _over_chunks(lambda part: total(_cast(narrow, jnp.float32), *part), (arrays, labels, shares), size)
+
+    def forward(weights, arrays, labels, shares):
+        narrow = _cast(weights, dtype)
+
+        def step(part):
+            arrays, *rest = part
+            value, pull, values = jax.vjp(lambda w, a: total(w, a, *rest), _cast(narrow, jnp.float32), arrays, has_aux=True)
+            dw, dx = pull(jnp.ones_like(value))
+            return (value, dw), (values, dx)
+
+        (value, dw), (values, dx) = _over_chunks(step, (arrays, labels, shares), size)
+        return (value, values), (dw, dx)
+
+    def backward(residuals, cotangents):
+        dw, dx = jax.tree.map(lambda x: (x * cotangents[0]).astype(x.dtype), residuals)
+        return dw, dx, None, None
+
+    run.defvjp(forward, backward)
+    return run(weights, arrays, labels, shares)

@@ -125,17 +125,17 @@ class Generator:
 
     def _token(self, params, token, index, step, coords, prompt_kv, new_kv):
         """One new token [B, 1] at `index` through all layers; its keys and values join new_kv at place `step`."""
-        model = self.model
+        model = dataclasses.replace(self.model, sequence_parallel=False)  # one token cannot be split
         rows = token.shape[0]
         new_index = index - step + jnp.arange(self.new_tokens)[None]
         written = jnp.broadcast_to(jnp.arange(self.new_tokens)[None] <= step, (rows, self.new_tokens))
         new_coords = TokenCoords(new_index, written.astype(jnp.int32))
         here = TokenCoords(index, jnp.ones_like(index))
         attend = functools.partial(model.kernel.forward, mask=Mask(), scale=model.config.head_dim ** -0.5)
-        layers = {name.removeprefix("layers."): w for name, w in params.items() if name.startswith("layers.")}
 
         def layer(x, given):
-            weights, (prompt_k, prompt_v), (new_k, new_v) = given
+            shards, (prompt_k, prompt_v), (new_k, new_v) = given
+            weights = model.local_weights(shards)
             q, k, v = model.local_project(weights, x, index, self._row)
             new_k = lax.dynamic_update_slice_in_dim(new_k, k, step, 1)
             new_v = lax.dynamic_update_slice_in_dim(new_v, v, step, 1)
@@ -143,4 +143,4 @@ class Generator:
             attended = merge(prompt, attend(q, new_k, new_v, here, new_coords)).out.astype(x.dtype)
             return model.local_finish(weights, x, attended), (new_k, new_v)
 
-        return lax.scan(layer, model.local_embed(params, token), (layers, prompt_kv, new_kv))
+        return lax.scan(layer, model.local_embed(params, token), (model.layer_shards(params), prompt_kv, new_kv))

@@ -63,6 +63,7 @@ class FeedForward(nnx.Module):
 
     def __call__(self, x, parallel: Parallel):
         """x [B, T, E] -> [B, T, E], summed over the tensor ranks."""
+        x = parallel.whole(x)
         gate = self.gate_proj.add_bias(self.gate_proj(x))
         up = self.up_proj.add_bias(self.up_proj(x))
-        return self.down_proj.add_bias(parallel.sum(self.down_proj(jax.nn.silu(gate) * up), "mlp"))
+        return self.down_proj.add_bias(parallel.combine(self.down_proj(jax.nn.silu(gate) * up), "mlp"))

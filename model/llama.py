@@ -19,19 +19,19 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .attention import Mask, TokenCoords, attend
 from .attention.kernels import Kernel, get_kernel
-from .chunked import chunked, product
+from .chunked import chunked, chunked_total, product
 from .config import LlamaConfig
 from .feedforward import FeedForward, Projection, RMSNorm, param, rms_norm
 from .loss import token_losses
 from .remat import scan_layers
 from .rope import apply_rope, attention_scaling, inverse_frequencies
-from .sharding import BATCH_AXES, Parallel, Parameter, Sharding
+from .sharding import BATCH_AXES, Parallel, Parameter, Sharding, gather
 
 TOKENS = PartitionSpec(BATCH_AXES, "sequence")
 
 
 class SelfAttention(nnx.Module):
-    """The projections around attention; heads are split over `tensor` where they can be."""
+    """The projections around attention; heads, padded ones among them, are split over `tensor`."""
 
     def __init__(self, config: LlamaConfig, *, rngs):
         self.config = config
@@ -53,6 +53,7 @@ class SelfAttention(nnx.Module):
 
         length: of the whole row, see `inverse_frequencies`.
         """
+        x = parallel.whole(x)
         q, k, v = (part.add_bias(part(x)) for part in (self.q_proj, self.k_proj, self.v_proj))
         if parallel.heads and not parallel.kv_heads:
             # Fewer key heads than ranks: each rank keeps the one that its query heads share.
@@ -64,7 +65,7 @@ class SelfAttention(nnx.Module):
 
     def combine(self, attended, parallel: Parallel):
         """[B, T, Hq, D] -> [B, T, E], summed over the tensor ranks."""
-        return self.o_proj.add_bias(parallel.sum(self.o_proj(attended), "heads"))
+        return self.o_proj.add_bias(parallel.combine(self.o_proj(attended), "heads"))
 
 
 class DecoderLayer(nnx.Module):
@@ -147,6 +148,11 @@ class Llama:
       schedule, kernel, mask: see `model.attention`.
       dtype: compute precision; parameters stay float32.
       remat, every_k: a policy of `model.remat`.
+      sequence_parallel: Megatron's: hidden states are split over `tensor` too, along the length (`Parallel.split_tokens`);
+        nothing is then computed in chunks.
+
+    Raises:
+      ValueError: `sequence_parallel` where `tensor` does not split the heads and the feed-forward width.
     """
 
     config: LlamaConfig
@@ -158,6 +164,12 @@ class Llama:
     every_k: int = 2
     chunks: Chunks = Chunks()
     storage_axes: tuple[str, ...] = ("fsdp", "sequence")
+    sequence_parallel: bool = False
+
+    def __post_init__(self):
+        if self.parallel.split_tokens and not (self.parallel.heads and self.parallel.mlp):
+            raise ValueError(f"sequence_parallel: tensor = {self.parallel.tensor} does not divide the heads "
+                             f"({self.config.num_attention_heads}) or the width ({self.config.intermediate_size})")
 
     @functools.cached_property
     def sharding(self) -> Sharding:
@@ -165,8 +177,8 @@ class Llama:
 
     @functools.cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """As in memory: with the vocabulary padded to what `tensor` divides."""
-        return declare(dataclasses.replace(self.config, vocab_size=self.parallel.vocab_size))
+        """As in memory: with the vocabulary and the heads padded to what `tensor` divides."""
+        return declare(self.in_memory)
 
     @functools.cached_property
     def specs(self) -> dict[str, PartitionSpec]:
@@ -178,7 +190,13 @@ class Llama:
 
     @property
     def parallel(self) -> Parallel:
-        return self.sharding.parallel
+        return dataclasses.replace(self.sharding.parallel,
+                                   split_tokens=self.sequence_parallel and self.mesh.shape["tensor"] > 1)
+
+    @property
+    def in_memory(self) -> LlamaConfig:
+        """The sizes of `parameters`, padding among them."""
+        return self.parallel.padded(self.config)
 
     def init(self, seed: int) -> dict[str, jax.Array]:
         """Fresh parameters, born sharded."""
@@ -188,10 +206,12 @@ class Llama:
 
         return jax.jit(padded, out_shardings=self.shardings)(jax.random.key(seed))
 
-    def _run(self, fn, params, names, arrays, labels, chunk):
-        weights = {name: params[name] for name in names}
-        specs = {name: self.specs[name] for name in names}
-        return chunked(fn, weights, specs, arrays, labels, dtype=self.dtype, chunk=chunk)
+    def _whole(self, params, names) -> dict:
+        """These parameters, gathered from their shards."""
+        return {name: gather(params[name], self.specs[name], self.dtype) for name in names}
+
+    def _run(self, fn, weights, arrays, labels, chunk):
+        return chunked(fn, weights, arrays, labels, dtype=self.dtype, chunk=chunk)
 
     def local_embed(self, params, tokens):
         """int32 [B, T] -> [B, T, E]. The float32 table is indexed and the rows cast, so that its gradient is float32."""
@@ -203,18 +223,31 @@ class Llama:
                 ids = ids - parallel.rank() * table.shape[0]
             here = (ids >= 0) & (ids < table.shape[0])
             rows = jnp.where(here[..., None], table[jnp.where(here, ids, 0)], 0.0)
-            return parallel.sum(rows.astype(self.dtype), "vocab")
+            return parallel.combine(rows.astype(self.dtype), "vocab")
 
-        return self._run(embed, params, ["embed_tokens.weight"], {}, {"tokens": tokens}, None)
+        return self._run(embed, self._whole(params, ["embed_tokens.weight"]), {}, {"tokens": tokens}, None)
+
+    @staticmethod
+    def layer_shards(params) -> dict:
+        """The parameters of the layers, named as within a layer, stacked."""
+        return {name.removeprefix("layers."): w for name, w in params.items() if name.startswith("layers.")}
+
+    def local_weights(self, shards: dict) -> dict:
+        """One layer's weights (names within the layer), whole: gathered once for all that the layer does in one direction."""
+        return {name: gather(shard, PartitionSpec(*self.specs[f"layers.{name}"][1:]), self.dtype)
+                for name, shard in shards.items()}
 
     def _layer_call(self, fn, weights, part, arrays, labels, chunk):
-        """`chunked` over those of a layer's weights (names within the layer) that start with one of `part`."""
+        """fn over those of a layer's weights that start with one of `part`; run again in the backward chunk by chunk, but
+        for the policy `everything`, which keeps what fn computes."""
         weights = {name: w for name, w in weights.items() if name.startswith(part)}
-        specs = {name: PartitionSpec(*self.specs[f"layers.{name}"][1:]) for name in weights}
-        return chunked(fn, weights, specs, arrays, labels, dtype=self.dtype, chunk=chunk)
+        if self.remat == "everything":
+            return fn(weights, arrays, labels)
+        # A rank's chunks would not be chunks of the tokens that all ranks together hold.
+        return self._run(fn, weights, arrays, labels, None if self.parallel.split_tokens else chunk)
 
     def local_project(self, weights, x, positions, length: int):
-        """A layer's norm, projections and RoPE: q, k, v; length is the whole row's."""
+        """A layer's norm, projections and RoPE, from whole weights: q, k, v; length is the whole row's."""
         def project(weights, arrays, labels):
             layer = bind(self.config, weights)
             return layer.self_attn.project(layer.input_layernorm(arrays["x"]), labels["positions"], length, self.parallel)
@@ -223,7 +256,7 @@ class Llama:
         return self._layer_call(project, weights, part, {"x": x}, {"positions": positions}, self.chunks.projection)
 
     def local_finish(self, weights, x, attended):
-        """A layer from attention's output to the next layer's input."""
+        """A layer from attention's output to the next layer's input, from whole weights."""
         def finish(weights, arrays, labels):
             layer = bind(self.config, weights)
             x = arrays["x"] + layer.self_attn.combine(arrays["attended"], self.parallel)
@@ -237,19 +270,21 @@ class Llama:
 
         length: of the row for the RoPE rule `dynamic`, if tokens are to follow; else what x holds over all devices.
         """
-        layers = {name.removeprefix("layers."): w for name, w in params.items() if name.startswith("layers.")}
+        layers = self.layer_shards(params)
         size = self.mesh.shape["sequence"]
-        length = length or x.shape[1] * size
+        length = length or positions.shape[1] * size
 
-        def body(carry, weights):
+        def body(carry, shards):
             x, positions, coords = carry
             x = checkpoint_name(x, "layer_input")
+            weights = self.local_weights(shards)
             q, k, v = self.local_project(weights, x, positions, length)
             attended, _ = attend(q, k, v, coords, coords, schedule=self.schedule, kernel=self.kernel, axis="sequence",
                                  size=size, mask=Mask())
             return (self.local_finish(weights, x, attended), positions, coords), (k, v) if keep_kv else None
 
         (x, _, _), kv = scan_layers(body, (x, positions, coords), layers, self.remat, self.every_k)
+        x = self.parallel.whole(x)
         return (x, kv) if keep_kv else x
 
     def _head(self, weights, x):
@@ -276,10 +311,13 @@ class Llama:
                 logits = lax.all_gather(logits, "tensor", axis=2, tiled=True)[..., :self.config.vocab_size]
             return logits.astype(jnp.float32)
 
-        return self._run(head, params, self._head_names, {"x": x}, {}, None)
+        return self._run(head, self._whole(params, self._head_names), {"x": x}, {}, None)
 
-    def local_token_losses(self, params, batch):
-        """-log p(target) of every token of this device: float32 [B, T]. Logits exist for one chunk at a time."""
+    def local_losses(self, params, batch):
+        """-log p(target) of every token of this device: the weighted sum, and each, float32 [B, T], without gradient.
+
+        Logits exist for one chunk at a time, and no chunk's are computed twice.
+        """
         coords = TokenCoords(batch["index"], batch["segment_ids"])
         x = self.local_embed(params, batch["tokens"])
         x = self.local_layers(params, x, batch["positions"], coords)
@@ -287,11 +325,12 @@ class Llama:
         def loss(weights, arrays, labels):
             return token_losses(self._head(weights, arrays["x"]), labels["targets"], self.parallel)
 
-        return self._run(loss, params, self._head_names, {"x": x}, {"targets": batch["targets"]}, self.chunks.loss)
+        return chunked_total(loss, self._whole(params, self._head_names), {"x": x}, {"targets": batch["targets"]},
+                             batch["loss_weights"], dtype=self.dtype, chunk=self.chunks.loss)
 
     def token_losses(self, params, batch):
         """-log p(target) of every token of a global batch (see ARCHITECTURE.md): float32 [B, L]."""
-        return self._sharded(self.local_token_losses, TOKENS)(params, batch)
+        return self._sharded(lambda params, batch: self.local_losses(params, batch)[1], TOKENS)(params, batch)
 
     def logits(self, params, batch):
         """Logits of every token of a global batch: float32 [B, L, V]. For tests and short inputs."""
@@ -302,18 +341,27 @@ class Llama:
 
         return self._sharded(local, PartitionSpec(*TOKENS, None))(params, batch)
 
-    def loss(self, params, batch):
+    def loss(self, params, batch, sources: int | None = None):
         """Weighted cross-entropy in nats over the *global* sum of weights, and that sum: two float32 scalars.
 
+        With `sources` a third: the sums of weighted losses and of weights of the tokens that the batch's `source_ids` [B, L]
+        give to each source, two float32 [sources] without gradient.
         Take gradients outside: inside `shard_map` they would be wrong once a psum over `tensor` is in the loss.
         """
         def local(params, batch):
-            losses = self.local_token_losses(params, batch)
-            axes = (*BATCH_AXES, "sequence")
-            total = lax.psum(jnp.sum(batch["loss_weights"]), axes)
-            return lax.psum(jnp.sum(losses * batch["loss_weights"]), axes) / jnp.maximum(total, 1e-9), total
+            def add(x):
+                return lax.psum(x, (*BATCH_AXES, "sequence"))
 
-        return self._sharded(local, (PartitionSpec(), PartitionSpec()))(params, batch)
+            def by_source(x):
+                return add(jnp.where(batch["source_ids"] == jnp.arange(sources)[:, None, None], x, 0).sum((1, 2)))
+
+            value, losses = self.local_losses(params, batch)
+            weights = batch["loss_weights"]
+            total = add(jnp.sum(weights))
+            found = add(value) / jnp.maximum(total, 1e-9), total
+            return found if sources is None else (*found, (by_source(losses * weights), by_source(weights)))
+
+        return self._sharded(local, PartitionSpec())(params, batch)
 
     def _sharded(self, fn, out_specs):
         return jax.shard_map(fn, mesh=self.mesh, in_specs=(self.specs, TOKENS), out_specs=out_specs, check_vma=False)

@@ -13,13 +13,15 @@ def _policy(name: str):
     """A `jax.checkpoint` policy for one layer; the layer's input is kept by all of them, on the device but for `offload`."""
     if name in ("nothing", "every_k"):
         return jax.checkpoint_policies.nothing_saveable
+    attention = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
     if name == "everything":
-        return jax.checkpoint_policies.everything_saveable
+        # Results of matrix products, and no weights: gathered, all layers' together would be the whole model on each device.
+        return jax.checkpoint_policies.save_from_both_policies(jax.checkpoint_policies.dots_saveable, attention)
     if name == "offload":
         return jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[], names_which_can_be_offloaded=["layer_input"],
             offload_src="device", offload_dst="pinned_host")
-    return jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
+    return attention
 
 
 def scan_layers(body: Callable, carry, layers, name: str, every_k: int = 1):
@@ -27,9 +29,9 @@ def scan_layers(body: Callable, carry, layers, name: str, every_k: int = 1):
 
     `nothing` keeps each layer's input alone, `offload` keeps it in pinned host memory. `save_attention` keeps the attention
     output and its lse too, so that the backward never runs attention forward again (DistFlashAttn, section 3.3); `everything`
-    runs no layer again (what `model.chunked` computes chunk by chunk it still does). `every_k` keeps the input of every k-th
-    layer: the backward runs k layers again to get theirs, and then each of them once more; with L layers L / k + k inputs
-    are held at most (Chen et al., Training Deep Nets with Sublinear Memory Cost, section 4).
+    the result of every matrix product as well: only element-wise work is run again, and nothing in chunks. `every_k` keeps the
+    input of every k-th layer: the backward runs k layers again to get theirs, and then each of them once more; with L layers
+    L / k + k inputs are held at most (Chen et al., Training Deep Nets with Sublinear Memory Cost, section 4).
 
     Args:
       body: as scan's; names its input `layer_input`, its attention `attention_out` and `attention_lse`.

@@ -6,6 +6,7 @@ Every parameter is sharded over `tensor` where its heads, feed-forward width or 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -34,15 +35,24 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """What the tensor axis splits for this model. What it does not divide is replicated over it, but for the vocabulary,
-    which is padded.
+    """What the tensor axis splits for this model. The vocabulary, and heads that it does not divide, are padded in memory
+    with zeros that stay zero: no logit, no gradient, no share in norms; exports leave them out. A feed-forward width
+    that it does not divide is replicated.
+
+    Padding adds key heads, each with its whole group of query heads, so that query head h still meets key head h // group.
+    It costs query_heads / num_attention_heads of the attention's weights, moments and work: 9 and 3 heads on 2 ranks
+    become 12 and 4 (a third more), 33 on 8 become 40 (a fifth). All heads on each rank would cost `tensor` times. One key
+    head shared by query heads that `tensor` does not divide is the exception: a rank would have as many heads either way,
+    so they are replicated.
 
     Attributes:
       tensor: size of the tensor axis.
       heads, kv_heads, mlp, vocab: whether that is split. With `heads` and not `kv_heads`, each rank computes with
         the one key/value head that its query heads share.
-      vocab_size: rows of the embedding in memory. Those beyond the model's vocabulary are zero and stay so: no logit, no
-        gradient; exports leave them out.
+      vocab_size, query_heads, key_heads: in memory, padding among them.
+      split_tokens: between attention and feed-forward, each rank keeps its own tokens of the hidden states (Korthikanti et al.,
+        Reducing Activation Recomputation in Large Transformer Models, section 4.2): gathered before a product over a split
+        axis and reduce-scattered behind it, which sends as much as the sum would.
     """
 
     tensor: int
@@ -51,15 +61,37 @@ class Parallel:
     mlp: bool
     vocab: bool
     vocab_size: int
+    query_heads: int
+    key_heads: int
+    split_tokens: bool = False
 
     @classmethod
     def of(cls, config: LlamaConfig, tensor: int) -> Parallel:
-        """The splits that the sizes allow."""
+        """The splits that the sizes allow, and the padding that allows them."""
         query, key = config.num_attention_heads, config.num_key_value_heads
+        shared = query % tensor == 0 and tensor % key == 0
+        if key % tensor and not shared and key > 1:
+            group, key = query // key, -(-key // tensor) * tensor
+            query = group * key
         kv_heads = key % tensor == 0
-        heads = query % tensor == 0 and (kv_heads or tensor % key == 0)
-        return cls(tensor, heads, heads and kv_heads, config.intermediate_size % tensor == 0, True,
-                   -(-config.vocab_size // tensor) * tensor)
+        return cls(tensor, kv_heads or shared, kv_heads, config.intermediate_size % tensor == 0, True,
+                   -(-config.vocab_size // tensor) * tensor, query, key)
+
+    def padded(self, config: LlamaConfig) -> LlamaConfig:
+        """The model's sizes as they are in memory."""
+        return dataclasses.replace(config, vocab_size=self.vocab_size, num_attention_heads=self.query_heads,
+                                   num_key_value_heads=self.key_heads)
+
+    def combine(self, x: jax.Array, what: str) -> jax.Array:
+        """Hidden states [B, T, E] from the ranks' shares of a product over a split axis; with `split_tokens` a rank's own
+        tokens of them, [B, T / tensor, E]."""
+        if self.split_tokens:
+            return lax.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True)
+        return self.sum(x, what)
+
+    def whole(self, x: jax.Array) -> jax.Array:
+        """All of the ranks' tokens: [B, T, E]."""
+        return lax.all_gather(x, "tensor", axis=1, tiled=True) if self.split_tokens else x
 
     def sum(self, x: jax.Array, what: str) -> jax.Array:
         """Adds the tensor ranks' shares of a product over a split axis; nothing to add where it is not split."""
@@ -134,17 +166,23 @@ def storage_axes_of(spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
     return found
 
 
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather(shard: jax.Array, spec: PartitionSpec, dtype) -> jax.Array:
-    """A parameter's shard -> the whole (of this tensor rank), sent in `dtype`. Inside `shard_map`."""
+    """A parameter's float32 shard -> the whole (of this tensor rank), sent in `dtype`, float32 by type. Inside `shard_map`.
+
+    A cotangent has its primal's dtype: the whole is float32 by type so that its gradient, one from each device, is float32
+    until the reduce-scatter has added it up.
+    """
     whole = shard.astype(dtype)
     for i, axes in storage_axes_of(spec):
         whole = lax.all_gather(whole, axes, axis=i, tiled=True)
-    return whole
+    return whole.astype(jnp.float32)
 
 
-def reduce_scatter(gradient: jax.Array, spec: PartitionSpec) -> jax.Array:
-    """Float32 gradients of a whole parameter, one from each device -> this device's shard of their sum, in float32."""
-    assert gradient.dtype == jnp.float32, gradient.dtype
+def _reduce_scatter(spec: PartitionSpec, dtype, _, gradient: jax.Array):
     for i, axes in reversed(storage_axes_of(spec)):
         gradient = lax.psum_scatter(gradient, axes, scatter_dimension=i, tiled=True)
-    return gradient
+    return (gradient,)
+
+
+gather.defvjp(lambda shard, spec, dtype: (gather(shard, spec, dtype), None), _reduce_scatter)

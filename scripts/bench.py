@@ -37,6 +37,7 @@ def main(argv=None) -> None:
     for remat in ("nothing", "save_attention"):
         run(results, "-m", "scripts.plan", "--model", "llama-7b", "--topology", "v4:4x4x4", "--context", "1048576",
             "--remat", remat, "--output", str(args.output / f"llama_7b_1m_{remat}.json"))
+    run(results, "-m", "scripts.bench_step", "--output", str(args.output))
     model, trained, exported = (str(args.output / name) for name in ("smollm2", "identity", "identity_hf"))
     run(results, "-m", "scripts.make_smollm2", model)
     run(results, "-m", "scripts.bench_data", "--tokenizer", model, "--output", str(args.output / "data"))

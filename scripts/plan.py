@@ -1,105 +1,155 @@
-"""What a training step takes on a TPU pod that is not there: compiles the step that train.py runs, by the real compiler.
+"""What a training step takes on a pod that is not there: compiles the step that train.py runs, by the real compiler.
 
     python -m scripts.plan --model llama-7b --topology v4:4x4x4 --context 1048576
+    python -m scripts.plan --model llama-7b --topology v5e:16x16 --context 1048576 --search --output plan
+
+With --search it doubles the context, under the remat policies from the fastest to the one that keeps least, until none fits.
+Memory and collectives are the compiler's own; step time, MFU, hours and money are estimates of the cost model.
 """
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
-import time
+from pathlib import Path
+
+GENERATIONS = {"a100": "a100_nvlink"}  # topology -> hardware of the cost model, where the names differ
 
 
-def topology_devices(name: str):
-    """Devices of a TPU topology such as v4:4x4x4 (v4 as megacore: one device a chip). ValueError for an unknown one."""
-    from jax.experimental import topologies
-
-    # Several processes may hold the compiler at once, and none of them has a TPU to ask about itself.
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    options = {"chip_config_name": "megacore"} if name.startswith("v4") else {}
-    try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
-    except Exception as error:
-        raise ValueError(f"topology: {name!r} is not known to the TPU compiler ({str(error).splitlines()[0]}); "
-                         "write generation:shape, such as v4:4x4x4 or v5e:16x16; the compiler comes with `libtpu`") from None
-
-
-def compile_step(model_config, devices, context: int, *, remat="save_attention", every_k=2, batch=1, mesh=None):
-    """The compiled training step for these devices; all on the sequence axis unless `mesh` says otherwise."""
-    from model.attention.kernels import get_kernel
-    from model.llama import Llama
-    from trainer.config import MeshConfig, OptimizerConfig
-    from trainer.mesh import make_mesh
-    from trainer.step import StepBuilder, text_batch
-
-    mesh = make_mesh(mesh or MeshConfig(sequence=len(devices)), devices)
-    model = Llama(model_config, mesh, remat=remat, every_k=every_k, kernel=get_kernel(query_tile=1024, key_tile=1024),
-                  schedule="ring")
-    builder = StepBuilder(model, model.loss, tuple(model.parameters), text_batch(batch, context, mesh),
-                          OptimizerConfig(), 1000)
-    return builder.lower_train().compile()
-
-
-def main(argv=None) -> int:
-    """Prints the plan as a table, and with --output as JSON."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+def parse(argv):
+    """The command line, checked."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.plan", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", required=True, help="a preset, such as llama-7b")
-    parser.add_argument("--topology", required=True, help="generation:shape, such as v4:4x4x4 or v5e:16x16")
-    parser.add_argument("--context", type=int, required=True, help="tokens in a row")
+    parser.add_argument("--topology", required=True, help="such as v4:4x4x4, v5e:16x16, h100:8, a100:4x8 (4 hosts of 8)")
+    parser.add_argument("--context", type=int, required=True, help="tokens in a row; with --search the first one tried")
     parser.add_argument("--mesh", default="", help="such as fsdp=8,sequence=8; all devices on sequence unless given")
-    parser.add_argument("--batch", type=int, default=1, help="rows")
+    parser.add_argument("--batch", type=int, default=1, help="rows (default 1)")
+    parser.add_argument("--schedule", default="ring", help="see model.attention (default ring)")
+    parser.add_argument("--layout", default="striped", help="for the estimates (default striped)")
     parser.add_argument("--remat", default="save_attention", help="what layers keep for the backward (default save_attention)",
                         choices=["nothing", "save_attention", "offload", "every_k", "everything"])
     parser.add_argument("--every-k", type=int, default=2, help="layers between the inputs that remat every_k keeps")
-    parser.add_argument("--output", help="also write the plan to this JSON file")
-    args = parser.parse_args(argv)
+    parser.add_argument("--moments-on-host", action="store_true", help="the optimizer's moments lie in the host's memory")
+    parser.add_argument("--search", action="store_true", help="the longest context that fits, and the policy that holds it")
+    parser.add_argument("--tokens", type=float, help="tokens to train on: adds hours")
+    parser.add_argument("--price-per-device-hour", type=float, help="adds money to the hours")
+    parser.add_argument("--output", help="also write the plan to this JSON file; with --search to this folder, with a picture")
+    return parser.parse_args(argv)
+
+
+def mesh_of(text: str):
+    """fsdp=8,sequence=8 -> MeshConfig; None for nothing."""
+    from trainer.schema import MeshConfig
+
+    axes = dict(part.split("=") for part in text.split(",") if part)
     try:
-        plan = make_plan(args)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return MeshConfig(**{axis: int(size) for axis, size in axes.items()}) if axes else None
+    except (TypeError, ValueError):
+        raise ValueError(f"--mesh: found {text!r}; write axis=size,... with data, fsdp, tensor, sequence") from None
+
+
+def estimates(plan: dict, args) -> dict:
+    """What the cost model says of a plan; nothing where it does not know the hardware."""
+    from model.config import LlamaConfig
+    from trainer import costs
+
+    generation = args.topology.split(":")[0]
+    hardware = costs.HARDWARE.get(GENERATIONS.get(generation, generation))
+    if hardware is None:
+        return {}
+    axes = {axis: plan["mesh"][axis] for axis in ("data", "fsdp", "tensor", "sequence")}
+    found = costs.estimate(costs.Job(
+        costs.Sizes.of(LlamaConfig.preset(args.model)), hardware, plan["context"], args.batch, **axes, remat=plan["remat"],
+        schedule=args.schedule if plan["mesh"]["sequence"] > 1 else "local", layout=args.layout))
+    told = {"estimated_step_seconds": found.seconds, "estimated_mfu": found.mfu,
+            "estimated_exposed_seconds": found.step.exposed, "estimated_tokens_per_second": found.tokens_per_second}
+    if args.tokens:
+        told["estimated_hours"] = args.tokens / found.tokens_per_second / 3600
+        if args.price_per_device_hour:
+            told["estimated_cost"] = told["estimated_hours"] * plan["devices"] * args.price_per_device_hour
+    return told
+
+
+def show(plan: dict) -> None:
+    """A plan as a table."""
     for name, value in plan.items():
-        print(f"{name:24} {value:,.3f}" if isinstance(value, float) else f"{name:24} {value}")
-    if args.output:
-        with open(args.output, "w", encoding="utf-8") as file:
-            json.dump(plan, file, indent=2)
-    return 0
+        print(f"{name:28} {value:,.3f}" if isinstance(value, float) else f"{name:28} {value}")
 
 
-def make_plan(args) -> dict:
-    """The plan as a flat dictionary; sizes in GiB a device."""
+def draw(tries: list[dict], plan: dict, path: Path) -> None:
+    """Memory against context, one line a policy; what did not fit is hollow."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    for remat in dict.fromkeys(row["remat"] for row in tries):
+        rows = [row for row in tries if row["remat"] == remat and row["gib"] == row["gib"]]
+        line, = axes.plot([row["context"] for row in rows], [row["gib"] for row in rows], label=remat)
+        for row in rows:
+            axes.plot(row["context"], row["gib"], "o", color=line.get_color(), fillstyle="full" if row["fits"] else "none")
+    if plan["device_gib"]:
+        axes.axhline(plan["device_gib"], color="black", linestyle="--", linewidth=1, label="a device has")
+    axes.set(xscale="log", yscale="log", xlabel="tokens in a row", ylabel="GiB a device",
+             title=f"{plan['model']} on {plan['topology']}")
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def run(args) -> int:
+    """One plan, or the search for the longest."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from data.errors import UserError
-    from model.config import LlamaConfig
-    from trainer.compiled import collectives, memory
-    from trainer.config import MeshConfig
+    from trainer.plan import DoesNotFit, Job, plan, search
 
-    devices = topology_devices(args.topology)
-    axes = dict(part.split("=") for part in args.mesh.split(",") if part)
+    job = Job(args.model, args.topology, args.context, args.batch, mesh_of(args.mesh), args.schedule, args.remat, args.every_k,
+              args.moments_on_host)
+    if not args.search:
+        try:
+            found = plan(job)
+        except DoesNotFit as error:
+            print(f"does not fit: {error}", file=sys.stderr)
+            return 1
+        found |= estimates(found, args)
+        show(found)
+        if args.output:
+            Path(args.output).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        return 0
+    tries = []
+
+    def on_try(job, result):
+        fits = not isinstance(result, DoesNotFit)
+        tries.append({"context": job.context, "remat": job.remat, "fits": fits,
+                      "gib": result["peak_gib"] if fits else result.needs_gib})
+        print(f"{job.context:12,} tokens  {job.remat:15} {'fits' if fits else 'does not fit'}: {tries[-1]['gib']:.2f} GiB",
+              flush=True)
+
+    best, refusal = search(job, on_try=on_try)
+    if best is None:
+        print(f"does not fit at {args.context:,} tokens: {refusal}", file=sys.stderr)
+        return 1
+    best |= estimates(best, args)
+    print()
+    show(best)
+    if args.output:
+        folder = Path(args.output)
+        folder.mkdir(parents=True, exist_ok=True)
+        result = {"longest": best, "next": None if refusal is None else str(refusal), "tries": tries}
+        (folder / "plan.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        draw(tries, best, folder / "plan.png")
+    return 0
+
+
+def main(argv=None) -> int:
+    """Prints the plan as a table; 1 where it does not fit, 2 where it cannot be asked."""
+    args = parse(argv)
+    from data.errors import UserError
+
     try:
-        mesh = MeshConfig(**{axis: int(size) for axis, size in axes.items()}) if axes else None
-    except (TypeError, ValueError):
-        raise ValueError(f"--mesh: found {args.mesh!r}; write axis=size,... with data, fsdp, tensor, sequence") from None
-    start = time.perf_counter()
-    try:
-        compiled = compile_step(LlamaConfig.preset(args.model), devices, args.context, remat=args.remat,
-                                every_k=args.every_k, batch=args.batch, mesh=mesh)
-    except UserError as error:
-        raise ValueError(str(error)) from None
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise ValueError("does not fit: " + str(error).splitlines()[0]) from None
-    plan = {"model": args.model, "topology": args.topology, "devices": len(devices), "context": args.context,
-            "tokens_per_device": args.context * args.batch // len(devices), "remat": args.remat,
-            "compile_seconds": time.perf_counter() - start}
-    plan |= {f"{name}_gib": size for name, size in memory(compiled).items()}
-    plan["collectives"] = dict(collectives(compiled.as_text()))
-    return plan
+        return run(args)
+    except (ValueError, UserError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -34,8 +34,10 @@ import orbax.checkpoint as ocp
 import tensorstore
 from jax.experimental import multihost_utils
 
-from trainer.huggingface import VOCABULARY_AXES
+from model.config import LlamaConfig
+from trainer.huggingface import hf_layout
 from trainer.manifest import MANIFEST, DamagedError, ForeignError, read_manifest, verify, write_manifest
+from trainer.padding import fits
 
 _STEP = re.compile(r"\d+")
 CHECKPOINTS = "checkpoints"
@@ -317,7 +319,7 @@ def restore_model(
     """The parameters alone, verified: for evaluation and export, which never read moments.
 
     `shardings`: by name (a sharding, or a ShapeDtypeStruct that has one), one for all, or None for numpy arrays on the
-    host. `shapes`: by name, where the vocabulary is padded for another mesh than the one it was saved from. Errors as
+    host. `shapes`: by name, where vocabulary or heads are padded for another mesh than the one it was saved from. Errors as
     restore's.
     """
     folder = find_checkpoint(path)
@@ -359,7 +361,7 @@ def _restore_item(folder: Path, item: str, abstract: dict[str, Any]) -> dict[str
             raise ValueError(f"{folder}: {what} {name} is not in the checkpoint")
         found = stored[name]
         # Checked here, since Orbax would cast to another dtype, and may cut or pad another shape, without a word.
-        if not _fits(name, tuple(found.shape), tuple(np.shape(wanted))) or found.dtype != wanted.dtype:
+        if not _fits(folder, name, tuple(found.shape), tuple(np.shape(wanted))) or found.dtype != wanted.dtype:
             raise ValueError(f"{folder}: {what} {name} is {found.dtype}{list(found.shape)} in the checkpoint, and "
                              f"{np.dtype(wanted.dtype)}{list(np.shape(wanted))} in this run")
     for name in stored:
@@ -376,17 +378,13 @@ def _restore_item(folder: Path, item: str, abstract: dict[str, Any]) -> dict[str
     return {name: found[name] for name in abstract}
 
 
-# Padding is less than the mesh's tensor axis; a greater difference is another vocabulary.
-_MOST_PADDING = 1024
-
-
-def _fits(name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Equal shapes, or equal but for the vocabulary's padding: rows of zeros, parameters and moments alike, that Orbax may
-    add or leave out."""
-    axis = next((axis for vocabulary, axis in VOCABULARY_AXES.items() if name.endswith(vocabulary)), None)
-    if axis is None or len(found) != 2 or len(wanted) != 2:
+def _fits(folder: Path, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
+    """Equal shapes, or equal but for padding, which Orbax may add or leave out; nothing of the model itself is left out."""
+    if found == wanted or not fits(name, found, wanted):
         return found == wanted
-    return found[1 - axis] == wanted[1 - axis] and abs(found[axis] - wanted[axis]) < _MOST_PADDING
+    assets = folder / "assets"
+    layout = hf_layout(LlamaConfig.from_hf(assets)) if (assets / "config.json").exists() else ()
+    return fits(name, found, wanted, next((entry.shape for entry in layout if name.endswith(entry.name)), None))
 
 
 def _stored(folder: Path, item: str) -> dict[str, jax.ShapeDtypeStruct]:

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
+import math
 import re
 
 GIB = 2**30
@@ -39,7 +41,75 @@ def arrays_with(text: str, size: int) -> set[str]:
 
 
 def _elements(dims: str) -> int:
-    total = 1
-    for size in filter(None, dims.split(",")):
-        total *= int(size)
-    return total
+    return math.prod(int(size) for size in dims.split(",") if size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """One collective in a compiled text.
+
+    Attributes:
+      kind: of COLLECTIVES; results: (type, number of elements) of each array that it gives, shapes being the compiler's.
+      loops: how many loops stand around it, 1 within the scan over layers; backward: whether it came by differentiation.
+    """
+
+    kind: str
+    results: tuple[tuple[str, int], ...]
+    loops: int
+    backward: bool
+
+
+def listed(text: str) -> list[Collective]:
+    """Every collective of a compiled text, once: an asynchronous one where it starts."""
+    bodies, kinds, found = _computations(text), {}, []
+    pattern = re.compile(rf"= (.*?) ({'|'.join(COLLECTIVES)})(-start)?\(")
+    for name, lines in bodies.items():
+        kinds[name] = next((match.group(2) for match in map(pattern.search, lines) if match), None)
+    loops = _loops(bodies)
+    for name, lines in bodies.items():
+        if name.startswith(("fused_computation", "async_collective_fusion")):
+            continue  # what the TPU compiler puts into a fusion is counted where the fusion starts
+        for line in lines:
+            match = pattern.search(line)
+            kind, started = (match.group(2), match.group(3)) if match else (None, None)
+            fusion = re.match(r"\s*%async-collective-start[.\d]* = (.*?) fusion\(.*calls=%([\w.-]+)", line)
+            origin = line
+            if fusion:
+                kind, started = kinds[fusion.group(2)], True
+                origin = "".join(bodies[fusion.group(2)])
+            if kind is None:
+                continue
+            arrays = [(dtype, _elements(dims)) for dtype, dims in _SHAPE.findall((fusion or match).group(1))]
+            if started:  # (what goes in, what comes out, flags)
+                arrays = arrays[1:2]
+            found.append(Collective(kind, tuple(arrays), loops[name], "transpose(jvp(" in origin))
+    return found
+
+
+def _computations(text: str) -> dict[str, list[str]]:
+    """Name of each computation of a compiled text -> its lines."""
+    bodies, lines = {}, []
+    for line in text.splitlines():
+        head = re.match(r"(?:ENTRY )?%?([\w.-]+) \(.*\{\s*$", line)
+        if head:
+            lines = bodies[head.group(1)] = []
+        else:
+            lines.append(line)
+    return bodies
+
+
+def _loops(bodies: dict[str, list[str]]) -> dict[str, int]:
+    """How many while loops stand around each computation."""
+    callers = {}
+    for name, lines in bodies.items():
+        for line in lines:
+            for how, called in re.findall(r"(\w+)=\{?((?:%[\w.-]+(?:, )?)+)\}?", line):
+                for callee in re.findall(r"%([\w.-]+)", called):
+                    if callee in bodies:
+                        callers[callee] = name, how == "body"
+
+    def around(name: str) -> int:
+        caller, is_loop = callers.get(name, (None, False))
+        return 0 if caller is None else around(caller) + is_loop
+
+    return {name: around(name) for name in bodies}

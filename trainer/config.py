@@ -349,6 +349,9 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
         # bfloat16 has 8 bits: a moment that loses less than 1/256 of itself a step would never shrink.
         need(optimizer.moment_dtype == "float32" or getattr(optimizer, field) <= 0.99, f"optimizer.{field}",
              "with optimizer.moment_dtype bfloat16 at most 0.99 is needed")
+    profiled = config.logging.profile_steps
+    need(not profiled or (len(profiled) == 2 and 1 <= profiled[0] <= profiled[1] <= train.steps), "logging.profile_steps",
+         f"the first and the last step of a profile are needed, from 1 to train.steps = {train.steps}, or []")
     need(0 <= data.held_out_fraction < 1, "data.held_out_fraction", "a share from 0 to below 1 is needed")
 
     need(bool(data.sources), "data.sources", "no data: give --data.path FILE, or sources in the recipe")
@@ -378,6 +381,9 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     need(length % shards == 0, "data.context_length",
          f"it must be a multiple of {'2 * ' if twice else ''}mesh.sequence = {shards}{' (zigzag)' if twice else ''}; "
          f"the next good length is {up}{below}")  # fmt: skip
+    parts = mesh.sequence * mesh.tensor
+    need(not mesh.sequence_parallel or length % parts == 0, "data.context_length",
+         f"with mesh.sequence_parallel it must be a multiple of mesh.sequence * mesh.tensor = {parts}")  # fmt: skip
     rows = mesh.data * mesh.fsdp * train.accumulation
     need(train.batch_size % rows == 0, "train.batch_size",
          f"it must be a multiple of mesh.data * mesh.fsdp * train.accumulation = {rows}; the next good size is "

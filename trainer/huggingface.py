@@ -17,6 +17,8 @@ from safetensors import SafetensorError, safe_open
 
 from model.config import LlamaConfig
 
+from .padding import fits
+
 # safetensors' names of the types we read. Each is exact in float32, so import followed by export changes no bit.
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 # Files of a Hugging Face folder that belong to the model and are not weights. A fixed list: a training run puts files
@@ -27,8 +29,6 @@ ASSET_FILES = (
     "chat_template.json",
 )
 SOURCE_DTYPE_FILE = "source_dtype.json"
-# The one axis that may be longer in memory than in the model: see model.sharding.Parallel.vocab_size.
-VOCABULARY_AXES = {"embed_tokens.weight": 0, "lm_head.weight": 1}
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,6 @@ class HFEntry:
     def one_shape(self) -> tuple[int, ...]:
         """Our shape without the layer axis."""
         return self.shape if self.layers is None else self.shape[1:]
-
-    def padded(self, vocab_size: int | None) -> tuple[int, ...]:
-        """Our shape with so many rows of vocabulary."""
-        axis = VOCABULARY_AXES.get(self.name)
-        return self.shape if None in (axis, vocab_size) else (*self.shape[:axis], vocab_size, *self.shape[axis + 1:])
 
     def to_hf(self, value: np.ndarray) -> np.ndarray:
         """Ours, one layer -> one Hugging Face tensor (a view where possible)."""
@@ -121,11 +116,11 @@ def hf_layout(config: LlamaConfig) -> list[HFEntry]:
 
 def read_hf(
     folder: str | Path, config: LlamaConfig, shardings: Mapping[str, jax.sharding.Sharding] | jax.sharding.Sharding,
-    dtype: Any = np.float32, vocab_size: int | None = None,
+    dtype: Any = np.float32, in_memory: LlamaConfig | None = None,
 ) -> dict[str, jax.Array]:
     """The weights in `folder` as our flat dictionary, of `dtype`, placed by `shardings` (by name, or one for all).
 
-    `vocab_size`: rows of the embedding in memory, at least the config's; those beyond it are zero.
+    `in_memory`: the sizes that the arrays get (see trainer.padding); what the files do not have is zero.
     Each device's part is read by itself from the memory-mapped files, so that the peak is the arrays and one part.
     Raises ValueError naming the tensor for one that is missing, misshapen, of a type other than bfloat16, float16 and
     float32, or unknown; and for folders without safetensors.
@@ -135,9 +130,9 @@ def read_hf(
         layout = hf_layout(config)
         _check_tensors(Path(folder), files, layout, config)
         params = {}
-        for entry in layout:
+        for entry, padded in zip(layout, hf_layout(in_memory or config), strict=True):
             sharding = shardings[entry.name] if isinstance(shardings, Mapping) else shardings
-            shape = entry.padded(vocab_size)
+            shape = padded.shape
             params[entry.name] = jax.make_array_from_callback(
                 shape, sharding, lambda index, entry=entry, shape=shape: _padded_part(files, entry, shape, index, dtype)
             )
@@ -281,15 +276,12 @@ def source_dtype(assets: str | Path) -> tuple[str, dict[str, str]]:
 
 
 def check_params(shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig) -> None:
-    """Raises ValueError, naming the parameter, unless `shapes` are those of `config`'s model, its vocabulary padded or not."""
-    entries = hf_layout(config)
-    layout = {entry.name: entry.shape for entry in entries}
-    rows = max(shapes.get("embed_tokens.weight", (0,))[0], config.vocab_size)
-    for entry in entries:
-        name, shape = entry.name, entry.shape
+    """Raises ValueError, naming the parameter, unless `shapes` are those of `config`'s model, padded or not."""
+    layout = {entry.name: entry.shape for entry in hf_layout(config)}
+    for name, shape in layout.items():
         if name not in shapes:
             raise ValueError(f"parameter {name} is missing; the config makes it {list(shape)}")
-        if tuple(shapes[name]) not in (shape, entry.padded(rows)):
+        if not fits(name, tuple(shapes[name]), shape, shape):
             raise ValueError(f"parameter {name} has shape {list(shapes[name])}; the config makes it {list(shape)}")
     for name in shapes:
         if name not in layout:

@@ -27,9 +27,9 @@ def write_hf(
     """Writes a Hugging Face folder that transformers loads: weights, config, generation config, tokenizer, template.
 
     `params` is our flat dictionary (jax, numpy, or arrays that are read from disk when sliced, any float dtype); one tensor
-    at a time is on the host. Tensors are written in the source dtype that `assets` records, without the vocabulary's
-    padding. Weights above `max_shard_bytes` are split, with an index. Written beside `out` and renamed at the end: what is
-    at `out` is always whole. Raises ValueError if `out` has something in it, or params do not fit config.
+    at a time is on the host. Tensors are written in the source dtype that `assets` records, without padding. Weights above
+    `max_shard_bytes` are split, with an index. Written beside `out` and renamed at the end: what is at `out` is always
+    whole. Raises ValueError if `out` has something in it, or params do not fit config.
     """
     assets, out = Path(assets), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -140,10 +140,10 @@ def _take_layer(value: jax.Array, layer: jax.Array) -> jax.Array:
 
 
 def _one_layer(value: Any, entry: HFEntry, layer: int) -> np.ndarray:
-    """One layer of ours on the host: of a sharded array, only that layer is gathered."""
-    if entry.layers is None:
-        return np.asarray(value)[tuple(map(slice, entry.shape))]
-    return np.asarray(_take_layer(value, np.int32(layer)) if isinstance(value, jax.Array) else value[layer])
+    """One layer of ours on the host, without padding: of a sharded array, only that layer is gathered."""
+    if entry.layers is not None:
+        value = _take_layer(value, np.int32(layer)) if isinstance(value, jax.Array) else value[layer]
+    return np.asarray(value)[tuple(map(slice, entry.one_shape))]
 
 
 def _write_json(path: Path, content: Any) -> None:

@@ -13,15 +13,17 @@ import numpy as np
 
 from data.errors import UserError
 
+from .boards import import_wandb
 from .checkpoint import CheckpointStore
 from .cluster import join
-from .config import RunConfig
+from .config import RunConfig, resolved
 from .mesh import make_mesh, place_batch, simulate
 from .metrics import Meter, MetricsLog
 from .objective import Objective, TextObjective
 from .optimizer import split_trainable
+from .profiling import Profiler
 from .run_directory import RunDirectory, check_run, open_run
-from .step import StepBuilder
+from .step import BY_SOURCE, StepBuilder
 
 
 def train(config: RunConfig) -> Path:
@@ -33,6 +35,8 @@ def train(config: RunConfig) -> Path:
     processes = join(config.distributed, simulated=bool(config.mesh.simulate))
     if config.mesh.simulate:
         simulate(config.mesh.simulate, processes)
+    if config.logging.wandb:
+        import_wandb()  # found missing now, not after an hour of data
     mesh = make_mesh(config.mesh)
     first = jax.process_index() == 0
     folder = check_run(config, first).folder
@@ -52,7 +56,7 @@ class _Training:
         self.trained, self.fixed = split_trainable(model.parameters, config.model.trainable)
         self.builder = StepBuilder(model, objective.loss, tuple(self.trained), objective.abstract_batch(),
                                    config.optimizer, config.train.steps, config.train.accumulation,
-                                   config.train.non_finite == "skip", config.memory.moments_on_host)
+                                   config.train.non_finite == "skip", config.memory.moments_on_host, objective.sources)
         self.meter = Meter(model.config, model.mesh.devices.flat)
         self.step = self._restore()
 
@@ -84,8 +88,12 @@ class _Training:
     def run(self, run: RunDirectory) -> Path:
         """Trains to the last step; gives its checkpoint's folder."""
         config, steps = self.config, self.config.train.steps
-        with MetricsLog(run, steps=steps, start_step=self.step, tensorboard=config.logging.tensorboard,
-                        console=config.logging.console, write=jax.process_index() == 0) as log:
+        logging, wandb = config.logging, None
+        if logging.wandb:
+            wandb = {"project": logging.wandb, "name": config.name, "config": resolved(config)}
+        with MetricsLog(run, steps=steps, start_step=self.step, tensorboard=logging.tensorboard, console=logging.console,
+                        write=jax.process_index() == 0, wandb=wandb) as log, \
+                Profiler(run.profile, logging.profile_steps, self.meter.paused) as profiler:
             if self.step >= steps:
                 log.say(f"already trained to step {self.step}")
                 return self.store.path(self.step)
@@ -98,7 +106,8 @@ class _Training:
             batches = self.objective.batches(self.step)
             self.meter.start()
             while self.step < steps:
-                self._train_one(train_step, batches, log)
+                with profiler.step(self.step + 1):
+                    self._train_one(train_step, batches, log)
                 due = config.train.evaluate_every and self.step % config.train.evaluate_every == 0
                 if due or self.step == steps:
                     with self.meter.paused():
@@ -118,6 +127,8 @@ class _Training:
         self.trainable, self.optimizer_state, metrics = train_step(
             self.trainable, self.frozen, self.optimizer_state, batch, np.int32(self.step))
         metrics = {name: float(value) for name, value in metrics.items()}
+        # 0 / 0 where the step has no target of a source: that source has no loss.
+        metrics = {name: x for name, x in metrics.items() if not (name.startswith(BY_SOURCE) and math.isnan(x))}
         self._check_finite(metrics)
         self.step += 1
         self.meter.count(host)
@@ -140,14 +151,16 @@ class _Training:
             print(f"warning: {found}; skipped, the parameters are left as they were", file=sys.stderr)
 
     def _evaluate(self, log) -> None:
-        """Held-out loss: a weighted mean over all held-out target tokens, not a mean of batches."""
-        total = weight = 0.0
-        for host in self.objective.held_out():
-            value, count = self.evaluate_step(self.trainable, self.frozen, place_batch(host, self.objective.model.mesh))
-            total, weight = total + float(value) * float(count), weight + float(count)
+        """Held-out loss: a weighted mean over all held-out target tokens, not a mean of batches; that of each source too."""
+        found = [jax.tree.map(lambda x: np.asarray(x, np.float64), self.evaluate_step(
+            self.trainable, self.frozen, place_batch(host, self.objective.model.mesh))) for host in self.objective.held_out()]
+        if not found:
+            return
+        total, (weight, *by_source) = jax.tree.map(lambda *parts: sum(parts), *found)
         if weight:
-            log.held_out({"step": self.step, "held_out_loss_nats_per_target": total / weight,
-                          "held_out_target_tokens": weight})
+            log.held_out({"step": self.step, "held_out_loss_nats_per_target": total / weight, "held_out_target_tokens": weight,
+                          **{f"held_out_{BY_SOURCE}{name}": sums[i] / weights[i] for sums, weights in by_source
+                             for i, name in enumerate(self.objective.sources) if weights[i]}})
 
     def _save(self) -> None:
         assets = Path(tempfile.mkdtemp(prefix="longstripe-assets-"))

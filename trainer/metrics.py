@@ -1,8 +1,8 @@
-"""Metrics of a run: what they are counted from, the one clock, and where they go (JSONL, TensorBoard, progress bar).
+"""Metrics of a run: what they are counted from, the one clock, and where they go (JSONL, boards, progress bar).
 
-A line of metrics.jsonl is {"step": ..., NAMES...}. Loss, target_tokens, grad_norm and learning_rate are that step's;
-times and rates are means over the steps since the line before; compile_seconds and the peaks are totals of the process
-so far.
+A line of metrics.jsonl is {"step": ..., NAMES...}, and with several sources `loss_by_source/NAME` of each that has a
+target in the step. Losses, target_tokens, grad_norm and learning_rate are that step's; times and rates are means over the
+steps since the line before; compile_seconds and the peaks are totals of the process so far.
 """
 
 import contextlib
@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from model.config import LlamaConfig
+from trainer.boards import TensorBoard, WeightsAndBiases
 from trainer.run_directory import RunDirectory
 
 NAMES = (
@@ -172,7 +173,8 @@ class Meter:
             "padding_share": 1 - self._tokens / self._places if self._places else 0.0,
         }
         self._reset()
-        return {"step": step, **{name: _number(row[name]) for name in NAMES if name in row}}
+        names = dict.fromkeys([*(name for name in NAMES if name in row), *values])
+        return {"step": step, **{name: _number(row[name]) for name in names}}
 
     def seconds_left(self, step: int, steps: int) -> float | None:
         """Time that the steps after `step` will take at the last pace; None before the first reading."""
@@ -198,16 +200,17 @@ def _number(value: Any) -> float | int | None:
 
 
 class MetricsLog:
-    """Writes rows to metrics.jsonl, held_out.jsonl and TensorBoard, and shows a progress bar.
+    """Writes rows to metrics.jsonl, held_out.jsonl and the boards, and shows a progress bar.
 
     With several processes only the first writes (`write`). `start_step` is the restored step: what the files hold of
-    later steps is cut off before anything is written.
+    later steps is cut off before anything is written. wandb: the project, name and config of a `WeightsAndBiases`.
     """
 
     def __init__(self, run: RunDirectory, *, steps: int, start_step: int = 0, tensorboard: bool = True,
-                 console: bool = True, write: bool = True) -> None:  # fmt: skip
+                 console: bool = True, write: bool = True, wandb: dict[str, Any] | None = None) -> None:  # fmt: skip
         self._files: dict[str, Any] = {}
-        self._board = self._bar = None
+        self._boards: list[TensorBoard | WeightsAndBiases] = []
+        self._bar = None
         if not write:
             return
         run.cut_back(start_step)
@@ -217,10 +220,9 @@ class MetricsLog:
             for name, path in (("train", run.metrics), ("held_out", run.held_out))
         }
         if tensorboard:
-            from tensorboardX import SummaryWriter
-
-            # purge_step hides what an earlier start logged after the restored step.
-            self._board = SummaryWriter(str(run.tensorboard), purge_step=start_step + 1, flush_secs=10)
+            self._boards.append(TensorBoard(run.tensorboard, start_step))
+        if wandb:
+            self._boards.append(WeightsAndBiases(run.folder, **wandb))
         if console:
             self._bar = ProgressBar(steps, start_step)
 
@@ -247,17 +249,15 @@ class MetricsLog:
         row = {key: _number(value) for key, value in row.items()}
         self._files[name].write(json.dumps(row, allow_nan=False) + "\n")
         self._files[name].flush()  # every line: a killed run keeps what it logged
-        if self._board:
-            for key, value in row.items():
-                if key != "step" and value is not None:
-                    self._board.add_scalar(f"{name}/{key}", value, row["step"])
+        for board in self._boards:
+            board.add(name, row)
 
     def close(self) -> None:
         """Close the files and stop the bar."""
         for file in self._files.values():
             file.close()
-        if self._board:
-            self._board.close()
+        for board in self._boards:
+            board.close()
         if self._bar:
             self._bar.close()
 

@@ -15,7 +15,8 @@ from model.config import LlamaConfig
 
 from .checkpoint import assets_dir, restore_model
 from .config import DataConfig, ModelConfig
-from .huggingface import VOCABULARY_AXES, copy_assets, read_hf, resolve_model_path, write_source_dtype
+from .huggingface import copy_assets, read_hf, resolve_model_path, write_source_dtype
+from .padding import VOCABULARY_AXES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +44,7 @@ class ModelSource:
             return model.init(seed)
         if self.kind == "huggingface":
             stored = LlamaConfig.from_hf(self.folder)
-            params = read_hf(self.folder, stored, model.shardings, vocab_size=model.parallel.vocab_size)
+            params = read_hf(self.folder, stored, model.shardings, in_memory=model.in_memory)
         else:
             stored = LlamaConfig.from_hf(self.folder / "assets")
             shapes = {name: parameter.shape for name, parameter in model.parameters.items()}

@@ -2,6 +2,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,12 +37,14 @@ class Objective(Protocol):
 
     Attributes:
       model: has `parameters`, `shardings`, `mesh` and `config`; fingerprint: changes whenever a batch would.
+      sources: names of the sources that the loss tells apart, none if it is one number.
     """
 
     model: object
     fingerprint: str
+    sources: tuple[str, ...]
 
-    def loss(self, params, batch): """(mean loss in nats, sum of weights) of a global batch."""
+    def loss(self, params, batch): """(mean loss in nats, sum of weights) of a global batch, and with sources their sums."""
     def abstract_batch(self) -> dict: """Shapes and shardings of a batch."""
     def batches(self, step: int) -> Iterator[dict[str, np.ndarray]]: """Host batches, on from `step` finished steps."""
     def record_ids(self, step: int) -> list[str]: """Which records the batch after `step` finished steps is made of."""
@@ -58,6 +62,7 @@ def build_llama(config: RunConfig, model_config, mesh: Mesh, storage_axes=("fsdp
         kernel=get_kernel(attention.kernel, query_tile=attention.query_tile, key_tile=attention.key_tile),
         dtype=np.dtype(config.model.compute_dtype) if config.model.compute_dtype == "float32" else _bfloat16(),
         remat=chunks.remat, every_k=chunks.every_k, storage_axes=storage_axes,
+        sequence_parallel=config.mesh.sequence_parallel,
         chunks=Chunks(chunks.projection_chunk or None, chunks.feed_forward_chunk or None, chunks.loss_chunk or None))
 
 
@@ -77,6 +82,21 @@ def prepare_text(config: RunConfig, tokenizer: Tokenizer, progress: bool = True)
                    progress=progress and sys.stderr.isatty())
 
 
+def source_names(config: RunConfig) -> tuple[str, ...]:
+    """What the metrics call each source, by its number, where there are several; the held-out file's comes last.
+
+    A source is called like its file without the ending; where several are called alike, the later ones get a number.
+    """
+    data, names = config.data, []
+    if len(data.sources) < 2:
+        return ()
+    for path in [source.path for source in data.sources] + ([data.held_out_path] if data.held_out_path else []):
+        stem = path.rstrip("/").rsplit("/", 1)[-1].split(".", 1)[0]
+        alike = itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(2)))
+        names.append(next(name for name in alike if name not in names))
+    return tuple(names)
+
+
 @dataclasses.dataclass
 class TextObjective:
     """Next tokens: cross-entropy over the assistant's part of conversations, and over all of a text."""
@@ -91,21 +111,23 @@ class TextObjective:
             raise UserError(f"model: vocab_size is {self.source.config.vocab_size}, but the tokenizer has ids up to "
                             f"{self.tokenizer.vocab_size - 1}; another tokenizer or a larger vocab_size would work")
         self.model = build_llama(self.config, self.source.config, self.mesh)
-        self.loss = self.model.loss
+        self.sources = source_names(self.config)
+        self.loss = functools.partial(self.model.loss, sources=len(self.sources)) if self.sources else self.model.loss
         first = jax.process_index() == 0
         self.prepared = prepare_text(self.config, self.tokenizer, first and self.config.logging.console)
         if first:
             print(self.prepared.report.summary(), flush=True)
         rows = self.config.train.batch_size
-        self.loader = Loader(self.prepared, data.context_length, rows, data.seed)
-        self._held_out = (Loader(self.prepared, data.context_length, rows, data.seed, split="held_out")
-                          if len(self.prepared.held_out) else None)
+        load = functools.partial(Loader, self.prepared, data.context_length, rows, data.seed,
+                                 with_sources=bool(self.sources))
+        self.loader = load()
+        self._held_out = load(split="held_out") if len(self.prepared.held_out) else None
         self.order = permutation(data.context_length, self.mesh.shape["sequence"], self.config.attention.layout)
         self.fingerprint = self.loader.fingerprint
         self.rows = rows_here(self.mesh, rows)
 
     def abstract_batch(self):
-        return text_batch(self.config.train.batch_size, self.config.data.context_length, self.mesh)
+        return text_batch(self.config.train.batch_size, self.config.data.context_length, self.mesh, bool(self.sources))
 
     def batches(self, step):
         for batch in self.loader.batches(step, rows=self.rows):

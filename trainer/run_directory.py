@@ -4,6 +4,8 @@
     RUN/metrics.jsonl         one line of training metrics every train.log_every steps
     RUN/held_out.jsonl        one line for every held-out loss
     RUN/tensorboard/          the same figures for TensorBoard
+    RUN/wandb/                the same for Weights & Biases, where it is asked for
+    RUN/profile/              what the devices did in logging.profile_steps
     RUN/checkpoints/STEP/     model/ assets/ optimizer/ data/ manifest.json
     RUN/evaluation/           what line retrieval found, where the recipe evaluates
 
@@ -58,6 +60,11 @@ class RunDirectory:
     def tensorboard(self) -> pathlib.Path:
         """TensorBoard's event files."""
         return self.folder / "tensorboard"
+
+    @property
+    def profile(self) -> pathlib.Path:
+        """Profiles of chosen steps."""
+        return self.folder / "profile"
 
     @property
     def checkpoints(self) -> pathlib.Path:

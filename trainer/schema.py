@@ -7,7 +7,7 @@ from typing import Any, Literal
 from data.clean import CleanConfig
 
 VERSION = 2
-SCHEDULES = ("local", "ring", "all_gather", "balanced", "ulysses", "attention2d")
+SCHEDULES = ("local", "ring", "all_gather", "balanced", "ulysses", "attention2d", "ring_self_attention")
 Row = dict[str, Any]
 
 
@@ -87,6 +87,8 @@ class MeshConfig:
     """Shards of the heads and of the feed-forward width."""
     sequence: int = 1
     """Shards of the sequence."""
+    sequence_parallel: bool = False
+    """Megatron's sequence parallelism: between attention and feed-forward the tokens are split over tensor too."""
     simulate: int = 0
     """Simulate this many devices on the CPU; 0 uses the machine's own devices."""
 
@@ -115,8 +117,9 @@ class AttentionConfig:
     layout: Literal["contiguous", "striped", "zigzag"] = "striped"
     """Which tokens a sequence shard holds; striped and zigzag balance the causal work."""
     schedule: str | dict[str, Any] = "ring"
-    """Who meets whom: local, ring, all_gather, balanced, ulysses or attention2d; with options, a mapping such as
-    {name: ulysses, degree: 2, inner: ring}, {name: balanced, split: true} or {name: attention2d, columns: 4}."""
+    """Who meets whom: local, ring, all_gather, balanced, ulysses, attention2d or ring_self_attention; with options, a mapping
+    such as {name: ring, bidirectional: true}, {name: ulysses, degree: 2, inner: ring}, {name: balanced, split: true} or
+    {name: attention2d, columns: 4, overlap: true}."""
     kernel: Literal["auto", "xla", "reference"] = "auto"
     """The block kernel; auto takes the fastest for the platform."""
     query_tile: int = 512
@@ -204,6 +207,10 @@ class LoggingConfig:
     """Write TensorBoard event files."""
     console: bool = True
     """Show a progress bar."""
+    wandb: str | None = None
+    """Project of Weights & Biases that the figures are sent to as well; needs the package wandb."""
+    profile_steps: tuple[int, ...] = ()
+    """First and last step of a profile, such as [10, 12], written to the run's folder `profile`; none unless given."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -21,6 +21,8 @@ from .mesh import batch_sharding
 from .optimizer import learning_rate, make_optimizer, optimizer_shardings
 
 LABELS = ("tokens", "targets", "index", "segment_ids", "positions")
+# Begins the name of a metric that is one source's; the source's name follows.
+BY_SOURCE = "loss_by_source/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,12 +30,14 @@ class StepBuilder:
     """Everything that the compiled steps are made from.
 
     Attributes:
-      model: has `parameters`, `shardings` and `mesh`; loss: `(params, batch) -> (mean loss, sum of weights)`, both global.
+      model: has `parameters`, `shardings` and `mesh`; loss: `(params, batch) -> (mean loss, sum of weights)`, both global,
+        and with `sources` a third, (sums of weighted losses, sums of weights), each [sources].
       trainable: names of the parameters that move.
       abstract_batch: name -> ShapeDtypeStruct with sharding.
       accumulation: parts that a batch is computed in; its rows are a multiple of data x fsdp x accumulation.
       skip_non_finite: whether a step of which loss or gradient is not finite leaves parameters and moments as they were.
       moments_on_host: whether the moments lie in the host's memory between steps.
+      sources: names of the sources that `loss` tells apart, if it does; each has its own loss in the metrics.
     """
 
     model: object
@@ -45,6 +49,7 @@ class StepBuilder:
     accumulation: int = 1
     skip_non_finite: bool = False
     moments_on_host: bool = False
+    sources: tuple[str, ...] = ()
 
     @functools.cached_property
     def optimizer(self):
@@ -78,11 +83,13 @@ class StepBuilder:
         def loss_and_gradient(part):
             return jax.value_and_grad(self._total_loss, has_aux=True)(trainable, frozen, part)
 
-        (total, weight), gradient = self._over_parts(loss_and_gradient, batch)
+        (total, (weight, *by_source)), gradient = self._over_parts(loss_and_gradient, batch)
         value, gradient = jax.tree.map(lambda x: x / jnp.maximum(weight, 1e-9), (total, gradient))
         norm = optax.global_norm(gradient)
         metrics = {"loss_nats_per_target": value, "target_tokens": weight, "grad_norm": norm,
-                   "learning_rate": learning_rate(self.optimizer_config, self.steps, step)}
+                   "learning_rate": learning_rate(self.optimizer_config, self.steps, step),
+                   **{BY_SOURCE + name: sums[i] / weights[i]
+                      for sums, weights in by_source for i, name in enumerate(self.sources)}}
         if self.moments_on_host:
             here = optimizer_shardings(self.optimizer, self.abstract_trainable, self.model.mesh)
             optimizer_state = jax.device_put(optimizer_state, jax.tree.map(lambda x: x.sharding, here))
@@ -96,9 +103,9 @@ class StepBuilder:
         return *moved, metrics
 
     def _total_loss(self, trainable, frozen, batch):
-        """Sum of the weighted losses, and sum of the weights."""
-        value, weight = self.loss({**trainable, **frozen}, batch)
-        return value * weight, weight
+        """Sum of the weighted losses, and (sum of the weights, and both by source if `loss` tells them apart)."""
+        value, weight, *by_source = self.loss({**trainable, **frozen}, batch)
+        return value * weight, (weight, *by_source)
 
     def _over_parts(self, fn, batch):
         """The sum over a batch's parts of fn(part): a tree of float32 arrays."""
@@ -129,16 +136,16 @@ class StepBuilder:
         return jitted.lower(self.abstract_trainable, self.abstract_frozen, self.abstract_optimizer, self.abstract_batch, step)
 
     def lower_evaluate(self):
-        """(trainable, frozen, batch) -> mean loss and sum of weights, lowered."""
+        """(trainable, frozen, batch) -> what `_total_loss` gives, lowered."""
         def evaluate(trainable, frozen, batch):
-            total, weight = self._over_parts(lambda part: self._total_loss(trainable, frozen, part), batch)
-            return total / jnp.maximum(weight, 1e-9), weight
+            return self._over_parts(lambda part: self._total_loss(trainable, frozen, part), batch)
 
         return jax.jit(evaluate).lower(self.abstract_trainable, self.abstract_frozen, self.abstract_batch)
 
 
-def text_batch(rows: int, length: int, mesh) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch of text (see ARCHITECTURE.md): [rows, length] on the mesh."""
+def text_batch(rows: int, length: int, mesh, with_sources: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes of a batch of text (see ARCHITECTURE.md): [rows, length] on the mesh; perhaps with each token's source."""
     where = batch_sharding(mesh)
-    shapes = {name: jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=where) for name in LABELS}
+    labels = (*LABELS, "source_ids") if with_sources else LABELS
+    shapes = {name: jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=where) for name in labels}
     return {**shapes, "loss_weights": jax.ShapeDtypeStruct((rows, length), jnp.float32, sharding=where)}

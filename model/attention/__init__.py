@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
-from .coords import Mask, TokenCoords
+from .coords import Mask, TokenCoords, check_starts, document_starts
 from .kernels import Kernel, get_kernel
 from .layout import check_length
 from .partial import AttentionPartial, merge
 from .schedules import Ranks, get_schedule
 
-__all__ = ["AttentionPartial", "Mask", "TokenCoords", "attend", "attention", "merge"]
+__all__ = ["AttentionPartial", "Mask", "TokenCoords", "attend", "attention", "document_starts", "merge"]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
@@ -64,7 +64,8 @@ def attend(q, k, v, q_coords, kv_coords, *, schedule, kernel: Kernel, axis: str,
       out like q (in its dtype), and lse float32 [B, Hq, T].
     """
     scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
-    return _attend(get_schedule(schedule, size, layout, mask), kernel, Ranks(axis, size), mask, scale, q, k, v,
+    check_starts(TokenCoords(*kv_coords).start, mask)
+    return _attend(get_schedule(schedule, size, layout), kernel, Ranks(axis, size), mask, scale, q, k, v,
                    TokenCoords(*q_coords), TokenCoords(*kv_coords))
 
 
@@ -74,11 +75,11 @@ def attention(q, k, v, coords, *, kv_coords=None, mesh: Mesh, layout="striped", 
 
     Args:
       q: [B, L, Hq, D]; k, v: [B, L, Hkv, D], Hq a multiple of Hkv.
-      coords: TokenCoords (or a pair) of int32 [B, L], permuted as the tokens are; `kv_coords` the same for k and v, if
-        they are not the queries' own.
+      coords: TokenCoords (or a pair; a third, `start`, for global tokens) of int32 [B, L], permuted as the tokens are;
+        `kv_coords` the same for k and v, if they are not the queries' own.
       mesh: axes out of data, fsdp (batch), tensor (heads), sequence (length); a missing one has size 1.
-      layout: name of the layout that the arrays are in; it does not change the result, only the balance (and `balanced`
-        leaves out what cannot be visible in a contiguous one).
+      layout: name of the layout that the arrays are in; it does not change the result, only the balance (and in a
+        contiguous one `ring` and `balanced` leave out the ranks of which nothing can be visible).
       schedule: a name, or a schedule with options. kernel: a name, or a Kernel.
       mask, scale: see Mask and `attend`.
 

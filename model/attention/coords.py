@@ -16,15 +16,29 @@ SKIP, FULL, MASKED = 0, 1, 2
 
 
 class TokenCoords(NamedTuple):
-    """Where tokens are: two int32 arrays [B, T].
+    """Where tokens are: int32 arrays [B, T].
 
     Attributes:
       index: place in the packed row before permutation; may restart with each document (bounds only get looser).
       segment_ids: document number within the row, counted from 1; 0 is padding, which sees and is seen by nothing.
+      start: `index` of the first token of the token's document (`document_starts`). Global tokens need it; else it is None.
     """
 
     index: jax.Array
     segment_ids: jax.Array
+    start: jax.Array | None = None
+
+
+def document_starts(index: jax.Array, segment_ids: jax.Array) -> jax.Array:
+    """The least `index` of each token's document, int32 [B, L], of whole rows in any order (not of a shard's part of them)."""
+    def one_row(index, segment_ids):
+        order = jnp.lexsort((index, segment_ids))
+        documents, places = segment_ids[order], jnp.arange(index.size)
+        begins = jnp.concatenate([jnp.ones(1, bool), documents[1:] != documents[:-1]])
+        first = jax.lax.cummax(jnp.where(begins, places, 0))
+        return jnp.zeros_like(index).at[order].set(index[order][first])
+
+    return jax.vmap(one_row)(jnp.asarray(index), jnp.asarray(segment_ids))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +48,10 @@ class Mask:
     Attributes:
       causal: a query sees itself and earlier tokens only.
       window: with a number w, only keys less than w tokens away.
-      global_tokens: leading tokens of each document that every later query sees, also beyond the window.
+      global_tokens: leading tokens of each document that every later query of it sees, also beyond the window.
 
     Raises:
-      ValueError: the window is not positive, or global tokens are asked for (not offered yet).
+      ValueError: the window is not positive, or global tokens are negative.
     """
 
     causal: bool = True
@@ -47,8 +61,21 @@ class Mask:
     def __post_init__(self):
         if self.window is not None and self.window < 1:
             raise ValueError(f"Mask.window: found {self.window}; a window is at least 1 token, or None for no window")
-        if self.global_tokens != 0:
-            raise ValueError(f"Mask.global_tokens: found {self.global_tokens}; only 0 is offered so far")
+        if self.global_tokens < 0:
+            raise ValueError(f"Mask.global_tokens: found {self.global_tokens}; a number of tokens is at least 0")
+
+    def reach(self, tokens: int, shards: int) -> int:
+        """How many shards away a visible key can be, where each of `shards` holds a run of `tokens`, in their order."""
+        if self.window is None or self.global_tokens:
+            return shards - 1
+        return min(shards - 1, -(-(self.window - 1) // tokens))
+
+
+def check_starts(starts: jax.Array | None, mask: Mask) -> None:
+    """Refuses (ValueError) that the starts of the keys' documents are not known (None) where global tokens need them."""
+    if mask.global_tokens and starts is None:
+        raise ValueError(f"coords.start: missing, and Mask.global_tokens = {mask.global_tokens} needs it; "
+                         "document_starts(index, segment_ids) of whole rows gives it")
 
 
 def visible(q: TokenCoords, kv: TokenCoords, mask: Mask) -> jax.Array:
@@ -59,23 +86,31 @@ def visible(q: TokenCoords, kv: TokenCoords, mask: Mask) -> jax.Array:
     if mask.causal:
         seen &= q_index >= kv_index
     if mask.window is not None:
-        seen &= jnp.abs(q_index - kv_index) < mask.window
+        near = jnp.abs(q_index - kv_index) < mask.window
+        if mask.global_tokens:
+            check_starts(kv.start, mask)
+            near |= (q_index >= kv_index) & ((kv.index - kv.start)[:, None, :] < mask.global_tokens)
+        seen &= near
     return seen
 
 
 class TileBounds(NamedTuple):
-    """What the tile rule needs of some tiles: int32 arrays of one shape. Padding is left out of all but `padded`."""
+    """What the tile rule needs of some tiles: int32 arrays of one shape. Padding is left out of all but `padded`.
+
+    `place_min` is the least place of a token within its document, None where documents' starts are not known.
+    """
 
     index_min: jax.Array
     index_max: jax.Array
     segment_min: jax.Array
     segment_max: jax.Array
     padded: jax.Array
+    place_min: jax.Array | None = None
 
 
 def tile_bounds(coords: TokenCoords, tile: int) -> TileBounds:
     """Bounds of each tile of `tile` tokens: arrays [B, T / tile]. A tile of padding alone has minimum > maximum."""
-    index, segment = (x.reshape(x.shape[0], -1, tile) for x in coords)
+    index, segment, start = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, tile), coords)
     real = segment > 0
     limits = jnp.iinfo(jnp.int32)
     return TileBounds(
@@ -84,6 +119,7 @@ def tile_bounds(coords: TokenCoords, tile: int) -> TileBounds:
         jnp.where(real, segment, limits.max).min(-1),
         jnp.where(real, segment, limits.min).max(-1),
         jnp.any(~real, -1).astype(jnp.int32),
+        None if start is None else jnp.where(real, index - start, limits.max).min(-1),
     )
 
 
@@ -103,6 +139,10 @@ def tile_kind(q: TileBounds, kv: TileBounds, mask: Mask) -> jax.Array:
         # An empty tile's bounds are the integers' own limits: keep differences of those out of the comparison.
         later = jnp.where(empty, 0, q.index_min - kv.index_max)
         earlier = jnp.where(empty, 0, kv.index_min - q.index_max)
-        skip |= (later >= mask.window) | (earlier >= mask.window)
+        far = later >= mask.window
+        if mask.global_tokens:
+            check_starts(kv.place_min, mask)
+            far &= kv.place_min >= mask.global_tokens
+        skip |= far | (earlier >= mask.window)
         full &= (q.index_max - kv.index_min < mask.window) & (kv.index_max - q.index_min < mask.window)
     return jnp.where(skip, SKIP, jnp.where(full, FULL, MASKED)).astype(jnp.int32)

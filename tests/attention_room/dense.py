@@ -2,19 +2,32 @@
 import numpy as np
 
 
-def dense_attention(q, k, v, index, segment_ids, dout, *, causal=True, window=None):
+def visible(index, segment_ids, causal=True, window=None, global_tokens=0):
+    """Which key (second) each query (first) of a row sees, one pair after another: bool [B, L, L]."""
+    seen = np.zeros((*index.shape, index.shape[1]), bool)
+    for row, (places, documents) in enumerate(zip(index, segment_ids, strict=True)):
+        for document in set(documents.tolist()) - {0}:
+            here = np.flatnonzero(documents == document)
+            first = places[here].min()
+            for query in here:
+                near = here if window is None else here[np.abs(places[here] - places[query]) < window]
+                seen[row, query, near] = True
+                seen[row, query, here[(places[here] < first + global_tokens) & (places[here] <= places[query])]] = True
+                if causal:
+                    seen[row, query, places > places[query]] = False
+    return seen
+
+
+def dense_attention(q, k, v, index, segment_ids, dout, **mask):
     """out, lse and the gradients of sum(out * dout); arrays like the product's, all float64.
 
-    Args: q [B, L, Hq, D]; k, v [B, L, Hkv, D]; index, segment_ids [B, L] (in the order of q, k, v); dout like q.
+    Args: q [B, L, Hq, D]; k, v [B, L, Hkv, D]; index, segment_ids [B, L] (in the order of q, k, v); dout like q; mask: as
+      `visible`'s.
     """
     q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
     group = q.shape[2] // k.shape[2]
     k_wide, v_wide = np.repeat(k, group, 2), np.repeat(v, group, 2)
-    seen = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids[:, :, None] > 0)
-    if causal:
-        seen &= index[:, :, None] >= index[:, None, :]
-    if window is not None:
-        seen &= np.abs(index[:, :, None] - index[:, None, :]) < window
+    seen = visible(index, segment_ids, **mask)
     scale = q.shape[-1] ** -0.5
     scores = np.where(seen[:, None], np.einsum("bqhd,bkhd->bhqk", q, k_wide) * scale, -np.inf)
     top = scores.max(-1, keepdims=True, initial=-1e30)

@@ -1,22 +1,27 @@
 """The tile rule never contradicts the mask, and layouts are permutations."""
+import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.attention.coords import FULL, SKIP, Mask, TokenCoords, tile_bounds, tile_kind, visible
+from model.attention.coords import FULL, SKIP, Mask, TokenCoords, document_starts, tile_bounds, tile_kind, visible
 from model.attention.layout import LAYOUTS, inverse, permutation
+
+from . import dense
 
 
 @settings(max_examples=150, deadline=None)
-@given(st.data(), st.booleans(), st.one_of(st.none(), st.integers(1, 30)))
-def test_the_tile_rule_agrees_with_the_mask(data, causal, window):
-    mask = Mask(causal, window)
+@given(st.data(), st.booleans(), st.one_of(st.none(), st.integers(1, 30)), st.integers(0, 6))
+def test_the_tile_rule_agrees_with_the_mask(data, causal, window, global_tokens):
+    mask = Mask(causal, window, global_tokens)
     tiles = []
     for _ in "qk":
-        index = data.draw(st.lists(st.integers(0, 40), min_size=6, max_size=6))
+        index = np.array([data.draw(st.lists(st.integers(0, 40), min_size=6, max_size=6))], np.int32)
         segments = data.draw(st.one_of(st.lists(st.integers(0, 3), min_size=6, max_size=6), st.just([1] * 6)))
-        tiles.append(TokenCoords(np.array([index], np.int32), np.array([segments], np.int32)))
+        starts = data.draw(st.lists(st.integers(0, 10), min_size=4, max_size=4))
+        start = np.minimum(index, np.array(starts, np.int32)[segments])
+        tiles.append(TokenCoords(index, np.array([segments], np.int32), start))
     q, kv = tiles
     kind = int(tile_kind(*(tile_bounds(x, 6) for x in tiles), mask)[0, 0])
     seen = np.asarray(visible(q, kv, mask))
@@ -28,9 +33,47 @@ def test_the_rule_skips_and_fills_what_it_can():
     """The rule is not only safe: causal tiles below the diagonal are FULL, above SKIP."""
     coords = TokenCoords(np.arange(32, dtype=np.int32)[None], np.ones((1, 32), np.int32))
     bounds = tile_bounds(coords, 8)
-    q, kv = ([x[:, :, None] for x in bounds], [x[:, None] for x in bounds])
-    kinds = np.asarray(tile_kind(type(bounds)(*q), type(bounds)(*kv), Mask()))[0]
+    kinds = kinds_of(bounds, Mask())
     np.testing.assert_array_equal(kinds, np.tril(np.ones((4, 4)), -1) + 2 * np.eye(4))
+
+
+def kinds_of(bounds, mask):
+    q, kv = (jax.tree.map(lambda x, at=at: np.expand_dims(x, at), bounds) for at in (2, 1))
+    return np.asarray(tile_kind(q, kv, mask))[0]
+
+
+def test_global_tokens_keep_only_the_tiles_that_hold_them():
+    """Window 4 and 2 global tokens over tiles of 8: beyond the neighbours, a query tile needs the first key tile alone."""
+    index, segments = np.arange(40, dtype=np.int32)[None], np.ones((1, 40), np.int32)
+    bounds = tile_bounds(TokenCoords(index, segments, document_starts(index, segments)), 8)
+    near = np.eye(5) + np.eye(5, k=-1)
+    first = np.zeros((5, 5))
+    first[:, 0] = 1
+    np.testing.assert_array_equal(kinds_of(bounds, Mask(window=4)) != SKIP, near > 0)
+    np.testing.assert_array_equal(kinds_of(bounds, Mask(window=4, global_tokens=2)) != SKIP, near + first > 0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data(), st.booleans(), st.one_of(st.none(), st.integers(1, 12)), st.integers(0, 5))
+def test_masks_and_document_starts_agree_with_the_definition(data, causal, window, global_tokens):
+    """Documents of any length in any order of tokens, against loops over pairs in numpy."""
+    segments = np.sort(np.array(data.draw(st.lists(st.integers(0, 4), min_size=16, max_size=16)), np.int32))
+    order = np.array(data.draw(st.permutations(range(16))))
+    index, segments = np.arange(16, dtype=np.int32)[order][None], segments[order][None]
+    starts = document_starts(index, segments)
+    for document in set(segments[0].tolist()):
+        here = segments == document
+        assert (np.asarray(starts)[here] == index[here].min()).all()
+    coords = TokenCoords(index, segments, starts)
+    expected = dense.visible(index, segments, causal, window, global_tokens)
+    np.testing.assert_array_equal(visible(coords, coords, Mask(causal, window, global_tokens)), expected)
+
+
+def test_masks_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match=r"Mask.window: found 0; a window is at least 1 token"):
+        Mask(window=0)
+    with pytest.raises(ValueError, match=r"Mask.global_tokens: found -1; a number of tokens is at least 0"):
+        Mask(global_tokens=-1)
 
 
 @given(st.integers(1, 20), st.integers(1, 20), st.sampled_from(LAYOUTS))

@@ -1,6 +1,7 @@
 """The model against transformers, against itself on other meshes, and the traps of bfloat16 gradients."""
 import functools
 import json
+import re
 from pathlib import Path
 
 import jax
@@ -16,7 +17,7 @@ from model.attention.kernels import get_kernel
 from model.chunked import chunked, product
 from model.config import LlamaConfig
 from model.llama import declare
-from model.sharding import Parallel, Parameter, Sharding
+from model.sharding import Parallel, Parameter, Sharding, gather
 from trainer.huggingface import read_hf
 from trainer.model_source import open_model
 
@@ -77,7 +78,7 @@ def test_logits_equal_transformers(tmp_path, kind, rope):
     expected = transformers_logits(truth, tokens)
     for shape in ({}, {"fsdp": 2, "tensor": 2, "sequence": 2}):
         model = llama(config, shape)
-        params = read_hf(tmp_path, config, model.shardings)
+        params = read_hf(tmp_path, config, model.shardings, in_memory=model.in_memory)
         batch, order = permuted(one_document(tokens), model)
         got = np.asarray(jax.jit(model.logits)(params, batch))
         assert np.abs(got - expected[:, order]).max() <= 1e-4 * np.abs(expected).max()
@@ -128,9 +129,9 @@ def smollm2_truth(folder):
 
 
 @functools.cache
-def loss_and_gradients(mesh, layout="striped", remat="save_attention", schedule="ring", **changes):
+def loss_and_gradients(mesh, layout="striped", remat="save_attention", schedule="ring", sequence_parallel=False, **changes):
     config = tiny(**changes)
-    model = llama(config, MESHES[mesh], remat=remat, schedule=schedule)
+    model = llama(config, MESHES[mesh], remat=remat, schedule=schedule, sequence_parallel=sequence_parallel)
     batch, _ = permuted(packed_batch(config), model, layout)
     (loss, weight), gradient = jax.jit(jax.value_and_grad(model.loss, has_aux=True))(model.init(0), batch)
     return float(loss), float(weight), {name: np.asarray(g) for name, g in gradient.items()}
@@ -152,6 +153,24 @@ def test_every_mesh_gives_the_same_loss_and_gradients(mesh):
     ("contiguous", "nothing", "ring"), ("zigzag", "offload", "all_gather"), ("zigzag", "everything", "ring")])
 def test_layout_remat_and_schedule_do_not_change_the_result(layout, remat, schedule):
     assert_same(loss_and_gradients("sequence 8", layout, remat, schedule), loss_and_gradients("one"))
+
+
+@pytest.mark.parametrize(("mesh", "remat"), [("data 2 x tensor 4", "save_attention"), ("tensor 2 x sequence 4", "everything")])
+def test_tokens_split_over_tensor_too_do_not_change_the_result(mesh, remat):
+    assert_same(loss_and_gradients(mesh, remat=remat, sequence_parallel=True), loss_and_gradients("one"))
+
+
+def test_tokens_split_over_tensor_are_what_is_kept_and_sent():
+    """Megatron's recipe: hidden states are gathered and reduce-scattered over `tensor`, never summed whole."""
+    config = tiny()
+    model = llama(config, MESHES["data 2 x tensor 4"], sequence_parallel=True)
+    batch = packed_batch(config)
+    text = jax.jit(jax.grad(lambda params: model.loss(params, batch)[0])).lower(model.init(0)).compile().as_text()
+    rows, length = batch["tokens"].shape
+    assert f"f32[{rows // 2},{length},{config.hidden_size}]" in "".join(re.findall(r".*all-gather.*", text))
+    assert f"f32[{rows // 2},{length},{config.hidden_size}]" not in "".join(re.findall(r".*all-reduce.*", text))
+    with pytest.raises(ValueError, match="sequence_parallel: tensor = 4 does not divide the heads"):
+        llama(tiny(num_attention_heads=6, num_key_value_heads=1), MESHES["data 2 x tensor 4"], sequence_parallel=True)
 
 
 def test_keeping_every_second_layers_input_does_not_change_the_result():
@@ -232,8 +251,8 @@ def test_trap_chunks_add_their_weight_gradients_in_float32():
 
     def ours(w):
         def local(w):
-            y = chunked(lambda w, a, _: product("bte,ef->btf", a["x"], w["w"]), {"w": w}, {"w": PartitionSpec()}, {"x": x}, {},
-                        dtype=jnp.bfloat16, chunk=1)
+            y = chunked(lambda w, a, _: product("bte,ef->btf", a["x"], w["w"]), {"w": gather(w, PartitionSpec(), jnp.bfloat16)},
+                        {"x": x}, {}, dtype=jnp.bfloat16, chunk=1)
             return jnp.sum(y.astype(jnp.float32))
 
         return jax.shard_map(local, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), check_vma=False)(w)
@@ -258,8 +277,7 @@ def test_trap_weight_gradients_are_summed_over_devices_in_float32():
                                        out_specs=PartitionSpec(), check_vma=False)(w, jnp.asarray(x, jnp.bfloat16))
 
     def ours(w, x):
-        y = chunked(lambda w, a, _: product("bte,ef->btf", a["x"], w["w"]), {"w": w}, {"w": spec}, {"x": x}, {},
-                    dtype=jnp.bfloat16)
+        y = product("bte,ef->btf", x, gather(w, spec, jnp.bfloat16))
         return jax.lax.psum(jnp.sum(y.astype(jnp.float32)), "sequence")
 
     def naive(w, x):
@@ -290,8 +308,10 @@ def test_an_axis_without_a_rule_names_the_parameter():
         sharding.spec("strange.weight", Parameter((4,), ("experts",)))
 
 
-@pytest.mark.parametrize(("query", "key", "tensor", "heads", "kv_heads"), [
-    (8, 2, 2, True, True), (8, 2, 4, True, False), (9, 3, 2, False, False), (9, 3, 3, True, True), (32, 32, 8, True, True)])
-def test_heads_are_split_where_they_divide(query, key, tensor, heads, kv_heads):
+@pytest.mark.parametrize(("query", "key", "tensor", "split", "padded"), [
+    (8, 2, 2, (True, True), (8, 2)), (8, 2, 4, (True, False), (8, 2)), (32, 32, 8, (True, True), (32, 32)),
+    (9, 3, 2, (True, True), (12, 4)), (9, 3, 3, (True, True), (9, 3)), (33, 33, 8, (True, True), (40, 40)),
+    (24, 8, 16, (True, True), (48, 16)), (9, 1, 2, (False, False), (9, 1))])
+def test_heads_are_split_and_padded_where_they_do_not_divide(query, key, tensor, split, padded):
     parallel = Parallel.of(tiny(num_attention_heads=query, num_key_value_heads=key), tensor)
-    assert (parallel.heads, parallel.kv_heads) == (heads, kv_heads)
+    assert (parallel.heads, parallel.kv_heads) == split and (parallel.query_heads, parallel.key_heads) == padded

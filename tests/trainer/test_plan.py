@@ -1,9 +1,13 @@
 """The TPU compiler's plan of the real step: LLaMA-7B at a million tokens fits, and nothing of length x length is kept."""
+import re
+
 import pytest
 
 from model.config import LlamaConfig
-from scripts.plan import compile_step, main, topology_devices
+from scripts.plan import main
 from trainer.compiled import arrays_with, collectives, memory
+from trainer.plan import DoesNotFit, Job, compile_step, search
+from trainer.topology import topology_devices
 
 CONTEXT = 1_048_576
 
@@ -44,3 +48,30 @@ def test_offload_keeps_the_layers_inputs_in_the_hosts_memory():
 def test_an_unknown_topology_is_one_line(capsys):
     assert main(["--model", "llama-7b", "--topology", "v9:1x1", "--context", "1024"]) == 2
     assert "write generation:shape" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_an_answer(capsys):
+    """The compiler's refusal as figures and names, and no trace."""
+    assert main(["--model", "smollm2-135m", "--topology", "v5e:2x2", "--context", str(1 << 22), "--remat", "everything"]) == 1
+    said = capsys.readouterr().err
+    needs, has = re.search(r"needs ([\d.]+) GiB of ([\d.]+); of it products [\d.]+, attention outputs", said).groups()
+    assert float(needs) > float(has) == 15.75
+
+
+def test_the_search_ends_at_the_longest_context_that_fits(monkeypatch):
+    """A compiler of which we know what it would say: 1 GiB each 1000 tokens, half of it under `nothing`, 7 GiB in all."""
+    import trainer.plan
+
+    def plan(job):
+        gib = job.context / 1000 * (0.5 if job.remat == "nothing" else 1.0)
+        if gib > 7:
+            raise DoesNotFit(gib, 7.0)
+        return {"context": job.context, "remat": job.remat, "peak_gib": gib}
+
+    monkeypatch.setattr(trainer.plan, "plan", plan)
+    tried = []
+    job = Job("tiny", "v5e:2x2", 1000)
+    best, refusal = search(job, ("save_attention", "nothing"), lambda job, result: tried.append((job.context, job.remat)))
+    assert (best["context"], best["remat"], refusal.needs_gib) == (8000, "nothing", 8.0)
+    assert tried == [(1000, "save_attention"), (2000, "save_attention"), (4000, "save_attention"), (8000, "save_attention"),
+                     (8000, "nothing"), (16000, "nothing")]

@@ -1,4 +1,4 @@
-"""A vocabulary that `tensor` does not divide, and one that grows: in memory, in checkpoints, in exports."""
+"""A vocabulary and heads that `tensor` does not divide, and a vocabulary that grows: in memory, checkpoints and exports."""
 
 import dataclasses
 import json
@@ -14,32 +14,36 @@ import train
 from data.tokenizer import Tokenizer
 from scripts import export_hf
 from trainer.checkpoint import CheckpointStore, restore, restore_model
-from trainer.huggingface import VOCABULARY_AXES, copy_assets, read_hf
+from trainer.huggingface import copy_assets, read_hf
 from trainer.huggingface_write import write_hf
 from trainer.model_source import open_model
+from trainer.padding import PADDED_AXES, VOCABULARY_AXES
 
 from ..model_room.build import llama
 from .test_huggingface import make_model, tensors
 
 ROWS = 129  # 129 on one tensor rank, 130 on two, 132 on four, 136 on eight
+HEADS = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}  # 8, 4 on 2 and 4 ranks; 16, 8 on 8
 
 
 @pytest.fixture(scope="module", params=["untied", "tied"])
 def folder(request, tmp_path_factory):
-    """A Hugging Face model of 129 ids."""
+    """A Hugging Face model of 129 ids, 6 query and 3 key heads, with biases."""
     folder = tmp_path_factory.mktemp("odd")
-    make_model(folder, torch.bfloat16, vocab_size=ROWS, tie_word_embeddings=request.param == "tied")
+    make_model(folder, torch.bfloat16, vocab_size=ROWS, tie_word_embeddings=request.param == "tied",
+               attention_bias=True, **HEADS)
     return folder
 
 
 def own(name, array):
     """The part of a parameter or moment that is not padding; what is padding must be zero."""
-    axis = next((axis for vocabulary, axis in VOCABULARY_AXES.items() if name.endswith(vocabulary)), None)
+    padded, axis = next(((padded, axis) for padded, axis in PADDED_AXES.items() if name.endswith(padded)), (None, None))
     array = np.asarray(array)
-    if axis is None or array.ndim != 2:
+    if axis is None or not array.ndim:
         return array
-    assert not np.take(array, range(ROWS, array.shape[axis]), axis).any()
-    return np.take(array, range(ROWS), axis)
+    size = ROWS if padded in VOCABULARY_AXES else 3 if ".k_" in padded or ".v_" in padded else 6
+    assert not np.take(array, range(size, array.shape[axis]), axis).any()
+    return np.take(array, range(size), axis)
 
 
 def test_padded_in_memory_cut_at_export(tmp_path, folder):
@@ -47,6 +51,8 @@ def test_padded_in_memory_cut_at_export(tmp_path, folder):
     whole, model = llama(source.config), llama(source.config, {"tensor": 4, "sequence": 2})
     params = source.read(model)
     assert params["embed_tokens.weight"].shape[0] == 132
+    heads = [params[f"layers.self_attn.{letter}_proj.weight"].shape[2] for letter in "qkv"]
+    assert heads == [8, 4, 4] and params["layers.self_attn.o_proj.weight"].shape[1] == 8
     for name, value in source.read(whole).items():
         np.testing.assert_array_equal(own(name, params[name]), value)
     copy_assets(folder, tmp_path / "assets")
@@ -76,6 +82,7 @@ def test_restored_where_another_padding_is_needed(tmp_path, folder):
             if x.ndim else None), moments)
         found = restore(tmp_path / "run", abstract, placed)
         assert found.model["embed_tokens.weight"].shape[0] == {1: 129, 2: 130, 8: 136}[tensor]
+        assert found.model["layers.self_attn.k_proj.bias"].shape[1] == {1: 3, 2: 4, 8: 8}[tensor]
         again = open_model(str(tmp_path / "run")).read(other)
         for name, value in params.items():
             for got in (found.model[name], again[name]):
@@ -85,9 +92,12 @@ def test_restored_where_another_padding_is_needed(tmp_path, folder):
     assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     before, after = tensors(folder), tensors(tmp_path / "out")
     assert all(torch.equal(before[name], after[name]) for name in before) and before.keys() == after.keys()
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight is float32\[132, 32\] in the checkpoint"):
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is float32\[132, 48\] in the checkpoint"):
         restore_model(tmp_path / "run", model.shardings, shapes={**{name: p.shape for name, p in model.parameters.items()},
-                                                                 "embed_tokens.weight": (132 + 1024, 32)})
+                                                                 "embed_tokens.weight": (132 + 1024, 48)})
+    with pytest.raises(ValueError, match=r"k_proj\.bias is float32\[3, 4, 16\] in the checkpoint.*\[3, 2, 16\]"):
+        restore_model(tmp_path / "run", model.shardings, shapes={**{name: p.shape for name, p in model.parameters.items()},
+                                                                 "layers.self_attn.k_proj.bias": (3, 2, 16)})
 
 
 def test_new_rows_are_near_the_mean_and_the_same_on_every_mesh(folder):

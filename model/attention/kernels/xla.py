@@ -52,7 +52,7 @@ def _from_key_tiles(x: jax.Array) -> jax.Array:
 
 
 def _coord_tiles(coords: TokenCoords, tile: int) -> TokenCoords:
-    return TokenCoords(*(x.reshape(x.shape[0], -1, tile).swapaxes(0, 1) for x in coords))
+    return jax.tree.map(lambda x: x.reshape(x.shape[0], -1, tile).swapaxes(0, 1), coords)
 
 
 def _kinds(q_coords, kv_coords, query_tile, key_tile, mask) -> jax.Array:

@@ -13,27 +13,30 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from ..coords import Mask
 from .all_gather import AllGather
 from .attention2d import Attention2D
 from .balanced import Balanced
 from .local import Local
 from .ranks import Ranks
 from .ring import Ring
+from .ring_self_attention import RingSelfAttention
 from .ulysses import Ulysses
 
-__all__ = ["SCHEDULES", "AllGather", "Attention2D", "Balanced", "Local", "Ranks", "Ring", "Ulysses", "get_schedule"]
+__all__ = ["SCHEDULES", "AllGather", "Attention2D", "Balanced", "Local", "Ranks", "Ring", "RingSelfAttention", "Ulysses",
+           "get_schedule"]
 SCHEDULES = {
     "local": Local, "ring": Ring, "all_gather": AllGather, "balanced": Balanced, "ulysses": Ulysses, "attention2d": Attention2D,
+    "ring_self_attention": RingSelfAttention,
 }
 
 
-def get_schedule(schedule, size: int, layout: str = "", mask: Mask = Mask()):
+def get_schedule(schedule, size: int, layout: str = ""):
     """The schedule of this name (or the given one), checked against the number of shards.
 
     Args:
       schedule: a name, a mapping {name: ..., option: value}, or a schedule.
-      layout: the layout of the arrays, where it is known; `balanced` does half the kernel calls where it is contiguous.
+      layout: the layout of the arrays, where it is known; where it is contiguous, `balanced` does half the kernel calls, and
+        `ring` and `balanced` leave out ranks beyond a window's reach.
 
     Raises:
       ValueError: an unknown name or option, or `local` for a sequence axis longer than 1.
@@ -42,13 +45,20 @@ def get_schedule(schedule, size: int, layout: str = "", mask: Mask = Mask()):
         schedule = {"name": schedule}
     if isinstance(schedule, Mapping):
         schedule = _from_options(dict(schedule))
-    if isinstance(schedule, Balanced) and layout == "contiguous" and mask.causal:
-        schedule = dataclasses.replace(schedule, ordered=True)
+    if layout == "contiguous":
+        schedule = _ordered(schedule)
     if size == 1:
         return Local()
     if isinstance(schedule, Local):
         raise ValueError(f"schedule: 'local' serves a sequence axis of 1, found {size}; 'ring' and 'all_gather' serve any")
     return schedule
+
+
+def _ordered(schedule):
+    """The schedule, told that shards hold runs of tokens in the order of ranks; so do the groups of an inner schedule."""
+    told = {"ordered": True} if hasattr(schedule, "ordered") else {}
+    inner = {"inner": _ordered(schedule.inner)} if hasattr(schedule, "inner") else {}
+    return dataclasses.replace(schedule, **told, **inner)
 
 
 def _from_options(options: dict):

@@ -1,10 +1,15 @@
-"""Attention2D (section 3, without overlap): queries along rows, keys and values along columns of a grid of ranks.
+"""Attention2D (section 3): queries along rows, keys and values along columns of a grid of ranks.
 
 On a grid of R rows and C columns a rank gathers the queries of its row and the keys and values of its column, so that
 every query block meets every key block on exactly one rank. Forward each rank receives (C-1) blocks of queries, (R-1) of
 keys and values, and in the merge C-1 partial outputs (float32) and lse: about (sqrt(P)-1)/P of everything, where a ring
 receives (P-1)/P. Backward: queries, dout, lse and delta along the row, dq back; keys and values along the column, dk and
 dv back.
+
+With `overlap` (Algorithms 4-6, Appendices A and B) nothing is gathered at once: K, V go round the column while the rank's own
+queries meet them, then the row's queries come round, one block on its way while another is met; partials, and dQ, follow
+one hop behind to their owner, and dK, dV are summed on their way round the column while the last queries meet block after
+block. As many numbers travel, in R - 1 + C - 1 hops, of which only the one home does not overlap a kernel.
 
 The paper first moves keys and values once, so that the ranks' masks are triangles; coordinates travel here, so exactness
 does not need that move.
@@ -13,19 +18,24 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from ..coords import TokenCoords
-from ..partial import AttentionPartial, per_row
+from ..partial import AttentionPartial, merge, per_row
 from .ranks import Ranks
+from .ring import Ring
+from .tour import tour
 
 
 @dataclasses.dataclass(frozen=True)
 class Attention2D:
-    """Rows x columns; `columns` 0 chooses the grid with the fewest bytes for these heads."""
+    """Rows x columns; `columns` 0 chooses the grid with the fewest bytes for these heads. overlap: tiled, see above."""
 
     columns: int = 0
+    overlap: bool = False
 
     def _grid(self, ranks: Ranks, q, k):
         columns = self.columns or fewest_bytes(ranks.size, q.shape[2], k.shape[2], q.dtype.itemsize)
@@ -37,6 +47,8 @@ class Attention2D:
 
     def forward(self, kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale):
         row, column = self._grid(ranks, q, k)
+        if self.overlap:
+            return _overlapped_forward(kernel, q, k, v, q_coords, kv_coords, row, column, mask=mask, scale=scale)
         queries, q_coords = row.gather((q, tuple(q_coords)), 1)
         keys, values, kv_coords = column.gather((k, v, tuple(kv_coords)), 1)
         partial = kernel.forward(queries, keys, values, TokenCoords(*q_coords), TokenCoords(*kv_coords), mask=mask, scale=scale)
@@ -44,6 +56,9 @@ class Attention2D:
 
     def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale):
         row, column = self._grid(ranks, q, k)
+        if self.overlap:
+            return _overlapped_backward(
+                kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, row, column, mask=mask, scale=scale)
         queries, dout, q_coords = row.gather((q, dout, tuple(q_coords)), 1)
         lse, delta = row.gather((lse, delta), 2)
         keys, values, kv_coords = column.gather((k, v, tuple(kv_coords)), 1)
@@ -75,3 +90,87 @@ def _merge_scatter(row: Ranks, partial: AttentionPartial) -> AttentionPartial:
     top = lax.dynamic_slice_in_dim(top, row.index() * length, length, 2)
     out = out / per_row(jnp.where(total == 0, 1.0, total))
     return AttentionPartial(out, jnp.where(total == 0, -jnp.inf, top + jnp.log(jnp.where(total == 0, 1.0, total))))
+
+
+def _overlapped_forward(kernel, q, k, v, q_coords, kv_coords, row, column, *, mask, scale):
+    """Algorithm 4: this rank's queries against the column as it comes by, then the row's against the column."""
+    if row.size == 1:
+        return Ring().forward(kernel, q, k, v, q_coords, kv_coords, ranks=column, mask=mask, scale=scale)
+    onwards = _neighbour(row)
+    waiting = onwards((q, q_coords))
+
+    def meet_keys(partial, block):
+        (k, v), coords = block
+        here = kernel.forward(q, k, v, q_coords, coords, mask=mask, scale=scale)
+        return here if partial is None else merge(partial, here), (), block
+
+    own, _, blocks = tour((jnp.stack([k, v]), kv_coords), column.size - 1, column.shift, column.shift, meet_keys)
+    (keys, values), kv_coords = _joined(blocks)
+
+    def meet_queries(nothing, packet):
+        queries, coords = packet
+        return nothing, kernel.forward(queries, keys, values, coords, kv_coords, mask=mask, scale=scale), ()
+
+    _, others, _ = tour(waiting, row.size - 2, onwards, onwards, meet_queries)
+    return merge(own, others)
+
+
+def _overlapped_backward(kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, row, column, *, mask, scale):
+    """Algorithm 8: as the forward; dK, dV stay until the row's last queries come by, and then leave for their owners."""
+    if row.size == 1:
+        return Ring().backward(
+            kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, ranks=column, mask=mask, scale=scale)
+    onwards = _neighbour(row)
+    waiting = onwards((q, dout, lse, delta, q_coords))
+
+    def gradients(packet, block):
+        q, dout, lse, delta, q_coords = packet
+        (k, v), coords = block
+        dq, dk, dv = kernel.backward(q, k, v, dout, lse, delta, q_coords, coords, mask=mask, scale=scale)
+        return dq, jnp.stack([dk, dv])
+
+    def meet_keys(dq, block):
+        dq_here, dkv = gradients((q, dout, lse, delta, q_coords), block)
+        return dq_here if dq is None else dq + dq_here, (), (block, dkv)
+
+    dq, _, (blocks, dkv) = tour((jnp.stack([k, v]), kv_coords), column.size - 1, column.shift, column.shift, meet_keys)
+    column_block = _joined(blocks)
+
+    def meet_queries(dkv, packet):
+        dq, dkv_here = gradients(packet, column_block)
+        blockwise = dkv_here.reshape(*dkv_here.shape[:2], column.size, -1, *dkv_here.shape[3:])
+        return dkv + jnp.moveaxis(blockwise, 2, 0), dq, ()
+
+    def meet_and_scatter(dkv, packet):
+        """Algorithm 11: block after block, so that the sum for an owner is one hop nearer with each, and last its own."""
+        def meet(place):
+            block, dkv_before = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, place, keepdims=False), (blocks, dkv))
+            dq, dkv_here = gradients(packet, block)
+            return dq, dkv_before + dkv_here
+
+        def stop(carry, place):
+            dq, dkv = carry
+            arriving = column.shift(dkv)
+            dq_here, dkv_here = meet(place)
+            return (dq + dq_here, arriving + dkv_here), None
+
+        (dq, dkv_home), _ = lax.scan(stop, meet(1 % column.size), np.arange(2, column.size + 1) % column.size)
+        return dkv_home, dq, ()
+
+    dkv, others, _ = tour(waiting, row.size - 2, onwards, onwards, meet_queries, dkv, meet_and_scatter)
+    return dq + others, *dkv
+
+
+def _neighbour(row: Ranks):
+    """A tree, to the left neighbour. After a whole round that is also the way home."""
+    return lambda tree: row.shift(tree, -1)
+
+
+def _joined(blocks):
+    """Blocks of keys and coordinates stacked on a leading axis, as one block of their tokens."""
+    def join(x):
+        tokens = 1 if x.ndim == 3 else 2  # coordinates [R, B, T]; K and V [R, 2, B, T, Hkv, D]
+        x = jnp.moveaxis(x, 0, tokens)
+        return x.reshape(*x.shape[:tokens], -1, *x.shape[tokens + 2:])
+
+    return jax.tree.map(join, blocks)

@@ -7,8 +7,10 @@ distance P/2 in its last round, where the owners work alone, or with `split` own
 Forward, K and V travel to owners, Q to helpers and a float32 partial back (Appendix C: 3Nd); backward the queries' side is
 q, dout, lse, delta, with dQ back to the helped and dK, dV back to where K, V came from.
 
-That is `ordered`: exact only where no query sees keys of a later rank. Elsewhere (striped, zigzag, not causal) both blocks of
-a pair of ranks may hold work: every rank fetches both sides and does both, still in P // 2 rounds.
+That is exact only where no query sees keys of a later rank: causal, and shards `ordered`. Elsewhere (striped, zigzag, not
+causal) both blocks of a pair of ranks may hold work: every rank fetches both sides and does both, still in P // 2 rounds.
+
+Sliding windows over ordered shards: rounds of ranks out of reach are left out, and helpers where the ranks they would help are.
 """
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from ..partial import AttentionPartial, merge
 
 @dataclasses.dataclass(frozen=True)
 class Balanced:
-    """DistFlashAttn. split: for even P, owner and helper share the last round; ordered: see above."""
+    """DistFlashAttn. split: for even P, owner and helper share the last round; ordered: shards hold runs of tokens."""
 
     split: bool = False
     ordered: bool = False
@@ -32,7 +34,7 @@ class Balanced:
             (q, q_coords), (k, v, kv_coords) = queries, keys
             return kernel.forward(q, k, v, q_coords, kv_coords, mask=mask, scale=scale), ()
 
-        partial, _ = self._rounds(ranks, (q, q_coords), (k, v, kv_coords), meet, merge)
+        partial, _ = self._rounds(ranks, mask, (q, q_coords), (k, v, kv_coords), meet, merge)
         return partial
 
     def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale):
@@ -41,15 +43,19 @@ class Balanced:
             dq, dk, dv = kernel.backward(q, k, v, dout, lse, delta, q_coords, kv_coords, mask=mask, scale=scale)
             return dq, (dk, dv)
 
-        dq, dkv = self._rounds(ranks, (q, dout, lse, delta, q_coords), (k, v, kv_coords), meet, jnp.add)
+        dq, dkv = self._rounds(ranks, mask, (q, dout, lse, delta, q_coords), (k, v, kv_coords), meet, jnp.add)
         return dq, *dkv
 
-    def _rounds(self, ranks, queries, keys, meet, add):
+    def _rounds(self, ranks, mask, queries, keys, meet, add):
         """meet(queries, keys) of every pair of ranks, added up at home: (for the queries, for the keys)."""
         totals = meet(queries, keys)
-        for t in range(1, ranks.size // 2 + 1):
-            one_round = self._ordered_round if self.ordered else self._full_round
-            for found, for_keys in one_round(ranks, t, queries, keys, meet):
+        reach = mask.reach(queries[0].shape[1], ranks.size) if self.ordered else ranks.size
+        for t in range(1, min(ranks.size // 2, reach) + 1):
+            if self.ordered and mask.causal:
+                one_round = self._ordered_round(ranks, t, queries, keys, meet, helpers=ranks.size - t <= reach)
+            else:
+                one_round = self._full_round(ranks, t, queries, keys, meet)
+            for found, for_keys in one_round:
                 totals = add(totals[0], found), jax.tree.map(jnp.add, totals[1], for_keys)
         return totals
 
@@ -63,13 +69,13 @@ class Balanced:
             found, for_keys = meet(queries_in, keys)
             yield ranks.shift(found, -t), for_keys
 
-    def _ordered_round(self, ranks, t, queries, keys, meet):
+    def _ordered_round(self, ranks, t, queries, keys, meet, helpers):
         size, place = ranks.size, ranks.index()
         helping = place < t
         keys_in = ranks.shift(keys, t, range(size - t))
         last = 2 * t == size
-        if last and not (self.split and queries[0].shape[1] % 2 == 0):
-            # Helpers get keys of zeros: padding, of which every tile is skipped.
+        if not helpers or (last and not (self.split and queries[0].shape[1] % 2 == 0)):
+            # The ranks that might help get keys of zeros: padding, of which every tile is skipped.
             found, for_keys = meet(queries, keys_in)
             yield _keep(found, ~helping), ranks.shift(for_keys, -t)
             return

@@ -2,62 +2,122 @@
 
 Forward: each shard receives 2 T Hkv D numbers and 2 T coordinates a hop, P - 1 times. Backward: the same, and the float32
 dK, dV follow one hop behind, P - 1 times, with one more hop home. With the layout `striped` this is Striped Attention.
+How transfers and kernels overlap is told in `tour.py`.
 
-Every round sends *before* it computes, so the transfer overlaps the kernel, and the last round sends nothing. dK/dV of a
-block leave for the next shard while that shard's kernel runs, and are added to its result afterwards: no transfer waits
-for the kernel that has just started. The first and the last round are peeled, the others are a scan, so that the
-compiled text does not grow with P.
+`bidirectional`: the earlier half of every block's tokens goes one way round and the later half the other, so that both
+directions of each link are used at once: as many hops, bytes and kernels, half of the bytes in each direction. A round meets
+the two halves that have arrived, of two different ranks, as one block of keys.
+
+Sliding windows: where shards hold runs of tokens in the order of ranks (`ordered`), only ranks within reach of the window are
+visited. Causal, blocks go `reach` hops onwards; else `reach` hops each way, whole. dK, dV still take one hop home.
 """
 from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..coords import Mask
 from ..partial import merge
+from .ranks import Ranks
+from .tour import tour
+
+
+@dataclasses.dataclass(frozen=True)
+class _Ways:
+    """How blocks travel: `hops` hops in each of `directions` (+1, -1) at once; halved, if each way goes but half of a block."""
+
+    ranks: Ranks
+    directions: tuple[int, ...]
+    hops: int
+    halved: bool = False
+
+    @classmethod
+    def choose(cls, ranks: Ranks, mask: Mask, tokens: int, bidirectional: bool, ordered: bool) -> _Ways:
+        reach = mask.reach(tokens, ranks.size) if ordered else ranks.size - 1
+        if mask.causal and reach < ranks.size - 1:
+            return cls(ranks, (1,), reach)
+        if 2 * reach < ranks.size - 1:
+            return cls(ranks, (1, -1), reach)
+        if bidirectional and tokens > 1:
+            return cls(ranks, (1, -1), ranks.size - 1, halved=True)
+        return cls(ranks, (1,), ranks.size - 1)
+
+    def deal(self, tree):
+        """What goes each way of this rank's own block: halves, or all of it."""
+        return _cut(tree, _length(tree) // 2) if self.halved else (tree,) * len(self.directions)
+
+    def split(self, gradients, own: bool):
+        """What follows each part: of the gradients of the joined parts, or of this rank's own block."""
+        if len(self.directions) == 1:
+            return (gradients,)
+        if own and not self.halved:
+            return gradients, jnp.zeros_like(gradients)
+        return _cut(gradients, _length(gradients) // 2)
+
+    def whole(self, parts):
+        """An own block's gradients from those that its parts brought home."""
+        return _join(parts) if self.halved else sum(parts)
+
+    def send(self, parts):
+        return tuple(self.ranks.shift(part, way) for part, way in zip(parts, self.directions, strict=False))
+
+    def home(self, parts):
+        return tuple(self.ranks.shift(part, -way * self.hops) for part, way in zip(parts, self.directions, strict=False))
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring:
-    """K/V round the ring, one direction."""
+    """K/V round the ring. bidirectional: half of each block either way; ordered: shards hold runs of tokens, in their order."""
+
+    bidirectional: bool = False
+    ordered: bool = False
 
     def forward(self, kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale):
-        def attend(block):
-            (k, v), coords = block
-            return kernel.forward(q, k, v, q_coords, coords, mask=mask, scale=scale)
+        ways = _Ways.choose(ranks, mask, k.shape[1], self.bidirectional, self.ordered)
+        own = (jnp.stack([k, v]), kv_coords)
 
-        block = (jnp.stack([k, v]), kv_coords)
-        incoming = ranks.shift(block)
-        partial = attend(block)
+        def visit(partial, parts):
+            (k, v), coords = own if partial is None else _join(parts)
+            here = kernel.forward(q, k, v, q_coords, coords, mask=mask, scale=scale)
+            return here if partial is None else merge(partial, here), (), ()
 
-        def one_round(carry, _):
-            partial, block = carry
-            incoming = ranks.shift(block)
-            return (merge(partial, attend(block)), incoming), None
-
-        (partial, block), _ = lax.scan(one_round, (partial, incoming), None, length=ranks.size - 2)
-        return merge(partial, attend(block))
+        return tour(ways.deal(own), ways.hops, ways.send, ways.home, visit)[0]
 
     def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale):
-        def gradients(block):
-            (k, v), coords = block
-            dq, dk, dv = kernel.backward(q, k, v, dout, lse, delta, q_coords, coords, mask=mask, scale=scale)
-            return dq, jnp.stack([dk, dv])
+        ways = _Ways.choose(ranks, mask, k.shape[1], self.bidirectional, self.ordered)
+        own = (jnp.stack([k, v]), kv_coords)
 
-        block = (jnp.stack([k, v]), kv_coords)
-        incoming = ranks.shift(block)
-        dq, dkv = gradients(block)
+        def visit(dq, parts):
+            (k, v), coords = own if dq is None else _join(parts)
+            dq_here, dk, dv = kernel.backward(q, k, v, dout, lse, delta, q_coords, coords, mask=mask, scale=scale)
+            left = ways.split(jnp.stack([dk, dv]), own=dq is None)
+            return dq_here if dq is None else dq + dq_here, left, ()
 
-        def one_round(carry, _):
-            dq, dkv, block = carry
-            incoming = ranks.shift(block)
-            arriving = ranks.shift(dkv)
-            dq_here, dkv_here = gradients(block)
-            return (dq + dq_here, arriving + dkv_here, incoming), None
+        dq, dkv, _ = tour(ways.deal(own), ways.hops, ways.send, ways.home, visit)
+        return dq, *ways.whole(dkv)
 
-        (dq, dkv, block), _ = lax.scan(one_round, (dq, dkv, incoming), None, length=ranks.size - 2)
-        arriving = ranks.shift(dkv)
-        dq_here, dkv_here = gradients(block)
-        dk, dv = ranks.shift(arriving + dkv_here)
-        return dq + dq_here, dk, dv
+
+def _tokens(x) -> int:
+    """The dimension of tokens: coordinates are [B, T], K and V stacked [2, B, T, Hkv, D]."""
+    return 1 if x.ndim == 2 else 2
+
+
+def _length(tree) -> int:
+    x = jax.tree.leaves(tree)[0]
+    return x.shape[_tokens(x)]
+
+
+def _cut(tree, at: int):
+    """Two trees: the tokens before `at`, and the others."""
+    def part(start, stop):
+        return jax.tree.map(lambda x: lax.slice_in_dim(x, start, stop, axis=_tokens(x)), tree)
+
+    return part(0, at), part(at, _length(tree))
+
+
+def _join(parts):
+    """The parts that met here, as one block."""
+    return jax.tree.map(lambda *x: jnp.concatenate(x, _tokens(x[0])), *parts) if len(parts) > 1 else parts[0]

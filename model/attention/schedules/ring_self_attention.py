@@ -1,0 +1,90 @@
+"""Ring self-attention, RSA (Li et al., Sequence Parallelism, 2023): K round the ring, softmax, then V round the ring.
+
+The baseline before blockwise attention: every rank holds its queries' scores against all keys, Hq T P T float32 numbers, which
+grow with the whole sequence. Forward: each rank receives the K, then the V of the others, 2 (P - 1) T Hkv D numbers in
+2 (P - 1) hops, and coordinates with K. The paper keeps the weights for the backward; here they are made again from lse: K
+(with coordinates), V, K go round, and the float32 dV and dK follow the last two one hop behind (`tour.py`), P hops each.
+
+No kernel is asked: scores are plain matrix products, as the paper has them, in float32.
+"""
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from ..coords import visible
+from ..partial import AttentionPartial
+from .tour import tour
+
+
+@dataclasses.dataclass(frozen=True)
+class RingSelfAttention:
+    """RSA: scores of the whole row on each rank."""
+
+    def forward(self, kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale):
+        del kernel
+        scores = _all_scores(_grouped(q, k.shape[2]), k, q_coords, kv_coords, ranks, mask, scale)
+        top = scores.max((0, -1), keepdims=True)
+        weights = jnp.exp(scores - jnp.where(jnp.isneginf(top), 0.0, top))
+        total = weights.sum((0, -1), keepdims=True)
+        safe = jnp.where(total == 0, 1.0, total)
+        weights = weights / safe
+
+        def visit(found, v):
+            stop, out = found
+            return (stop + 1, out + _product("bhgqk,bkhd->bqhgd", weights[stop], v)), (), ()
+
+        batch, length, heads, head_dim = q.shape
+        empty = jnp.zeros((batch, length, k.shape[2], heads // k.shape[2], head_dim), jnp.float32)
+        (_, out), _, _ = tour(v, ranks.size - 1, ranks.shift, ranks.shift, visit, (0, empty))
+        lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(safe))[0]
+        return AttentionPartial(out.reshape(q.shape), lse.reshape(batch, heads, length))
+
+    def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale):
+        del kernel
+        batch, length = q.shape[:2]
+        queries, dout = _grouped(q, k.shape[2]), _grouped(dout, k.shape[2])
+        lse, delta = (x.reshape(batch, k.shape[2], -1, length, 1) for x in (lse, delta))
+        scores = _all_scores(queries, k, q_coords, kv_coords, ranks, mask, scale)
+        weights = jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0.0, lse))
+
+        def visit_values(stop, v):
+            dweights = _product("bhgqd,bkhd->bhgqk", dout, v)
+            dv = _product("bhgqk,bhgqd->bkhd", weights[stop], dout)
+            return stop + 1, dv, weights[stop] * (dweights - delta) * scale
+
+        _, dv, dscores = tour(v, ranks.size - 1, ranks.shift, ranks.shift, visit_values, 0)
+
+        def visit_keys(found, k):
+            stop, dq = found
+            dk = _product("bhgqk,bhgqd->bkhd", dscores[stop], queries)
+            return (stop + 1, dq + _product("bhgqk,bkhd->bqhgd", dscores[stop], k)), dk, ()
+
+        zero = jnp.zeros((batch, length, *queries.shape[1:3], queries.shape[-1]), jnp.float32)
+        (_, dq), dk, _ = tour(k, ranks.size - 1, ranks.shift, ranks.shift, visit_keys, (0, zero))
+        return dq.reshape(q.shape), dk, dv
+
+
+def _grouped(x: jax.Array, kv_heads: int) -> jax.Array:
+    """[B, T, Hq, D] -> float32 [B, Hkv, G, T, D]: the query heads that share a key head side by side."""
+    batch, length, heads, head_dim = x.shape
+    x = x.astype(jnp.float32).reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
+    return x.transpose(0, 2, 3, 1, 4)
+
+
+def _all_scores(queries, k, q_coords, kv_coords, ranks, mask, scale):
+    """Scores against every rank's keys, in the order of their coming: float32 [P, B, Hkv, G, T, T], hidden ones -inf."""
+    def visit(nothing, block):
+        k, coords = block
+        seen = visible(q_coords, coords, mask)[:, None, None]
+        scores = _product("bhgqd,bkhd->bhgqk", queries, k) * scale
+        return nothing, (), jnp.where(seen, scores, -jnp.inf)
+
+    return tour((k, kv_coords), ranks.size - 1, ranks.shift, ranks.shift, visit)[2]
+
+
+def _product(dims: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    return jnp.einsum(dims, a, b.astype(jnp.float32), precision=lax.Precision.HIGHEST)

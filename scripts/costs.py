@@ -1,0 +1,77 @@
+"""Estimates a training step on machines that are not there: time, exposed communication, model FLOPs utilisation.
+
+    python -m scripts.costs --model llama-7b --hardware v4 --context 1048576 --sequence 64 [--schedule ring --layout striped]
+
+Without --schedule it compares all schedules and layouts; with it and --layout, it also shows the rounds of one layer's
+attention. On TPUs what jumps over neighbours (`balanced`, a short ring of `ulysses`) is an upper bound: ranks are a ring.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+
+from model.attention.layout import LAYOUTS
+from model.config import LlamaConfig
+from trainer.costs import HARDWARE, SCHEDULES, Job, Sizes, estimate
+from trainer.costs.step import REMAT
+
+
+def told(job: Job) -> dict:
+    """An estimate as a flat dictionary."""
+    found = estimate(job)
+    return {"schedule": job.schedule, "layout": job.layout, "step_seconds": found.seconds,
+            "exposed_seconds": found.step.exposed, "mfu": found.mfu, "tokens_per_second": found.tokens_per_second,
+            "layer_forward_seconds": found.layer_forward.seconds, "layer_backward_seconds": found.layer_backward.seconds,
+            "attention_forward_seconds": found.attention_forward.seconds,
+            "attention_backward_seconds": found.attention_backward.seconds}
+
+
+def rounds(job: Job) -> list[dict]:
+    """The rounds of one layer's attention, forward then backward."""
+    found = estimate(job)
+    return [{"pass": name, "round": number, "seconds": one.seconds, "compute_seconds": one.compute}
+            for name, passes in (("forward", found.forward_rounds), ("backward", found.backward_rounds))
+            for number, one in enumerate(passes)]
+
+
+def main(argv=None) -> int:
+    """Prints a line a schedule and layout, the fastest first; with --output writes them as JSON."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.costs", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--model", required=True, help="a preset, such as llama-7b")
+    parser.add_argument("--hardware", required=True, choices=HARDWARE)
+    parser.add_argument("--context", type=int, required=True, help="tokens in a row")
+    parser.add_argument("--batch", type=int, default=1, help="rows (default 1)")
+    for axis in ("data", "fsdp", "tensor", "sequence"):
+        parser.add_argument(f"--{axis}", type=int, default=1, help="devices along this axis of the mesh (default 1)")
+    parser.add_argument("--schedule", choices=SCHEDULES, help="all of them unless given")
+    parser.add_argument("--layout", choices=LAYOUTS, help="all of them unless given")
+    parser.add_argument("--remat", default="save_attention", choices=REMAT, help="default save_attention")
+    parser.add_argument("--output", help="also write what is printed to this JSON file")
+    args = parser.parse_args(argv)
+    try:
+        job = Job(Sizes.of(LlamaConfig.preset(args.model)), HARDWARE[args.hardware], args.context, args.batch, args.data,
+                  args.fsdp, args.tensor, args.sequence, remat=args.remat)
+        jobs = [dataclasses.replace(job, schedule=schedule, layout=layout)
+                for schedule in ([args.schedule] if args.schedule else SCHEDULES)
+                for layout in ([args.layout] if args.layout else LAYOUTS) if schedule != "local" or args.sequence == 1]
+        rows = sorted(map(told, jobs), key=lambda row: row["step_seconds"])
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for row in rows:
+        print(f"{row['schedule']:20} {row['layout']:11} step {row['step_seconds']:10.3f} s   exposed "
+              f"{row['exposed_seconds']:9.3f} s   MFU {row['mfu']:.3f}   {row['tokens_per_second']:12,.0f} tokens/s")
+    detail = rounds(jobs[0]) if len(jobs) == 1 else []
+    for one in detail:
+        print(f"{one['pass']:8} round {one['round']:3}  {1e3 * one['seconds']:10.3f} ms, of it computing "
+              f"{1e3 * one['compute_seconds']:10.3f}")
+    if args.output:
+        with open(args.output, "w", encoding="utf-8") as file:
+            json.dump({"estimates": rows, "rounds": detail}, file, indent=2)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

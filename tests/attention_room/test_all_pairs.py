@@ -1,0 +1,93 @@
+"""Schedules x shards x heads x masks x layouts x kernels, each with one document and with packed ones, against the dense truth.
+
+`make test` runs a covering set: every pair of values that can meet is in one case at least. `make soak` runs every case.
+"""
+import functools
+import itertools
+
+import numpy as np
+import pytest
+
+from model.attention import TokenCoords
+from model.attention.layout import permutation
+from model.attention.schedules import Local, get_schedule
+
+from .cases import HEADS, MASKS, SCHEDULES, SIZES, admitted, check, documents, inputs, out_and_gradients, truth
+
+LENGTH = 240  # every one of SIZES divides it, and its half: zigzag too
+# Which layouts one compiled function serves: only "contiguous" is told to the schedules.
+LAYOUTS = {"contiguous": ("contiguous",), "dealt": ("striped", "zigzag")}
+FACTORS = (SCHEDULES, SIZES, HEADS, MASKS, LAYOUTS, ("reference", "xla"))
+
+
+def possible(case):
+    """With one shard every schedule is `Local`, which is met once, as the ring."""
+    schedule, size = case[:2]
+    return admitted(schedule, size) and (size > 1 or schedule == "ring")
+
+
+def pairs(case):
+    return itertools.combinations(enumerate(case), 2)
+
+
+@functools.cache
+def covering():
+    """Cases that hold every possible pair of values: greedily, first one for each schedule with each number of shards."""
+    others = list(itertools.product(*reversed(FACTORS[2:])))
+    firsts = [first for first in itertools.product(*FACTORS[:2]) if possible(first)]
+    missing = {pair for first in firsts for other in others for pair in pairs((*first, *reversed(other)))}
+    cases = []
+    while missing:
+        for first in firsts:
+            options = [(*first, *reversed(other)) for other in others]
+            best = max(options, key=lambda case: len(missing.intersection(pairs(case))))
+            if missing.intersection(pairs(best)):
+                cases.append(best)
+                missing.difference_update(pairs(best))
+    return cases
+
+
+def check_case(schedule, size, heads, mask, layouts, kernel):
+    """One compiled function: each of its layouts, with one document and with packed ones."""
+    mask = MASKS[mask]
+    run = out_and_gradients(SCHEDULES[schedule], size, mask, LAYOUTS[layouts][0], kernel, tiles=(20, 10))
+    for layout, kind in itertools.product(LAYOUTS[layouts], ("one", "packed")):
+        order = permutation(LENGTH, size, layout)
+        arrays = (x[:, order] for x in inputs(heads, LENGTH))
+        coords = TokenCoords(*(x[:, order] for x in documents(kind, LENGTH)))
+        check(run(*arrays, coords), truth(heads, kind, mask, LENGTH), order)
+
+
+@pytest.mark.parametrize(("schedule", "size", "heads", "mask", "layouts", "kernel"), covering())
+def test_all_pairs_are_exact(schedule, size, heads, mask, layouts, kernel):
+    check_case(schedule, size, heads, mask, layouts, kernel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("schedule", "size", "heads", "mask", "layouts"),
+                         [case for case in itertools.product(*FACTORS[:-1]) if possible(case)])
+def test_everything_is_exact(schedule, size, heads, mask, layouts):
+    check_case(schedule, size, heads, mask, layouts, "reference")
+
+
+def test_one_shard_needs_no_schedule():
+    assert all(isinstance(get_schedule(schedule, 1), Local) for schedule in SCHEDULES.values())
+
+
+def test_the_covering_set_holds_every_pair():
+    """Counted without the generator's own bookkeeping: for any two factors, every pair of values that a possible case has."""
+    found = covering()
+    for a, b in itertools.combinations(range(len(FACTORS)), 2):
+        met = {(case[a], case[b]) for case in found}
+        if (a, b) == (0, 1):
+            assert met == {pair for pair in itertools.product(SCHEDULES, SIZES) if possible(pair)}
+        else:
+            assert met == set(itertools.product(FACTORS[a], FACTORS[b]))
+
+
+def test_packed_documents_cross_shard_borders_and_leave_padding():
+    _, segments = documents("packed", LENGTH)
+    for size in SIZES[1:]:
+        borders = np.arange(1, size) * LENGTH // size
+        assert ((segments[:, borders - 1] == segments[:, borders]) & (segments[:, borders] > 0)).any()
+    assert (segments == 0).any(1).all()

@@ -1,0 +1,99 @@
+"""The collectives of a whole training step, as the TPU compiler left them, are the declared ones and no others.
+
+A small model on a v5e slice of 2 x 4 chips as fsdp 2 x tensor 2 x sequence 2: every size is large enough to be split, and no
+activation has as many elements as any parameter, so that a number of elements tells what is sent.
+"""
+import math
+from collections import Counter
+
+import pytest
+
+from model.config import LlamaConfig
+from model.llama import Llama
+from model.sharding import STORAGE_AXES
+from trainer.compiled import COLLECTIVES, listed
+from trainer.config import MeshConfig
+from trainer.mesh import make_mesh
+from trainer.plan import compile_step
+from trainer.topology import topology_devices
+
+# How often a layer's parameter is gathered in a direction; outside the layers, at most in both.
+GATHERS = 1
+MESH = MeshConfig(fsdp=2, tensor=2, sequence=2)
+CONTEXT, ROWS = 8192, 2
+CONFIG = LlamaConfig(vocab_size=1024, hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,
+                     num_key_value_heads=4)
+
+
+@pytest.fixture(scope="module")
+def step():
+    """The step's collectives."""
+    compiled = compile_step(CONFIG, topology_devices("v5e:2x4"), CONTEXT, batch=ROWS, mesh=MESH)
+    return listed(compiled.as_text())
+
+
+@pytest.fixture(scope="module")
+def parameters():
+    """(layers', others'): name -> elements of what one tensor rank gathers: a layer's weight, an embedding, ..."""
+    model = Llama(CONFIG, make_mesh(MESH, topology_devices("v5e:2x4")))
+    layers, others = {}, {}
+    for name, parameter in model.parameters.items():
+        axes = [axis for entry in model.specs[name] for axis in ((entry,) if isinstance(entry, str) else entry or ())]
+        assert set(STORAGE_AXES) <= set(axes), f"{name} is not split over all devices that share a batch"
+        elements = math.prod(parameter.shape) // (MESH.tensor if "tensor" in axes else 1)
+        if name.startswith("layers."):
+            layers[name] = elements // CONFIG.num_hidden_layers
+        else:
+            others[name] = elements
+    assert len(layers) == 9 and len(others) == 3
+    return layers, others
+
+
+def of(step, kind, **wanted):
+    return [found for found in step if found.kind == kind and all(getattr(found, k) == x for k, x in wanted.items())]
+
+
+def sizes(found):
+    return Counter(elements for one in found for _, elements in one.results)
+
+
+@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
+def test_a_layers_parameters_are_gathered_once_in_each_direction(step, parameters, backward):
+    expected = Counter(parameters[0].values())
+    found = sizes(of(step, "all-gather", loops=1, backward=backward))
+    assert found == Counter({size: GATHERS * count for size, count in expected.items()})
+
+
+def test_nothing_else_is_gathered(step, parameters):
+    """No hidden state, no key, no logits, no token; and no parameter again for each chunk of the sequence."""
+    gathers = of(step, "all-gather")
+    assert max(found.loops for found in gathers) == 1
+    assert {dtype for found in gathers for dtype, _ in found.results} == {"bf16"}, "in compute precision"
+    outside, others = sizes(of(gathers, "all-gather", loops=0)), Counter(parameters[1].values())
+    assert others.keys() == outside.keys() and all(count <= 2 * others[size] for size, count in outside.items())
+
+
+def test_gradients_are_summed_in_float32(step, parameters):
+    """Matrices by reduce-scatter, once each; what is summed in bfloat16 is activations, over the tensor axis."""
+    layers, others = parameters
+    shards = MESH.fsdp * MESH.sequence
+    scatters = of(step, "reduce-scatter")
+    assert {dtype for found in scatters for dtype, _ in found.results} == {"f32"}
+    for loops, part in ((1, layers), (0, others)):
+        matrices = Counter(elements // shards for name, elements in part.items() if not name.endswith("norm.weight"))
+        assert sizes(of(scatters, "reduce-scatter", loops=loops)) == matrices
+    tokens = CONTEXT * ROWS // MESH.fsdp // MESH.sequence
+    for found in of(step, "all-reduce"):
+        for dtype, elements in found.results:
+            assert dtype == "f32" or (dtype == "bf16" and elements in (tokens * 512, tokens // 2 * 512)), found
+
+
+def test_the_ring_sends_keys_values_their_gradients_and_coordinates(step):
+    tokens, heads = CONTEXT // MESH.sequence, CONFIG.num_key_value_heads // MESH.tensor
+    both = 2 * tokens * heads * CONFIG.head_dim
+    allowed = {("bf16", both), ("f32", both), ("s32", tokens)}
+    permutes = of(step, "collective-permute")
+    assert {found.results for found in permutes} == {(one,) for one in allowed}
+    # Forward: K and V in one. Backward: the same, and two hops of their gradients, in float32 where sums go on.
+    assert Counter(found.backward for found in permutes if found.results[0][0] != "s32") == {False: 1, True: 3}
+    assert not of(step, "all-to-all") and {found.kind for found in step} < set(COLLECTIVES)

@@ -1,0 +1,86 @@
+"""The loss of each source where several are mixed: against sums by hand over the losses of single tokens, on several meshes."""
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from data.loader import Loader
+from data.prepare import prepare
+from data.sources import Source
+from data.tokenizer import Tokenizer
+from model.llama import Chunks
+from tests.model_room.build import MESHES, llama, packed_batch, permuted, tiny
+from trainer.config import DataConfig, OptimizerConfig, RunConfig, SourceConfig
+from trainer.mesh import place_batch
+from trainer.objective import source_names
+from trainer.step import BY_SOURCE, StepBuilder, text_batch
+
+NAMES = ("chats", "books", "never")
+ROWS, LENGTH = 8, 32
+
+
+def mixed_batch() -> dict[str, np.ndarray]:
+    """Documents of two of the three sources, side by side in the rows, of which one has far more targets."""
+    batch = packed_batch(tiny(), ROWS, LENGTH)
+    return {**batch, "source_ids": (batch["segment_ids"] % 3 == 2).astype(np.int32)}
+
+
+@functools.cache
+def by_hand() -> tuple[dict[str, float], float]:
+    """Each source's mean over its targets, in float64 from the losses of tokens on one device; and that of all."""
+    model, batch = llama(tiny()), mixed_batch()
+    losses = np.asarray(jax.jit(model.token_losses)(model.init(0), batch), np.float64)
+    parts = [(batch["source_ids"] == number) * batch["loss_weights"] for number in range(2)]
+    means = {NAMES[number]: (losses * part).sum() / part.sum() for number, part in enumerate(parts)}
+    return means, (losses * batch["loss_weights"]).sum() / batch["loss_weights"].sum()
+
+
+def test_each_sources_loss_is_the_mean_over_its_own_targets():
+    """Over the whole mesh and all parts of the batch; a source without a target is not a number, and spoils nothing."""
+    model = llama(tiny(), MESHES["fsdp 2 x tensor 2 x sequence 2"], chunks=Chunks(None, None, None))
+    builder = StepBuilder(model, functools.partial(model.loss, sources=len(NAMES)), tuple(model.parameters),
+                          text_batch(ROWS, LENGTH, model.mesh, with_sources=True), OptimizerConfig(), 10, accumulation=2,
+                          sources=NAMES)
+    batch, _ = permuted(mixed_batch(), model)
+    params, placed = model.init(0), place_batch(batch, model.mesh)
+    summed, (weight, (sums, weights)) = builder.lower_evaluate().compile()(params, {}, placed)
+    _, _, metrics = builder.lower_train().compile()(params, {}, builder.init_optimizer(params), placed, np.int32(0))
+    (means, total), found = by_hand(), {name: float(x) for name, x in metrics.items()}
+    assert abs(means["chats"] / means["books"] - 1) > 1e-3, "else one mean would serve for the other"
+    assert found["loss_nats_per_target"] == pytest.approx(total, rel=1e-5)
+    assert float(summed / weight) == pytest.approx(total, rel=1e-5)
+    for i, (name, mean) in enumerate(means.items()):
+        assert found[BY_SOURCE + name] == pytest.approx(mean, rel=1e-5)
+        assert float(sums[i] / weights[i]) == pytest.approx(mean, rel=1e-5)
+    assert np.isnan(found[BY_SOURCE + "never"]) and np.isfinite(found["grad_norm"])
+
+
+def test_the_loader_knows_each_tokens_source(tmp_path, repository):
+    """Texts of one letter each: the token tells the source."""
+    for name, text in (("a", "a" * 40), ("b", "b" * 40)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(f'{{"text": "{text}{i}"}}' for i in range(5)))
+    tokenizer = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
+    made = prepare([Source(str(tmp_path / f"{name}.jsonl"), "text") for name in "ab"], tokenizer, 64, tmp_path / "prepared",
+                   progress=False)
+    rows = len(Loader(made, 64, 1, seed=0))
+    batch = Loader(made, 64, rows, seed=0, with_sources=True).batch(0)
+    assert batch["source_ids"].dtype == np.int32 and set(np.unique(batch["source_ids"])) == {0, 1}
+    for row in range(rows):
+        for segment in range(1, batch["segment_ids"][row].max() + 1):
+            here = batch["segment_ids"][row] == segment
+            text = tokenizer.decode(batch["tokens"][row][here].tolist())
+            assert {"ab"[number] for number in batch["source_ids"][row][here]} == set(text) & {"a", "b"}
+    assert not batch["source_ids"][batch["segment_ids"] == 0].any()
+    assert "source_ids" not in Loader(made, 64, 2, seed=0).batch(0)
+
+
+def test_sources_are_called_like_their_files():
+    def names(*paths, held_out=None):
+        data = DataConfig(sources=tuple(map(SourceConfig, paths)), held_out_path=held_out)
+        return source_names(dataclasses.replace(RunConfig(), data=data))
+
+    assert names("gs://x/chats.jsonl.gz", "books/") == ("chats", "books")
+    assert names("a/train.json", "b/train.json", held_out="c/train.json") == ("train", "train_2", "train_3")
+    assert names("chats.json", held_out="more.json") == (), "one source has the loss of all"

@@ -1,0 +1,14 @@
+"""The cost model: how long a training step takes on hardware that is not there, and how much of it waits for the network.
+
+    from trainer.costs import HARDWARE, Job, Sizes, estimate
+    estimate(Job(Sizes.of(LlamaConfig.preset("llama-7b")), HARDWARE["v4"], length=1 << 20, sequence=64)).mfu
+
+`hardware` holds one sourced set of figures for each machine, `tiles` counts what the tile rule lets a kernel skip,
+`rounds` says what each schedule computes and sends in each round, `step` adds it up. No figure is fitted to a paper's row;
+`paper_rows` holds what the papers print and `papers` what this model says about the same (`python -m scripts.papers`).
+"""
+from .hardware import HARDWARE, Hardware, Network
+from .rounds import SCHEDULES, Block, Round, rounds
+from .step import Estimate, Job, Sizes, estimate
+
+__all__ = ["HARDWARE", "SCHEDULES", "Block", "Estimate", "Hardware", "Job", "Network", "Round", "Sizes", "estimate", "rounds"]

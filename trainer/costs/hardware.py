@@ -1,0 +1,218 @@
+"""Machines of the cost model: rates, memory and networks, each figure with where it comes from.
+
+Nothing here is fitted to a paper's row. Where no published figure was found, the source says so.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+GIB, GB, TERA, MICRO = 2.0**30, 1e9, 1e12, 1e-6
+
+
+@dataclasses.dataclass(frozen=True)
+class Send:
+    """Every pair (source, target) of ranks moves `size` bytes at the same time."""
+
+    pairs: tuple[tuple[int, int], ...]
+    size: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """In every group of ranks at once: `gather` (or `scatter`, its mirror image) a block of `size` bytes from each member,
+    or `exchange` (all-to-all) each member's `size` bytes in equal parts."""
+
+    kind: str
+    groups: tuple[tuple[int, ...], ...]
+    size: float
+
+
+Move = Send | Collective
+
+
+def bytes_received(moves: Sequence[Move], ranks: int) -> np.ndarray:
+    """Bytes that each rank receives: float array [ranks]."""
+    received = np.zeros(ranks)
+    for move in moves:
+        if isinstance(move, Send):
+            if move.pairs:
+                np.add.at(received, [target for _, target in move.pairs], move.size)
+        else:
+            for group in move.groups:
+                size = len(group)
+                share = (size - 1) if move.kind in ("gather", "scatter") else (size - 1) / size
+                received[list(group)] += share * move.size
+    return received
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """How ranks are joined. Bandwidths are one way, in bytes/s.
+
+    A torus: ranks in their order are a ring of neighbours; a pair further apart passes through those between, the shorter
+    way round. A collective has an axis of the torus to itself and goes both ways round it. (Upper bounds: on more than one
+    axis there are shorter ways between distant ranks, and a compiler can spread a collective over the axes.)
+    Nodes: inside a node every rank has `link` to the others; a pair in two nodes has at most `flow`, a node `uplink` in all
+    (a collective spreads over all of a node's network cards; one pair of ranks uses one).
+    """
+
+    link: float
+    latency: float
+    torus: bool = False
+    node: int = 0
+    flow: float = 0.0
+    uplink: float = 0.0
+    far_latency: float = 0.0
+
+    def seconds(self, moves: Sequence[Move], ranks: int) -> float:
+        """Time of moves that share the network, from the busiest link of any kind; latency counts once per move."""
+        if not moves or not bytes_received(moves, ranks).any():
+            return 0.0
+        return self._torus(moves, ranks) if self.torus else self._nodes(moves, ranks)
+
+    def _torus(self, moves, ranks):
+        change = np.zeros((2, 2 * ranks + 1))  # of the load from link to link, forwards and backwards, on the ring unrolled
+        shared, hops = 0.0, 0
+        for move in moves:
+            if isinstance(move, Collective):
+                size = max(map(len, move.groups))
+                # Both ways round: a gather halves its P - 1 blocks; an exchange travels P / 4 links on average.
+                shared += move.size * ((size - 1) / 2 if move.kind != "exchange" else size / 8)
+                hops += size // 2
+            elif move.pairs:
+                source, target = np.array(move.pairs).T
+                ahead = (target - source) % ranks
+                back = 2 * ahead > ranks
+                distance = np.where(back, ranks - ahead, ahead)
+                first = np.where(back, target, source)
+                np.add.at(change, (back.astype(int), first), move.size)
+                np.add.at(change, (back.astype(int), first + distance), -move.size)
+                hops = max(hops, int(distance.max()))
+        load = change.cumsum(1)
+        load = load[:, :ranks] + load[:, ranks:-1]
+        return (load.max() + shared) / self.link + hops * self.latency
+
+    def _nodes(self, moves, ranks):
+        node = np.arange(ranks) // self.node if self.node else np.zeros(ranks, int)
+        into = np.zeros(ranks)
+        uplink = np.zeros(node.max() + 1)
+        flow, latency = 0.0, 0.0
+        for move in moves:
+            if isinstance(move, Send):
+                if not move.pairs:
+                    continue
+                source, target = np.array(move.pairs).T
+                far = node[source] != node[target]
+                np.add.at(into, target[~far], move.size)
+                np.add.at(uplink, node[target[far]], move.size)
+                flow = max(flow, move.size if far.any() else 0.0)
+                latency += self.far_latency if far.any() else self.latency
+                continue
+            steps = 0
+            for group in move.groups:
+                members = np.array(group)
+                size = len(members)
+                if size == 1:
+                    continue
+                if move.kind == "exchange":
+                    into[members] += (size - 1) / size * move.size
+                    near = (node[members][:, None] == node[members][None, :]).sum(1)
+                    np.add.at(uplink, node[members], (size - near) / size * move.size)
+                else:  # a ring in the order of the ranks: every edge carries all blocks but one
+                    into[members] += (size - 1) * move.size
+                    edges = node[np.roll(members, 1)] != node[members]
+                    np.add.at(uplink, node[members[edges]], (size - 1) * move.size)
+                far = len(set(node[members])) > 1
+                steps = max(steps, (1 if move.kind == "exchange" else size - 1) * (self.far_latency if far else self.latency))
+            latency += steps
+        seconds = into.max() / self.link
+        if uplink.any():
+            seconds = max(seconds, uplink.max() / self.uplink, flow / self.flow)
+        return seconds + latency
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """One device and what joins it to the others.
+
+    Attributes:
+      peak: dense bfloat16 FLOP/s.
+      matmul: share of `peak` that large matrix products reach.
+      attention, attention_backward: share of `peak` that an attention kernel reaches on the tiles that it computes.
+      memory, memory_bandwidth: bytes, bytes/s.
+      tile: queries x keys of the tile that the kernel skips or computes whole.
+      network: as above.
+      sources: where each of these comes from.
+    """
+
+    peak: float
+    matmul: float
+    attention: float
+    attention_backward: float
+    memory: float
+    memory_bandwidth: float
+    tile: tuple[int, int]
+    network: Network
+    sources: dict[str, str] = dataclasses.field(compare=False, hash=False)
+
+
+_BOOK = "How To Scale Your Model, chapter TPUs, table of ICI bandwidth per link, one way (jax-ml.github.io/scaling-book/tpus)"
+_JAX = ("JAX's Pallas guide 'Matrix Multiplication': XLA's bfloat16 product of 8192 x 8192 on a v5e, 92.3% of its peak "
+        "(docs.jax.dev/en/latest/pallas/tpu/matmul.html); taken over for the other TPUs")
+_NO_KERNEL = "no published figure of a kernel at such lengths was found: the rate of matrix products, an upper bound"
+_HOP = "How To Scale Your Model, chapter on inference: about 1 microsecond a hop (jax-ml.github.io/scaling-book)"
+_FA2 = ("FlashAttention-2, arXiv 2307.08691, sections 1 and 4.1: up to 73% forward and 63% backward on an A100, "
+        "the backward counted as 2.5 forwards")
+_GEMM = "FlashAttention-2, section 1: optimised GEMM reaches 80-90%; the lower end"
+_NCCL = "NCCL's own model of a ring (src/graph/tuning.cc, hwLat, protocol Simple): 3.4 us over NVLink, 5.7 PCIe, 9.6 network"
+
+
+def _tpu(peak, memory, bandwidth, link, page) -> Hardware:
+    return Hardware(
+        peak * TERA, 0.923, 0.923, 0.923, memory * GIB, bandwidth * GB, (1024, 1024),
+        Network(link * GB, 1 * MICRO, torus=True),
+        {"peak, memory": f"cloud.google.com/tpu/docs/{page}", "matmul": _JAX, "attention": _NO_KERNEL, "link": _BOOK,
+         "latency": _HOP, "tile": "what this project's kernels are compiled with for TPUs (scripts/plan.py)"},
+    )  # fmt: skip
+
+
+def _gpu(tflops, rates, memory, bandwidth, network, **sources) -> Hardware:
+    return Hardware(tflops * TERA, 0.80, *rates, memory * GB, bandwidth * GB, (128, 128), network,
+                    {"matmul": _GEMM, "attention": _FA2, "latency": _NCCL,
+                     "tile": "FlashAttention-2, section 3.3: blocks of 64 or 128; DistFlashAttn, section 4.1: 128", **sources})
+
+
+_A100 = "NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOP/s bfloat16, 2,039 GB/s, NVLink 600 GB/s both ways"
+_H100 = "NVIDIA H100 datasheet, SXM: 989 TFLOP/s bfloat16 dense, 3.35 TB/s, NVLink 900 GB/s both ways"
+_FA2_H100 = ("FlashAttention-3, arXiv 2407.08608, abstract: FlashAttention-2 reaches 35% on an H100 (the kernel of the papers "
+             "here); FlashAttention-3 up to 75%")
+
+HARDWARE: dict[str, Hardware] = {
+    # A v3 device is one of the two cores of a chip: half of the chip's 123 TFLOP/s, 32 GiB and 900 GB/s; links are the chip's.
+    "v3": _tpu(61.5, 16, 450, 100, "v3"),
+    "v4": _tpu(275, 30.75, 1200, 45, "v4"),
+    "v5e": _tpu(197, 15.75, 819, 45, "v5e"),
+    "v5p": _tpu(459, 95, 2765, 90, "v5p"),
+    "v6e": _tpu(918, 32, 1640, 90, "v6e"),
+    "a100-nvlink": _gpu(312, (0.73, 0.63), 80, 2039, Network(300 * GB, 3.4 * MICRO), peak=_A100),
+    # DGX A100: eight GPUs, a network card for each; at 100 Gbit/s as in DistFlashAttn section 4 and Ring Attention Table 2.
+    "a100-infiniband": _gpu(312, (0.73, 0.63), 80, 2039,
+                            Network(300 * GB, 3.4 * MICRO, node=8, flow=12.5 * GB, uplink=100 * GB, far_latency=9.6 * MICRO),
+                            peak=_A100, flow="HDR100 InfiniBand, 100 Gbit/s; one card a GPU as in a DGX A100 (assumed)"),
+    # Attention2D section 4.1: nodes of four A100 over PCIe, Ethernet of unnamed speed. Azure sells such a node.
+    "a100-ethernet": _gpu(312, (0.73, 0.63), 80, 1935,
+                          Network(32 * GB, 5.7 * MICRO, node=4, flow=10 * GB, uplink=10 * GB, far_latency=9.6 * MICRO),
+                          peak="NVIDIA A100 datasheet, 80 GB PCIe: 312 TFLOP/s, 1,935 GB/s, PCIe 4.0 x16 (32 GB/s one way)",
+                          flow="Azure NC96ads_A100_v4: four A100 PCIe, 80 Gbit/s Ethernet (learn.microsoft.com); assumed"),
+    "h100-infiniband": _gpu(989, (0.35, 0.35), 80, 3350,
+                            Network(450 * GB, 3.4 * MICRO, node=8, flow=50 * GB, uplink=400 * GB, far_latency=9.6 * MICRO),
+                            peak=_H100, attention=_FA2_H100, flow="NVIDIA DGX H100 user guide: NDR 400 Gbit/s, one card a GPU"),
+    # Attention2D section 4.3: nodes of one H100, Ethernet of unnamed speed.
+    "h100-ethernet": _gpu(989, (0.35, 0.35), 80, 3350,
+                          Network(450 * GB, 9.6 * MICRO, node=1, flow=5 * GB, uplink=5 * GB, far_latency=9.6 * MICRO),
+                          peak=_H100, attention=_FA2_H100,
+                          flow="Azure NC40ads_H100_v5: one H100, 40 Gbit/s Ethernet (learn.microsoft.com); assumed"),
+}

@@ -1,0 +1,151 @@
+"""What a training step takes on devices that are not there: compiles the step that `train.py` runs, and reads the result.
+
+Memory, collectives and refusals are the real compiler's. Times come from the cost model (`trainer.costs`) and say so: nothing
+here was run.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import time
+
+import jax
+
+from model.attention.kernels import get_kernel
+from model.config import LlamaConfig
+from model.llama import Llama, declare
+
+from .compiled import GIB, collectives, memory
+from .mesh import make_mesh
+from .schema import MeshConfig, OptimizerConfig
+from .step import StepBuilder, text_batch
+from .topology import memory_gib, topology_devices
+
+# From the fastest to the one that keeps least; `offload` needs the host's memory.
+POLICIES = ("everything", "save_attention", "nothing", "offload")
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A training step to be planned.
+
+    Attributes:
+      model: a preset; topology: see `topology_devices`; context: tokens in a row; batch: rows.
+      mesh: None puts all devices on the sequence axis.
+      schedule: see `model.attention`; remat, every_k: see `model.remat`.
+    """
+
+    model: str
+    topology: str
+    context: int
+    batch: int = 1
+    mesh: MeshConfig | None = None
+    schedule: object = "ring"
+    remat: str = "save_attention"
+    every_k: int = 2
+    moments_on_host: bool = False
+
+
+class DoesNotFit(Exception):
+    """The device's memory is too small for a job: `needs_gib` of `has_gib`. `parts`: what is known of it beforehand, in GiB."""
+
+    def __init__(self, needs_gib: float, has_gib: float, parts: dict[str, float] | None = None):
+        known = sorted((parts or {}).items(), key=lambda item: -item[1])
+        of_it = f"; of it {', '.join(f'{name} {size:.2f}' for name, size in known if size)}" if known else ""
+        super().__init__(f"needs {needs_gib:.2f} GiB of {has_gib:.2f}{of_it}")
+        self.needs_gib, self.has_gib = needs_gib, has_gib
+
+
+def compile_step(config: LlamaConfig, devices, context: int, *, remat="save_attention", every_k=2, batch=1, mesh=None,
+                 schedule="ring", kernel=None, moments_on_host=False):
+    """The compiled training step of a model on these devices; all on the sequence axis unless `mesh` says otherwise.
+
+    Raises:
+      DoesNotFit: by the compiler's own account; ValueError: a mesh or a length that cannot be.
+    """
+    mesh = make_mesh(mesh or MeshConfig(sequence=len(devices)), devices)
+    model = Llama(config, mesh, remat=remat, every_k=every_k, schedule=schedule, kernel=kernel or get_kernel())
+    builder = StepBuilder(model, model.loss, tuple(model.parameters), text_batch(batch, context, mesh),
+                          OptimizerConfig(), 1000, moments_on_host=moments_on_host)
+    try:
+        return builder.lower_train().compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise _refusal(str(error)) from None
+
+
+def _refusal(text: str) -> DoesNotFit:
+    """The TPU compiler's out-of-memory text as numbers."""
+    units = {"K": 2**-20, "M": 2**-10, "G": 1.0, "T": 2.0**10}
+    found = re.search(r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)", text)
+    if not found:
+        raise RuntimeError(f"the compiler ran out of memory in words that are not known here: {text[:500]}")
+    needs, needs_unit, has, has_unit = found.groups()
+    return DoesNotFit(float(needs) * units[needs_unit], float(has) * units[has_unit])
+
+
+def plan(job: Job) -> dict:
+    """A job's plan as a flat dictionary; sizes in GiB a device. Raises as `compile_step`."""
+    devices = topology_devices(job.topology)
+    start = time.perf_counter()
+    config = LlamaConfig.preset(job.model)
+    parts = parts_gib(job, config, len(devices))
+    try:
+        compiled = compile_step(config, devices, job.context, batch=job.batch, mesh=job.mesh, remat=job.remat,
+                                every_k=job.every_k, schedule=job.schedule, moments_on_host=job.moments_on_host)
+    except DoesNotFit as error:
+        raise DoesNotFit(error.needs_gib, error.has_gib, parts) from None
+    seconds = time.perf_counter() - start
+    sizes, has = memory(compiled), memory_gib(job.topology)
+    if has and sizes["peak"] > has:  # the CUDA compiler does not refuse what is too large
+        raise DoesNotFit(sizes["peak"], has, parts)
+    return {
+        "model": job.model, "topology": job.topology, "devices": len(devices), "context": job.context, "batch": job.batch,
+        "mesh": dataclasses.asdict(job.mesh or MeshConfig(sequence=len(devices))), "schedule": str(job.schedule),
+        "tokens_per_device": job.context * job.batch // len(devices), "remat": job.remat, "compile_seconds": seconds,
+        **{f"{name}_gib": size for name, size in sizes.items()},
+        **{f"of_it_{name.replace(' ', '_')}_gib": size for name, size in parts.items()}, "device_gib": has,
+        "left_gib": None if has is None else has - sizes["peak"],
+        "collectives": dict(collectives(compiled.as_text()))}
+
+
+def parts_gib(job: Job, config: LlamaConfig, devices: int) -> dict[str, float]:
+    """What is known of a device's memory before compiling, in GiB: float32 parameters and moments as if split evenly, and what
+    the layers keep for the backward (design: per layer, for c tokens a device, the input 2 c E bytes in bfloat16, ...)."""
+    mesh = job.mesh or MeshConfig(sequence=devices)
+    tokens = job.context * job.batch / (mesh.data * mesh.fsdp * mesh.sequence)
+    count = sum(math.prod(parameter.shape) for parameter in declare(config).values()) / (devices / mesh.data)
+    heads = config.num_attention_heads / mesh.tensor
+    layers = config.num_hidden_layers
+    inputs = {"offload": 0, "every_k": layers / job.every_k + job.every_k}.get(job.remat, layers)
+    kept = layers if job.remat in ("save_attention", "everything") else 0
+    wide = (heads + 2 * config.num_key_value_heads / mesh.tensor) * config.head_dim + 2 * config.intermediate_size / mesh.tensor
+    parts = {"parameters": 4 * count, "moments": 0 if job.moments_on_host else 8 * count,
+             "layer inputs": inputs * 2 * tokens * config.hidden_size,
+             "attention outputs": kept * tokens * heads * (2 * config.head_dim + 4),
+             "products": layers * 2 * tokens * (wide + config.hidden_size) if job.remat == "everything" else 0}
+    return {name: size / GIB for name, size in parts.items()}
+
+
+def search(job: Job, policies=POLICIES, on_try=lambda job, result: None,
+           most: int = 1 << 31) -> tuple[dict | None, DoesNotFit | None]:
+    """The longest context, doubling from job.context, and the plan of the first policy that holds it.
+
+    Returns:
+      the plan of the longest that fits (None: not even the first does), and the refusal of the next under the last policy.
+    """
+    best, refusal, left = None, None, list(policies)
+    while job.context <= most and left:
+        job = dataclasses.replace(job, remat=left[0])
+        try:
+            best = plan(job)
+        except DoesNotFit as error:
+            refusal = error
+            on_try(job, error)
+            left = left[1:]  # a policy that is too large at this context is so at every longer one
+            continue
+        on_try(job, best)
+        job = dataclasses.replace(job, context=2 * job.context)
+    return best, refusal
