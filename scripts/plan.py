@@ -22,7 +22,8 @@ def parse(argv):
     parser.add_argument("--model", required=True, help="a preset, such as llama-7b")
     parser.add_argument("--topology", required=True, help="such as v4:4x4x4, v5e:16x16, h100:8, a100:4x8 (4 hosts of 8)")
     parser.add_argument("--context", type=int, required=True, help="tokens in a row; with --search the first one tried")
-    parser.add_argument("--mesh", default="", help="such as fsdp=8,sequence=8; all devices on sequence unless given")
+    parser.add_argument("--mesh", default="", help="such as fsdp=8,sequence=8 or tensor=8,sequence_parallel=1; "
+                        "all devices on sequence unless given")
     parser.add_argument("--batch", type=int, default=1, help="rows (default 1)")
     parser.add_argument("--schedule", default="ring", help="see model.attention (default ring)")
     parser.add_argument("--layout", default="striped", help="for the estimates (default striped)")

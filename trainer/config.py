@@ -332,11 +332,10 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     for field in ("data", "fsdp", "tensor", "sequence"):
         need(getattr(mesh, field) >= 1, f"mesh.{field}", "at least 1 is needed")
     at_least_one = ("data.context_length", "train.steps", "train.batch_size", "train.log_every", "checkpoint.keep",
-                    "attention.query_tile", "attention.key_tile", "evaluate.max_new_tokens", "train.accumulation",
-                    "memory.every_k")  # fmt: skip
-    not_negative = ("mesh.simulate", "train.evaluate_every", "checkpoint.every", "memory.feed_forward_chunk",
-                    "memory.projection_chunk", "memory.loss_chunk", "optimizer.warmup_steps",
-                    "optimizer.weight_decay", "optimizer.clip_norm")  # fmt: skip
+                    "evaluate.max_new_tokens", "train.accumulation", "memory.every_k")  # fmt: skip
+    not_negative = ("mesh.simulate", "train.evaluate_every", "checkpoint.every", "attention.query_tile",
+                    "attention.key_tile", "memory.feed_forward_chunk", "memory.projection_chunk", "memory.loss_chunk",
+                    "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_norm")  # fmt: skip
     for field in at_least_one + not_negative:
         section, name = field.split(".")
         least = 1 if field in at_least_one else 0

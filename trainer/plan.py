@@ -64,8 +64,10 @@ def compile_step(config: LlamaConfig, devices, context: int, *, remat="save_atte
     Raises:
       DoesNotFit: by the compiler's own account; ValueError: a mesh or a length that cannot be.
     """
-    mesh = make_mesh(mesh or MeshConfig(sequence=len(devices)), devices)
-    model = Llama(config, mesh, remat=remat, every_k=every_k, schedule=schedule, kernel=kernel or get_kernel())
+    axes = mesh or MeshConfig(sequence=len(devices))
+    mesh = make_mesh(axes, devices)
+    model = Llama(config, mesh, remat=remat, every_k=every_k, schedule=schedule, kernel=kernel or get_kernel(),
+                  sequence_parallel=axes.sequence_parallel)
     builder = StepBuilder(model, model.loss, tuple(model.parameters), text_batch(batch, context, mesh),
                           OptimizerConfig(), 1000, moments_on_host=moments_on_host)
     try:
@@ -108,7 +110,14 @@ def plan(job: Job) -> dict:
         **{f"{name}_gib": size for name, size in sizes.items()},
         **{f"of_it_{name.replace(' ', '_')}_gib": size for name, size in parts.items()}, "device_gib": has,
         "left_gib": None if has is None else has - sizes["peak"],
-        "collectives": dict(collectives(compiled.as_text()))}
+        "collectives": _collectives(compiled)}
+
+
+def _collectives(compiled) -> dict[str, int] | None:
+    try:
+        return dict(collectives(compiled.as_text()))
+    except jax.errors.JaxRuntimeError:
+        return None  # jaxlib cannot read what this libtpu writes of some programs for v5p (asynchronous updates)
 
 
 def parts_gib(job: Job, config: LlamaConfig, devices: int) -> dict[str, float]:

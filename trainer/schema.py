@@ -120,12 +120,12 @@ class AttentionConfig:
     """Who meets whom: local, ring, all_gather, balanced, ulysses, attention2d or ring_self_attention; with options, a mapping
     such as {name: ring, bidirectional: true}, {name: ulysses, degree: 2, inner: ring}, {name: balanced, split: true} or
     {name: attention2d, columns: 4, overlap: true}."""
-    kernel: Literal["auto", "xla", "reference"] = "auto"
+    kernel: Literal["auto", "tpu", "gpu", "xla", "reference"] = "auto"
     """The block kernel; auto takes the fastest for the platform."""
-    query_tile: int = 512
-    """Queries in a tile."""
-    key_tile: int = 512
-    """Keys in a tile."""
+    query_tile: int = 0
+    """Queries in a tile; 0 leaves it to the kernel."""
+    key_tile: int = 0
+    """Keys in a tile; 0 leaves it to the kernel."""
 
 
 @dataclasses.dataclass(frozen=True)

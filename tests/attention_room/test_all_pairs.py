@@ -47,20 +47,26 @@ def covering():
     return cases
 
 
-def check_case(schedule, size, heads, mask, layouts, kernel):
+def check_case(schedule, size, heads, mask, layouts, kernel, length=LENGTH):
     """One compiled function: each of its layouts, with one document and with packed ones."""
     mask = MASKS[mask]
     run = out_and_gradients(SCHEDULES[schedule], size, mask, LAYOUTS[layouts][0], kernel, tiles=(20, 10))
     for layout, kind in itertools.product(LAYOUTS[layouts], ("one", "packed")):
-        order = permutation(LENGTH, size, layout)
-        arrays = (x[:, order] for x in inputs(heads, LENGTH))
-        coords = TokenCoords(*(x[:, order] for x in documents(kind, LENGTH)))
-        check(run(*arrays, coords), truth(heads, kind, mask, LENGTH), order)
+        order = permutation(length, size, layout)
+        arrays = (x[:, order] for x in inputs(heads, length))
+        coords = TokenCoords(*(x[:, order] for x in documents(kind, length)))
+        check(run(*arrays, coords), truth(heads, kind, mask, length), order)
 
 
 @pytest.mark.parametrize(("schedule", "size", "heads", "mask", "layouts", "kernel"), covering())
 def test_all_pairs_are_exact(schedule, size, heads, mask, layouts, kernel):
     check_case(schedule, size, heads, mask, layouts, kernel)
+
+
+@pytest.mark.parametrize(("size", "tokens"), [(2, 15), (5, 7), (3, 1)])
+def test_halves_of_odd_blocks_are_exact(size, tokens):
+    """Each way of a bidirectional ring gets at least one token, or there is but one way."""
+    check_case("ring bidirectional", size, "8/2", "causal", "contiguous", "reference", size * tokens)
 
 
 @pytest.mark.slow

@@ -8,7 +8,8 @@ from model.llama import Chunks, declare
 from .build import llama, packed_batch, permuted, tiny
 
 
-@pytest.mark.parametrize(("query", "key", "shape"), [(9, 3, {"tensor": 2, "sequence": 2}), (33, 33, {"tensor": 8})])
+@pytest.mark.parametrize(("query", "key", "shape"), [
+    (9, 3, {"tensor": 2, "sequence": 2}), pytest.param(33, 33, {"tensor": 8}, marks=pytest.mark.slow)])
 def test_padded_heads_change_no_number(query, key, shape):
     """Loss and gradients as on one device, biases and all; padding is zero, gets a gradient of exactly zero, and is split."""
     config = tiny(num_attention_heads=query, num_key_value_heads=key, attention_bias=True, vocab_size=64)

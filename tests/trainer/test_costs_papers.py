@@ -58,7 +58,7 @@ def test_ring_attention_appendix_c_text():
 
 
 def test_distflashattn_expects_4_5_and_7_2():
-    expected = {row.what.split(":")[0]: row.predicted for row in _rows("DistFlashAttn", "Section 4.6")}
+    expected = {row.what.split(":")[0]: row.predicted for row in _rows("DistFlashAttn", what="expected")}
     assert expected == pytest.approx({"ring": 36 / 8, "balanced": 36 / 5})
 
 

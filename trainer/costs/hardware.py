@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-GIB, GB, TERA, MICRO = 2.0**30, 1e9, 1e12, 1e-6
+GB, TERA, MICRO = 1e9, 1e12, 1e-6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +142,7 @@ class Hardware:
       peak: dense bfloat16 FLOP/s.
       matmul: share of `peak` that large matrix products reach.
       attention, attention_backward: share of `peak` that an attention kernel reaches on the tiles that it computes.
-      memory, memory_bandwidth: bytes, bytes/s.
+      memory_bandwidth: bytes/s.
       tile: queries x keys of the tile that the kernel skips or computes whole.
       network: as above.
       sources: where each of these comes from.
@@ -152,7 +152,6 @@ class Hardware:
     matmul: float
     attention: float
     attention_backward: float
-    memory: float
     memory_bandwidth: float
     tile: tuple[int, int]
     network: Network
@@ -170,17 +169,17 @@ _GEMM = "FlashAttention-2, section 1: optimised GEMM reaches 80-90%; the lower e
 _NCCL = "NCCL's own model of a ring (src/graph/tuning.cc, hwLat, protocol Simple): 3.4 us over NVLink, 5.7 PCIe, 9.6 network"
 
 
-def _tpu(peak, memory, bandwidth, link, page) -> Hardware:
+def _tpu(peak, bandwidth, link, page) -> Hardware:
     return Hardware(
-        peak * TERA, 0.923, 0.923, 0.923, memory * GIB, bandwidth * GB, (1024, 1024),
+        peak * TERA, 0.923, 0.923, 0.923, bandwidth * GB, (1024, 1024),
         Network(link * GB, 1 * MICRO, torus=True),
-        {"peak, memory": f"cloud.google.com/tpu/docs/{page}", "matmul": _JAX, "attention": _NO_KERNEL, "link": _BOOK,
+        {"peak, memory_bandwidth": f"cloud.google.com/tpu/docs/{page}", "matmul": _JAX, "attention": _NO_KERNEL, "link": _BOOK,
          "latency": _HOP, "tile": "what this project's kernels are compiled with for TPUs (scripts/plan.py)"},
     )  # fmt: skip
 
 
-def _gpu(tflops, rates, memory, bandwidth, network, **sources) -> Hardware:
-    return Hardware(tflops * TERA, 0.80, *rates, memory * GB, bandwidth * GB, (128, 128), network,
+def _gpu(tflops, rates, bandwidth, network, **sources) -> Hardware:
+    return Hardware(tflops * TERA, 0.80, *rates, bandwidth * GB, (128, 128), network,
                     {"matmul": _GEMM, "attention": _FA2, "latency": _NCCL,
                      "tile": "FlashAttention-2, section 3.3: blocks of 64 or 128; DistFlashAttn, section 4.1: 128", **sources})
 
@@ -191,27 +190,27 @@ _FA2_H100 = ("FlashAttention-3, arXiv 2407.08608, abstract: FlashAttention-2 rea
              "here); FlashAttention-3 up to 75%")
 
 HARDWARE: dict[str, Hardware] = {
-    # A v3 device is one of the two cores of a chip: half of the chip's 123 TFLOP/s, 32 GiB and 900 GB/s; links are the chip's.
-    "v3": _tpu(61.5, 16, 450, 100, "v3"),
-    "v4": _tpu(275, 30.75, 1200, 45, "v4"),
-    "v5e": _tpu(197, 15.75, 819, 45, "v5e"),
-    "v5p": _tpu(459, 95, 2765, 90, "v5p"),
-    "v6e": _tpu(918, 32, 1640, 90, "v6e"),
-    "a100-nvlink": _gpu(312, (0.73, 0.63), 80, 2039, Network(300 * GB, 3.4 * MICRO), peak=_A100),
+    # A v3 device is one of the two cores of a chip: half of the chip's 123 TFLOP/s and 900 GB/s; links are the chip's.
+    "v3": _tpu(61.5, 450, 100, "v3"),
+    "v4": _tpu(275, 1200, 45, "v4"),
+    "v5e": _tpu(197, 819, 45, "v5e"),
+    "v5p": _tpu(459, 2765, 90, "v5p"),
+    "v6e": _tpu(918, 1640, 90, "v6e"),
+    "a100-nvlink": _gpu(312, (0.73, 0.63), 2039, Network(300 * GB, 3.4 * MICRO), peak=_A100),
     # DGX A100: eight GPUs, a network card for each; at 100 Gbit/s as in DistFlashAttn section 4 and Ring Attention Table 2.
-    "a100-infiniband": _gpu(312, (0.73, 0.63), 80, 2039,
+    "a100-infiniband": _gpu(312, (0.73, 0.63), 2039,
                             Network(300 * GB, 3.4 * MICRO, node=8, flow=12.5 * GB, uplink=100 * GB, far_latency=9.6 * MICRO),
                             peak=_A100, flow="HDR100 InfiniBand, 100 Gbit/s; one card a GPU as in a DGX A100 (assumed)"),
     # Attention2D section 4.1: nodes of four A100 over PCIe, Ethernet of unnamed speed. Azure sells such a node.
-    "a100-ethernet": _gpu(312, (0.73, 0.63), 80, 1935,
+    "a100-ethernet": _gpu(312, (0.73, 0.63), 1935,
                           Network(32 * GB, 5.7 * MICRO, node=4, flow=10 * GB, uplink=10 * GB, far_latency=9.6 * MICRO),
                           peak="NVIDIA A100 datasheet, 80 GB PCIe: 312 TFLOP/s, 1,935 GB/s, PCIe 4.0 x16 (32 GB/s one way)",
                           flow="Azure NC96ads_A100_v4: four A100 PCIe, 80 Gbit/s Ethernet (learn.microsoft.com); assumed"),
-    "h100-infiniband": _gpu(989, (0.35, 0.35), 80, 3350,
+    "h100-infiniband": _gpu(989, (0.35, 0.35), 3350,
                             Network(450 * GB, 3.4 * MICRO, node=8, flow=50 * GB, uplink=400 * GB, far_latency=9.6 * MICRO),
                             peak=_H100, attention=_FA2_H100, flow="NVIDIA DGX H100 user guide: NDR 400 Gbit/s, one card a GPU"),
     # Attention2D section 4.3: nodes of one H100, Ethernet of unnamed speed.
-    "h100-ethernet": _gpu(989, (0.35, 0.35), 80, 3350,
+    "h100-ethernet": _gpu(989, (0.35, 0.35), 3350,
                           Network(450 * GB, 9.6 * MICRO, node=1, flow=5 * GB, uplink=5 * GB, far_latency=9.6 * MICRO),
                           peak=_H100, attention=_FA2_H100,
                           flow="Azure NC40ads_H100_v5: one H100, 40 Gbit/s Ethernet (learn.microsoft.com); assumed"),

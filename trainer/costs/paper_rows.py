@@ -105,6 +105,7 @@ DISTFLASH_TABLE_5 = {8: 1.16, 16: 1.24, 32: 1.31}
 # overhead of communication at 128K on 2 x 8 GPUs, in sequence and overlapped, and overlapped at the two longer lengths.
 DISTFLASH_FIGURE_5 = {"ring": (4.5, 4.5), "balanced": (7.2, 7.5)}
 DISTFLASH_OVERHEAD = {"in sequence": {128: 1.05}, "overlapped": {128: 0.44, 256: 0.08, 512: 0.01}}
+DISTFLASH_OVERLAP_SPEEDUP = 1.32  # introduction: end to end, against not overlapping (Figure 5)
 DISTFLASH_FIGURE_4_SECONDS = 0.23  # section 3.3: attention forward of one layer, 64K tokens, LLaMA-7B, one A100 40 GB
 # Appendix C: communication of a step in N d; and how many times less it is.
 DISTFLASH_VOLUME = {"DistFlashAttn": 3, "Megatron-LM": 14}

@@ -138,7 +138,7 @@ def _rounded(length: int, tile: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Gpu:
-    """The kernel with its tile sizes, in tokens: powers of two, 16 at least.
+    """The kernel with its tile sizes, in tokens: taken down to a power of two, from 16 to 128.
 
     Attributes:
       query_tile, key_tile: of the forward; backward_tile: both, of the backward kernels, which hold more at once.
@@ -149,6 +149,11 @@ class Gpu:
     key_tile: int = 64
     backward_tile: int = 64
     interpret: bool = False
+
+    def __post_init__(self):
+        for name in ("query_tile", "key_tile", "backward_tile"):
+            tile = min(max(getattr(self, name), 16), 128)
+            object.__setattr__(self, name, 1 << tile.bit_length() - 1)
 
     def _call(self, kernel, name, grid, inputs, specs, outputs, out_specs, head_dim):
         params = None if self.interpret else plgpu.CompilerParams(num_warps=4 if head_dim <= 64 else 8, num_stages=2)

@@ -1,8 +1,9 @@
 """The blockwise kernel in plain XLA: runs everywhere, keeps one tile of scores, and skips hidden tiles.
 
 The memory-efficient attention of Rabe and Staats with the backward pass of FlashAttention: nothing of size Tq x Tk is kept.
-Inside, heads come before length and the query heads that share a key head are stacked along the rows, so that every
-product is one batched matrix product. Loops run over tiles; the tile rule picks skip, full or masked for each.
+Inside, heads come before length and the query heads that share a key head are stacked, so that every product is one
+batched matrix product. Scores are kept with keys as rows, [B, Hkv, tk, G * tq]: then the weights are never the transposed left
+operand of a product, for which the CPU compiler has no fast matrix product (3 times slower in float32).
 """
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..coords import MASKED, SKIP, Mask, TokenCoords, tile_bounds, tile_kind, visible
+from ..coords import FULL, MASKED, SKIP, Mask, TokenCoords, tile_bounds, tile_kind, visible
 from ..partial import AttentionPartial
 
 
@@ -30,14 +31,15 @@ def _query_tiles(x: jax.Array, kv_heads: int, tile: int) -> jax.Array:
 
 
 def _from_query_tiles(x: jax.Array, group: int) -> jax.Array:
-    count, batch, kv_heads, rows, head_dim = x.shape
-    x = x.reshape(count, batch, kv_heads, group, rows // group, head_dim).transpose(1, 0, 4, 2, 3, 5)
-    return x.reshape(batch, count * (rows // group), kv_heads * group, head_dim)
+    """[T / tile, B, Hkv, D, G * tile] -> [B, T, Hq, D]."""
+    count, batch, kv_heads, head_dim, columns = x.shape
+    x = x.reshape(count, batch, kv_heads, head_dim, group, columns // group).transpose(1, 0, 5, 2, 4, 3)
+    return x.reshape(batch, count * (columns // group), kv_heads * group, head_dim)
 
 
 def _row_tiles(x: jax.Array, kv_heads: int, tile: int) -> jax.Array:
-    """Statistics [B, Hq, T] -> [T / tile, B, Hkv, G * tile, 1]."""
-    return _query_tiles(x.swapaxes(1, 2)[..., None], kv_heads, tile)
+    """Statistics [B, Hq, T] -> [T / tile, B, Hkv, 1, G * tile]."""
+    return _query_tiles(x.swapaxes(1, 2)[..., None], kv_heads, tile).swapaxes(-1, -2)
 
 
 def _key_tiles(x: jax.Array, tile: int) -> jax.Array:
@@ -47,6 +49,7 @@ def _key_tiles(x: jax.Array, tile: int) -> jax.Array:
 
 
 def _from_key_tiles(x: jax.Array) -> jax.Array:
+    """[T / tile, B, Hkv, tile, D] -> [B, T, Hkv, D]."""
     count, batch, heads, tile, head_dim = x.shape
     return x.transpose(1, 0, 3, 2, 4).reshape(batch, count * tile, heads, head_dim)
 
@@ -63,20 +66,33 @@ def _kinds(q_coords, kv_coords, query_tile, key_tile, mask) -> jax.Array:
     return jnp.where((kinds == kinds[:1]).all(0), kinds[0], MASKED)
 
 
-def _range(needed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """First and one past the last True of a vector: what lies outside is never looped over."""
-    size = needed.shape[0]
-    return jnp.argmax(needed), jnp.where(needed.any(), size - jnp.argmax(needed[::-1]), 0)
+def _visit(kinds, body, carry):
+    """`body(tile, masked, carry)` for each tile to be computed: FULL ones first, then MASKED ones, hidden ones never.
+
+    Two loops rather than a condition in one: a conditional copies the tile that it passes on, and ends fusions.
+    """
+    order = jnp.argsort(jnp.select([kinds == FULL, kinds == MASKED], [0, 1], 2))
+    full, needed = jnp.sum(kinds == FULL), jnp.sum(kinds != SKIP)
+    carry = lax.fori_loop(0, full, lambda i, carry: body(order[i], False, carry), carry)
+    return lax.fori_loop(full, needed, lambda i, carry: body(order[i], True, carry), carry)
 
 
-def _product(a: jax.Array, b: jax.Array, transpose_a=False, transpose_b=False) -> jax.Array:
-    """Batched matrix product over the last two axes, accumulated in float32."""
-    dims = (((a.ndim - 2 if transpose_a else a.ndim - 1,), (b.ndim - 1 if transpose_b else b.ndim - 2,)), ((0, 1), (0, 1)))
-    return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32)
+def _product(equation: str, a: jax.Array, b: jax.Array) -> jax.Array:
+    """Batched matrix product, accumulated in float32."""
+    return jnp.einsum(equation, a, b, preferred_element_type=jnp.float32)
 
 
 def _at(tiles, i):
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tiles)
+
+
+def _scores(q, k, q_coords, kv_coords, mask, masked, scale):
+    """One tile of scores [B, Hkv, tk, G * tq]; where the tile is `masked`, hidden ones are -inf."""
+    scores = _product("bhkd,bhqd->bhkq", k, q) * scale
+    if not masked:
+        return scores
+    seen = visible(q_coords, kv_coords, mask).swapaxes(1, 2)[:, None, :, None]
+    return jnp.where(seen, scores.reshape(*scores.shape[:3], -1, seen.shape[-1]), -jnp.inf).reshape(scores.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,17 +102,6 @@ class Tiles:
     query_tile: int = 512
     key_tile: int = 512
 
-    def _scores(self, q, k, q_coords, kv_coords, kind, group, mask, scale):
-        """One tile of scores [B, Hkv, G * tq, tk], hidden ones -inf. The mask is made only for a MASKED tile."""
-        scores = _product(q, k, transpose_b=True) * scale
-
-        def hide(scores):
-            seen = visible(q_coords, kv_coords, mask)[:, None, None]
-            shape = (*scores.shape[:2], group, -1, scores.shape[-1])
-            return jnp.where(seen, scores.reshape(shape), -jnp.inf).reshape(scores.shape)
-
-        return lax.cond(kind == MASKED, hide, lambda scores: scores, scores)
-
     def forward(self, q, k, v, q_coords, kv_coords, *, mask: Mask, scale: float) -> AttentionPartial:
         """Attention of one block of queries over one block of keys; see the package's docstring for shapes."""
         _, length, heads, _ = q.shape
@@ -105,29 +110,27 @@ class Tiles:
         query_tile, key_tile = divisor(length, self.query_tile), divisor(k.shape[1], self.key_tile)
         kinds = _kinds(q_coords, kv_coords, query_tile, key_tile, mask)
         queries = (_query_tiles(q, kv_heads, query_tile), _coord_tiles(q_coords, query_tile), kinds)
-        keys = (_key_tiles(k, key_tile), _key_tiles(v, key_tile), _coord_tiles(kv_coords, key_tile))
+        keys = (_key_tiles(k, key_tile), _key_tiles(v, key_tile).swapaxes(-1, -2), _coord_tiles(kv_coords, key_tile))
 
         def one_query_tile(_, tile):
             q_tile, q_at, kinds = tile
+            batch, _, rows, head_dim = q_tile.shape
+            row = (batch, kv_heads, 1, rows)
+            start = (jnp.zeros((batch, kv_heads, head_dim, rows)), jnp.full(row, -jnp.inf), jnp.zeros(row))
 
-            def one_key_tile(j, carry):
-                def compute(carry):
-                    out, top, total = carry
-                    k_tile, v_tile, kv_at = _at(keys, j)
-                    scores = self._scores(q_tile, k_tile, q_at, kv_at, kinds[j], group, mask, scale)
-                    new_top = jnp.maximum(top, scores.max(-1, keepdims=True))
-                    # A row that has seen nothing yet keeps -inf; 0 in its place avoids -inf - -inf.
-                    safe_top = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
-                    weights = jnp.exp(scores - safe_top)
-                    shrink = jnp.exp(top - safe_top)
-                    total = total * shrink + weights.sum(-1, keepdims=True)
-                    return out * shrink + _product(weights.astype(v_tile.dtype), v_tile), new_top, total
+            def one_key_tile(j, masked, carry):
+                out, top, total = carry
+                k_tile, v_tile, kv_at = _at(keys, j)
+                scores = _scores(q_tile, k_tile, q_at, kv_at, mask, masked, scale)
+                new_top = jnp.maximum(top, scores.max(-2, keepdims=True))
+                # A row that has seen nothing yet keeps -inf; 0 in its place avoids -inf - -inf.
+                safe_top = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
+                weights = jnp.exp(scores - safe_top)
+                shrink = jnp.exp(top - safe_top)
+                total = total * shrink + weights.sum(-2, keepdims=True)
+                return out * shrink + _product("bhdk,bhkq->bhdq", v_tile, weights.astype(v_tile.dtype)), new_top, total
 
-                return lax.cond(kinds[j] == SKIP, lambda carry: carry, compute, carry)
-
-            rows = (*q_tile.shape[:3], 1)
-            start = (jnp.zeros(q_tile.shape, jnp.float32), jnp.full(rows, -jnp.inf), jnp.zeros(rows))
-            out, top, total = lax.fori_loop(*_range(kinds != SKIP), one_key_tile, start)
+            out, top, total = _visit(kinds, one_key_tile, start)
             safe = jnp.where(total == 0, 1.0, total)
             return None, (out / safe, jnp.where(total == 0, -jnp.inf, top + jnp.log(safe)))
 
@@ -149,28 +152,23 @@ class Tiles:
 
         def one_key_tile(dq, tile):
             k_tile, v_tile, kv_at, kinds = tile
+            k_across = k_tile.swapaxes(-1, -2)
 
-            def one_query_tile(i, carry):
+            def one_query_tile(i, masked, carry):
                 dq, dk, dv = carry
-                dq_tile = _at(dq, i)
-
-                def compute(dq_tile, dk, dv):
-                    q_tile, dout_tile, lse_tile, delta_tile, q_at = _at(queries, i)
-                    scores = self._scores(q_tile, k_tile, q_at, kv_at, kinds[i], group, mask, scale)
-                    weights = jnp.exp(scores - lse_tile)
-                    dv = dv + _product(weights.astype(q.dtype), dout_tile, transpose_a=True)
-                    dweights = _product(dout_tile, v_tile, transpose_b=True)
-                    dscores = (weights * (dweights - delta_tile) * scale).astype(q.dtype)
-                    dk = dk + _product(dscores, q_tile, transpose_a=True)
-                    return dq_tile + _product(dscores, k_tile), dk, dv
-
-                # The branches see one tile of dq, not all of it: a conditional would copy the whole array each time.
-                dq_tile, dk, dv = lax.cond(kinds[i] == SKIP, lambda *c: c, compute, dq_tile, dk, dv)
+                q_tile, dout_tile, lse_tile, delta_tile, q_at = _at(queries, i)
+                scores = _scores(q_tile, k_tile, q_at, kv_at, mask, masked, scale)
+                weights = jnp.exp(scores - lse_tile)
+                dv = dv + _product("bhkq,bhqd->bhkd", weights.astype(q.dtype), dout_tile)
+                dweights = _product("bhkd,bhqd->bhkq", v_tile, dout_tile)
+                dscores = (weights * (dweights - delta_tile) * scale).astype(q.dtype)
+                dk = dk + _product("bhkq,bhqd->bhkd", dscores, q_tile)
+                dq_tile = _at(dq, i) + _product("bhdk,bhkq->bhdq", k_across, dscores)
                 return lax.dynamic_update_index_in_dim(dq, dq_tile, i, 0), dk, dv
 
             zero = jnp.zeros(k_tile.shape, jnp.float32)
-            dq, dk, dv = lax.fori_loop(*_range(kinds != SKIP), one_query_tile, (dq, zero, zero))
+            dq, dk, dv = _visit(kinds, one_query_tile, (dq, zero, zero))
             return dq, (dk, dv)
 
-        dq, (dk, dv) = lax.scan(one_key_tile, jnp.zeros(queries[0].shape, jnp.float32), keys)
+        dq, (dk, dv) = lax.scan(one_key_tile, jnp.zeros(queries[0].swapaxes(-1, -2).shape, jnp.float32), keys)
         return _from_query_tiles(dq, group), _from_key_tiles(dk), _from_key_tiles(dv)

@@ -1,15 +1,15 @@
 """Attention2D (section 3): queries along rows, keys and values along columns of a grid of ranks.
 
 On a grid of R rows and C columns a rank gathers the queries of its row and the keys and values of its column, so that
-every query block meets every key block on exactly one rank. Forward each rank receives (C-1) blocks of queries, (R-1) of
-keys and values, and in the merge C-1 partial outputs (float32) and lse: about (sqrt(P)-1)/P of everything, where a ring
-receives (P-1)/P. Backward: queries, dout, lse and delta along the row, dq back; keys and values along the column, dk and
-dv back.
+every query block meets every key block on exactly one rank, in one round. Forward each rank receives (C-1) blocks of queries,
+T Hq D numbers each, (R-1) of keys and values, 2 T Hkv D, and in the merge C-1 partial outputs (float32) and lse: about
+(sqrt(P)-1)/P of everything, where a ring receives (P-1)/P. Backward: queries, dout, lse and delta along the row, float32 dq
+back; keys and values along the column, float32 dk and dv back.
 
 With `overlap` (Algorithms 4-6, Appendices A and B) nothing is gathered at once: K, V go round the column while the rank's own
 queries meet them, then the row's queries come round, one block on its way while another is met; partials, and dQ, follow
 one hop behind to their owner, and dK, dV are summed on their way round the column while the last queries meet block after
-block. As many numbers travel, in R - 1 + C - 1 hops, of which only the one home does not overlap a kernel.
+block. As many numbers travel, every hop beside a kernel but the last one home of a partial or dQ.
 
 The paper first moves keys and values once, so that the ranks' masks are triangles; coordinates travel here, so exactness
 does not need that move.
@@ -25,6 +25,7 @@ from jax import lax
 
 from ..coords import TokenCoords
 from ..partial import AttentionPartial, merge, per_row
+from . import plan
 from .ranks import Ranks
 from .ring import Ring
 from .tour import tour
@@ -37,12 +38,15 @@ class Attention2D:
     columns: int = 0
     overlap: bool = False
 
+    def _columns(self, size: int, query_heads: int, kv_heads: int, itemsize: int) -> int:
+        columns = self.columns or fewest_bytes(size, query_heads, kv_heads, itemsize)
+        if size % columns:
+            good = [c for c in range(1, size + 1) if size % c == 0]
+            raise ValueError(f"attention2d.columns: {columns} does not divide {size} sequence shards; those do: {good}")
+        return columns
+
     def _grid(self, ranks: Ranks, q, k):
-        columns = self.columns or fewest_bytes(ranks.size, q.shape[2], k.shape[2], q.dtype.itemsize)
-        if ranks.size % columns:
-            good = [c for c in range(1, ranks.size + 1) if ranks.size % c == 0]
-            raise ValueError(f"attention2d.columns: {columns} does not divide {ranks.size} sequence shards; those do: {good}")
-        column, row = ranks.split(columns)
+        column, row = ranks.split(self._columns(ranks.size, q.shape[2], k.shape[2], q.dtype.itemsize))
         return row, column
 
     def forward(self, kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale):
@@ -64,7 +68,29 @@ class Attention2D:
         keys, values, kv_coords = column.gather((k, v, tuple(kv_coords)), 1)
         dq, dk, dv = kernel.backward(
             queries, keys, values, dout, lse, delta, TokenCoords(*q_coords), TokenCoords(*kv_coords), mask=mask, scale=scale)
-        return row.add_scatter(dq, 1), *column.add_scatter(jnp.stack([dk, dv]), 2)
+        # Apart, not stacked: of a stack the TPU's compiler makes an all-reduce, twice the bytes.
+        return row.add_scatter(dq, 1), *column.add_scatter((dk, dv), 1)
+
+    def plan(self, size: int, block: plan.Block) -> plan.Plan:
+        columns = self._columns(size, block.query_heads, block.kv_heads, block.itemsize)
+        down, along = plan.lines(size, columns)
+        row, column = plan.everyone(along), plan.everyone(down)
+        tasks = tuple(plan.Task(rank, tuple(along[rank // columns]), tuple(down[rank % columns])) for rank in range(size))
+
+        def gather(queries: str, nbytes: int):
+            return plan.Round((), (
+                plan.Send(queries, plan.GATHER, nbytes, row), plan.Send("row's coordinates", plan.GATHER, block.coords, row),
+                plan.Send("K, V", plan.GATHER, block.keys, column),
+                plan.Send("column's coordinates", plan.GATHER, block.coords, column)))
+
+        forward = plan.Round(tasks, (
+            # The maximum of the row's lse, as an all-reduce of C blocks of it: 2 (C - 1) / C of them.
+            plan.Send("maximum of lse", plan.REDUCE, 2 * block.statistics, row),
+            plan.Send("out and weights", plan.SCATTER, block.out + block.statistics, row)))
+        backward = plan.Round(tasks, (
+            plan.Send("dQ", plan.SCATTER, block.out, row), plan.Send("dK, dV", plan.SCATTER, block.key_gradients, column)))
+        return plan.Plan((gather("Q", block.queries), forward),
+                         (gather("Q, dout, lse, delta", 2 * block.queries + 2 * block.statistics), backward))
 
 
 def fewest_bytes(ranks: int, query_heads: int, kv_heads: int, itemsize: int) -> int:
@@ -106,6 +132,7 @@ def _overlapped_forward(kernel, q, k, v, q_coords, kv_coords, row, column, *, ma
 
     own, _, blocks = tour((jnp.stack([k, v]), kv_coords), column.size - 1, column.shift, column.shift, meet_keys)
     (keys, values), kv_coords = _joined(blocks)
+    own, waiting = lax.optimization_barrier((own, waiting))  # what waits goes on when it is met, not before
 
     def meet_queries(nothing, packet):
         queries, coords = packet
@@ -121,20 +148,22 @@ def _overlapped_backward(kernel, q, k, v, dout, lse, delta, q_coords, kv_coords,
         return Ring().backward(
             kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, ranks=column, mask=mask, scale=scale)
     onwards = _neighbour(row)
-    waiting = onwards((q, dout, lse, delta, q_coords))
+    # Stacked for the wire, as K and V are: few transfers, that can all be under way at once.
+    packet = (jnp.stack([q, dout]), jnp.stack([lse, delta]), q_coords)
+    waiting = onwards(packet)
 
     def gradients(packet, block):
-        q, dout, lse, delta, q_coords = packet
-        (k, v), coords = block
+        ((q, dout), (lse, delta), q_coords), ((k, v), coords) = packet, block
         dq, dk, dv = kernel.backward(q, k, v, dout, lse, delta, q_coords, coords, mask=mask, scale=scale)
         return dq, jnp.stack([dk, dv])
 
     def meet_keys(dq, block):
-        dq_here, dkv = gradients((q, dout, lse, delta, q_coords), block)
+        dq_here, dkv = gradients(packet, block)
         return dq_here if dq is None else dq + dq_here, (), (block, dkv)
 
     dq, _, (blocks, dkv) = tour((jnp.stack([k, v]), kv_coords), column.size - 1, column.shift, column.shift, meet_keys)
     column_block = _joined(blocks)
+    dq, waiting = lax.optimization_barrier((dq, waiting))
 
     def meet_queries(dkv, packet):
         dq, dkv_here = gradients(packet, column_block)

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from ..partial import AttentionPartial, merge
+from . import plan
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +78,7 @@ class Balanced:
         if not helpers or (last and not (self.split and queries[0].shape[1] % 2 == 0)):
             # The ranks that might help get keys of zeros: padding, of which every tile is skipped.
             found, for_keys = meet(queries, keys_in)
-            yield _keep(found, ~helping), ranks.shift(for_keys, -t)
+            yield _keep(found, ~helping), ranks.shift(for_keys, -t, range(t, size))
             return
         sent, kept = (_half(queries, 0), _half(queries, 1)) if last else (queries, queries)
         queries_in = ranks.shift(sent, t, range(size - t, size))
@@ -89,6 +90,35 @@ class Balanced:
         else:
             yield _keep(found, ~helping), for_keys
             yield _keep(back, place >= size - t), jax.tree.map(jnp.zeros_like, for_keys)
+
+    def plan(self, size: int, block: plan.Block) -> plan.Plan:
+        return plan.Plan(tuple(self._plan_rounds(size, block, False)), tuple(self._plan_rounds(size, block, True)))
+
+    def _plan_rounds(self, size: int, block: plan.Block, backward: bool):
+        def send(what, nbytes, by, senders=None):
+            return plan.Send(what, plan.PERMUTE, nbytes, plan.shift(size, by, senders))
+
+        yield plan.Round(tuple(plan.Task(rank, (rank,), (rank,)) for rank in range(size)))
+        there = 2 * block.queries + 2 * block.statistics if backward else block.queries
+        if self.ordered:  # elsewhere the coordinates that come with the keys are the queries' own
+            there += block.coords
+        there_name = "Q, dout, lse, delta" if backward else "Q"
+        back_name, back = ("dQ", block.out) if backward else ("out, lse", block.out + block.statistics)
+        for t in range(1, size // 2 + 1):
+            last = 2 * t == size  # distances t and P - t are one
+            half = last and self.ordered and self.split and block.tokens % 2 == 0
+            helps = half or not last
+            owners, helped = (range(t, size), range(size - t, size)) if self.ordered else (range(size), range(size))
+            share, of = (0.5, 2) if half else (1, 1)
+            tasks = [plan.Task(rank, (rank,), ((rank - t) % size,), (of - 1, of)) for rank in owners]
+            sends = [send("K, V", block.keys + block.coords, t, range(size - t) if self.ordered else None)]
+            if backward:
+                sends.append(send("dK, dV", block.key_gradients, -t, owners))
+            if helps:
+                tasks += [plan.Task((rank + t) % size, (rank,), ((rank + t) % size,), (0, of)) for rank in helped]
+                sends += [send(there_name, there * share, t, helped),
+                          send(back_name, back * share, -t, [(rank + t) % size for rank in helped])]
+            yield plan.Round(tuple(tasks), tuple(sends))
 
 
 def _choose(condition, first, second):

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import dataclasses
 
+from . import plan
+
 
 @dataclasses.dataclass(frozen=True)
 class Local:
@@ -15,3 +17,8 @@ class Local:
     def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale):
         del ranks
         return kernel.backward(q, k, v, dout, lse, delta, q_coords, kv_coords, mask=mask, scale=scale)
+
+    def plan(self, size: int, block: plan.Block) -> plan.Plan:
+        del block
+        alone = (plan.Round(tuple(plan.Task(rank, (rank,), (rank,)) for rank in range(size))),)
+        return plan.Plan(alone, alone)

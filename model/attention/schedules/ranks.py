@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..coords import TokenCoords
+
 
 @dataclasses.dataclass(frozen=True)
 class Ranks:
@@ -41,12 +43,21 @@ class Ranks:
     def shift(self, tree, by: int = 1, senders: Iterable[int] | None = None):
         """Every array of the tree from the rank `by` places before, round the ring; zeros where that one sends nothing.
 
+        Coordinates go in one permute: only so many transfers can be under way at once.
         senders: the places in the line that send (all of them unless given).
         """
         senders = range(self.size) if senders is None else senders
         groups = self.groups() or [list(range(self.size))]
         pairs = [(line[place], line[(place + by) % self.size]) for line in groups for place in senders]
-        return jax.tree.map(lambda x: lax.ppermute(x, self.axis, pairs), tree) if pairs else jax.tree.map(jnp.zeros_like, tree)
+        if not pairs:
+            return jax.tree.map(jnp.zeros_like, tree)
+
+        def send(x):
+            if isinstance(x, TokenCoords):
+                return TokenCoords(*send(jnp.stack(jax.tree.leaves(x))))
+            return lax.ppermute(x, self.axis, pairs)
+
+        return jax.tree.map(send, tree, is_leaf=lambda x: isinstance(x, TokenCoords))
 
     def gather(self, tree, dimension: int):
         """Every array of the tree of all ranks of the line, joined along `dimension`."""
@@ -57,6 +68,8 @@ class Ranks:
         """All-to-all: dimension `split` is dealt out over the line, what arrives is joined along `join`."""
         return lax.all_to_all(x, self.axis, split, join, tiled=True, axis_index_groups=self.groups())
 
-    def add_scatter(self, x: jax.Array, dimension: int) -> jax.Array:
-        """The sum over the line, of which each rank gets its part of `dimension`."""
-        return lax.psum_scatter(x, self.axis, scatter_dimension=dimension, tiled=True, axis_index_groups=self.groups())
+    def add_scatter(self, tree, dimension: int):
+        """The sum over the line of every array of the tree, of which each rank gets its part of `dimension`."""
+        return jax.tree.map(
+            lambda x: lax.psum_scatter(x, self.axis, scatter_dimension=dimension, tiled=True, axis_index_groups=self.groups()),
+            tree)

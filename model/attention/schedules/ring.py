@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from ..coords import Mask
-from ..partial import merge
+from . import plan
 from .ranks import Ranks
 from .tour import tour
 
@@ -80,9 +80,8 @@ class Ring:
         own = (jnp.stack([k, v]), kv_coords)
 
         def visit(partial, parts):
-            (k, v), coords = own if partial is None else _join(parts)
-            here = kernel.forward(q, k, v, q_coords, coords, mask=mask, scale=scale)
-            return here if partial is None else merge(partial, here), (), ()
+            kv, coords = own if partial is None else _join(parts)
+            return kernel.extend(partial, q, kv, q_coords, coords, mask=mask, scale=scale), (), ()
 
         return tour(ways.deal(own), ways.hops, ways.send, ways.home, visit)[0]
 
@@ -91,13 +90,26 @@ class Ring:
         own = (jnp.stack([k, v]), kv_coords)
 
         def visit(dq, parts):
-            (k, v), coords = own if dq is None else _join(parts)
-            dq_here, dk, dv = kernel.backward(q, k, v, dout, lse, delta, q_coords, coords, mask=mask, scale=scale)
-            left = ways.split(jnp.stack([dk, dv]), own=dq is None)
-            return dq_here if dq is None else dq + dq_here, left, ()
+            kv, coords = own if dq is None else _join(parts)
+            first = dq is None
+            dq, dkv = kernel.gradients(dq, q, kv, dout, lse, delta, q_coords, coords, mask=mask, scale=scale)
+            return dq, ways.split(dkv, own=first), ()
 
         dq, dkv, _ = tour(ways.deal(own), ways.hops, ways.send, ways.home, visit)
         return dq, *ways.whole(dkv)
+
+    def plan(self, size: int, block: plan.Block) -> plan.Plan:
+        on = plan.shift(size)
+        keys = (plan.Send("K, V", plan.PERMUTE, block.keys, on), plan.Send("coordinates", plan.PERMUTE, block.coords, on))
+        gradients = plan.Send("dK, dV", plan.PERMUTE, block.key_gradients, on)
+        forward, backward = [], []
+        for hop in range(size):
+            tasks = tuple(plan.Task(rank, (rank,), ((rank - hop) % size,)) for rank in range(size))
+            sends = keys if hop < size - 1 else ()
+            forward.append(plan.Round(tasks, sends))
+            backward.append(plan.Round(tasks, (*sends, gradients) if hop else sends))
+        home = plan.Round((), (gradients._replace(what="dK, dV home"),))
+        return plan.Plan(tuple(forward), (*backward, home))
 
 
 def _tokens(x) -> int:

@@ -41,16 +41,19 @@ def tour(block, hops: int, send: Callable, home: Callable, visit: Callable, foun
     if not hops:
         found, left, kept = last(found, block)
         return found, home(left), jax.tree.map(lambda x: x[None], kept)
+    # The barriers keep the stops apart where the compiler unrolls a short scan: else it starts all the sends at once, of which
+    # the first kernel hides but one.
     incoming = send(block)
     found, left, first_kept = visit(found, block)
+    carry = lax.optimization_barrier((found, left, incoming))
 
     def stop(carry, _):
         found, left, block = carry
         incoming, arriving = send(block), send(left)
         found, left, kept = visit(found, block)
-        return (found, add(arriving, left), incoming), kept
+        return lax.optimization_barrier((found, add(arriving, left), incoming)), kept
 
-    (found, left, block), kept = lax.scan(stop, (found, left, incoming), None, length=hops - 1)
+    (found, left, block), kept = lax.scan(stop, carry, None, length=hops - 1)
     arriving = send(left)
     found, left, last_kept = last(found, block)
     kept = jax.tree.map(lambda a, b, c: jnp.concatenate([a[None], b, c[None]]), first_kept, kept, last_kept)

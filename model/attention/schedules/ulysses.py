@@ -1,8 +1,8 @@
 """Ulysses (DeepSpeed-Ulysses; USP): an all-to-all trades sequence shards for head shards, attention, and back.
 
 Forward: each rank sends (P-1)/P of its queries, keys, values and outputs: T (2 Hq + 2 Hkv) D numbers, whatever P is, and
-gathers all coordinates. Backward: the same for dout, q, k, v and back for dq, dk, dv. With a `degree` below P the
-neighbours trade heads and the inner schedule joins the groups: Unified Sequence Parallelism (USP).
+gathers all coordinates; then one round. Backward: the same for dout, q, k, v and back for dq, dk, dv. With a `degree` below
+P the neighbours trade heads and any inner schedule joins the groups: Unified Sequence Parallelism (USP).
 
 Key heads fewer than ranks are replicated before they travel, just as often as the ranks' query heads need; query heads
 that the degree does not divide are padded with heads of zeros.
@@ -18,6 +18,7 @@ import numpy as np
 
 from ..coords import TokenCoords
 from ..partial import AttentionPartial
+from . import plan
 from .local import Local
 from .ranks import Ranks
 from .ring import Ring
@@ -86,6 +87,29 @@ class Ulysses:
         dkv = line.exchange(jnp.stack([dk, dv]), 2, 3)
         dk, dv = jnp.zeros((2, *k.shape), jnp.float32).at[:, :, :, heads.key_heads].add(dkv)
         return dq, dk, dv
+
+    def plan(self, size: int, block: plan.Block) -> plan.Plan:
+        line, outer, inner = self._lines(Ranks("", size))
+        degree = line.size
+        heads = _Heads.deal(block.query_heads, block.kv_heads, degree)
+        wide = dataclasses.replace(block, tokens=block.tokens * degree, query_heads=heads.here,
+                                   kv_heads=heads.key_heads.size // degree)
+        # What a rank holds of all heads, padded and replicated, is a block of as many bytes as `wide`; of it, each other
+        # rank of the line gets one part in `degree`.
+        pairs = plan.everyone(plan.lines(size, degree)[1])
+
+        def exchange(what, nbytes):
+            return plan.Send(what, plan.EXCHANGE, nbytes / degree, pairs)
+
+        there = (exchange("Q", wide.queries), exchange("K, V", wide.keys),
+                 plan.Send("coordinates", plan.GATHER, block.coords, pairs))
+        more = (exchange("dout", wide.queries), exchange("lse, delta", 2 * wide.statistics))
+        forward_back = (exchange("out", wide.queries), exchange("lse", wide.statistics))
+        backward_back = (exchange("dQ", wide.out), exchange("dK, dV", wide.key_gradients))
+        within = inner.plan(outer.size, wide)
+        return plan.Plan(
+            (plan.Round((), there), *plan.side_by_side(within.forward, degree), plan.Round((), forward_back)),
+            (plan.Round((), there + more), *plan.side_by_side(within.backward, degree), plan.Round((), backward_back)))
 
 
 def _to_heads(line: Ranks, heads: _Heads, q, k, v):

@@ -1,4 +1,7 @@
-"""Reads a compiled step: what memory it takes, and which collectives it has."""
+"""Reads a compiled step: what memory it takes, which collectives it has, what they move, and what hides them.
+
+`transfers` counts bytes, `overlap` looks for compute between the start and the end of each transfer; both on `text`.
+"""
 from __future__ import annotations
 
 import collections
@@ -6,8 +9,9 @@ import dataclasses
 import math
 import re
 
+from .transfers import COLLECTIVES
+
 GIB = 2**30
-COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
 _SHAPE = re.compile(r"\b(pred|[suf]\d+|bf16)\[([\d,]*)\]")
 
 

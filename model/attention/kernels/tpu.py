@@ -1,0 +1,77 @@
+"""The TPU kernel: Pallas (Mosaic), skipping hidden tiles before they are fetched. Files tpu_*.py hold its parts."""
+from __future__ import annotations
+
+import dataclasses
+
+from ..coords import Mask, TokenCoords
+from ..partial import AttentionPartial
+from . import tpu_backward, tpu_forward
+from .tpu_tiles import fitting, pad, tile_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Tpu:
+    """The kernel with the tile sizes to aim at. On v3, whose matrix units take no bfloat16 from a kernel, operands are float32.
+
+    Attributes:
+      query_tile, key_tile: tokens; rounded to multiples of 128, and less where VMEM asks for it. Lengths that they do not
+        divide are padded inside with tokens of no document.
+      interpret: False on a TPU; True or `pltpu.InterpretParams()` runs the same kernel anywhere, slowly: for tests.
+    """
+
+    query_tile: int = 1024
+    key_tile: int = 1024
+    interpret: object = False
+
+    def forward(self, q, k, v, q_coords, kv_coords, *, mask: Mask, scale: float) -> AttentionPartial:
+        """Attention of one block of queries over one block of keys; see the package's docstring for shapes."""
+        return self.extend(None, q, (k, v), q_coords, kv_coords, mask=mask, scale=scale)
+
+    def backward(self, q, k, v, dout, lse, delta, q_coords, kv_coords, *, mask: Mask, scale: float):
+        """Gradients of q, k and v from the merged `lse` and `delta`: float32, shaped like q, k, v."""
+        dq, dkv = self.gradients(None, q, (k, v), dout, lse, delta, q_coords, kv_coords, mask=mask, scale=scale)
+        return dq, *dkv
+
+    def extend(self, carry, q, kv, q_coords, kv_coords, *, mask: Mask, scale: float) -> AttentionPartial:
+        """`Kernel.extend`: goes on from the carry, and writes over it."""
+        q_tile, kv_tile, options = self._options(q, kv, mask, scale)
+        if carry is not None:
+            carry = AttentionPartial(_heads_first(carry.out, q_tile), pad(carry.lse, q_tile, 2, float("-inf")))
+        out, lse = tpu_forward.forward(carry, _heads_first(q, q_tile), _keys(kv, kv_tile), _padded(q_coords, q_tile),
+                                       _padded(kv_coords, kv_tile), **options)
+        return AttentionPartial(_heads_last(out, q.shape[1]), lse[:, :, :q.shape[1]])
+
+    def gradients(self, carry, q, kv, dout, lse, delta, q_coords, kv_coords, *, mask: Mask, scale: float):
+        """`Kernel.gradients`: dq is added to the carry, in its memory."""
+        q_tile, kv_tile, options = self._options(q, kv, mask, scale)
+        block = (_heads_first(q, q_tile), _keys(kv, kv_tile), _heads_first(dout.astype(q.dtype), q_tile), pad(lse, q_tile, 2),
+                 pad(delta, q_tile, 2), _padded(q_coords, q_tile), _padded(kv_coords, kv_tile))
+        dkv = tpu_backward.dkv(*block, **options)
+        dq = tpu_backward.dq(None if carry is None else _heads_first(carry, q_tile), *block, **options)
+        return _heads_last(dq, q.shape[1]), _heads_last(dkv, kv[0].shape[1])
+
+    def _options(self, q, kv, mask, scale):
+        if mask.global_tokens:
+            raise ValueError(f"kernel: 'tpu' does not serve Mask.global_tokens = {mask.global_tokens}; 'auto' and 'xla' do")
+        query_tile, key_tile = fitting(self.query_tile, self.key_tile, q.shape[3], q.dtype.itemsize)
+        q_tile, kv_tile = tile_size(q.shape[1], query_tile), tile_size(kv[0].shape[1], key_tile)
+        return q_tile, kv_tile, {"mask": mask, "scale": scale, "interpret": self.interpret, "query_tile": q_tile,
+                                 "key_tile": kv_tile}
+
+
+def _heads_first(x, tile: int):
+    """[..., T, H, D] -> [..., H, T, D], T filled up to whole tiles. The compiler lays x out so that nothing moves."""
+    return pad(x.swapaxes(-3, -2), tile, -2)
+
+
+def _heads_last(x, length: int):
+    return x[..., :length, :].swapaxes(-3, -2)
+
+
+def _keys(kv, tile: int):
+    return tuple(_heads_first(x, tile) for x in kv) if isinstance(kv, tuple) else _heads_first(kv, tile)
+
+
+def _padded(coords: TokenCoords, tile: int) -> TokenCoords:
+    """Coordinates filled up with padding: segment 0 sees nothing and is seen by nothing."""
+    return TokenCoords(pad(coords.index, tile, 1), pad(coords.segment_ids, tile, 1))

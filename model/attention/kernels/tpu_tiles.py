@@ -1,0 +1,152 @@
+"""What the TPU kernels share: how large tiles are, which of them are met, and the mask of one tile."""
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from ..coords import SKIP, Mask, TileBounds, TokenCoords, tile_bounds, tile_kind
+
+LANES = 128
+# Finite, so that a row that has seen nothing does not make NaN of -inf - -inf; hidden scores themselves are -inf.
+LOWEST = -1e30
+# Of the 16 MiB that the compiler gives a kernel on every generation; the rest is for coordinates.
+VMEM = 15 * 2**20
+
+
+def tile_size(length: int, at_most: int) -> int:
+    """The tile for `length` tokens: a multiple of 128 lanes, at most `at_most`, with as little padding as possible."""
+    most = max(at_most // LANES, 1)
+    blocks = -(-length // LANES)
+    # A divisor costs no padding; one below half of what was asked for costs more time than padding does.
+    whole = next((size for size in range(min(most, blocks), most // 2, -1) if blocks % size == 0), 0)
+    return LANES * (whole or -(-blocks // -(-blocks // most)))
+
+
+def fitting(query_tile: int, key_tile: int, head_dim: int, itemsize: int) -> tuple[int, int]:
+    """These tiles, or smaller ones that fit into VMEM.
+
+    Counted as the hungriest of the three kernels needs it: q, dout, k and v and two float32 results or carries, each twice (one
+    is moved while the other is used), the query tile's statistics, and two tiles of scores.
+    """
+    head_dim = -(-head_dim // LANES) * LANES
+
+    def footprint():
+        operands = 4 * itemsize * head_dim * (query_tile + key_tile)
+        return operands + 16 * head_dim * max(query_tile, key_tile) + 16 * LANES * query_tile + 8 * query_tile * key_tile
+
+    while footprint() > VMEM and max(query_tile, key_tile) > LANES:
+        if key_tile >= query_tile:
+            key_tile //= 2
+        else:
+            query_tile //= 2
+    return query_tile, key_tile
+
+
+def pad(x: jax.Array, tile: int, axis: int, value=0) -> jax.Array:
+    """x with `axis` filled up to a multiple of the tile; x itself where it is one already."""
+    missing = -x.shape[axis] % tile
+    if not missing:
+        return x
+    widths = [(0, missing if i == axis % x.ndim else 0) for i in range(x.ndim)]
+    return jnp.pad(x, widths, constant_values=value)
+
+
+class Meetings(NamedTuple):
+    """Which tiles a tile meets, int32, prefetched into scalar memory. "Own" tiles are the ones a program writes (queries in
+    the forward and dq kernels, keys in dkv), the "other" ones those that it runs through.
+
+    Attributes:
+      own, other: the tiles' bounds, in the order of `TileBounds`: [5, B, n].
+      first, count: the range of other tiles that an own tile needs [B, n]; count is 0 where it needs none.
+    """
+
+    own: jax.Array
+    other: jax.Array
+    first: jax.Array
+    count: jax.Array
+
+    @classmethod
+    def of(cls, own: TokenCoords, other: TokenCoords, own_tile: int, other_tile: int, mask: Mask, own_are_keys: bool):
+        """The meetings, and the longest range of any own tile (at least 1): how far the grid has to go."""
+        own, other = tile_bounds(own, own_tile), tile_bounds(other, other_tile)
+        pair = [jax.tree.map(lambda x: x[:, :, None], own), jax.tree.map(lambda x: x[:, None, :], other)]
+        needed = tile_kind(*(pair[::-1] if own_are_keys else pair), mask) != SKIP
+        first = jnp.argmax(needed, -1)
+        last = needed.shape[-1] - 1 - jnp.argmax(needed[..., ::-1], -1)
+        count = jnp.where(needed.any(-1), last - first + 1, 0)
+        bounds = (jnp.stack(jax.tree.leaves(x)) for x in (own, other))
+        return cls(*bounds, first.astype(jnp.int32), count.astype(jnp.int32)), jnp.maximum(count.max(), 1).astype(jnp.int32)
+
+    def tile(self, row, own, step):
+        """The other tile of a step: steps past the range stay on its last tile, so that nothing more is fetched."""
+        return self.first[row, own] + jnp.minimum(step, jnp.maximum(self.count[row, own] - 1, 0))
+
+    def kind(self, row, own, step, mask: Mask, own_are_keys: bool):
+        """SKIP, FULL or MASKED, and SKIP past the range: int32 scalar."""
+        here, there = (TileBounds(*(bounds[field, row, tile] for field in range(bounds.shape[0])))
+                       for bounds, tile in ((self.own, own), (self.other, self.tile(row, own, step))))
+        kind = tile_kind(*((there, here) if own_are_keys else (here, there)), mask)
+        return jnp.where(step < self.count[row, own], kind, SKIP)
+
+
+def coordinate_rows(coords: TokenCoords) -> jax.Array:
+    """Coordinates as a kernel reads them, tokens along the lanes: int32 [B, 2, T]."""
+    return jnp.stack([coords.index, coords.segment_ids], 1)
+
+
+def key_operands(kv, tile: int, at) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
+    """K and V as a kernel's operands, tiles [tile, D] at the index map `at` of [B, Hkv, T, D].
+
+    kv: a pair, or both stacked [2, B, Hkv, T, D] as they travel: passed twice, never sliced (a copy).
+    """
+    if isinstance(kv, tuple):
+        return list(kv), [pl.BlockSpec((None, None, tile, kv[0].shape[-1]), at)] * 2
+
+    def of(place):
+        return pl.BlockSpec((None, None, None, tile, kv.shape[-1]), lambda *step: (place, *at(*step)))
+
+    return [kv, kv], [of(0), of(1)]
+
+
+def column(row: jax.Array) -> jax.Array:
+    """[1, n] along the lanes -> [n, 128]: the same values along the sublanes, repeated over all lanes."""
+    return jnp.broadcast_to(row, (LANES, row.shape[1])).T
+
+
+def spread(statistics: jax.Array, width: int) -> jax.Array:
+    """[n, 128], each row one value -> [n, width] or what broadcasts to it."""
+    repeats, rest = divmod(width, LANES)
+    return statistics[:, :1] if rest else jnp.tile(statistics, (1, repeats))
+
+
+def seen(q: tuple, kv: tuple, mask: Mask) -> jax.Array:
+    """`coords.visible` for one tile, from (index, segment) of queries and keys that broadcast against each other."""
+    (q_index, q_segment), (kv_index, kv_segment) = q, kv
+    visible = (q_segment == kv_segment) & (q_segment > 0)
+    if mask.causal:
+        visible &= q_index >= kv_index
+    if mask.window is not None:
+        visible &= jnp.abs(q_index - kv_index) < mask.window
+    return visible
+
+
+def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
+    """Matrix product over these axes of two matrices, accumulated in float32."""
+    return lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=jnp.float32)
+
+
+def cost(products: int, q_shape, kv_length: int, mask: Mask, bytes_accessed: int):
+    """What the compiler's scheduler is told, so that it hides transfers behind the kernel: causal work counts half."""
+    batch, heads, length, head_dim = q_shape
+    pairs = batch * heads * length * kv_length // (2 if mask.causal else 1)
+    return pl.CostEstimate(flops=2 * products * pairs * head_dim, transcendentals=pairs, bytes_accessed=bytes_accessed)
+
+
+def nbytes(*arrays) -> int:
+    """Bytes of these arrays (or shapes)."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)

@@ -1,0 +1,218 @@
+"""Compares the schedules: bytes received by compiled texts, balance by what running kernels tell, transfers that are hidden.
+
+    python -m scripts.bench_schedules bytes [--ranks 4 16 64 256] [--output FILE.json]
+    python -m scripts.bench_schedules balance [--ranks 2 3 4 8] [--output FILE.json]
+    python -m scripts.bench_schedules overlap [--topology v5e:2x4] [--output FILE.json]
+    python -m scripts.bench_schedules distflashattn [--ranks 4 16]
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from model.attention import Mask, TokenCoords, get_kernel, get_schedule
+from model.attention.schedules import Ranks, plan
+from trainer.compiled.overlap import crossings
+from trainer.compiled.transfers import received, transfers
+
+from .balance import measure
+from .plan import compile_step, topology_devices
+
+# Pods with twice the ranks: another mesh axis beside the sequence, as in training. (Of a reduce-scatter over all chips of a
+# pod the TPU's compiler may make an all-reduce.)
+PODS = {4: "v4:2x2x2", 8: "v4:2x2x4", 16: "v4:4x4x2", 64: "v4:4x4x8", 256: "v4:8x8x8"}
+# Name in the table: schedule, layout. The layout matters to `balanced` alone.
+CASES = {
+    "ring": ("ring", "striped"),
+    "all_gather": ("all_gather", "striped"),
+    "balanced": ("balanced", "contiguous"),
+    "balanced split": ({"name": "balanced", "split": True}, "contiguous"),
+    "balanced, striped": ("balanced", "striped"),
+    "ulysses": ("ulysses", "striped"),
+    "usp 4": ({"name": "ulysses", "degree": 4}, "striped"),
+    "attention2d": ("attention2d", "striped"),
+    "attention2d square": ({"name": "attention2d", "columns": "square"}, "striped"),
+}
+
+
+def case(name: str, size: int):
+    """(schedule, layout) of a case, for so many ranks."""
+    options, layout = CASES[name]
+    if isinstance(options, dict) and options.get("columns") == "square":
+        options = options | {"columns": math.isqrt(size)}
+    return get_schedule(options, size, layout), layout
+
+
+def compile_pass(schedule, layout, size, devices, block, backward: bool, tile: int = 128) -> str:
+    """The compiled text of one pass of a schedule alone, over lines of `size` of the `devices`, each with one Block."""
+    rows = len(devices) // size
+    mesh = Mesh(np.array(devices).reshape(rows, size), ("fsdp", "sequence"))
+    chosen, kernel = get_schedule(schedule, size, layout), get_kernel("xla", query_tile=tile, key_tile=tile)
+    options = {"ranks": Ranks("sequence", size), "mask": Mask(), "scale": block.head_dim ** -0.5}
+    tokens, statistics = PartitionSpec("fsdp", "sequence"), PartitionSpec("fsdp", None, "sequence")
+
+    def forward(q, k, v, index, segment_ids):
+        coords = TokenCoords(index, segment_ids)
+        return tuple(chosen.forward(kernel, q, k, v, coords, coords, **options))
+
+    def gradients(q, k, v, index, segment_ids, dout, lse, delta):
+        coords = TokenCoords(index, segment_ids)
+        return chosen.backward(kernel, q, k, v, dout, lse, delta, coords, coords, **options)
+
+    def array(shape, dtype, spec):
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
+
+    batch, length, dtype = rows * block.batch, size * block.tokens, {2: jnp.bfloat16, 4: jnp.float32}[block.itemsize]
+    q = array((batch, length, block.query_heads, block.head_dim), dtype, tokens)
+    k = array((batch, length, block.kv_heads, block.head_dim), dtype, tokens)
+    coords = array((batch, length), jnp.int32, tokens)
+    lse = array((batch, block.query_heads, length), jnp.float32, statistics)
+    arrays = (q, k, k, coords, coords, *((q, lse, lse) if backward else ()))
+    run = jax.shard_map(gradients if backward else forward, mesh=mesh, in_specs=tuple(x.sharding.spec for x in arrays),
+                        out_specs=(tokens,) * 3 if backward else (tokens, statistics), check_vma=False)
+    return jax.jit(run).lower(*arrays).compile().as_text()
+
+
+def count_bytes(name: str, size: int, block, topology: str = "") -> dict:
+    """What the compiled text says that devices receive in each pass, beside the plan: bytes, hops, kinds of collectives."""
+    schedule, layout = case(name, size)
+    planned = schedule.plan(size, block)
+    devices = sorted(topology_devices(topology or PODS[size]), key=lambda device: device.id)
+    row = {"schedule": name, "layout": layout, "ranks": size}
+    for which, rounds in zip(("forward", "backward"), planned, strict=True):
+        found = transfers(compile_pass(schedule, layout, size, devices, block, which == "backward"), len(devices))
+        got, expected = received(found)[:size], plan.received(rounds, size)
+        row[which] = {
+            "max_bytes": float(got.max()), "mean_bytes": float(got.mean()),
+            "planned_max_bytes": float(expected.max()), "planned_mean_bytes": float(expected.mean()),
+            "kinds": sorted({one.kind for one in found}), "planned_kinds": sorted(plan.kinds(rounds)),
+            "permutes": sum(one.times for one in found if one.kind == "collective-permute"),
+        }
+    return row
+
+
+def main(argv=None) -> int:
+    """Prints a table, and with --output writes JSON."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.bench_schedules", description=__doc__.splitlines()[0],
+                                     allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True)
+    bytes_ = commands.add_parser("bytes", help="bytes received per device and layer, from compiled texts for TPU pods")
+    bytes_.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64, 256], choices=PODS)
+    bytes_.add_argument("--schedules", nargs="+", default=list(CASES), choices=CASES)
+    bytes_.add_argument("--tokens", type=int, default=2048, help="tokens of a rank (default 2048)")
+    bytes_.add_argument("--topology", default="", help="another pod, such as v5e:16x16: as many chips as ranks, or a multiple")
+    bytes_.add_argument("--output", help="also write this JSON file")
+    balance = commands.add_parser("balance", help="imbalance of each schedule, from counts that the running kernels emit")
+    balance.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 8])
+    balance.add_argument("--tiles", type=int, default=16, help="on a side of each rank's block (default 16)")
+    balance.add_argument("--output", help="also write this JSON file")
+    overlap = commands.add_parser("overlap", help="which transfers of a small model's training step a kernel hides")
+    overlap.add_argument("--topology", default="v5e:2x4", help="all chips on the sequence axis (default v5e:2x4)")
+    overlap.add_argument("--output", help="also write this JSON file")
+    volume = commands.add_parser("distflashattn", help="elements received beside DistFlashAttn's Appendix C, 3 N d and 14 N d")
+    volume.add_argument("--ranks", type=int, nargs="+", default=[4, 16], choices=PODS)
+    volume.add_argument("--output", help="also write this JSON file")
+    args = parser.parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")
+    if args.command == "bytes":
+        rows = bytes_table(args.schedules, args.ranks, args.tokens, args.topology)
+    elif args.command == "balance":
+        rows = balance_table(args.ranks, args.tiles)
+    elif args.command == "overlap":
+        rows = overlap_table(args.topology)
+    else:
+        rows = volume_table(args.ranks)
+    if args.output:
+        with open(args.output, "w", encoding="utf-8") as file:
+            json.dump(rows, file, indent=2)
+    return 0
+
+
+def bytes_table(names, ranks, tokens: int, topology: str = "") -> list[dict]:
+    """Bytes of each schedule for each number of ranks, printed as they are found."""
+    block = plan.Block(batch=1, tokens=tokens, query_heads=32, kv_heads=8, head_dim=128)
+    print(f"{block}\nbytes received per device and layer, in units of the device's own q ({block.queries:,} bytes)")
+    print(f"{'':19} {'':4}  {'forward':^32}  {'backward':^32}\n{'schedule':19} {'P':>4}"
+          + f"  {'max':>8} {'mean':>8} {'plan max':>8} {'off':>5}" * 2)
+    rows = []
+    for size, name in itertools.product(ranks, names):
+        row = count_bytes(name, size, block, topology)
+        rows.append(row)
+        print(f"{name:19} {size:4}  " + "  ".join(_columns(row[which], block.queries) for which in ("forward", "backward")),
+              flush=True)
+    return rows
+
+
+def _columns(one: dict, unit: int) -> str:
+    shown = " ".join(f"{one[key] / unit:8.3f}" for key in ("max_bytes", "mean_bytes", "planned_max_bytes"))
+    off = max(abs(one[f"{kind}_bytes"] / one[f"planned_{kind}_bytes"] - 1) for kind in ("max", "mean"))
+    return f"{shown} {off:5.1%}"
+
+
+BALANCE = [("ring", "contiguous"), ("ring", "striped"), ("ring", "zigzag"), ("balanced", "contiguous"),
+           ({"name": "balanced", "split": True}, "contiguous"), ("attention2d", "striped"), ("ulysses", "contiguous")]
+
+
+def balance_table(ranks, tiles: int) -> list[dict]:
+    """Imbalance of schedules and layouts: the busiest rank's tiles, summed over rounds, over the sum of the means."""
+    jax.config.update("jax_num_cpu_devices", max(ranks))
+    rows = []
+    print(f"{tiles} tiles a side of a block\n{'schedule':40} {'layout':12} {'P':>3} {'forward':>8} {'backward':>8}")
+    for size, (schedule, layout) in itertools.product(ranks, BALANCE):
+        row = {"schedule": str(schedule), **measure(schedule, layout, size, tiles)}
+        rows.append(row)
+        found = " ".join(f"{row[which]['imbalance']:8.4f}" for which in ("forward", "backward"))
+        print(f"{row['schedule']:40} {layout:12} {size:3} {found}", flush=True)
+    return rows
+
+
+def small_step(topology: str, tokens: int = 2048) -> str:
+    """The compiled text of a small model's training step, the whole pod on the sequence axis, schedule `ring`."""
+    from model.config import LlamaConfig
+    from trainer.config import MeshConfig
+
+    devices = topology_devices(topology)
+    config = LlamaConfig(vocab_size=1024, hidden_size=512, intermediate_size=1024, num_hidden_layers=4,
+                         num_attention_heads=4, num_key_value_heads=2)
+    mesh = MeshConfig(sequence=len(devices))
+    return compile_step(config, devices, tokens * len(devices), mesh=mesh).as_text()
+
+
+def overlap_table(topology: str) -> list[dict]:
+    """Every collective of the step, and what runs while it is under way."""
+    rows = [dataclasses.asdict(one) | {"backward": one.backward} for one in crossings(small_step(topology))]
+    for row in sorted(rows, key=lambda row: row["kind"]):
+        behind = ", ".join(row["kernels"] + row["products"]) or "nothing"
+        which = "backward" if row["backward"] else "forward"
+        print(f"{row['kind']:18} {row['times']:5.0f} x {row['nbytes']:11,} bytes  {which:8}  behind {behind}")
+    return rows
+
+
+def volume_table(ranks) -> list[dict]:
+    """Elements that a device receives with full heads, in units of N d (N tokens of width d), beside Appendix C's.
+
+    In float32, so that everything counts alike: coordinates, lse and delta are in ours, and not in the paper's.
+    """
+    block = plan.Block(batch=1, tokens=1024, query_heads=8, kv_heads=8, head_dim=128, itemsize=4)
+    rows = []
+    print("DistFlashAttn, Appendix C: forward 1, backward 2, together 3; Megatron-LM with recomputation 14. Found, on average:")
+    for size in ranks:
+        row, unit = count_bytes("balanced", size, block), size * block.queries
+        found = {which: row[which]["mean_bytes"] / unit for which in ("forward", "backward")}
+        rows.append({"ranks": size, **found, "together": sum(found.values())})
+        print(f"P {size:4}  " + "  ".join(f"{name} {x:.3f}" for name, x in rows[-1].items() if name != "ranks")
+              + f"  (the paper's, at this P: 3 (P - 1) / P = {3 * (size - 1) / size:.3f})", flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

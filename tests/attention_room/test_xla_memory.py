@@ -1,0 +1,35 @@
+"""The XLA kernel's memory on CPUs is linear in the length: read from the compiler's plan, with nothing run."""
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from model.attention import Mask, TokenCoords, get_kernel
+
+HEADS, HEAD_DIM = 4, 16
+
+
+@functools.cache
+def planned_bytes(which, length):
+    """Temporary and output memory that the compiler has planned for one pass."""
+    kernel = get_kernel("xla", query_tile=128, key_tile=128)
+    vectors = jax.ShapeDtypeStruct((1, length, HEADS, HEAD_DIM), jnp.float32)
+    statistics = jax.ShapeDtypeStruct((1, HEADS, length), jnp.float32)
+    tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
+
+    def run(arrays, coords):
+        return getattr(kernel, which)(*arrays, coords, coords, mask=Mask(), scale=0.25)
+
+    arrays = {"forward": [vectors] * 3, "backward": [vectors] * 4 + [statistics] * 2}[which]
+    plan = jax.jit(run).lower(arrays, TokenCoords(tokens, tokens)).compile().memory_analysis()
+    return plan.temp_size_in_bytes + plan.output_size_in_bytes
+
+
+@pytest.mark.parametrize("which", ["forward", "backward"])
+def test_memory_is_linear_in_length(which):
+    """From 2K to 32K tokens at most 16 times as much; scores of T x T would be 256 times, 16 GiB at 32K."""
+    short, long = planned_bytes(which, 2048), planned_bytes(which, 32768)
+    assert long <= 16 * short
+    arrays = 4 * HEADS * HEAD_DIM * 32768  # one float32 array shaped like q
+    assert long <= 20 * arrays

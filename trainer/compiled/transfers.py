@@ -1,0 +1,102 @@
+"""What each device receives by the collectives of a compiled text: shapes, pairs or groups, and loops' rounds."""
+from __future__ import annotations
+
+import math
+import re
+from typing import NamedTuple
+
+import numpy as np
+
+from .text import Instruction, arrays, parse
+
+COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
+_VIEWS = ("slice", "bitcast", "copy", "reshape", "get-tuple-element")
+
+
+class Transfer(NamedTuple):
+    """One collective of the text.
+
+    Attributes:
+      nbytes: float64 [devices], what each device receives when it runs once; times: how often it runs.
+    """
+
+    kind: str
+    name: str
+    nbytes: np.ndarray
+    times: float
+
+
+def transfers(text: str, devices: int) -> list[Transfer]:
+    """Every collective that moves something, by the counting rules of `model.attention.schedules.plan`.
+
+    Raises:
+      ValueError: a collective in a loop whose number of rounds is not in the text.
+    """
+    module = parse(text)
+    found = []
+    fused = {name for name in module.computations if "all-reduce-scatter" in name}  # the TPU's reduce-scatter
+    for computation, instructions in module.computations.items():
+        times = module.runs[computation]
+        for one in instructions:
+            kind = one.opcode.removesuffix("-start")
+            if kind not in COLLECTIVES or times == 0:
+                continue
+            if math.isnan(times):
+                raise ValueError(f"compiled text: {one.name} is in a loop whose number of rounds is not in the text")
+            nbytes = _received(one, kind, devices)
+            if kind == "all-reduce" and computation in fused:
+                kind, nbytes = "reduce-scatter", nbytes / 2
+            if kind == "collective-permute" and _origin(one, instructions).called[:1] in [[name] for name in fused]:
+                kind = "reduce-scatter"  # it pads the shards, and moves the last rows to where they belong
+            if nbytes.any():
+                found.append(Transfer(kind, one.name, nbytes, times))
+    return found
+
+
+def received(found: list[Transfer], kind: str | None = None) -> np.ndarray:
+    """Bytes that each device receives in all, by one kind of collective or by any: float64 [devices]."""
+    return sum((one.times * one.nbytes for one in found if kind in (None, one.kind)), np.float64(0))
+
+
+def _origin(one: Instruction, instructions: list[Instruction]) -> Instruction:
+    """The instruction whose result this one is given, whole or in part."""
+    here = {other.name: other for other in instructions}
+    while one.operands and (one.opcode.startswith("collective-permute") or one.opcode in _VIEWS):
+        one = here[one.operands[0]]
+    return one
+
+
+def _result_bytes(one: Instruction) -> int:
+    """Bytes of a collective's result. A start's type is (operands, results, contexts of its own), as many of the first two."""
+    if not one.opcode.endswith("-start"):
+        return sum(arrays(one.type))
+    sizes = arrays(re.sub(r"\b[su]32\[\](\{[^}]*\})?", "", one.type))
+    if one.opcode == "all-reduce-start":  # its type is the results alone
+        return sum(sizes)
+    return sum(sizes[len(sizes) // 2:])
+
+
+def _received(one: Instruction, kind: str, devices: int) -> np.ndarray:
+    nbytes, size = np.zeros(devices), _result_bytes(one)
+    if kind == "collective-permute":
+        for source, target in re.findall(r"\{(\d+),(\d+)\}", one.attribute("source_target_pairs")):
+            nbytes[int(target)] += size * (source != target)
+        return nbytes
+    for group in groups(one.attribute("replica_groups"), devices):
+        others = len(group) - 1
+        share = {"all-gather": others / len(group), "all-to-all": others / len(group), "reduce-scatter": others,
+                 "all-reduce": 2 * others / len(group)}[kind]
+        nbytes[group] = size * share
+    return nbytes
+
+
+def groups(written: str | None, devices: int) -> list[list[int]]:
+    """Replica groups, as lists ({{0,1},{2,3}}) or as a reshaped, transposed count ([2,4]<=[4,2]T(1,0)); none are all."""
+    if not written or written == "{}":
+        return [list(range(devices))]
+    if counted := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", written):
+        shape, source, order = ([int(x) for x in part.split(",")] if part else None for part in counted.groups())
+        return np.arange(math.prod(source)).reshape(source).transpose(order).reshape(shape).tolist()
+    return [[int(x) for x in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", written)]
+
+
