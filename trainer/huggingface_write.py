@@ -27,9 +27,9 @@ def write_hf(
     """Writes a Hugging Face folder that transformers loads: weights, config, generation config, tokenizer, template.
 
     `params` is our flat dictionary (jax, numpy, or arrays that are read from disk when sliced, any float dtype); one tensor
-    at a time is on the host. Tensors are written in the source dtype that `assets` records, without
-    padding. Weights above `max_shard_bytes` are split, with an index. Written beside `out` and renamed at the end: what is
-    at `out` is always whole. Raises ValueError if `out` has something in it, or params do not fit config.
+    at a time is on the host. Tensors are written in the source dtype that `assets` records, without padding. Weights above
+    `max_shard_bytes` are split, with an index. Written beside `out` and renamed at the end: what is at `out` is always
+    whole. Raises ValueError if `out` has something in it, or params do not fit config.
     """
     assets, out = Path(assets), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
