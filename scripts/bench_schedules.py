@@ -23,9 +23,10 @@ from model.attention import Mask, TokenCoords, get_kernel, get_schedule
 from model.attention.schedules import Ranks, plan
 from trainer.compiled.overlap import crossings
 from trainer.compiled.transfers import received, transfers
+from trainer.plan import compile_step
+from trainer.topology import topology_devices
 
 from .balance import measure
-from .plan import compile_step, topology_devices
 
 # Pods with twice the ranks: another mesh axis beside the sequence, as in training. (Of a reduce-scatter over all chips of a
 # pod the TPU's compiler may make an all-reduce.)

@@ -11,7 +11,8 @@ from jax.sharding import SingleDeviceSharding
 from model.attention import AttentionPartial, Mask, TokenCoords
 from model.attention.kernels import get_kernel
 from model.config import LlamaConfig
-from scripts.plan import compile_step, topology_devices
+from trainer.plan import compile_step
+from trainer.topology import topology_devices
 
 TOKENS = 131072
 CALL = 'custom_call_target="tpu_custom_call"'

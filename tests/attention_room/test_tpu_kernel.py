@@ -63,7 +63,7 @@ def attend(q, k, v, dout, coords, mask):
     half = q.shape[1] // 2
     shards = [slice(0, half), slice(half, None)]
     blocks = [np.stack([k[:, s], v[:, s]]) for s in shards]
-    places = [TokenCoords(*(x[:, s] for x in coords)) for s in shards]
+    places = [jax.tree.map(lambda x, s=s: x[:, s], coords) for s in shards]
     parts, dqs, dkvs = [], [], [0.0, 0.0]
     for s, place in zip(shards, places, strict=True):
         partial = empty(q.shape[0], half, q.shape[2], q.shape[3])

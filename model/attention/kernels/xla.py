@@ -86,21 +86,20 @@ def _at(tiles, i):
     return jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False), tiles)
 
 
-def _scores(q, k, q_coords, kv_coords, mask, masked, scale):
-    """One tile of scores [B, Hkv, tk, G * tq]; where the tile is `masked`, hidden ones are -inf."""
-    scores = _product("bhkd,bhqd->bhkq", k, q) * scale
-    if not masked:
-        return scores
-    seen = visible(q_coords, kv_coords, mask).swapaxes(1, 2)[:, None, :, None]
-    return jnp.where(seen, scores.reshape(*scores.shape[:3], -1, seen.shape[-1]), -jnp.inf).reshape(scores.shape)
-
-
 @dataclasses.dataclass(frozen=True)
 class Tiles:
     """The kernel with the tile sizes to aim at; a length that they do not divide gets the next smaller divisor."""
 
     query_tile: int = 512
     key_tile: int = 512
+
+    def _scores(self, q, k, q_coords, kv_coords, mask, masked, scale):
+        """One tile of scores [B, Hkv, tk, G * tq]; where the tile is `masked`, hidden ones are -inf."""
+        scores = _product("bhkd,bhqd->bhkq", k, q) * scale
+        if not masked:
+            return scores
+        seen = visible(q_coords, kv_coords, mask).swapaxes(1, 2)[:, None, :, None]
+        return jnp.where(seen, scores.reshape(*scores.shape[:3], -1, seen.shape[-1]), -jnp.inf).reshape(scores.shape)
 
     def forward(self, q, k, v, q_coords, kv_coords, *, mask: Mask, scale: float) -> AttentionPartial:
         """Attention of one block of queries over one block of keys; see the package's docstring for shapes."""
@@ -121,7 +120,7 @@ class Tiles:
             def one_key_tile(j, masked, carry):
                 out, top, total = carry
                 k_tile, v_tile, kv_at = _at(keys, j)
-                scores = _scores(q_tile, k_tile, q_at, kv_at, mask, masked, scale)
+                scores = self._scores(q_tile, k_tile, q_at, kv_at, mask, masked, scale)
                 new_top = jnp.maximum(top, scores.max(-2, keepdims=True))
                 # A row that has seen nothing yet keeps -inf; 0 in its place avoids -inf - -inf.
                 safe_top = jnp.where(jnp.isneginf(new_top), 0.0, new_top)
@@ -157,7 +156,7 @@ class Tiles:
             def one_query_tile(i, masked, carry):
                 dq, dk, dv = carry
                 q_tile, dout_tile, lse_tile, delta_tile, q_at = _at(queries, i)
-                scores = _scores(q_tile, k_tile, q_at, kv_at, mask, masked, scale)
+                scores = self._scores(q_tile, k_tile, q_at, kv_at, mask, masked, scale)
                 weights = jnp.exp(scores - lse_tile)
                 dv = dv + _product("bhkq,bhqd->bhkd", weights.astype(q.dtype), dout_tile)
                 dweights = _product("bhkd,bhqd->bhkq", v_tile, dout_tile)
