@@ -120,7 +120,7 @@ def main(argv=None) -> int:
     overlap.add_argument("--topology", default="v5e:2x4", help="all chips on the sequence axis (default v5e:2x4)")
     overlap.add_argument("--output", help="also write this JSON file")
     volume = commands.add_parser("distflashattn", help="elements received beside DistFlashAttn's Appendix C, 3 N d and 14 N d")
-    volume.add_argument("--ranks", type=int, nargs="+", default=[4, 16], choices=PODS)
+    volume.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64, 256])
     volume.add_argument("--output", help="also write this JSON file")
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
@@ -201,14 +201,16 @@ def overlap_table(topology: str) -> list[dict]:
 def volume_table(ranks) -> list[dict]:
     """Elements that a device receives with full heads, in units of N d (N tokens of width d), beside Appendix C's.
 
-    In float32, so that everything counts alike: coordinates, lse and delta are in ours, and not in the paper's.
+    From the plan, whose bytes the compiled texts confirm (`bytes`), in float32 so that everything counts alike; coordinates,
+    lse and delta are in it, and not in the paper's.
     """
     block = plan.Block(batch=1, tokens=1024, query_heads=8, kv_heads=8, head_dim=128, itemsize=4)
     rows = []
     print("DistFlashAttn, Appendix C: forward 1, backward 2, together 3; Megatron-LM with recomputation 14. Found, on average:")
     for size in ranks:
-        row, unit = count_bytes("balanced", size, block), size * block.queries
-        found = {which: row[which]["mean_bytes"] / unit for which in ("forward", "backward")}
+        planned = case("balanced", size)[0].plan(size, block)
+        found = {which: float(plan.received(rounds, size).mean() / (size * block.queries))
+                 for which, rounds in zip(("forward", "backward"), planned, strict=True)}
         rows.append({"ranks": size, **found, "together": sum(found.values())})
         print(f"P {size:4}  " + "  ".join(f"{name} {x:.3f}" for name, x in rows[-1].items() if name != "ranks")
               + f"  (the paper's, at this P: 3 (P - 1) / P = {3 * (size - 1) / size:.3f})", flush=True)

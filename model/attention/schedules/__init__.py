@@ -5,6 +5,8 @@ A schedule is a frozen dataclass with two methods over a kernel, run inside `sha
     forward (kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale)                   -> AttentionPartial
     backward(kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale) -> dq, dk, dv (float32)
 
+and a third, `plan(size, block) -> Plan` (`plan.py`), that says the same as plain data: who computes what, and what travels.
+
 Arrays are a shard's own; `ranks` are the shards of the sequence (`ranks.py`). With one shard there is nobody to talk to,
 and every schedule is `Local`.
 """
