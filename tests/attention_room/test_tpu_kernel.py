@@ -21,7 +21,7 @@ from .dense import dense_attention
 from .test_exactness import check
 
 # head size -> rows, query heads, key heads, length: irregular lengths are padded inside, to tiles of 128.
-SHAPES = {64: (2, 2, 1, 330), 80: (1, 2, 2, 512), 96: (1, 3, 1, 330), 100: (1, 2, 1, 500), 128: (1, 2, 1, 768),
+SHAPES = {64: (2, 2, 1, 330), 80: (1, 2, 2, 512), 96: (1, 3, 1, 330), 100: (1, 2, 1, 330), 128: (1, 2, 1, 512),
           256: (1, 1, 1, 300)}
 MASKS = [Mask(), Mask(causal=False), Mask(window=50), Mask(causal=False, window=150)]
 KERNEL = Tpu(query_tile=128, key_tile=128, interpret=pltpu.InterpretParams())
@@ -91,11 +91,10 @@ def check_case(head_dim, mask, layout, kind):
 
 
 EVERYTHING = list(itertools.product(SHAPES, MASKS, ("contiguous", "striped"), ("one", "packed")))
-# Each head size, mask, layout and packing at least once; what shares a head size and a mask shares its compiled functions.
+# Each layout, packing and kind of mask; what shares a head size and a mask shares its compiled functions.
 COVERING = [
-    (64, MASKS[0], "contiguous", "packed"), (64, MASKS[0], "striped", "one"), (80, MASKS[2], "contiguous", "packed"),
-    (96, MASKS[1], "striped", "packed"), (100, MASKS[0], "striped", "packed"), (128, MASKS[0], "contiguous", "one"),
-    (128, MASKS[0], "striped", "packed"), (256, MASKS[3], "contiguous", "packed"),
+    (64, MASKS[0], "contiguous", "packed"), (64, MASKS[0], "striped", "one"), (100, MASKS[2], "striped", "packed"),
+    (128, MASKS[1], "contiguous", "packed"),
 ]
 
 

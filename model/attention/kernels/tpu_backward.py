@@ -20,7 +20,7 @@ def _finite(lse):
 
 
 def _dq_kernel(*refs, mask: Mask, scale: float, carried: bool):
-    meetings, refs = Meetings(*refs[:4]), refs[4:]
+    meetings, refs = Meetings(*refs[:2]), refs[2:]
     q_ref, k_ref, v_ref, dout_ref, lse_row, delta_row, q_rows, kv_rows, *refs = refs
     before, (dq_ref, lse_ref, delta_ref, q_index, q_segment) = refs[:carried], refs[carried:]
     row, tile, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
@@ -53,9 +53,9 @@ def _dq_kernel(*refs, mask: Mask, scale: float, carried: bool):
 
 def _dkv_kernel(*refs, mask: Mask, scale: float):
     """Scores stand on their side, keys along the sublanes: the queries' statistics are rows as they come."""
-    meetings = Meetings(*refs[:4])
+    meetings = Meetings(*refs[:2])
     (q_ref, k_ref, v_ref, dout_ref, lse_row, delta_row, q_rows, kv_rows,
-     dkv_ref, kv_index, kv_segment) = refs[4:]
+     dkv_ref, kv_index, kv_segment) = refs[2:]
     row, tile, member, step = pl.program_id(0), pl.program_id(2), pl.program_id(3), pl.program_id(4)
 
     @pl.when((member == 0) & (step == 0))

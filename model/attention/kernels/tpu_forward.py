@@ -15,7 +15,7 @@ from .tpu_tiles import LANES, LOWEST, Meetings, column, coordinate_rows, cost, k
 
 
 def _kernel(*refs, mask: Mask, scale: float, carried: bool):
-    meetings, refs = Meetings(*refs[:4]), refs[4:]
+    meetings, refs = Meetings(*refs[:2]), refs[2:]
     q_ref, k_ref, v_ref, q_rows, kv_rows, *refs = refs
     before, (out_ref, lse_ref, top_ref, total_ref, q_index, q_segment) = refs[:2 * carried], refs[2 * carried:]
     row, tile, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)

@@ -60,15 +60,16 @@ class Meetings(NamedTuple):
     """Which tiles a tile meets, int32, prefetched into scalar memory. "Own" tiles are the ones a program writes (queries in
     the forward and dq kernels, keys in dkv), the "other" ones those that it runs through.
 
+    Two flat tables, because scalar memory is small (16 KiB on v3) and pads rows to pairs.
+
     Attributes:
-      own, other: the tiles' bounds, in the order of `TileBounds`: [5, B, n].
-      first, count: the range of other tiles that an own tile needs [B, n]; count is 0 where it needs none.
+      own: [7 B, n], rows by field and batch: the bounds of `TileBounds`, then the first of the other tiles that an own tile
+        needs and the length of the range up to the last one, 0 where it needs none.
+      other: [5 B, m], the bounds alone.
     """
 
     own: jax.Array
     other: jax.Array
-    first: jax.Array
-    count: jax.Array
 
     @classmethod
     def of(cls, own: TokenCoords, other: TokenCoords, own_tile: int, other_tile: int, mask: Mask, own_are_keys: bool):
@@ -76,22 +77,28 @@ class Meetings(NamedTuple):
         own, other = tile_bounds(own, own_tile), tile_bounds(other, other_tile)
         pair = [jax.tree.map(lambda x: x[:, :, None], own), jax.tree.map(lambda x: x[:, None, :], other)]
         needed = tile_kind(*(pair[::-1] if own_are_keys else pair), mask) != SKIP
-        first = jnp.argmax(needed, -1)
-        last = needed.shape[-1] - 1 - jnp.argmax(needed[..., ::-1], -1)
+        first = jnp.argmax(needed, -1).astype(jnp.int32)
+        last = needed.shape[-1] - 1 - jnp.argmax(needed[..., ::-1], -1).astype(jnp.int32)
         count = jnp.where(needed.any(-1), last - first + 1, 0)
-        bounds = (jnp.stack(jax.tree.leaves(x)) for x in (own, other))
-        return cls(*bounds, first.astype(jnp.int32), count.astype(jnp.int32)), jnp.maximum(count.max(), 1).astype(jnp.int32)
+        own, other = [*jax.tree.leaves(own), first, count], jax.tree.leaves(other)
+        return cls(jnp.concatenate(own), jnp.concatenate(other)), jnp.maximum(count.max(), 1)
+
+    def _range(self, row, own):
+        fields, batch = self.other.shape[0], (self.own.shape[0] - self.other.shape[0]) // 2
+        return self.own[fields + row, own], self.own[fields + batch + row, own]
 
     def tile(self, row, own, step):
         """The other tile of a step: steps past the range stay on its last tile, so that nothing more is fetched."""
-        return self.first[row, own] + jnp.minimum(step, jnp.maximum(self.count[row, own] - 1, 0))
+        first, count = self._range(row, own)
+        return first + jnp.minimum(step, jnp.maximum(count - 1, 0))
 
     def kind(self, row, own, step, mask: Mask, own_are_keys: bool):
         """SKIP, FULL or MASKED, and SKIP past the range: int32 scalar."""
-        here, there = (TileBounds(*(bounds[field, row, tile] for field in range(bounds.shape[0])))
+        batch = (self.own.shape[0] - self.other.shape[0]) // 2
+        here, there = (TileBounds(*(bounds[first + row, tile] for first in range(0, self.other.shape[0], batch)))
                        for bounds, tile in ((self.own, own), (self.other, self.tile(row, own, step))))
         kind = tile_kind(*((there, here) if own_are_keys else (here, there)), mask)
-        return jnp.where(step < self.count[row, own], kind, SKIP)
+        return jnp.where(step < self._range(row, own)[1], kind, SKIP)
 
 
 def coordinate_rows(coords: TokenCoords) -> jax.Array:
