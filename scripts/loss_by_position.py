@@ -114,7 +114,8 @@ def plot(curves: dict[str, list[dict]], path: Path, title: str) -> None:
         across = [math.sqrt(row["tokens_before_from"] * row["tokens_before_to"]) for row in rows]
         loss = np.array([row["loss_nats_per_target"] for row in rows])
         error = 2 * np.array([row["standard_error"] or 0.0 for row in rows])
-        line, = axes.plot(across, loss, marker="o", markersize=4, label=name)
+        short = "/".join(part for part in Path(name).parts[-3:] if part != "checkpoints")
+        line, = axes.plot(across, loss, marker="o", markersize=4, label=short)
         axes.fill_between(across, loss - error, loss + error, color=line.get_color(), alpha=0.2, linewidth=0)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("tokens of the text before the target, buckets of powers of two")
