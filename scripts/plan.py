@@ -13,7 +13,8 @@ import json
 import sys
 from pathlib import Path
 
-GENERATIONS = {"a100": "a100_nvlink"}  # topology -> hardware of the cost model, where the names differ
+# Topology -> hardware of the cost model, where the names differ: by whether GPUs are in one box, or in several.
+GPUS = {"a100": ("a100-nvlink", "a100-infiniband"), "h100": ("h100-infiniband", "h100-infiniband")}
 
 
 def parse(argv):
@@ -54,8 +55,9 @@ def estimates(plan: dict, args) -> dict:
     from model.config import LlamaConfig
     from trainer import costs
 
-    generation = args.topology.split(":")[0]
-    hardware = costs.HARDWARE.get(GENERATIONS.get(generation, generation))
+    generation, _, shape = args.topology.partition(":")
+    one_box, several = GPUS.get(generation, (generation, generation))
+    hardware = costs.HARDWARE.get(several if "x" in shape else one_box)
     if hardware is None:
         return {}
     axes = {axis: plan["mesh"][axis] for axis in ("data", "fsdp", "tensor", "sequence")}
