@@ -126,4 +126,4 @@ def test_tiles_fit_whatever_is_asked():
     assert [tile_size(*case) for case in ((131072, 1024), (16384, 512), (500, 1024), (16256, 1024), (1280, 1024), (7, 64))] == [
         1024, 512, 512, 1024, 640, 128]
     assert fitting(1024, 1024, 128, 2) == (1024, 1024)
-    assert fitting(1024, 1024, 256, 2) == (1024, 512)
+    assert fitting(1024, 1024, 256, 2) == (512, 1024)

@@ -40,7 +40,7 @@ def fitting(query_tile: int, key_tile: int, head_dim: int, itemsize: int) -> tup
         return operands + 16 * head_dim * max(query_tile, key_tile) + 16 * LANES * query_tile + 8 * query_tile * key_tile
 
     while footprint() > VMEM and max(query_tile, key_tile) > LANES:
-        if key_tile >= query_tile:
+        if key_tile > query_tile:
             key_tile //= 2
         else:
             query_tile //= 2
