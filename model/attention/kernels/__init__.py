@@ -12,6 +12,7 @@ found. Any kernel can do it; one that brings functions of its own for it spares 
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Callable
 
 import jax
@@ -73,7 +74,11 @@ class PerPlatform:
         def call(kernel):
             return lambda *arrays: getattr(kernel, method)(*arrays, mask=mask, scale=scale)
 
-        if mask.global_tokens:
+        # Which mask or head size is refused does not depend on the platform; that it costs speed does.
+        refused = "global tokens" if mask.global_tokens else _too_wide(arrays)
+        if refused:
+            if jax.default_backend() in ("tpu", "gpu"):
+                warnings.warn(f"attention kernel: {refused} are served by xla, not by {jax.default_backend()}", stacklevel=2)
             return call(self.other)(*arrays)
         return lax.platform_dependent(*arrays, tpu=call(self.tpu), cuda=call(self.gpu),
                                       default=call(self.other))
@@ -91,6 +96,12 @@ class PerPlatform:
         return self._choose("gradients", *block, **options)
 
 
+def _too_wide(arrays) -> str:
+    widest = max(x.shape[-1] for x in jax.tree.leaves(arrays) if x.ndim == 4)
+    return f"heads of {widest} (256 at most)" if widest > WIDEST_HEAD else ""
+
+
+WIDEST_HEAD = 256
 KERNELS = ("auto", "tpu", "gpu", "xla", "reference")
 
 
