@@ -92,8 +92,11 @@ def draw(tries: list[dict], plan: dict, path: Path) -> None:
             axes.plot(row["context"], row["gib"], "o", color=line.get_color(), fillstyle="full" if row["fits"] else "none")
     if plan["device_gib"]:
         axes.axhline(plan["device_gib"], color="black", linestyle="--", linewidth=1, label="a device has")
-    axes.set(xscale="log", yscale="log", xlabel="tokens in a row", ylabel="GiB a device",
-             title=f"{plan['model']} on {plan['topology']}")
+    axes.set_xscale("log", base=2)
+    contexts = sorted({row["context"] for row in tries})
+    axes.set_xticks(contexts, [f"{x >> 20}M" if x >= 1 << 20 else f"{x >> 10}K" for x in contexts], minor=False)
+    axes.set(xlabel="tokens in a row", ylabel="GiB a device", ylim=(0, None), title=f"{plan['model']} on {plan['topology']} "
+             "(hollow: does not fit)")
     axes.legend(frameon=False)
     figure.savefig(path, dpi=150)
 
