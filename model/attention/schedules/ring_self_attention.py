@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..coords import visible
+from ..coords import Mask, visible
 from ..partial import AttentionPartial
+from . import plan
 from .tour import tour
 
 
@@ -66,6 +67,26 @@ class RingSelfAttention:
         zero = jnp.zeros((batch, length, *queries.shape[1:3], queries.shape[-1]), jnp.float32)
         (_, dq), dk, _ = tour(k, ranks.size - 1, ranks.shift, ranks.shift, visit_keys, (0, zero))
         return dq.reshape(q.shape), dk, dv
+
+    def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
+        """Every query block meets every key block once in each tour; no tile is skipped."""
+        del mask
+
+        def tour(what, nbytes, coords=0, gradient=""):
+            for stop in range(size):
+                tasks = tuple(plan.Task(rank, (rank,), ((rank - stop) % size,)) for rank in range(size))
+                yield plan.Round(tasks, (send(what, nbytes) + (send("coordinates", coords) if coords else ())
+                                         if stop < size - 1 else ()) + (send(gradient, follows) if stop and gradient else ()))
+            if gradient:
+                yield plan.Round((), send(f"{gradient} home", follows))
+
+        def send(what, nbytes):
+            return (plan.Send(what, plan.PERMUTE, nbytes, plan.shift(size)),)
+
+        half, follows = block.keys // 2, block.key_gradients // 2
+        scores = tuple(tour("K", half, block.coords))
+        return plan.Plan((*scores, *tour("V", half)),
+                         (*scores, *tour("V", half, gradient="dV"), *tour("K", half, gradient="dK")))
 
 
 def _grouped(x: jax.Array, kv_heads: int) -> jax.Array:
