@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import math
 import sys
 
 import jax
@@ -23,50 +22,56 @@ from model.attention import Mask, TokenCoords, get_kernel, get_schedule
 from model.attention.schedules import Ranks, plan
 from trainer.compiled.overlap import crossings
 from trainer.compiled.transfers import received, transfers
+from trainer.plan import compile_step
+from trainer.topology import topology_devices
 
 from .balance import measure
-from .plan import compile_step, topology_devices
 
 # Pods with twice the ranks: another mesh axis beside the sequence, as in training. (Of a reduce-scatter over all chips of a
 # pod the TPU's compiler may make an all-reduce.)
 PODS = {4: "v4:2x2x2", 8: "v4:2x2x4", 16: "v4:4x4x2", 64: "v4:4x4x8", 256: "v4:8x8x8"}
-# Name in the table: schedule, layout. The layout matters to `balanced` alone.
+# Name in the table: schedule, layout, and a window, if there is one, in blocks. The layout matters to windows and `balanced`.
 CASES = {
     "ring": ("ring", "striped"),
+    "ring bidirectional": ({"name": "ring", "bidirectional": True}, "striped"),
+    "ring window": ("ring", "contiguous", 2),
     "all_gather": ("all_gather", "striped"),
     "balanced": ("balanced", "contiguous"),
     "balanced split": ({"name": "balanced", "split": True}, "contiguous"),
-    "balanced, striped": ("balanced", "striped"),
+    "balanced striped": ("balanced", "striped"),
+    "balanced window": ("balanced", "contiguous", 1),
     "ulysses": ("ulysses", "striped"),
     "usp 4": ({"name": "ulysses", "degree": 4}, "striped"),
     "attention2d": ("attention2d", "striped"),
     "attention2d square": ({"name": "attention2d", "columns": "square"}, "striped"),
+    "attention2d overlap": ({"name": "attention2d", "columns": "square", "overlap": True}, "striped"),
+    "ring_self_attention": ("ring_self_attention", "striped"),
 }
 
 
-def case(name: str, size: int):
-    """(schedule, layout) of a case, for so many ranks."""
-    options, layout = CASES[name]
+def case(name: str, size: int, tokens: int):
+    """(schedule, mask) of a case, for so many ranks of so many tokens."""
+    options, layout, *window = CASES[name]
     if isinstance(options, dict) and options.get("columns") == "square":
-        options = options | {"columns": math.isqrt(size)}
-    return get_schedule(options, size, layout), layout
+        options = options | {"columns": 2 ** (size.bit_length() // 2)}  # of 8 ranks two rows of four
+    return get_schedule(options, size, layout), Mask(window=window[0] * tokens if window else None)
 
 
-def compile_pass(schedule, layout, size, devices, block, backward: bool, tile: int = 128) -> str:
+def compile_pass(schedule, mask, size, devices, block, backward: bool, tile: int = 128) -> str:
     """The compiled text of one pass of a schedule alone, over lines of `size` of the `devices`, each with one Block."""
     rows = len(devices) // size
     mesh = Mesh(np.array(devices).reshape(rows, size), ("fsdp", "sequence"))
-    chosen, kernel = get_schedule(schedule, size, layout), get_kernel("xla", query_tile=tile, key_tile=tile)
-    options = {"ranks": Ranks("sequence", size), "mask": Mask(), "scale": block.head_dim ** -0.5}
+    kernel = get_kernel("xla", query_tile=tile, key_tile=tile)
+    options = {"ranks": Ranks("sequence", size), "mask": mask, "scale": block.head_dim ** -0.5}
     tokens, statistics = PartitionSpec("fsdp", "sequence"), PartitionSpec("fsdp", None, "sequence")
 
     def forward(q, k, v, index, segment_ids):
         coords = TokenCoords(index, segment_ids)
-        return tuple(chosen.forward(kernel, q, k, v, coords, coords, **options))
+        return tuple(schedule.forward(kernel, q, k, v, coords, coords, **options))
 
     def gradients(q, k, v, index, segment_ids, dout, lse, delta):
         coords = TokenCoords(index, segment_ids)
-        return chosen.backward(kernel, q, k, v, dout, lse, delta, coords, coords, **options)
+        return schedule.backward(kernel, q, k, v, dout, lse, delta, coords, coords, **options)
 
     def array(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))
@@ -84,12 +89,12 @@ def compile_pass(schedule, layout, size, devices, block, backward: bool, tile: i
 
 def count_bytes(name: str, size: int, block, topology: str = "") -> dict:
     """What the compiled text says that devices receive in each pass, beside the plan: bytes, hops, kinds of collectives."""
-    schedule, layout = case(name, size)
-    planned = schedule.plan(size, block)
+    schedule, mask = case(name, size, block.tokens)
+    planned = schedule.plan(size, block, mask)
     devices = sorted(topology_devices(topology or PODS[size]), key=lambda device: device.id)
-    row = {"schedule": name, "layout": layout, "ranks": size}
+    row = {"schedule": name, "ranks": size}
     for which, rounds in zip(("forward", "backward"), planned, strict=True):
-        found = transfers(compile_pass(schedule, layout, size, devices, block, which == "backward"), len(devices))
+        found = transfers(compile_pass(schedule, mask, size, devices, block, which == "backward"), len(devices))
         got, expected = received(found)[:size], plan.received(rounds, size)
         row[which] = {
             "max_bytes": float(got.max()), "mean_bytes": float(got.mean()),

@@ -19,8 +19,9 @@ from model.attention.layout import LAYOUTS, permutation
 from model.attention.schedules.plan import Block, Round, Send, Task
 
 CASES = {
-    "ring": "ring", "all_gather": "all_gather", "balanced": "balanced", "balanced_split": {"name": "balanced", "split": True},
+    "ring": "ring", "ring_bidirectional": {"name": "ring", "bidirectional": True}, "all_gather": "all_gather", "balanced": "balanced", "balanced_split": {"name": "balanced", "split": True},
     "ulysses": "ulysses", "usp": {"name": "ulysses", "degree": 2}, "attention2d": "attention2d",
+    "attention2d_overlap": {"name": "attention2d", "overlap": True}, "ring_self_attention": "ring_self_attention",
 }
 STRIPED = ("ulysses", "usp")
 TOLD = ("Rows are queries, columns keys, in the order in which ranks hold them. Bars: tiles that each rank computes in the "
@@ -46,8 +47,8 @@ def tiles_of(task: Task) -> tuple[np.ndarray, np.ndarray]:
     """Numbers of the query tiles and of the key tiles of a kernel call."""
     rows, columns = (np.concatenate([np.arange(TILES) + block * TILES for block in blocks])
                      for blocks in (task.queries, task.keys))
-    part, parts = task.part
-    return np.split(rows, parts)[part], columns
+    (part, parts), (key_part, key_parts) = task.part, task.key_part
+    return np.split(rows, parts)[part], np.split(columns, key_parts)[key_part]
 
 
 def picture(one: Round, kinds_: np.ndarray) -> np.ndarray:
@@ -119,7 +120,7 @@ def draw(name: str, size: int, path: pathlib.Path) -> None:
     if columns == 1:
         rows, columns = columns, rows
     lines = max(len(_wrapped(words)) for rounds in plans.values() for _, words in rounds)
-    panel = 2.3 if columns > 4 else 2.9
+    panel = 1.7 if columns > 8 else 2.3 if columns > 4 else 2.9
     heights = (panel, 0.5, 0.17 * lines + 0.35)
     width, height = max(columns * panel, 6.6) + 1.0, rows * sum(heights) + 1.5
     figure = Figure(figsize=(width, height), facecolor="white")
@@ -132,7 +133,10 @@ def draw(name: str, size: int, path: pathlib.Path) -> None:
     figure.text(0.5, 1 - 0.6 / height, "\n".join(textwrap.wrap(told, int(width * 11))), ha="center", va="center", fontsize=8.5,
                 color="#555555")
     for number, layout in enumerate(LAYOUTS):
-        _draw_layout(figure, grid, number, layout, plans[layout], size)
+        found = kinds(layout, size)
+        if name == "ring_self_attention":  # its matrix products are of whole blocks
+            found = np.full_like(found, MASKED)
+        _draw_layout(figure, grid, number, layout, plans[layout], size, found)
     legend = [Patch(facecolor=COLOURS[rank], label=f"rank {rank}") for rank in range(size)]
     legend += [Patch(facecolor=0.45 * COLOURS[0] + 0.55, label="paler: with a mask"),
                Patch(facecolor=SKIPPED, label="skipped"), Patch(facecolor=ELSEWHERE, edgecolor="#cccccc", label="not now")]
@@ -142,8 +146,7 @@ def draw(name: str, size: int, path: pathlib.Path) -> None:
     figure.savefig(path, dpi=75, pil_kwargs={"optimize": True})
 
 
-def _draw_layout(figure, grid, number: int, layout: str, rounds: list[tuple[Round, str]], size: int) -> None:
-    found = kinds(layout, size)
+def _draw_layout(figure, grid, number: int, layout: str, rounds: list[tuple[Round, str]], size: int, found) -> None:
     counts = np.array([work(one, found, size) for one, _ in rounds])
     alone = len(rounds) == 1
     for round_, (one, words) in enumerate(rounds):

@@ -63,8 +63,8 @@ def formula(name: str, size: int) -> tuple[float, float]:
     others = size - 1
     if name in ("ring", "ring bidirectional"):
         return others * (kv + coords), others * (kv + coords) + size * dkv
-    if name == "ring_self_attention":  # K, V; K, V and K again, of which two have gradients that follow
-        return others * (kv + coords), others * (1.5 * kv + coords) + size * dkv
+    if name == "ring_self_attention":  # K, V; K, V and K but for its first hop, gradients behind the last two
+        return others * (kv + coords), others * (1.5 * kv + coords) - 0.5 * kv + size * dkv
     if name == "ring window":  # keys less than 14 tokens away, of blocks of 12: two hops on, then home
         return 2 * (kv + coords), 2 * (kv + coords) + 3 * dkv
     if name == "all_gather":

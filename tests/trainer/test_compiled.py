@@ -1,4 +1,6 @@
 """Reading compiled texts: bytes and hops against the schedules' plans, transfers behind kernels, and texts made by hand."""
+import functools
+import itertools
 import re
 
 import numpy as np
@@ -12,38 +14,47 @@ from trainer.compiled.text import parse
 from trainer.compiled.transfers import groups, received, transfers
 
 BLOCK = Block(batch=1, tokens=1024, query_heads=32, kv_heads=8, head_dim=128)
-COVERING = ["ring", "all_gather", "balanced split", "ulysses", "attention2d square"]
+SMALL = Block(batch=1, tokens=256, query_heads=8, kv_heads=4, head_dim=128)  # so small that gradients would be all-reduced
+HOPS = [name for name in CASES if name.startswith(("ring", "balanced")) or name.endswith("overlap")]
+COVERING = [*itertools.product(["ring", "ring bidirectional", "balanced split", "attention2d overlap"], (4, 8)),
+            *itertools.product(["ring window", "ring_self_attention", "all_gather", "ulysses", "attention2d square"], (4,))]
+
+
+@functools.cache
+def counted(name, size):
+    return count_bytes(name, size, SMALL if name in HOPS else BLOCK)
 
 
 def agrees(name, size):
     """Maximum and mean within 2% of the plan's own formula, and no collective but the planned ones."""
-    row = count_bytes(name, size, BLOCK)
+    row = counted(name, size)
     for which in ("forward", "backward"):
         one = row[which]
         assert one["kinds"] == one["planned_kinds"], which
         for kind in ("max", "mean"):
             assert one[f"{kind}_bytes"] == pytest.approx(one[f"planned_{kind}_bytes"], rel=0.02), (which, kind)
-        if name.startswith(("ring", "balanced")):
+        if name in HOPS:
             assert one["kinds"] == ["collective-permute"]
-    if name == "ring":  # K and V as one array, and two of coordinates, in each of P - 1 hops; and P hops of dK and dV
-        assert (row["forward"]["permutes"], row["backward"]["permutes"]) == (3 * (size - 1), 3 * (size - 1) + size)
+    if name == "ring":  # K and V as one array, coordinates as one, in each of P - 1 hops; and P hops of dK and dV
+        assert (row["forward"]["permutes"], row["backward"]["permutes"]) == (2 * (size - 1), 2 * (size - 1) + size)
+    if name == "ring bidirectional":  # as many hops of halves, either way
+        assert (row["forward"]["permutes"], row["backward"]["permutes"]) == (4 * (size - 1), 4 * (size - 1) + 2 * size)
 
 
-@pytest.mark.parametrize("name", COVERING)
-def test_compiled_bytes_are_the_planned_ones(name):
-    agrees(name, 4)
+@pytest.mark.parametrize(("name", "size"), COVERING)
+def test_compiled_bytes_are_the_planned_ones(name, size):
+    agrees(name, size)
+
+
+def test_the_ring_both_ways_receives_no_more_than_one_way():
+    for which in ("forward", "backward"):
+        assert counted("ring bidirectional", 8)[which]["max_bytes"] == counted("ring", 8)[which]["max_bytes"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in CASES if name not in COVERING])
-def test_every_schedules_compiled_bytes_are_the_planned_ones(name):
-    agrees(name, 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", CASES)
-def test_compiled_bytes_of_sixteen_ranks_are_the_planned_ones(name):
-    agrees(name, 16)
+@pytest.mark.parametrize(("name", "size"), [one for one in itertools.product(CASES, (4, 8, 16)) if one not in COVERING])
+def test_every_schedules_compiled_bytes_are_the_planned_ones(name, size):
+    agrees(name, size)
 
 
 @pytest.fixture(scope="module")

@@ -72,21 +72,21 @@ class RingSelfAttention:
         """Every query block meets every key block once in each tour; no tile is skipped."""
         del mask
 
-        def tour(what, nbytes, coords=0, gradient=""):
+        def send(what, nbytes):
+            return plan.Send(what, plan.PERMUTE, nbytes, plan.shift(size))
+
+        def tour(sends, follows=(), first=True):
             for stop in range(size):
                 tasks = tuple(plan.Task(rank, (rank,), ((rank - stop) % size,)) for rank in range(size))
-                yield plan.Round(tasks, (send(what, nbytes) + (send("coordinates", coords) if coords else ())
-                                         if stop < size - 1 else ()) + (send(gradient, follows) if stop and gradient else ()))
-            if gradient:
-                yield plan.Round((), send(f"{gradient} home", follows))
+                going = sends if stop < size - 1 and (stop or first) else ()
+                yield plan.Round(tasks, (*going, *(follows if stop else ())))
+            yield plan.Round((), tuple(one._replace(what=f"{one.what} home") for one in follows))
 
-        def send(what, nbytes):
-            return (plan.Send(what, plan.PERMUTE, nbytes, plan.shift(size)),)
-
-        half, follows = block.keys // 2, block.key_gradients // 2
-        scores = tuple(tour("K", half, block.coords))
-        return plan.Plan((*scores, *tour("V", half)),
-                         (*scores, *tour("V", half, gradient="dV"), *tour("K", half, gradient="dK")))
+        keys, values = send("K", block.keys // 2), send("V", block.keys // 2)
+        dk, dv = send("dK", block.key_gradients // 2), send("dV", block.key_gradients // 2)
+        scores = tuple(tour([keys, send("coordinates", block.coords)]))
+        # K's first hop of its second tour is the first tour's: compilers make one of the two.
+        return plan.Plan((*scores, *tour([values])), (*scores, *tour([values], [dv]), *tour([keys], [dk], first=False)))
 
 
 def _grouped(x: jax.Array, kv_heads: int) -> jax.Array:
