@@ -19,7 +19,8 @@ from model.attention.layout import LAYOUTS, permutation
 from model.attention.schedules.plan import Block, Round, Send, Task
 
 CASES = {
-    "ring": "ring", "ring_bidirectional": {"name": "ring", "bidirectional": True}, "all_gather": "all_gather", "balanced": "balanced", "balanced_split": {"name": "balanced", "split": True},
+    "ring": "ring", "ring_bidirectional": {"name": "ring", "bidirectional": True}, "all_gather": "all_gather",
+    "balanced": "balanced", "balanced_split": {"name": "balanced", "split": True},
     "ulysses": "ulysses", "usp": {"name": "ulysses", "degree": 2}, "attention2d": "attention2d",
     "attention2d_overlap": {"name": "attention2d", "overlap": True}, "ring_self_attention": "ring_self_attention",
 }
@@ -86,6 +87,8 @@ def describe(send: Send, size: int) -> str:
         step = f"+{step}" if step <= size // 2 else f"−{size - step}"
         who = "all" if len(sources) == size else ",".join(map(str, sources))
         return f"{send.what}: {who} → {step}"
+    if send.kind == "collective-permute":  # round lines of neighbours, of which the longest step leads back
+        return f"{send.what}: all → −1 in rows of {max(abs(a - b) for a, b in send.pairs) + 1}"
     lines = sorted({tuple(sorted({source, *(b for a, b in send.pairs if a == source)})) for source in sources})
     first = ",".join(map(str, lines[0]))
     return f"{send.what}: {send.kind} " + (f"of {{{first}}}, …" if len(lines) > 1 else "of all")
@@ -127,7 +130,7 @@ def draw(name: str, size: int, path: pathlib.Path) -> None:
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(rows * 3, columns, height_ratios=heights * rows, hspace=0.0, wspace=0.14,
                                left=0.75 / width, right=0.985, top=1 - 1.05 / height, bottom=0.45 / height)
-    figure.suptitle(f"{name.replace('_', ', ')} on {size} ranks, forward", fontsize=15, fontweight="bold", color=INK,
+    figure.suptitle(f"{name.replace('_', ' ')} on {size} ranks, forward", fontsize=15, fontweight="bold", color=INK,
                     y=1 - 0.16 / height)
     told = TOLD + (" Stripes: ranks share the heads." if name in STRIPED else "")
     figure.text(0.5, 1 - 0.6 / height, "\n".join(textwrap.wrap(told, int(width * 11))), ha="center", va="center", fontsize=8.5,

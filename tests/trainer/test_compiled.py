@@ -8,9 +8,8 @@ import pytest
 
 from model.attention.schedules.plan import Block
 from scripts.bench_schedules import CASES, count_bytes, small_step
-from trainer.compiled import arrays_with
 from trainer.compiled.overlap import crossings
-from trainer.compiled.text import parse
+from trainer.compiled.text import arrays_with, parse
 from trainer.compiled.transfers import groups, received, transfers
 
 BLOCK = Block(batch=1, tokens=1024, query_heads=32, kv_heads=8, head_dim=128)
