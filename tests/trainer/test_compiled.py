@@ -1,13 +1,12 @@
 """Reading compiled texts: bytes and hops against the schedules' plans, transfers behind kernels, and texts made by hand."""
 import functools
 import itertools
-import re
 
 import numpy as np
 import pytest
 
 from model.attention.schedules.plan import Block
-from scripts.bench_schedules import CASES, count_bytes, small_step
+from scripts.bench_schedules import CASES, case, count_bytes, small_step
 from trainer.compiled.overlap import crossings
 from trainer.compiled.text import arrays_with, parse
 from trainer.compiled.transfers import groups, received, transfers
@@ -56,26 +55,33 @@ def test_every_schedules_compiled_bytes_are_the_planned_ones(name, size):
     agrees(name, size)
 
 
-@pytest.fixture(scope="module")
-def step():
-    """A small model's training step, compiled for 8 chips on the sequence axis."""
-    return small_step("v5e:2x4", 512)
+@functools.cache
+def step(name):
+    """Permutes of a small model's training step: 4 layers, 4/2 heads of 128, 8 chips on the sequence axis, 512 tokens on each."""
+    text = small_step("v5e:2x4", 512, case(name, 8, 512)[0])
+    return [one for one in crossings(text) if one.kind == "collective-permute"], text
 
 
-def test_every_ring_transfer_hides_behind_a_kernel(step):
-    """But the hop home, and the coordinates' first hop: the same in all layers, it is made once a step, outside of them."""
-    ring = [one for one in crossings(step) if one.kind == "collective-permute"]
-    exposed = [one for one in ring if not one.kernels]
-    per_layer = [one for one in exposed if one.times > 1]
-    assert {one.times for one in ring if one.kernels} == {4, 4 * (8 - 2)}  # 4 layers; the rounds of the ring's scan
-    assert [one.backward for one in per_layer] == [True]
-    assert all("s32[1,512]" in line for one in exposed if one.times == 1 for line in step.splitlines()
-               if re.match(rf"\s+%{re.escape(one.name)} =", line))
-    assert any(one.backward and one.kernels for one in ring) and any(not one.backward and one.kernels for one in ring)
+DKV = OUT = 2 * 512 * 2 * 128
+HOME = {  # elements of what no kernel hides in a layer, forward and backward
+    "ring": ([], [DKV]), "ring bidirectional": ([], [DKV // 2, DKV // 2]), "attention2d overlap": ([OUT, 4 * 512], [OUT]),
+}
 
 
-def test_the_step_holds_nothing_of_tokens_times_tokens(step):
-    assert not [array for array in arrays_with(step, 512) if "4096" in array]  # 512 tokens a device, 4,096 in all
+@pytest.mark.parametrize("name", ["ring", *(pytest.param(name, marks=pytest.mark.slow) for name in list(HOME)[1:])])
+def test_every_transfer_hides_behind_a_kernel_but_the_hop_home(name):
+    """Coordinates, 8 bytes a token, are left out: their first hop is hidden by what the layer computes before attention."""
+    found, _ = step(name)
+    for backward, expected in zip((False, True), HOME[name], strict=True):
+        here = [one for one in found if one.loops and one.backward == backward and one.results[0].dtype != "s32"]
+        bare = [array.elements for one in here if not one.kernels for array in one.results]
+        assert sorted(bare, reverse=True) == expected
+        assert all(kernel.startswith("attention_") for one in here for kernel in one.kernels)  # Pallas's
+        assert {one.times for one in here} <= {4, 4 * (8 - 2)} and len(here) > len(expected)  # layers; rounds of a scan
+
+
+def test_the_step_holds_nothing_of_tokens_times_tokens():
+    assert not [array for array in arrays_with(step("ring")[1], 512) if "4096" in array]  # 512 tokens a device, 4,096 in all
 
 
 HAND = """HloModule hand, is_scheduled=true, num_partitions=4
@@ -118,6 +124,26 @@ KERNEL = '%kernel = f32[2,8]{1,0} custom-call(%x), custom_call_target="tpu_custo
 def test_a_transfer_that_hides_behind_nothing_is_found(before, after, hidden):
     (one,) = crossings(HAND.replace("BEFORE", before).replace("AFTER", after))
     assert bool(one.kernels) == hidden and one.times == 7 and not one.backward
+    assert (one.kind, one.loops, one.results) == ("collective-permute", 1, (("f32", 16),))
+
+
+def test_a_gather_within_fusions_is_found_where_it_starts():
+    """The TPU's way to gather beside a product: a fusion starts it, another carries it on, a third ends it."""
+    gather = """%{name} (y: f32[2,8]) -> f32[8,8] {{
+  %y = f32[2,8] parameter(0)
+  ROOT %g = f32[8,8] all-gather(%y), dimensions={{0}}, metadata={{op_name="jit(f)/transpose(jvp())/all_gather"}}
+}}
+
+"""
+    fusions = """%async-collective-start = (f32[2,8], f32[8,8], s32[2]) fusion(%x), kind=kCustom, calls=%fused_computation
+  %part = f32[8,8] get-tuple-element(%async-collective-start), index=1
+  %carry = (f32[8,8], f32[2,8]) fusion(%part), kind=kCustom, calls=%async_collective_fusion.1
+  %async-collective-done = f32[8,8] fusion(%carry), kind=kCustom, calls=%fused_computation.2"""
+    text = HAND.replace("BEFORE", fusions).replace("AFTER", "")
+    names = ("fused_computation", "async_collective_fusion.1", "fused_computation.2")
+    inside = "".join(gather.format(name=name) for name in names)
+    gathers = [one for one in crossings(text.replace("%body (p", inside + "%body (p", 1)) if one.kind == "all-gather"]
+    assert [(one.name, one.results, one.backward) for one in gathers] == [("async-collective-start", (("f32", 64),), True)]
 
 
 def test_an_end_in_another_computation_hides_nothing():

@@ -1,0 +1,31 @@
+"""The pictures show the work: all visible tiles, each once, in the colours of the ranks that compute them."""
+import numpy as np
+import pytest
+from matplotlib.image import imread
+
+from model.attention import get_schedule
+from model.attention.layout import LAYOUTS, permutation
+from model.attention.schedules.plan import Block
+from scripts.draw_schedule import CASES, CELL, COLOURS, TILES, TOKENS, draw, kinds, picture, with_sends, work
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_visible_tile_is_drawn_once(layout):
+    size = 4
+    order = permutation(size * TILES * TOKENS, size, layout).reshape(-1, TOKENS)
+    visible = order.max(1)[:, None] >= order.min(1)[None]
+    block = Block(1, TILES * TOKENS, size, size, 8)
+    for name, schedule in CASES.items():
+        if name == "ring_self_attention":  # it draws whole blocks
+            continue
+        rounds = [one for one, _ in with_sends(get_schedule(schedule, size, layout).plan(size, block).forward, size)]
+        assert sum(work(one, kinds(layout, size), size).sum() for one in rounds) == visible.sum(), name
+        if len(rounds) == 1 and name == "attention2d":
+            corner = picture(rounds[0], kinds(layout, size))[TILES * CELL // 2, 0]  # rank 0's own block, below the diagonal
+            assert (corner == COLOURS[0]).all()
+
+
+def test_a_picture_is_written(tmp_path):
+    draw("balanced", 4, tmp_path / "balanced.png")
+    image = imread(tmp_path / "balanced.png")
+    assert image.shape[0] > 300 and len(np.unique(image.reshape(-1, image.shape[-1]), axis=0)) > 8
