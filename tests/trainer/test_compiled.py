@@ -57,7 +57,7 @@ def test_every_schedules_compiled_bytes_are_the_planned_ones(name, size):
 
 @functools.cache
 def step(name):
-    """Permutes of a small model's training step: 4 layers, 4/2 heads of 128, 8 chips on the sequence axis, 512 tokens on each."""
+    """Permutes and text of a small model's training step: 4 layers, 4/2 heads of 128, sequence 8, 512 tokens a chip."""
     text = small_step("v5e:2x4", 512, case(name, 8, 512)[0])
     return [one for one in crossings(text) if one.kind == "collective-permute"], text
 
@@ -70,7 +70,7 @@ HOME = {  # elements of what no kernel hides in a layer, forward and backward
 
 @pytest.mark.parametrize("name", ["ring", *(pytest.param(name, marks=pytest.mark.slow) for name in list(HOME)[1:])])
 def test_every_transfer_hides_behind_a_kernel_but_the_hop_home(name):
-    """Coordinates, 8 bytes a token, are left out: their first hop is hidden by what the layer computes before attention."""
+    """Coordinates, 8 bytes a token, are left out: of more than five permutes under way the compiler lets theirs wait."""
     found, _ = step(name)
     for backward, expected in zip((False, True), HOME[name], strict=True):
         here = [one for one in found if one.loops and one.backward == backward and one.results[0].dtype != "s32"]
