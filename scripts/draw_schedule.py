@@ -19,8 +19,10 @@ from model.attention.layout import LAYOUTS, permutation
 from model.attention.schedules.plan import Block, Round, Send, Task
 
 CASES = {
-    "ring": "ring", "all_gather": "all_gather", "balanced": "balanced", "balanced_split": {"name": "balanced", "split": True},
+    "ring": "ring", "ring_bidirectional": {"name": "ring", "bidirectional": True}, "all_gather": "all_gather",
+    "balanced": "balanced", "balanced_split": {"name": "balanced", "split": True},
     "ulysses": "ulysses", "usp": {"name": "ulysses", "degree": 2}, "attention2d": "attention2d",
+    "attention2d_overlap": {"name": "attention2d", "overlap": True}, "ring_self_attention": "ring_self_attention",
 }
 STRIPED = ("ulysses", "usp")
 TOLD = ("Rows are queries, columns keys, in the order in which ranks hold them. Bars: tiles that each rank computes in the "
@@ -46,8 +48,8 @@ def tiles_of(task: Task) -> tuple[np.ndarray, np.ndarray]:
     """Numbers of the query tiles and of the key tiles of a kernel call."""
     rows, columns = (np.concatenate([np.arange(TILES) + block * TILES for block in blocks])
                      for blocks in (task.queries, task.keys))
-    part, parts = task.part
-    return np.split(rows, parts)[part], columns
+    (part, parts), (key_part, key_parts) = task.part, task.key_part
+    return np.split(rows, parts)[part], np.split(columns, key_parts)[key_part]
 
 
 def picture(one: Round, kinds_: np.ndarray) -> np.ndarray:
@@ -85,6 +87,8 @@ def describe(send: Send, size: int) -> str:
         step = f"+{step}" if step <= size // 2 else f"−{size - step}"
         who = "all" if len(sources) == size else ",".join(map(str, sources))
         return f"{send.what}: {who} → {step}"
+    if send.kind == "collective-permute":  # round lines of neighbours, of which the longest step leads back
+        return f"{send.what}: all → −1 in rows of {max(abs(a - b) for a, b in send.pairs) + 1}"
     lines = sorted({tuple(sorted({source, *(b for a, b in send.pairs if a == source)})) for source in sources})
     first = ",".join(map(str, lines[0]))
     return f"{send.what}: {send.kind} " + (f"of {{{first}}}, …" if len(lines) > 1 else "of all")
@@ -119,20 +123,23 @@ def draw(name: str, size: int, path: pathlib.Path) -> None:
     if columns == 1:
         rows, columns = columns, rows
     lines = max(len(_wrapped(words)) for rounds in plans.values() for _, words in rounds)
-    panel = 2.3 if columns > 4 else 2.9
+    panel = 1.7 if columns > 8 else 2.3 if columns > 4 else 2.9
     heights = (panel, 0.5, 0.17 * lines + 0.35)
     width, height = max(columns * panel, 6.6) + 1.0, rows * sum(heights) + 1.5
     figure = Figure(figsize=(width, height), facecolor="white")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(rows * 3, columns, height_ratios=heights * rows, hspace=0.0, wspace=0.14,
                                left=0.75 / width, right=0.985, top=1 - 1.05 / height, bottom=0.45 / height)
-    figure.suptitle(f"{name.replace('_', ', ')} on {size} ranks, forward", fontsize=15, fontweight="bold", color=INK,
+    figure.suptitle(f"{name.replace('_', ' ')} on {size} ranks, forward", fontsize=15, fontweight="bold", color=INK,
                     y=1 - 0.16 / height)
     told = TOLD + (" Stripes: ranks share the heads." if name in STRIPED else "")
     figure.text(0.5, 1 - 0.6 / height, "\n".join(textwrap.wrap(told, int(width * 11))), ha="center", va="center", fontsize=8.5,
                 color="#555555")
     for number, layout in enumerate(LAYOUTS):
-        _draw_layout(figure, grid, number, layout, plans[layout], size)
+        found = kinds(layout, size)
+        if name == "ring_self_attention":  # its matrix products are of whole blocks
+            found = np.full_like(found, MASKED)
+        _draw_layout(figure, grid, number, layout, plans[layout], size, found)
     legend = [Patch(facecolor=COLOURS[rank], label=f"rank {rank}") for rank in range(size)]
     legend += [Patch(facecolor=0.45 * COLOURS[0] + 0.55, label="paler: with a mask"),
                Patch(facecolor=SKIPPED, label="skipped"), Patch(facecolor=ELSEWHERE, edgecolor="#cccccc", label="not now")]
@@ -142,8 +149,7 @@ def draw(name: str, size: int, path: pathlib.Path) -> None:
     figure.savefig(path, dpi=75, pil_kwargs={"optimize": True})
 
 
-def _draw_layout(figure, grid, number: int, layout: str, rounds: list[tuple[Round, str]], size: int) -> None:
-    found = kinds(layout, size)
+def _draw_layout(figure, grid, number: int, layout: str, rounds: list[tuple[Round, str]], size: int, found) -> None:
     counts = np.array([work(one, found, size) for one, _ in rounds])
     alone = len(rounds) == 1
     for round_, (one, words) in enumerate(rounds):

@@ -16,7 +16,8 @@ from model.attention.kernels import get_kernel
 from model.config import LlamaConfig
 from model.llama import Llama, declare
 
-from .compiled import GIB, collectives, memory
+from .compiled import GIB, memory
+from .compiled.transfers import collectives
 from .mesh import make_mesh
 from .schema import MeshConfig, OptimizerConfig
 from .step import StepBuilder, text_batch

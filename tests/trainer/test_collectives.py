@@ -11,7 +11,8 @@ import pytest
 from model.config import LlamaConfig
 from model.llama import Llama
 from model.sharding import STORAGE_AXES
-from trainer.compiled import COLLECTIVES, listed
+from trainer.compiled.overlap import crossings
+from trainer.compiled.transfers import COLLECTIVES
 from trainer.config import MeshConfig
 from trainer.mesh import make_mesh
 from trainer.plan import compile_step
@@ -29,7 +30,7 @@ CONFIG = LlamaConfig(vocab_size=1024, hidden_size=512, intermediate_size=1536, n
 def step():
     """The step's collectives."""
     compiled = compile_step(CONFIG, topology_devices("v5e:2x4"), CONTEXT, batch=ROWS, mesh=MESH)
-    return listed(compiled.as_text())
+    return crossings(compiled.as_text())
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,9 @@ import pytest
 
 from model.config import LlamaConfig
 from scripts.plan import main
-from trainer.compiled import arrays_with, collectives, memory
+from trainer.compiled import memory
+from trainer.compiled.text import arrays_with
+from trainer.compiled.transfers import collectives
 from trainer.plan import DoesNotFit, Job, compile_step, search
 from trainer.topology import topology_devices
 

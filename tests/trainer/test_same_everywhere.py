@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.model_room.build import MESHES, llama, packed_batch, permuted, tiny
-from trainer.compiled import collectives
+from trainer.compiled.transfers import collectives
 from trainer.config import OptimizerConfig
 from trainer.mesh import place_batch
 from trainer.step import StepBuilder, text_batch

@@ -13,7 +13,7 @@ from model.llama import Chunks
 from model.sharding import Parameter
 from tests.model_room.build import MESHES, llama, mesh_of, packed_batch, tiny
 from trainer.checkpoint import CheckpointStore
-from trainer.compiled import collectives
+from trainer.compiled.transfers import collectives
 from trainer.config import OptimizerConfig
 from trainer.mesh import place_batch
 from trainer.optimizer import split_trainable

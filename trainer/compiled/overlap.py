@@ -10,8 +10,8 @@ import dataclasses
 import functools
 import re
 
-from .text import Instruction, Module, arrays, parse
-from .transfers import COLLECTIVES
+from .text import ArrayType, Instruction, Module, arrays, parse
+from .transfers import COLLECTIVES, results
 
 PRODUCTS = ("dot", "convolution")
 KERNEL_TARGETS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "mosaic_gpu_v2")
@@ -22,9 +22,9 @@ class Crossing:
     """One collective and what runs while it is under way.
 
     Attributes:
-      kind, name, computation: which it is, and where.
+      kind, name, computation: which it is, and where; loops: how many stand around it, 1 within the scan over layers.
       origin: the operation's name as JAX wrote it; in a backward pass it contains `transpose(`.
-      nbytes: of all arrays that the instruction names; times: how often it runs.
+      results: what arrives, shapes being the compiler's; times: how often it runs.
       kernels: attention kernels between start and end; products: other instructions there that multiply matrices, or the
         collective itself where it is fused with a product.
     """
@@ -33,10 +33,16 @@ class Crossing:
     name: str
     computation: str
     origin: str
-    nbytes: int
+    loops: int
+    results: tuple[ArrayType, ...]
     times: float
     kernels: tuple[str, ...]
     products: tuple[str, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the results."""
+        return sum(array.nbytes for array in self.results)
 
     @property
     def backward(self) -> bool:
@@ -58,11 +64,8 @@ def crossings(text: str) -> list[Crossing]:
     for name, instructions in module.computations.items():
         if module.runs[name] == 0 or name in reader.fused:
             continue
-        handed_on: set[str] = set()  # fusions that carry a transfer that has started before them
-        for one in instructions:
-            if (kind := reader.kind(one)) and one.name not in handed_on:
-                between = reader.between(instructions, one, handed_on)
-                found.append(reader.crossing(name, one, kind, between))
+        found += [reader.crossing(name, one, kind, reader.between(instructions, one))
+                  for one in instructions if (kind := reader.kind(one))]
     return found
 
 
@@ -89,20 +92,26 @@ class _Reader:
     def kind(self, one: Instruction) -> str | None:
         """The collective that an instruction starts (or is); None for any other instruction."""
         if one.opcode in ("fusion", "async-start"):  # the TPU's async-collective fusions, and reduce-scatter as one
-            if "-done" in one.name:
-                return None
+            if "-done" in one.name or one.called[0].startswith("async_collective_fusion"):
+                return None  # the latter carry a transfer that has started before them
             inside = {name.removesuffix("-start") for name in self._inside(one)} & set(COLLECTIVES)
             return min(inside) if inside else None
         kind = one.opcode.removesuffix("-start")
         return kind if kind in COLLECTIVES else None
 
     def crossing(self, computation: str, start: Instruction, kind: str, between: list[Instruction]) -> Crossing:
-        origin = re.search(r'op_name="([^"]*)"', start.rest)
-        return Crossing(kind, start.name, computation, origin[1] if origin else "", sum(arrays(start.type)),
-                        self.module.runs[computation], tuple(one.name for one in between if self.is_kernel(one)),
+        written = [one.rest for called in start.called for one in self.module.computations.get(called, [])
+                   if one.opcode.removesuffix("-start") == kind]  # a fusion's own name may be its neighbour's
+        origin = re.search(r'op_name="([^"]*)"', (written or [start.rest])[0])
+        given = results(start)
+        if start.opcode in ("fusion", "async-start") and "-start" in start.opcode + start.name:
+            given = arrays(start.type)[1:2]  # (what goes in, what comes out, flags)
+        return Crossing(kind, start.name, computation, origin[1] if origin else "", self.module.loops[computation],
+                        tuple(given), self.module.runs[computation],
+                        tuple(one.name for one in between if self.is_kernel(one)),
                         tuple(one.name for one in (start, *between) if self.multiplies(one)))
 
-    def between(self, instructions: list[Instruction], start: Instruction, handed_on: set[str]) -> list[Instruction]:
+    def between(self, instructions: list[Instruction], start: Instruction) -> list[Instruction]:
         """What runs from the start to its end; nothing where it is not split in two, or does not end here."""
         if "-start" not in start.opcode + start.name:
             return []
@@ -114,7 +123,6 @@ class _Reader:
                 return instructions[start.at + 1:one.at]
             if one.opcode in ("get-tuple-element", "fusion"):
                 under_way.add(one.name)
-                handed_on.add(one.name)
         return []
 
     def is_kernel(self, one: Instruction) -> bool:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import re
+from typing import NamedTuple
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.* -> .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
@@ -12,6 +13,19 @@ _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_c
                      r"|(?:branch_computations|called_computations)=\{([^}]*)\}")
 _ARRAY = re.compile(r"\b(pred|bf16|[suf]\d+|c64|c128|f8\w+)\[([\d,]*)\]")
 _WIDTH = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
+
+
+class ArrayType(NamedTuple):
+    """One array in a type: its dtype as written, and its number of elements."""
+
+    dtype: str
+    elements: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes; what is narrower than one byte counts as one."""
+        width = _WIDTH.get(self.dtype) or max(1, int(re.sub(r"\D.*", "", self.dtype[1:]) or 8) // 8)
+        return width * self.elements
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,6 +80,19 @@ class Module:
         total = dict.fromkeys(self.computations, 0.0)
         self._walk(self.entry, 1.0, total)
         return total
+
+    @functools.cached_property
+    def loops(self) -> dict[str, int]:
+        """How many loops stand around each computation that runs."""
+        found = {self.entry: 0}
+        callers = [self.entry]
+        for name in callers:  # grows as computations are found
+            for one in self.computations[name]:
+                for called in one.called:
+                    if called in self.computations and called not in found:
+                        found[called] = found[name] + (one.opcode == "while")
+                        callers.append(called)
+        return found
 
     def _walk(self, name: str, times: float, total: dict[str, float]) -> None:
         total[name] += times
@@ -135,10 +162,12 @@ def _split(line: str) -> tuple[str, str, str] | None:
     return (line[:end], found[1], found[2]) if found else None
 
 
-def arrays(type_: str) -> list[int]:
-    """Bytes of each array in a type, in the order in which they stand."""
-    found = []
-    for name, dims in _ARRAY.findall(type_):
-        width = _WIDTH.get(name) or max(1, int(re.sub(r"\D.*", "", name[1:]) or 8) // 8)
-        found.append(width * math.prod(int(size) for size in dims.split(",") if size))
-    return found
+def arrays(type_: str) -> list[ArrayType]:
+    """The arrays in a type, in the order in which they stand."""
+    return [ArrayType(dtype, math.prod(int(size) for size in dims.split(",") if size)) for dtype, dims in _ARRAY.findall(type_)]
+
+
+def arrays_with(text: str, size: int) -> set[str]:
+    """Arrays in a compiled text with two axes of at least `size`: what attention must not keep between passes."""
+    return {match.group(0) for match in _ARRAY.finditer(text)
+            if sum(int(axis) >= size for axis in match.group(2).split(",") if axis) >= 2}

@@ -1,13 +1,14 @@
 """What each device receives by the collectives of a compiled text: shapes, pairs or groups, and loops' rounds."""
 from __future__ import annotations
 
+import collections
 import math
 import re
 from typing import NamedTuple
 
 import numpy as np
 
-from .text import Instruction, arrays, parse
+from .text import ArrayType, Instruction, arrays, parse
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
 _VIEWS = ("slice", "bitcast", "copy", "reshape", "get-tuple-element")
@@ -53,6 +54,12 @@ def transfers(text: str, devices: int) -> list[Transfer]:
     return found
 
 
+def collectives(text: str) -> collections.Counter:
+    """How often each collective stands in a compiled text; an asynchronous pair counts once."""
+    kinds = (one.opcode.removesuffix("-start") for instructions in parse(text).computations.values() for one in instructions)
+    return collections.Counter(kind for kind in kinds if kind in COLLECTIVES)
+
+
 def received(found: list[Transfer], kind: str | None = None) -> np.ndarray:
     """Bytes that each device receives in all, by one kind of collective or by any: float64 [devices]."""
     return sum((one.times * one.nbytes for one in found if kind in (None, one.kind)), np.float64(0))
@@ -66,18 +73,16 @@ def _origin(one: Instruction, instructions: list[Instruction]) -> Instruction:
     return one
 
 
-def _result_bytes(one: Instruction) -> int:
-    """Bytes of a collective's result. A start's type is (operands, results, contexts of its own), as many of the first two."""
+def results(one: Instruction) -> list[ArrayType]:
+    """What a collective gives. A start's type is (operands, results, contexts of its own), as many of the first two."""
     if not one.opcode.endswith("-start"):
-        return sum(arrays(one.type))
-    sizes = arrays(re.sub(r"\b[su]32\[\](\{[^}]*\})?", "", one.type))
-    if one.opcode == "all-reduce-start":  # its type is the results alone
-        return sum(sizes)
-    return sum(sizes[len(sizes) // 2:])
+        return arrays(one.type)
+    found = arrays(re.sub(r"\b[su]32\[\](\{[^}]*\})?", "", one.type))
+    return found if one.opcode == "all-reduce-start" else found[len(found) // 2:]  # the former's type is the results alone
 
 
 def _received(one: Instruction, kind: str, devices: int) -> np.ndarray:
-    nbytes, size = np.zeros(devices), _result_bytes(one)
+    nbytes, size = np.zeros(devices), sum(array.nbytes for array in results(one))
     if kind == "collective-permute":
         for source, target in re.findall(r"\{(\d+),(\d+)\}", one.attribute("source_target_pairs")):
             nbytes[int(target)] += size * (source != target)

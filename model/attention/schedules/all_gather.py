@@ -12,7 +12,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from ..coords import TokenCoords
+from ..coords import Mask, TokenCoords
 from . import plan
 
 
@@ -35,7 +35,8 @@ class AllGather:
         # Apart, not stacked: of a stack the TPU's compiler makes an all-reduce, twice the bytes.
         return dq, *ranks.add_scatter((dk, dv), 1)
 
-    def plan(self, size: int, block: plan.Block) -> plan.Plan:
+    def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
+        del mask
         pairs = plan.everyone([range(size)])
         gather = plan.Round((), (plan.Send("K, V", plan.GATHER, block.keys, pairs),
                                  plan.Send("coordinates", plan.GATHER, block.coords, pairs)))

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..coords import TokenCoords
+from ..coords import Mask, TokenCoords
 from ..partial import AttentionPartial, merge, per_row
 from . import plan
 from .ranks import Ranks
@@ -71,9 +71,11 @@ class Attention2D:
         # Apart, not stacked: of a stack the TPU's compiler makes an all-reduce, twice the bytes.
         return row.add_scatter(dq, 1), *column.add_scatter((dk, dv), 1)
 
-    def plan(self, size: int, block: plan.Block) -> plan.Plan:
+    def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
         columns = self._columns(size, block.query_heads, block.kv_heads, block.itemsize)
         down, along = plan.lines(size, columns)
+        if self.overlap:
+            return _overlapped_plan(size, block, mask, columns)
         row, column = plan.everyone(along), plan.everyone(down)
         tasks = tuple(plan.Task(rank, tuple(along[rank // columns]), tuple(down[rank % columns])) for rank in range(size))
 
@@ -188,6 +190,44 @@ def _overlapped_backward(kernel, q, k, v, dout, lse, delta, q_coords, kv_coords,
 
     dkv, others, _ = tour(waiting, row.size - 2, onwards, onwards, meet_queries, dkv, meet_and_scatter)
     return dq + others, *dkv
+
+
+def _overlapped_plan(size: int, block: plan.Block, mask: Mask, columns: int) -> plan.Plan:
+    rows = size // columns
+    if columns == 1:
+        return Ring().plan(size, block, mask)
+
+    def along(*sends):  # a hop to the left neighbour
+        pairs = tuple((rank, rank - 1 if rank % columns else rank + columns - 1) for rank in range(size))
+        return tuple(plan.Send(what, plan.PERMUTE, nbytes, pairs) for what, nbytes in sends)
+
+    def down(*sends):  # a hop to the next row
+        return tuple(plan.Send(what, plan.PERMUTE, nbytes, plan.shift(size, columns)) for what, nbytes in sends)
+
+    def tasks(right, up):
+        """Each rank meets the queries of the rank `right` places on in its row with the keys of ranks `up` rows before."""
+        return tuple(plan.Task(rank, (rank - rank % columns + (rank + right) % columns,),
+                               tuple((rank - columns * rows_up) % size for rows_up in up)) for rank in range(size))
+
+    def rounds(queries, back, scatter):
+        """queries, back: what goes round the row, and home; scatter: what the last queries' gradients send down the column."""
+        for up in range(rows):
+            on = down(("K, V", block.keys), ("column's coordinates", block.coords)) if up < rows - 1 else ()
+            yield plan.Round(tasks(0, (up,)), on + (() if up else along(*queries)))
+        for right in range(1, columns):
+            sends = (along(*queries) if right < columns - 1 else ()) + (along(*back) if right > 1 else ())
+            if right < columns - 1 or not scatter:
+                yield plan.Round(tasks(right, range(rows)), sends)
+                continue
+            for stop in range(rows):
+                yield plan.Round(tasks(right, ((stop + 1) % rows,)), (() if stop else sends) + (down(*scatter) if stop else ()))
+        yield plan.Round((), along(*((f"{what} home", nbytes) for what, nbytes in back)))
+
+    coords = ("row's coordinates", block.coords)
+    return plan.Plan(
+        tuple(rounds([("Q", block.queries), coords], [("out, lse", block.out + block.statistics)], [])),
+        tuple(rounds([("Q, dout", 2 * block.queries), ("lse, delta", 2 * block.statistics), coords], [("dQ", block.out)],
+                     [("dK, dV", block.key_gradients)])))
 
 
 def _neighbour(row: Ranks):

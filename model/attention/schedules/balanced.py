@@ -19,6 +19,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
+from ..coords import Mask
 from ..partial import AttentionPartial, merge
 from . import plan
 
@@ -91,27 +92,30 @@ class Balanced:
             yield _keep(found, ~helping), for_keys
             yield _keep(back, place >= size - t), jax.tree.map(jnp.zeros_like, for_keys)
 
-    def plan(self, size: int, block: plan.Block) -> plan.Plan:
-        return plan.Plan(tuple(self._plan_rounds(size, block, False)), tuple(self._plan_rounds(size, block, True)))
+    def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
+        return plan.Plan(*(tuple(self._plan_rounds(size, block, mask, backward)) for backward in (False, True)))
 
-    def _plan_rounds(self, size: int, block: plan.Block, backward: bool):
+    def _plan_rounds(self, size: int, block: plan.Block, mask: Mask, backward: bool):
         def send(what, nbytes, by, senders=None):
             return plan.Send(what, plan.PERMUTE, nbytes, plan.shift(size, by, senders))
 
         yield plan.Round(tuple(plan.Task(rank, (rank,), (rank,)) for rank in range(size)))
         there = 2 * block.queries + 2 * block.statistics if backward else block.queries
-        if self.ordered:  # elsewhere the coordinates that come with the keys are the queries' own
+        ordered = self.ordered and mask.causal
+        if ordered:  # elsewhere the coordinates that come with the keys are the queries' own
             there += block.coords
         there_name = "Q, dout, lse, delta" if backward else "Q"
         back_name, back = ("dQ", block.out) if backward else ("out, lse", block.out + block.statistics)
-        for t in range(1, size // 2 + 1):
+        reach = mask.reach(block.tokens, size) if self.ordered else size
+        for t in range(1, min(size // 2, reach) + 1):
             last = 2 * t == size  # distances t and P - t are one
-            half = last and self.ordered and self.split and block.tokens % 2 == 0
-            helps = half or not last
-            owners, helped = (range(t, size), range(size - t, size)) if self.ordered else (range(size), range(size))
+            helps = not ordered or size - t <= reach
+            half = last and ordered and helps and self.split and block.tokens % 2 == 0
+            helps = half or (helps and not last)
+            owners, helped = (range(t, size), range(size - t, size)) if ordered else (range(size), range(size))
             share, of = (0.5, 2) if half else (1, 1)
             tasks = [plan.Task(rank, (rank,), ((rank - t) % size,), (of - 1, of)) for rank in owners]
-            sends = [send("K, V", block.keys + block.coords, t, range(size - t) if self.ordered else None)]
+            sends = [send("K, V", block.keys + block.coords, t, range(size - t) if ordered else None)]
             if backward:
                 sends.append(send("dK, dV", block.key_gradients, -t, owners))
             if helps:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from ..coords import Mask
 from . import plan
 
 
@@ -18,7 +19,7 @@ class Local:
         del ranks
         return kernel.backward(q, k, v, dout, lse, delta, q_coords, kv_coords, mask=mask, scale=scale)
 
-    def plan(self, size: int, block: plan.Block) -> plan.Plan:
-        del block
+    def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
+        del block, mask
         alone = (plan.Round(tuple(plan.Task(rank, (rank,), (rank,)) for rank in range(size))),)
         return plan.Plan(alone, alone)

@@ -2,12 +2,12 @@
 
 Every schedule has a method
 
-    plan(size, block) -> Plan
+    plan(size, block, mask=Mask()) -> Plan
 
-for `size` ranks that each hold one `Block`. Nothing here knows a device: pictures, byte formulas and the tests of compiled
-texts are made from it. Bytes are those that a device *receives*, by the usual algorithms: of an all-gather over n ranks the
-n - 1 others' shards, of a reduce-scatter n - 1 partial sums of one shard, of an all-to-all (n - 1) / n of the array, of an
-all-reduce both of the former two.
+for `size` ranks that each hold one `Block`; the mask matters where a window lets a schedule leave ranks out. Nothing here
+knows a device: pictures, byte formulas and the tests of compiled texts are made from it. Bytes are those that a device
+*receives*, by the usual algorithms: of an all-gather over n ranks the n - 1 others' shards, of a reduce-scatter n - 1 partial
+sums of one shard, of an all-to-all (n - 1) / n of the array, of an all-reduce both of the former two.
 """
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ Pairs = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What one rank holds: sizes of its shard of q [B, T, Hq, D] and k, v [B, T, Hkv, D]; itemsize of these in bytes."""
+    """What one rank holds: sizes of its shard of q [B, T, Hq, D] and k, v [B, T, Hkv, D]; itemsize of these in bytes.
+
+    coordinates: arrays in a TokenCoords, 3 where documents' starts travel for global tokens.
+    """
 
     batch: int
     tokens: int
@@ -32,11 +35,12 @@ class Block:
     kv_heads: int
     head_dim: int
     itemsize: int = 2
+    coordinates: int = 2
 
     @property
     def coords(self) -> int:
-        """Bytes of index and segment_ids, int32."""
-        return 2 * 4 * self.batch * self.tokens
+        """Bytes of the coordinates, int32."""
+        return self.coordinates * 4 * self.batch * self.tokens
 
     @property
     def queries(self) -> int:
@@ -65,10 +69,10 @@ class Block:
 
 
 class Task(NamedTuple):
-    """One kernel call: the queries and keys of these blocks (named by the ranks that hold them), joined.
+    """One kernel call, or a part of one: the queries and keys of these blocks (named by the ranks that hold them), joined.
 
     Attributes:
-      part: (i, n): the i-th of n equal parts of these queries.
+      part, key_part: (i, n): the i-th of n equal parts of these queries, of these keys.
       heads: (i, n): the i-th of n equal parts of the heads.
     """
 
@@ -77,6 +81,7 @@ class Task(NamedTuple):
     keys: tuple[int, ...]
     part: tuple[int, int] = (0, 1)
     heads: tuple[int, int] = (0, 1)
+    key_part: tuple[int, int] = (0, 1)
 
 
 class Send(NamedTuple):
@@ -143,7 +148,8 @@ def side_by_side(rounds: Iterable[Round], degree: int) -> tuple[Round, ...]:
         return tuple((a * degree + i, b * degree + i) for a, b in pairs for i in range(degree))
 
     return tuple(
-        Round(tuple(Task(task.rank * degree + i, blocks(task.queries), blocks(task.keys), task.part, (i, degree))
+        Round(tuple(Task(task.rank * degree + i, blocks(task.queries), blocks(task.keys), task.part, (i, degree),
+                         task.key_part)
                     for task in one.tasks for i in range(degree)),
               tuple(send._replace(pairs=spread(send.pairs)) for send in one.sends))
         for one in rounds)

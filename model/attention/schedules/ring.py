@@ -98,18 +98,30 @@ class Ring:
         dq, dkv, _ = tour(ways.deal(own), ways.hops, ways.send, ways.home, visit)
         return dq, *ways.whole(dkv)
 
-    def plan(self, size: int, block: plan.Block) -> plan.Plan:
-        on = plan.shift(size)
-        keys = (plan.Send("K, V", plan.PERMUTE, block.keys, on), plan.Send("coordinates", plan.PERMUTE, block.coords, on))
-        gradients = plan.Send("dK, dV", plan.PERMUTE, block.key_gradients, on)
-        forward, backward = [], []
-        for hop in range(size):
-            tasks = tuple(plan.Task(rank, (rank,), ((rank - hop) % size,)) for rank in range(size))
-            sends = keys if hop < size - 1 else ()
-            forward.append(plan.Round(tasks, sends))
-            backward.append(plan.Round(tasks, (*sends, gradients) if hop else sends))
-        home = plan.Round((), (gradients._replace(what="dK, dV home"),))
-        return plan.Plan(tuple(forward), (*backward, home))
+    def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
+        ways = _Ways.choose(Ranks("", size), mask, block.tokens, self.bidirectional, self.ordered)
+        cut = block.tokens // 2 if ways.halved else block.tokens
+        parts = [dataclasses.replace(block, tokens=tokens) for tokens in (cut, block.tokens - cut if ways.halved else cut)]
+        travel = list(zip(ways.directions, parts, strict=False))
+
+        def send(what, nbytes, hops=1):
+            return tuple(plan.Send(what, plan.PERMUTE, nbytes(part), plan.shift(size, way * hops)) for way, part in travel)
+
+        def tasks(stop):
+            for rank in range(size):
+                met = [(rank - way * stop) % size for way in ways.directions]
+                if stop and ways.halved:
+                    yield from (plan.Task(rank, (rank,), (owner,), key_part=(i, 2)) for i, owner in enumerate(met))
+                else:
+                    yield plan.Task(rank, (rank,), tuple(met if stop else (rank,)))
+
+        keys = send("K, V", lambda part: part.keys) + send("coordinates", lambda part: part.coords)
+        gradients = send("dK, dV", lambda part: part.key_gradients)
+        stops = range(ways.hops + 1)
+        forward = tuple(plan.Round(tuple(tasks(stop)), keys if stop < ways.hops else ()) for stop in stops)
+        backward = tuple(one._replace(sends=one.sends + (gradients if stop else ())) for stop, one in enumerate(forward))
+        home = plan.Round((), send("dK, dV home", lambda part: part.key_gradients, -ways.hops) if ways.hops else ())
+        return plan.Plan(forward, (*backward, home))
 
 
 def _tokens(x) -> int:

@@ -15,8 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..coords import visible
+from ..coords import Mask, visible
 from ..partial import AttentionPartial
+from . import plan
 from .tour import tour
 
 
@@ -66,6 +67,26 @@ class RingSelfAttention:
         zero = jnp.zeros((batch, length, *queries.shape[1:3], queries.shape[-1]), jnp.float32)
         (_, dq), dk, _ = tour(k, ranks.size - 1, ranks.shift, ranks.shift, visit_keys, (0, zero))
         return dq.reshape(q.shape), dk, dv
+
+    def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
+        """Every query block meets every key block once in each tour; no tile is skipped."""
+        del mask
+
+        def send(what, nbytes):
+            return plan.Send(what, plan.PERMUTE, nbytes, plan.shift(size))
+
+        def tour(sends, follows=(), first=True):
+            for stop in range(size):
+                tasks = tuple(plan.Task(rank, (rank,), ((rank - stop) % size,)) for rank in range(size))
+                going = sends if stop < size - 1 and (stop or first) else ()
+                yield plan.Round(tasks, (*going, *(follows if stop else ())))
+            yield plan.Round((), tuple(one._replace(what=f"{one.what} home") for one in follows))
+
+        keys, values = send("K", block.keys // 2), send("V", block.keys // 2)
+        dk, dv = send("dK", block.key_gradients // 2), send("dV", block.key_gradients // 2)
+        scores = tuple(tour([keys, send("coordinates", block.coords)]))
+        # K's first hop of its second tour is the first tour's: compilers make one of the two.
+        return plan.Plan((*scores, *tour([values])), (*scores, *tour([values], [dv]), *tour([keys], [dk], first=False)))
 
 
 def _grouped(x: jax.Array, kv_heads: int) -> jax.Array:

@@ -16,7 +16,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from ..coords import TokenCoords
+from ..coords import Mask, TokenCoords
 from ..partial import AttentionPartial
 from . import plan
 from .local import Local
@@ -88,7 +88,7 @@ class Ulysses:
         dk, dv = jnp.zeros((2, *k.shape), jnp.float32).at[:, :, :, heads.key_heads].add(dkv)
         return dq, dk, dv
 
-    def plan(self, size: int, block: plan.Block) -> plan.Plan:
+    def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
         line, outer, inner = self._lines(Ranks("", size))
         degree = line.size
         heads = _Heads.deal(block.query_heads, block.kv_heads, degree)
@@ -106,7 +106,7 @@ class Ulysses:
         more = (exchange("dout", wide.queries), exchange("lse, delta", 2 * wide.statistics))
         forward_back = (exchange("out", wide.queries), exchange("lse", wide.statistics))
         backward_back = (exchange("dQ", wide.out), exchange("dK, dV", wide.key_gradients))
-        within = inner.plan(outer.size, wide)
+        within = inner.plan(outer.size, wide, mask)
         return plan.Plan(
             (plan.Round((), there), *plan.side_by_side(within.forward, degree), plan.Round((), forward_back)),
             (plan.Round((), there + more), *plan.side_by_side(within.backward, degree), plan.Round((), backward_back)))

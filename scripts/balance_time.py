@@ -1,20 +1,23 @@
 """Times balance: striped and balanced attention over the contiguous ring, forward and backward, on two single-threaded devices.
 
-    python -m scripts.bench_balance [--lengths 2048 ... 32768] [--tiles 16] [--output DIR]
-
 Each device is one CPU thread, so a rank that waits for the other shows in time (Striped Attention, Figure 5). All cases of a
 length are timed in turn, in one process, and the median counts; beside each stands the bound that counting tiles gives. On a
 busy machine the figures mean nothing: the spread that is printed tells.
 """
 from __future__ import annotations
 
-import argparse
-import json
 import os
-import pathlib
 import statistics
-import sys
 import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from data.errors import UserError
+from model.attention import TokenCoords, attention, get_kernel
+from model.attention.layout import permutation
 
 CASES = {  # schedule, layout; the first is what the others are compared with
     "contiguous ring": ("ring", "contiguous"),
@@ -39,14 +42,6 @@ def bound(name: str, tiles: int) -> float:
 
 def compiled_cases(length: int, tiles: int, heads: int, head_dim: int) -> dict:
     """name -> a call without arguments that runs attention and its gradients once, to the end."""
-    import jax
-    import jax.numpy as jnp
-    import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
-
-    from model.attention import TokenCoords, attention, get_kernel
-    from model.attention.layout import permutation
-
     mesh = Mesh(np.array(jax.devices()[:RANKS]), ("sequence",))
     sharding = NamedSharding(mesh, PartitionSpec(None, "sequence"))
     tile = length // RANKS // tiles
@@ -87,7 +82,7 @@ def measure(length: int, tiles: int, repeats: int, heads: int, head_dim: int) ->
              "speedup": first / statistics.median(took), "bound": bound(name, tiles)} for name, took in seconds.items()]
 
 
-def draw(rows: list[dict], path: pathlib.Path) -> None:
+def draw(rows: list[dict], path: str) -> None:
     """Speed-up over the contiguous ring against length, measured and bound (as Striped Attention's Figure 5)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -110,40 +105,20 @@ def draw(rows: list[dict], path: pathlib.Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def main(argv=None) -> int:
-    """Prints a table; writes balance_time.json and balance_time.png into --output."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench_balance", description=__doc__.splitlines()[0],
-                                     allow_abbrev=False)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768], help="tokens in all")
-    parser.add_argument("--tiles", type=int, default=16, help="on a side of each device's block (default 16)")
-    parser.add_argument("--repeats", type=int, default=5, help="times each case is run; the median counts (default 5)")
-    parser.add_argument("--heads", type=int, default=2)
-    parser.add_argument("--head-dim", type=int, default=64)
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("runs/bench"), help="folder")
-    args = parser.parse_args(argv)
-    for length in args.lengths:
-        if length % (RANKS * args.tiles * 2):
-            parser.error(f"--lengths: {length} is not divisible by {RANKS} ranks x {args.tiles} tiles x 2 (zigzag)")
-    # Before JAX starts: two devices, and no matrix product on more than its device's own thread.
+def time_table(lengths, tiles: int, repeats: int, heads: int, head_dim: int) -> list[dict]:
+    """Every case of each length (tokens in all), printed as it is found; to be called before JAX has started its devices."""
+    for length in lengths:
+        if length % (RANKS * tiles * 2):
+            raise UserError(f"--lengths: {length} is not divisible by {RANKS} ranks x {tiles} tiles x 2 (zigzag)")
+    # No matrix product on more than its device's own thread.
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
-    import jax
-
-    jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", RANKS)
     print(f"{'tokens':>7} {'case':18} {'tile':>5} {'seconds':>9} {'slowest / fastest':>18} {'speed-up':>9} {'bound':>6}")
     rows = []
-    for length in args.lengths:
-        for row in measure(length, args.tiles, args.repeats, args.heads, args.head_dim):
+    for length in lengths:
+        for row in measure(length, tiles, repeats, heads, head_dim):
             rows.append(row)
             spread = max(row["all_seconds"]) / min(row["all_seconds"])
             print(f"{length:7} {row['case']:18} {row['tile']:5} {row['seconds']:9.3f} {spread:18.2f} {row['speedup']:9.3f} "
                   f"{row['bound']:6.3f}", flush=True)
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "balance_time.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
-    draw(rows, args.output / "balance_time.png")
-    print(args.output / "balance_time.png")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return rows
