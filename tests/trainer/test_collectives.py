@@ -92,7 +92,7 @@ def test_gradients_are_summed_in_float32(step, parameters):
 def test_the_ring_sends_keys_values_their_gradients_and_coordinates(step):
     tokens, heads = CONTEXT // MESH.sequence, CONFIG.num_key_value_heads // MESH.tensor
     both = 2 * tokens * heads * CONFIG.head_dim
-    allowed = {("bf16", both), ("f32", both), ("s32", tokens)}
+    allowed = {("bf16", both), ("f32", both), ("s32", 2 * tokens)}
     permutes = of(step, "collective-permute")
     assert {found.results for found in permutes} == {(one,) for one in allowed}
     # Forward: K and V in one. Backward: the same, and two hops of their gradients, in float32 where sums go on.
