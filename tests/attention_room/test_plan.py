@@ -1,4 +1,5 @@
 """Plans: every query block meets every key block exactly once, and bytes are what the schedules' own formulas say."""
+import dataclasses
 import itertools
 import math
 from fractions import Fraction
@@ -115,3 +116,11 @@ def test_attention2d_falls_as_the_root(overlap):
         share[size] = plan.received(planned.forward, size).max() / size
     whole = share[4] * 4
     assert all(share[size] == pytest.approx(whole * (size**0.5 - 1) / size) for size in share)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "all_gather", "balanced", "ring_self_attention"])
+def test_where_documents_start_travels_as_a_third_coordinate(schedule):
+    """For global tokens: 4 bytes more for each token whose coordinates arrive."""
+    rounds = [get_schedule(schedule, 3).plan(3, block).forward for block in (BLOCK, dataclasses.replace(BLOCK, coordinates=3))]
+    two, three = (plan.received(one, 3) for one in rounds)
+    assert (three - two == {"balanced": 1}.get(schedule, 2) * 4 * BLOCK.batch * BLOCK.tokens).all()
