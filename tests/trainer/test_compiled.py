@@ -70,7 +70,7 @@ HOME = {  # elements of what no kernel hides in a layer, forward and backward
 
 @pytest.mark.parametrize("name", ["ring", *(pytest.param(name, marks=pytest.mark.slow) for name in list(HOME)[1:])])
 def test_every_transfer_hides_behind_a_kernel_but_the_hop_home(name):
-    """Coordinates, 8 bytes a token, are left out: of more than five permutes under way the compiler lets theirs wait."""
+    """Coordinates, 8 bytes a token, are left out: their first hop ends before the kernel that starts next."""
     found, _ = step(name)
     for backward, expected in zip((False, True), HOME[name], strict=True):
         here = [one for one in found if one.loops and one.backward == backward and one.results[0].dtype != "s32"]
