@@ -38,6 +38,13 @@ def main(argv=None) -> None:
         run(results, "-m", "scripts.plan", "--model", "llama-7b", "--topology", "v4:4x4x4", "--context", "1048576",
             "--remat", remat, "--output", str(args.output / f"llama_7b_1m_{remat}.json"))
     run(results, "-m", "scripts.bench_step", "--output", str(args.output))
+    run(results, "-m", "scripts.bench_kernels", "--lengths", "8192", "16384", "--blocks", "diagonal", "--output",
+        str(args.output / "kernels"))
+    run(results, "-m", "scripts.bench_memory", "--output", str(args.output / "memory"))
+    for table in ("balance", "overlap", "time", "bytes", "distflashattn"):
+        run(results, "-m", "scripts.bench_schedules", table, "--output", str(args.output / f"{table}.json"))
+    run(results, "-m", "scripts.papers", "--output", str(args.output / "papers"))
+    run(results, "-m", "scripts.activation_memory", "--output", str(args.output / "activation_memory.json"))
     model, trained, exported = (str(args.output / name) for name in ("smollm2", "identity", "identity_hf"))
     run(results, "-m", "scripts.make_smollm2", model)
     run(results, "-m", "scripts.bench_data", "--tokenizer", model, "--output", str(args.output / "data"))
