@@ -1,14 +1,17 @@
-"""The training step beside transformers + torch on this CPU: tokens a second, memory, share of the matrix-product rate.
+"""One device's training step, beside transformers + torch on a CPU: tokens a second, memory, share of the matrix-product rate.
 
     python -m scripts.bench_step [--lengths 2048 4096] [--steps 3] [--output DIR]
+    python -m scripts.bench_step --side ours --model llama-3.1-8b --layers 4 --dtype bfloat16 --remat save_attention \\
+        --lengths 32768 131072 1048576                                                    # on a GPU or TPU: MFU
 
-One SmolLM2-135M step (forward, backward, AdamW) in float32 on one row of one document. Each side runs in a process of its
-own, one after the other in turns, and the fastest step counts. torch runs as a user would: SDPA, and from 4096 tokens on
-gradient checkpointing, without which it needs more memory.
+One step (forward, backward, clipping, AdamW) on one row of one document; SmolLM2-135M in float32 unless asked otherwise. Each
+side runs in a process of its own, one after the other in turns, and the fastest step counts. torch runs as a user would: SDPA,
+and from 4096 tokens on gradient checkpointing, without which it needs more memory.
 """
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import resource
 import subprocess
@@ -18,9 +21,9 @@ from pathlib import Path
 
 import numpy as np
 
+from data.errors import UserError
 from trainer import entry
 
-MODEL = "smollm2-135m"
 CHECKPOINT_FROM = 4096  # tokens from which torch recomputes its layers
 
 
@@ -34,27 +37,27 @@ def matmul_rate(multiply) -> float:
     return 2 * 2048**3 / min(times)
 
 
-def step_flops(config, length: int) -> float:
-    """FLOPs of a step that runs nothing twice: 6 a weight of a matrix product, 12 a visible pair, head and channel."""
-    hidden, heads = config.hidden_size, config.num_attention_heads * config.head_dim
-    layer = hidden * (2 * heads + 2 * config.num_key_value_heads * config.head_dim + 3 * config.intermediate_size)
-    weights = config.num_hidden_layers * layer + config.vocab_size * hidden
-    return 6 * weights * length + 12 * config.num_hidden_layers * heads * length * (length + 1) / 2
+def preset(args):
+    """The model to be measured, perhaps with fewer layers."""
+    from model.config import LlamaConfig
+
+    config = LlamaConfig.preset(args.model)
+    return dataclasses.replace(config, num_hidden_layers=args.layers) if args.layers else config
 
 
-def ours(length: int, steps: int, remat: str) -> dict:
+def ours(length: int, args) -> dict:
     """Seconds of each step of the compiled step that `train.py` runs."""
     import jax
     import jax.numpy as jnp
 
-    from model.config import LlamaConfig
     from model.llama import Llama
     from trainer.config import MeshConfig, OptimizerConfig
     from trainer.mesh import make_mesh
+    from trainer.metrics import peak_device_gib, peak_flops
     from trainer.step import StepBuilder, text_batch
 
-    mesh = make_mesh(MeshConfig())
-    model = Llama(LlamaConfig.preset(MODEL), mesh, dtype=jnp.float32, remat=remat)
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    model = Llama(preset(args), mesh, dtype=jnp.dtype(args.dtype), remat=args.remat)
     builder = StepBuilder(model, model.loss, tuple(model.parameters), text_batch(1, length, mesh), OptimizerConfig(), 100)
     step = builder.lower_train().compile()
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, length + 1), np.int32)
@@ -65,31 +68,30 @@ def ours(length: int, steps: int, remat: str) -> dict:
     params = model.init(0)
     moments = builder.init_optimizer(params)
     seconds = []
-    for number in range(steps + 1):
+    for number in range(args.steps + 1):
         start = time.perf_counter()
         params, moments, metrics = step(params, {}, moments, batch, number)
         loss = float(metrics["loss_nats_per_target"])
         seconds.append(time.perf_counter() - start)
-    a = jnp.ones((2048, 2048))
+    a = jnp.ones((2048, 2048), args.dtype)
     multiply = jax.jit(jnp.matmul)
-    return {"seconds": seconds, "loss": loss, "matmul": matmul_rate(lambda: multiply(a, a).block_until_ready())}
+    device = mesh.devices.flat[0]
+    return {"seconds": seconds, "loss": loss, "matmul": matmul_rate(lambda: multiply(a, a).block_until_ready()),
+            "device": device.device_kind, "peak_flops": peak_flops(device.device_kind), "device_gib": peak_device_gib([device])}
 
 
-def theirs(length: int, steps: int) -> dict:
-    """Seconds of each step of transformers' model under torch."""
+def theirs(length: int, args) -> dict:
+    """Seconds of each step of transformers' model under torch, in float32 on the CPU."""
     import torch
-    from transformers import LlamaConfig as TheirConfig
-    from transformers import LlamaForCausalLM
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    from model.config import LlamaConfig
-
-    model = LlamaForCausalLM(TheirConfig(**LlamaConfig.preset(MODEL).to_hf(), attn_implementation="sdpa")).train()
+    model = LlamaForCausalLM(LlamaConfig(**preset(args).to_hf(), attn_implementation="sdpa")).train()
     if length >= CHECKPOINT_FROM:
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     tokens = torch.from_numpy(np.random.default_rng(0).integers(0, model.config.vocab_size, (1, length)))
     seconds = []
-    for _ in range(steps + 1):
+    for _ in range(args.steps + 1):
         start = time.perf_counter()
         optimizer.zero_grad()
         loss = model(tokens, labels=tokens, use_cache=False).loss
@@ -101,31 +103,33 @@ def theirs(length: int, steps: int) -> dict:
     return {"seconds": seconds, "loss": float(loss), "matmul": matmul_rate(lambda: a @ a)}
 
 
-def measure(side: str, length: int, steps: int, remat: str) -> dict:
+def measure(side: str, length: int, args) -> dict:
     """One side in a process of its own, so that its peak memory is its own."""
-    command = [sys.executable, "-m", "scripts.bench_step", "--side", side, "--lengths", str(length), "--steps", str(steps),
-               "--remat", remat]
+    command = [sys.executable, "-m", "scripts.bench_step", "--one", side, "--lengths", str(length), "--steps", str(args.steps),
+               "--model", args.model, "--layers", str(args.layers), "--dtype", args.dtype, "--remat", args.remat]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        raise UserError(f"{' '.join(command)} failed: {(done.stderr.strip().splitlines() or ['without a word'])[-1]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def compare(length: int, args) -> list[dict]:
-    """Two turns of each side; the fastest step of either."""
-    from model.config import LlamaConfig
+    """The sides in turns; the fastest step of each."""
+    from trainer.metrics import flops_per_step
 
-    flops = step_flops(LlamaConfig.preset(MODEL), length)
-    turns = [(side, measure(side, length, args.steps, args.remat)) for side in ("theirs", "ours") * args.turns]
+    flops = flops_per_step(preset(args), length, length * (length + 1) // 2)
+    turns = [(side, measure(side, length, args)) for side in args.side * args.turns]
     matmul = max(result["matmul"] for _, result in turns)
     rows = []
-    for side in ("theirs", "ours"):
+    for side in args.side:
         mine = [result for name, result in turns if name == side]
         seconds = min(min(result["seconds"][1:]) for result in mine)
+        peak = mine[0].get("peak_flops")
         rows.append({
             "side": side, "length": length, "tokens_per_second": length / seconds, "step_seconds": seconds,
-            "peak_gib": max(result["peak_gib"] for result in mine), "matmul_gflops": max(r["matmul"] for r in mine) / 1e9,
-            "share_of_matmul": flops / seconds / matmul})
+            "peak_gib": max(result["peak_gib"] for result in mine), "device_gib": mine[0].get("device_gib"),
+            "matmul_gflops": max(result["matmul"] for result in mine) / 1e9, "share_of_matmul": flops / seconds / matmul,
+            "mfu": flops / seconds / peak if peak else None, "device": mine[0].get("device", "cpu")})
     return rows
 
 
@@ -136,12 +140,16 @@ def main(argv=None) -> int:
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096], help="tokens in the row (default 2048 4096)")
     parser.add_argument("--steps", type=int, default=3, help="steps timed in a turn, after one that is not (default 3)")
     parser.add_argument("--turns", type=int, default=2, help="processes of each side, in turns (default 2)")
-    parser.add_argument("--remat", default="everything", help="our policy (default everything: nothing is run again)")
+    parser.add_argument("--side", nargs="+", choices=["theirs", "ours"], default=["theirs", "ours"], help="default both")
+    parser.add_argument("--model", default="smollm2-135m", help="a preset (default smollm2-135m)")
+    parser.add_argument("--layers", type=int, default=0, help="as many layers as fit; 0 is all of them (default)")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="our compute precision")
+    parser.add_argument("--remat", default="everything", help="our policy (default everything)")
     parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder for results (default runs/bench)")
-    parser.add_argument("--side", choices=["ours", "theirs"], help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=["ours", "theirs"], help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if args.side:
-        result = ours(args.lengths[0], args.steps, args.remat) if args.side == "ours" else theirs(args.lengths[0], args.steps)
+    if args.one:
+        result = (ours if args.one == "ours" else theirs)(args.lengths[0], args)
         result["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
         print(json.dumps(result))
         return 0
@@ -151,12 +159,17 @@ def main(argv=None) -> int:
 def report(args) -> None:
     """Measures, prints and writes."""
     rows = [row for length in args.lengths for row in compare(length, args)]
-    print(f"{'side':8} {'tokens':>7} {'tokens/s':>9} {'s/step':>8} {'peak GiB':>9} {'matmul GFLOP/s':>15} {'share':>7}")
+    print(f"{'side':8} {'tokens':>7} {'tokens/s':>9} {'s/step':>8} {'peak GiB':>9} {'matmul GFLOP/s':>15} {'share':>7} "
+          f"{'MFU':>6}")
     for row in rows:
-        print(f"{row['side']:8} {row['length']:7} {row['tokens_per_second']:9.1f} {row['step_seconds']:8.2f} "
-              f"{row['peak_gib']:9.2f} {row['matmul_gflops']:15.1f} {row['share_of_matmul']:7.1%}")
-    for theirs_row, ours_row in zip(rows[::2], rows[1::2], strict=True):
-        print(f"{ours_row['length']} tokens: {ours_row['tokens_per_second'] / theirs_row['tokens_per_second']:.2f}x torch")
+        mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
+        peak = row["device_gib"] or row["peak_gib"]
+        print(f"{row['side']:8} {row['length']:7} {row['tokens_per_second']:9.1f} {row['step_seconds']:8.2f} {peak:9.2f} "
+              f"{row['matmul_gflops']:15.1f} {row['share_of_matmul']:7.1%} {mfu:>6}")
+    speeds = {(row["side"], row["length"]): row["tokens_per_second"] for row in rows}
+    for length in args.lengths:
+        if {("ours", length), ("theirs", length)} <= speeds.keys():
+            print(f"{length} tokens: {speeds['ours', length] / speeds['theirs', length]:.3f}x torch")
     args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "step.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
