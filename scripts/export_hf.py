@@ -32,8 +32,8 @@ def main(argv: list[str] | None = None) -> int:
 
     def work():
         checkpoint = find_checkpoint(arguments.checkpoint)
-        config = LlamaConfig.from_hf(checkpoint / "assets")
-        write_hf(stored_parameters(checkpoint), config, checkpoint / "assets", arguments.hf_dir)
+        params = stored_parameters(checkpoint)  # first: it says of a folder of somebody else's what it is
+        write_hf(params, LlamaConfig.from_hf(checkpoint / "assets"), checkpoint / "assets", arguments.hf_dir)
         print(f"{arguments.hf_dir}: from {checkpoint}")
 
     return entry.run(work)

@@ -54,7 +54,10 @@ def _seen(q_index, q_segment, kv_index, kv_segment, mask: Mask):
 
 
 def _dot(a, b, transpose_a=False, transpose_b=False):
-    return pl.dot(a, b, trans_a=transpose_a, trans_b=transpose_b, precision="highest" if a.dtype == jnp.float32 else None)
+    """a @ b, accumulated in float32; float32 operands are not rounded."""
+    precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    a, b = a.T if transpose_a else a, b.T if transpose_b else b
+    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _forward_kernel(runs_ref, q_ref, k_ref, v_ref, qi_ref, qs_ref, ki_ref, ks_ref, out_ref, lse_ref, *, key_tile, mask, scale):
