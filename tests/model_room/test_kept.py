@@ -30,8 +30,10 @@ def equations(jaxpr):
     """Every equation, those of inner programs too."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jax.core.jaxprs_in_params(equation.params):
-            yield from equations(inner)
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
 
 
 def traced(schedule, remat, gradient):

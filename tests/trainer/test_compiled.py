@@ -180,4 +180,8 @@ def test_groups_as_they_are_written():
     assert groups("[2,4]<=[8]", 8) == np.arange(8).reshape(2, 4).tolist()
     assert groups("[4,2]<=[2,4]T(1,0)", 8) == [[0, 4], [1, 5], [2, 6], [3, 7]]
     assert groups(None, 3) == [[0, 1, 2]]
+    assert groups("mesh['a'=2,'b'=3] {'b'}", 6) == [[0, 1, 2], [3, 4, 5]]
+    assert groups("mesh['a'=2,'b'=3] {'a'}", 6) == [[0, 3], [1, 4], [2, 5]]
+    assert groups("mesh['a'=2,'b'=4] {'b':(2)2}", 8) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert groups("mesh['a'=2,'b'=4] {'b':(1)2}", 8) == [[0, 2], [1, 3], [4, 6], [5, 7]]
     assert parse(HAND.replace("BEFORE", "").replace("AFTER", "")).runs["body"] == 7

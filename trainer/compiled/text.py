@@ -55,9 +55,10 @@ class Instruction:
         return re.findall(r"%([\w.\-]+)", inside)
 
     def attribute(self, name: str) -> str | None:
-        """An attribute that is one word, braces within braces, or counted groups, as written; None where it is not there."""
+        """An attribute that is one word, braces within braces, counted groups or axes of a mesh, as written; or None."""
         braces, counted = r"\{(?:[^{}]|\{[^{}]*\})*\}", r"\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?"
-        found = re.search(rf"\b{name}=({braces}|{counted}|[^,\s]+)", self.rest)
+        mesh = r"mesh\[[^\]]*\] ?\{[^}]*\}"
+        found = re.search(rf"\b{name}=({braces}|{counted}|{mesh}|[^,\s]+)", self.rest)
         return found and found[1]
 
     @property

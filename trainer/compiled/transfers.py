@@ -96,12 +96,27 @@ def _received(one: Instruction, kind: str, devices: int) -> np.ndarray:
 
 
 def groups(written: str | None, devices: int) -> list[list[int]]:
-    """Replica groups, as lists ({{0,1},{2,3}}) or as a reshaped, transposed count ([2,4]<=[4,2]T(1,0)); none are all."""
+    """Replica groups, as lists ({{0,1},{2,3}}), as a reshaped, transposed count ([2,4]<=[4,2]T(1,0)), or as axes of a mesh, whole
+    or by (size before) and size of a part (mesh['x'=2,'y'=4] {'x','y':(2)2}); none are all."""
     if not written or written == "{}":
         return [list(range(devices))]
+    if mesh := re.match(r"mesh\[([^\]]*)\] ?\{([^}]*)\}", written):
+        return _mesh_groups(*mesh.groups())
     if counted := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", written):
         shape, source, order = ([int(x) for x in part.split(",")] if part else None for part in counted.groups())
         return np.arange(math.prod(source)).reshape(source).transpose(order).reshape(shape).tolist()
     return [[int(x) for x in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", written)]
 
 
+def _mesh_groups(axes: str, chosen: str) -> list[list[int]]:
+    """Devices in the order of the mesh; those that differ in the chosen axes alone form a group."""
+    written = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", chosen)
+    parts = {name: (int(before or 1), int(size or 0)) for name, before, size in written}
+    shape, along = [], []
+    for name, size in ((name, int(size)) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)):
+        before, part = parts.get(name, (size, 1))
+        part = part or size
+        along += [len(shape) + 1] if name in parts else []
+        shape += [before, part, size // before // part]
+    devices = np.moveaxis(np.arange(math.prod(shape)).reshape(shape), along, range(-len(along), 0))
+    return devices.reshape(-1, math.prod(shape[axis] for axis in along)).tolist()
