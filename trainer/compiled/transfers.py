@@ -96,8 +96,8 @@ def _received(one: Instruction, kind: str, devices: int) -> np.ndarray:
 
 
 def groups(written: str | None, devices: int) -> list[list[int]]:
-    """Replica groups, as lists ({{0,1},{2,3}}), as a reshaped, transposed count ([2,4]<=[4,2]T(1,0)), or as axes of a mesh, whole
-    or by (size before) and size of a part (mesh['x'=2,'y'=4] {'x','y':(2)2}); none are all."""
+    """Replica groups, as lists ({{0,1},{2,3}}), as a reshaped, transposed count ([2,4]<=[4,2]T(1,0)), or as axes of a mesh,
+    whole or by (size before) and size of a part (mesh['x'=2,'y'=4] {'x','y':(2)2}); none are all."""
     if not written or written == "{}":
         return [list(range(devices))]
     if mesh := re.match(r"mesh\[([^\]]*)\] ?\{([^}]*)\}", written):
