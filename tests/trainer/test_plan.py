@@ -8,7 +8,9 @@ from scripts.plan import main
 from trainer.compiled import memory
 from trainer.compiled.text import arrays_with
 from trainer.compiled.transfers import collectives
+from trainer.mesh import make_mesh
 from trainer.plan import DoesNotFit, Job, compile_step, search
+from trainer.schema import MeshConfig
 from trainer.topology import topology_devices
 
 CONTEXT = 1_048_576
@@ -77,3 +79,9 @@ def test_the_search_ends_at_the_longest_context_that_fits(monkeypatch):
     assert (best["context"], best["remat"], refusal.needs_gib) == (8000, "nothing", 8.0)
     assert tried == [(1000, "save_attention"), (2000, "save_attention"), (4000, "save_attention"), (8000, "save_attention"),
                      (8000, "nothing"), (16000, "nothing")]
+
+
+def test_an_axis_may_be_a_part_of_a_physical_one():
+    """8 x 4 x 2 devices on a torus of 4 x 4 x 4, every device once."""
+    mesh = make_mesh(MeshConfig(fsdp=8, tensor=4, sequence=2), topology_devices("v5p:4x4x4"))
+    assert mesh.devices.shape == (1, 8, 4, 2) and len({device.id for device in mesh.devices.flat}) == 64
