@@ -2,6 +2,7 @@
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -29,8 +30,7 @@ def test_tiles_are_those_of_the_attentions_own_rule(layout, ranks, query_tiles, 
     index = jnp.asarray(permutation(ranks * tokens, ranks, layout), jnp.int32)[None]
     coords = TokenCoords(index, jnp.ones_like(index))
     queries, keys = tile_bounds(coords, tokens // query_tiles), tile_bounds(coords, tokens // key_tiles)
-    kinds = tile_kind(*(type(b)(*(x[0][where] for x in b)) for b, where in ((queries, np.s_[:, None]), (keys, np.s_[None]))),
-                      Mask())
+    kinds = tile_kind(jax.tree.map(lambda x: x[0][:, None], queries), jax.tree.map(lambda x: x[0][None], keys), Mask())
     computed = np.asarray(kinds != SKIP).reshape(ranks, query_tiles, ranks, key_tiles).sum((1, 3))
     np.testing.assert_array_equal(tile_counts(ranks, query_tiles, key_tiles, layout), computed)
 
