@@ -6,12 +6,11 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..coords import FULL, MASKED, Mask, TokenCoords
-from .tpu_tiles import LANES, Meetings, column, coordinate_rows, cost, key_operands, nbytes, product, seen, spread
+from .tpu_tiles import LANES, ByQueryTile, Meetings, column, coordinate_rows, cost, key_operands, nbytes, product, seen, spread
 
 
 def _finite(lse):
@@ -90,41 +89,25 @@ def dq(carry, q, kv, dout, lse, delta, q_coords: TokenCoords, kv_coords: TokenCo
 
     q, dout [B, Hq, Tq, D]; kv two of [B, Hkv, Tk, D] or their stack; lse, delta [B, Hq, Tq].
     """
-    batch, heads, length, head_dim = q.shape
-    kv_heads, kv_length = kv[0].shape[1:3]
-    group = heads // kv_heads
-    meetings, steps = Meetings.of(q_coords, kv_coords, query_tile, key_tile, mask, False)
-
-    def key_at(b, h, i, step, *refs):
-        return b, lax.div(h, jnp.int32(group)), Meetings(*refs).tile(b, i, step), 0
-
-    def key_row_at(b, h, i, step, *refs):
-        return b, 0, Meetings(*refs).tile(b, i, step)
-
-    queries = pl.BlockSpec((None, None, query_tile, head_dim), lambda b, h, i, step, *_: (b, h, i, 0))
-    statistics = pl.BlockSpec((None, None, 1, query_tile), lambda b, h, i, step, *_: (b, h, 0, i))
-    query_rows = pl.BlockSpec((None, 2, query_tile), lambda b, h, i, step, *_: (b, 0, i))
-    keys, key_specs = key_operands(kv, key_tile, key_at)
+    of = ByQueryTile.of(q, kv, q_coords, kv_coords, query_tile, key_tile, mask)
     before = () if carry is None else (carry,)
-    inputs = (*meetings, q, *keys, dout, lse[:, :, None], delta[:, :, None], coordinate_rows(q_coords),
+    inputs = (*of.meetings, q, *of.keys, dout, lse[:, :, None], delta[:, :, None], coordinate_rows(q_coords),
               coordinate_rows(kv_coords), *before)
     result = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     return pl.pallas_call(
         functools.partial(_dq_kernel, mask=mask, scale=scale, carried=carry is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(meetings),
-            grid=(batch, heads, length // query_tile, steps),
-            in_specs=[queries, *key_specs, queries, statistics, statistics, query_rows,
-                      pl.BlockSpec((None, 2, key_tile), key_row_at), *[queries] * len(before)],
-            out_specs=queries,
-            scratch_shapes=[
-                pltpu.VMEM((query_tile, LANES), jnp.float32), pltpu.VMEM((query_tile, LANES), jnp.float32),
-                pltpu.VMEM((query_tile, LANES), jnp.int32), pltpu.VMEM((query_tile, LANES), jnp.int32)],
+            num_scalar_prefetch=len(of.meetings),
+            grid=of.grid,
+            in_specs=[of.queries, *of.key_specs, of.queries, of.statistics, of.statistics, of.query_rows, of.key_rows,
+                      *[of.queries] * len(before)],
+            out_specs=of.queries,
+            scratch_shapes=of.scratch,
         ),
         out_shape=result,
         input_output_aliases={len(inputs) - 1: 0} if before else {},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
-        cost_estimate=cost(3, q.shape, kv_length, mask, nbytes(q, *kv, dout, lse, delta, *before, result)),
+        cost_estimate=cost(3, q.shape, kv[0].shape[2], mask, nbytes(q, *kv, dout, lse, delta, *before, result)),
         interpret=interpret,
         name="attention_dq",
     )(*inputs)

@@ -5,13 +5,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..coords import FULL, MASKED, Mask, TokenCoords
 from ..partial import AttentionPartial
-from .tpu_tiles import LANES, LOWEST, Meetings, column, coordinate_rows, cost, key_operands, nbytes, product, seen, spread
+from .tpu_tiles import LOWEST, ByQueryTile, Meetings, column, coordinate_rows, cost, nbytes, product, seen, spread
 
 
 def _kernel(*refs, mask: Mask, scale: float, carried: bool):
@@ -68,40 +67,24 @@ def forward(carry: AttentionPartial | None, q, kv, q_coords: TokenCoords, kv_coo
     Lengths are multiples of the tiles. `carry` (out [B, Hq, Tq, D], lse [B, Hq, Tq]) is what the queries have seen before:
     it is where the softmax goes on from, and its memory is written over with the result.
     """
-    batch, heads, length, head_dim = q.shape
-    kv_heads, kv_length = kv[0].shape[1:3]
-    group = heads // kv_heads
-    meetings, steps = Meetings.of(q_coords, kv_coords, query_tile, key_tile, mask, False)
-
-    def key_at(b, h, i, step, *refs):
-        return b, lax.div(h, jnp.int32(group)), Meetings(*refs).tile(b, i, step), 0
-
-    def key_row_at(b, h, i, step, *refs):
-        return b, 0, Meetings(*refs).tile(b, i, step)
-
-    queries = pl.BlockSpec((None, None, query_tile, head_dim), lambda b, h, i, step, *_: (b, h, i, 0))
-    statistics = pl.BlockSpec((None, None, 1, query_tile), lambda b, h, i, step, *_: (b, h, 0, i))
-    keys, key_specs = key_operands(kv, key_tile, key_at)
-    query_rows = pl.BlockSpec((None, 2, query_tile), lambda b, h, i, step, *_: (b, 0, i))
+    batch, heads, length, _ = q.shape
+    of = ByQueryTile.of(q, kv, q_coords, kv_coords, query_tile, key_tile, mask)
     before = () if carry is None else (carry.out, carry.lse[:, :, None])
     results = (jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct((batch, heads, 1, length), jnp.float32))
-    inputs = (*meetings, q, *keys, coordinate_rows(q_coords), coordinate_rows(kv_coords), *before)
+    inputs = (*of.meetings, q, *of.keys, coordinate_rows(q_coords), coordinate_rows(kv_coords), *before)
     out, lse = pl.pallas_call(
         functools.partial(_kernel, mask=mask, scale=scale, carried=carry is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(meetings),
-            grid=(batch, heads, length // query_tile, steps),
-            in_specs=[queries, *key_specs, query_rows, pl.BlockSpec((None, 2, key_tile), key_row_at),
-                      *(queries, statistics)[:len(before)]],
-            out_specs=[queries, statistics],
-            scratch_shapes=[
-                pltpu.VMEM((query_tile, LANES), jnp.float32), pltpu.VMEM((query_tile, LANES), jnp.float32),
-                pltpu.VMEM((query_tile, LANES), jnp.int32), pltpu.VMEM((query_tile, LANES), jnp.int32)],
+            num_scalar_prefetch=len(of.meetings),
+            grid=of.grid,
+            in_specs=[of.queries, *of.key_specs, of.query_rows, of.key_rows, *(of.queries, of.statistics)[:len(before)]],
+            out_specs=[of.queries, of.statistics],
+            scratch_shapes=of.scratch,
         ),
         out_shape=results,
         input_output_aliases={len(inputs) - 2: 0, len(inputs) - 1: 1} if before else {},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
-        cost_estimate=cost(2, q.shape, kv_length, mask, nbytes(q, *kv, *before, *results)),
+        cost_estimate=cost(2, q.shape, kv[0].shape[2], mask, nbytes(q, *kv, *before, *results)),
         interpret=interpret,
         name="attention_forward",
     )(*inputs)

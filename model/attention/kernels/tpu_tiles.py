@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from ..coords import SKIP, Mask, TileBounds, TokenCoords, tile_bounds, tile_kind
 
@@ -118,6 +119,51 @@ def key_operands(kv, tile: int, at) -> tuple[list[jax.Array], list[pl.BlockSpec]
         return pl.BlockSpec((None, None, None, tile, kv.shape[-1]), lambda *step: (place, *at(*step)))
 
     return [kv, kv], [of(0), of(1)]
+
+
+class ByQueryTile(NamedTuple):
+    """The grid and the blocks of a kernel that writes query tiles and runs through the key tiles that each of them meets.
+
+    Attributes:
+      meetings, steps: see `Meetings.of`; grid: (B, Hq, query tiles, steps).
+      queries, statistics, query_rows, key_rows: blocks of [B, Hq, Tq, D], [B, Hq, 1, Tq] and of coordinates [B, 2, T].
+      keys, key_specs: see `key_operands`; a query head finds its key head by their index map.
+      scratch: two float32 and two int32 columns for the rows of a query tile.
+    """
+
+    meetings: Meetings
+    grid: tuple
+    queries: pl.BlockSpec
+    statistics: pl.BlockSpec
+    query_rows: pl.BlockSpec
+    key_rows: pl.BlockSpec
+    keys: list
+    key_specs: list
+    scratch: list
+
+    @classmethod
+    def of(cls, q, kv, q_coords: TokenCoords, kv_coords: TokenCoords, query_tile: int, key_tile: int, mask: Mask):
+        """q [B, Hq, Tq, D]; kv two of [B, Hkv, Tk, D] or their stack; lengths are multiples of the tiles."""
+        batch, heads, length, head_dim = q.shape
+        group = heads // kv[0].shape[1]
+        meetings, steps = Meetings.of(q_coords, kv_coords, query_tile, key_tile, mask, False)
+
+        def key_at(b, h, i, step, *refs):
+            return b, lax.div(h, jnp.int32(group)), Meetings(*refs).tile(b, i, step), 0
+
+        def key_row_at(b, h, i, step, *refs):
+            return b, 0, Meetings(*refs).tile(b, i, step)
+
+        def columns(dtype):
+            return [pltpu.VMEM((query_tile, LANES), dtype)] * 2
+
+        return cls(
+            meetings, (batch, heads, length // query_tile, steps),
+            pl.BlockSpec((None, None, query_tile, head_dim), lambda b, h, i, step, *_: (b, h, i, 0)),
+            pl.BlockSpec((None, None, 1, query_tile), lambda b, h, i, step, *_: (b, h, 0, i)),
+            pl.BlockSpec((None, 2, query_tile), lambda b, h, i, step, *_: (b, 0, i)),
+            pl.BlockSpec((None, 2, key_tile), key_row_at),
+            *key_operands(kv, key_tile, key_at), columns(jnp.float32) + columns(jnp.int32))
 
 
 def column(row: jax.Array) -> jax.Array:
