@@ -177,7 +177,8 @@ def gather(shard: jax.Array, spec: PartitionSpec, dtype) -> jax.Array:
     """
     whole = shard.astype(dtype)
     for i, axes in storage_axes_of(spec):
-        whole = lax.all_gather(whole, axes, axis=i, tiled=True)
+        for over, groups in reversed(_turns(axes)):
+            whole = lax.all_gather(whole, over, axis=i, axis_index_groups=groups, tiled=True)
     return whole.astype(jnp.float32)
 
 
@@ -189,9 +190,9 @@ def _reduce_scatter(spec: PartitionSpec, dtype, _, gradient: jax.Array):
 
 
 def _turns(axes: tuple[str, ...]) -> list[tuple[str | tuple[str, ...], list | None]]:
-    """A reduce-scatter over mesh axes as turns: axes, and groups of their ranks or None for all of them.
+    """A reduce-scatter over mesh axes as turns, a gather as the same turns backwards: axes, and groups of their ranks or None.
 
-    Of one over all devices of a mesh the TPU's compilers make an all-reduce: twice the bytes, and the whole sum in memory.
+    Of one over all devices of a mesh the TPU's compilers may make an all-reduce: twice the bytes, the whole sum in memory.
     That one goes axis by axis, and where one axis is all of the mesh in two turns: ranks far apart first, then neighbours.
     """
     mesh = jax.sharding.get_abstract_mesh()

@@ -75,6 +75,10 @@ def estimates(plan: dict, args) -> dict:
 
 def show(plan: dict) -> None:
     """A plan as a table."""
+    plan = dict(plan)
+    for kind, figures in (plan.pop("communication") or {}).items():
+        print(f"{kind:28} {figures['times']:,.0f} times, {figures['received_gib']:.3f} GiB received, "
+              f"{figures['hidden']:.1%} of it beside compute")
     for name, value in plan.items():
         print(f"{name:28} {value:,.3f}" if isinstance(value, float) else f"{name:28} {value}")
 

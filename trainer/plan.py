@@ -17,7 +17,7 @@ from model.config import LlamaConfig
 from model.llama import Llama, declare
 
 from .compiled import GIB, memory
-from .compiled.transfers import collectives
+from .compiled.communication import communication
 from .mesh import make_mesh
 from .schema import MeshConfig, OptimizerConfig
 from .step import StepBuilder, text_batch
@@ -111,14 +111,7 @@ def plan(job: Job) -> dict:
         **{f"{name}_gib": size for name, size in sizes.items()},
         **{f"of_it_{name.replace(' ', '_')}_gib": size for name, size in parts.items()}, "device_gib": has,
         "left_gib": None if has is None else has - sizes["peak"],
-        "collectives": _collectives(compiled)}
-
-
-def _collectives(compiled) -> dict[str, int] | None:
-    try:
-        return dict(collectives(compiled.as_text()))
-    except jax.errors.JaxRuntimeError:
-        return None  # jaxlib cannot read what this libtpu writes of some programs for v5p (asynchronous updates)
+        "communication": communication(compiled, len(devices))}
 
 
 def parts_gib(job: Job, config: LlamaConfig, devices: int) -> dict[str, float]:

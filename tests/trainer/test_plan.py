@@ -1,11 +1,16 @@
 """The TPU compiler's plan of the real step: LLaMA-7B at a million tokens fits, and nothing of length x length is kept."""
+import math
 import re
 
 import pytest
 
+from model.attention import get_schedule
+from model.attention.schedules.plan import Block, received
 from model.config import LlamaConfig
+from model.llama import declare
 from scripts.plan import main
-from trainer.compiled import memory
+from trainer.compiled import GIB, memory
+from trainer.compiled.communication import communication
 from trainer.compiled.text import arrays_with
 from trainer.compiled.transfers import collectives
 from trainer.mesh import make_mesh
@@ -39,6 +44,19 @@ def test_the_ring_is_the_only_permute_and_no_activation_is_gathered(compiled):
     text = compiled.as_text()
     assert collectives(text)["collective-permute"] > 0
     assert collectives(text)["all-to-all"] == 0
+
+
+def test_what_the_step_sends_and_what_hides_it(compiled):
+    """Each layer's ring runs forward twice (remat `nothing`) and backward once; all but the hops home are behind a kernel."""
+    found = communication(compiled, 64)
+    block = Block(batch=1, tokens=CONTEXT // 64, query_heads=32, kv_heads=32, head_dim=128, itemsize=2)
+    forward, backward = (received(rounds, 64).max() for rounds in get_schedule("ring", 64).plan(64, block))
+    assert found["collective-permute"]["received_gib"] * GIB == pytest.approx(32 * (2 * forward + backward), rel=0.02)
+    assert found["collective-permute"]["hidden"] > 0.97
+    weights = sum(math.prod(parameter.shape) for parameter in declare(LlamaConfig.preset("llama-7b")).values())
+    assert found["all-gather"]["received_gib"] * GIB == pytest.approx(2 * 2 * weights * 63 / 64, rel=0.1)
+    assert found["reduce-scatter"]["received_gib"] * GIB == pytest.approx(4 * weights * 63 / 64, rel=0.1)
+    assert found["all-reduce"]["received_gib"] < 0.1 * found["all-gather"]["received_gib"]
 
 
 def test_offload_keeps_the_layers_inputs_in_the_hosts_memory():
