@@ -9,12 +9,10 @@ Memory and collectives are the compiler's own; step time, MFU, hours and money a
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
-
-# Topology -> hardware of the cost model, where the names differ: by whether GPUs are in one box, or in several.
-GPUS = {"a100": ("a100-nvlink", "a100-infiniband"), "h100": ("h100-infiniband", "h100-infiniband")}
 
 
 def parse(argv):
@@ -50,20 +48,11 @@ def mesh_of(text: str):
         raise ValueError(f"--mesh: found {text!r}; write axis=size,... with data, fsdp, tensor, sequence") from None
 
 
-def estimates(plan: dict, args) -> dict:
-    """What the cost model says of a plan; nothing where it does not know the hardware."""
-    from model.config import LlamaConfig
-    from trainer import costs
-
-    generation, _, shape = args.topology.partition(":")
-    one_box, several = GPUS.get(generation, (generation, generation))
-    hardware = costs.HARDWARE.get(several if "x" in shape else one_box)
-    if hardware is None:
+def estimates(plan: dict, job, args) -> dict:
+    """What the cost model says of a planned job; nothing where it does not know the hardware."""
+    found = job.estimate(args.layout)
+    if found is None:
         return {}
-    axes = {axis: plan["mesh"][axis] for axis in ("data", "fsdp", "tensor", "sequence")}
-    found = costs.estimate(costs.Job(
-        costs.Sizes.of(LlamaConfig.preset(args.model)), hardware, plan["context"], args.batch, **axes, remat=plan["remat"],
-        schedule=args.schedule if plan["mesh"]["sequence"] > 1 else "local", layout=args.layout))
     told = {"estimated_step_seconds": found.seconds, "estimated_mfu": found.mfu,
             "estimated_exposed_seconds": found.step.exposed, "estimated_tokens_per_second": found.tokens_per_second}
     if args.tokens:
@@ -116,7 +105,7 @@ def run(args) -> int:
         except DoesNotFit as error:
             print(f"does not fit: {error}", file=sys.stderr)
             return 1
-        found |= estimates(found, args)
+        found |= estimates(found, job, args)
         show(found)
         if args.output:
             Path(args.output).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
@@ -134,7 +123,7 @@ def run(args) -> int:
     if best is None:
         print(f"does not fit at {args.context:,} tokens: {refusal}", file=sys.stderr)
         return 1
-    best |= estimates(best, args)
+    best |= estimates(best, dataclasses.replace(job, context=best["context"], remat=best["remat"]), args)
     print()
     show(best)
     if args.output:

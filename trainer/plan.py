@@ -14,8 +14,9 @@ import jax
 
 from model.attention.kernels import get_kernel
 from model.config import LlamaConfig
-from model.llama import Llama, declare
+from model.llama import Chunks, Llama, declare
 
+from . import costs
 from .compiled import GIB, memory
 from .compiled.transfers import collectives
 from .mesh import make_mesh
@@ -25,6 +26,8 @@ from .topology import memory_gib, topology_devices
 
 # From the fastest to the one that keeps least; `offload` needs the host's memory.
 POLICIES = ("everything", "save_attention", "nothing", "offload")
+# Topology -> hardware of the cost model, where the names differ: by whether GPUs are in one box, or in several.
+GPU_HARDWARE = {"a100": ("a100-nvlink", "a100-infiniband"), "h100": ("h100-infiniband", "h100-infiniband")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Job:
     Attributes:
       model: a preset; topology: see `topology_devices`; context: tokens in a row; batch: rows.
       mesh: None puts all devices on the sequence axis.
-      schedule: see `model.attention`; remat, every_k: see `model.remat`.
+      schedule, kernel: see `model.attention`; remat, every_k: see `model.remat`; chunks: see `model.llama`, None for its own.
     """
 
     model: str
@@ -46,6 +49,19 @@ class Job:
     remat: str = "save_attention"
     every_k: int = 2
     moments_on_host: bool = False
+    kernel: str = "auto"
+    chunks: Chunks | None = None
+
+    def estimate(self, layout: str = "striped", causal: bool = True) -> costs.Estimate | None:
+        """What the cost model says of it; None where it does not know the hardware. causal False counts every pair."""
+        generation, _, shape = self.topology.partition(":")
+        one_box, several = GPU_HARDWARE.get(generation, (generation, generation))
+        hardware = costs.HARDWARE.get(several if "x" in shape else one_box)
+        mesh = self.mesh or MeshConfig(sequence=len(topology_devices(self.topology)))
+        axes = {axis: getattr(mesh, axis) for axis in ("data", "fsdp", "tensor", "sequence")}
+        return hardware and costs.estimate(costs.Job(
+            costs.Sizes.of(LlamaConfig.preset(self.model)), hardware, self.context, self.batch, **axes, remat=self.remat,
+            schedule=self.schedule if mesh.sequence > 1 else "local", layout=layout, causal=causal))
 
 
 class DoesNotFit(Exception):
@@ -59,7 +75,7 @@ class DoesNotFit(Exception):
 
 
 def compile_step(config: LlamaConfig, devices, context: int, *, remat="save_attention", every_k=2, batch=1, mesh=None,
-                 schedule="ring", kernel=None, moments_on_host=False):
+                 schedule="ring", kernel=None, moments_on_host=False, chunks=None):
     """The compiled training step of a model on these devices; all on the sequence axis unless `mesh` says otherwise.
 
     Raises:
@@ -68,7 +84,7 @@ def compile_step(config: LlamaConfig, devices, context: int, *, remat="save_atte
     axes = mesh or MeshConfig(sequence=len(devices))
     mesh = make_mesh(axes, devices)
     model = Llama(config, mesh, remat=remat, every_k=every_k, schedule=schedule, kernel=kernel or get_kernel(),
-                  sequence_parallel=axes.sequence_parallel)
+                  sequence_parallel=axes.sequence_parallel, chunks=chunks or Chunks())
     builder = StepBuilder(model, model.loss, tuple(model.parameters), text_batch(batch, context, mesh),
                           OptimizerConfig(), 1000, moments_on_host=moments_on_host)
     try:
@@ -97,7 +113,8 @@ def plan(job: Job) -> dict:
     parts = parts_gib(job, config, len(devices))
     try:
         compiled = compile_step(config, devices, job.context, batch=job.batch, mesh=job.mesh, remat=job.remat,
-                                every_k=job.every_k, schedule=job.schedule, moments_on_host=job.moments_on_host)
+                                every_k=job.every_k, schedule=job.schedule, kernel=get_kernel(job.kernel),
+                                moments_on_host=job.moments_on_host, chunks=job.chunks)
     except DoesNotFit as error:
         raise DoesNotFit(error.needs_gib, error.has_gib, parts) from None
     seconds = time.perf_counter() - start
