@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import functools
 import json
 import math
 import sys
@@ -56,6 +55,12 @@ class Cell:
         return PAPER[self.topology][self.model][COLUMNS.index(self.column)] << 10
 
     @property
+    def devices(self) -> int:
+        """All of the topology's; a v3 chip is two."""
+        generation, _, shape = self.topology.partition(":")
+        return math.prod(map(int, shape.split("x"))) * (2 if generation == "v3" else 1)
+
+    @property
     def host_gib(self) -> float:
         return HOST_GIB[self.topology.split(":")[0]]
 
@@ -69,10 +74,10 @@ class Cell:
 
     def job(self, context: int, way: dict) -> Job:
         """The column's configuration of our step."""
-        job = Job(self.model, self.topology, context, **way)
+        devices = self.devices
+        job = Job(self.model, self.topology, context, mesh=MeshConfig(sequence=devices), **way)
         if self.column == "ring":
             return job
-        devices = _devices(self.topology)
         return dataclasses.replace(job, batch=devices, mesh=MeshConfig(fsdp=devices), schedule="local",
                                    kernel="reference" if self.column == "vanilla" else "auto",
                                    chunks=None if self.column == "blockwise feed-forward" else Chunks(None, None, None))
@@ -85,7 +90,8 @@ def cells(only=()) -> list[Cell]:
     return [cell for cell in found if all(word in cell.name for word in only)]
 
 
-def longest(share: Callable[[int], float], start: int, fixed: float = 0.0, power: int = 1) -> tuple[int, int | None]:
+def longest(share: Callable[[int], float], start: int, fixed: float = 0.0, power: int = 1,
+            enough: Callable[[], bool] = lambda: False) -> tuple[int, int | None]:
     """The longest power-of-two multiple of `start` that fits, and its double; each was asked about.
 
     Memory is taken to be `fixed` plus something that grows with the `power` of the context: that guess says what to ask next,
@@ -93,12 +99,13 @@ def longest(share: Callable[[int], float], start: int, fixed: float = 0.0, power
 
     Args:
       share: context -> what it needs, as a share of what there is; above 1 it does not fit.
+      enough: ends the search before its end.
 
     Returns:
       (longest, next); longest is below LEAST where nothing fits, next None where even MOST does.
     """
     fits, fails, context = LEAST // 2, None, start
-    while fits < MOST and (fails is None or fails > 2 * fits):
+    while fits < MOST and (fails is None or fails > 2 * fits) and not enough():
         found = share(context)
         if found > 1:
             fails = context
@@ -114,7 +121,7 @@ class Table:
     """The tries made so far, in a file: of each way to do a column, what each context gave."""
 
     def __init__(self, path: Path):
-        self.path = path
+        self.path, self.compiles = path, 0
         self.tries = json.loads(path.read_text())["tries"] if path.exists() else {}
 
     def save(self) -> None:
@@ -137,6 +144,7 @@ class Table:
             return smaller[-1]
         if str(context) not in known:
             known[str(context)] = compiled(cell.job(context, way))
+            self.compiles += 1
             self.save()
         return known[str(context)]
 
@@ -154,31 +162,24 @@ class Table:
         return min(found)
 
     def filled(self, cell: Cell) -> dict | None:
-        """The longest with its plan, and the next with each way's refusal; None where that is not known yet."""
+        """The longest so far with its plan, and the next with each way's refusal; `next` is None while one of them has not
+        been asked about it. None while nothing is known."""
         known = [(way, {int(context): found for context, found in self.of(cell, way).items()}) for way in cell.ways()]
         good = {context: (way, found) for way, tried in reversed(known) for context, found in tried.items()
                 if _share(cell, found) <= 1}
-        context = max(good, default=LEAST // 2)
-        after = [next((tried[at] for at in sorted(tried) if at <= 2 * context and _share(cell, tried[at]) > 1), None)
-                 for _, tried in known]
-        if None in after:
-            return None
-        told = {**dataclasses.asdict(cell), "paper": cell.paper, "longest": context if good else 0, "next": 2 * context,
-                "next_refused": [_refusal(cell, one) for one in after]}
+        most = max(good, default=LEAST // 2)
+        refused = [next((_refusal(cell, found) for at, found in sorted(tried.items()) if at <= 2 * most
+                         and _share(cell, found) > 1), None) for _, tried in known]
+        told = {**dataclasses.asdict(cell), "paper": cell.paper, "longest": most if good else 0,
+                "next": None if None in refused else 2 * most, "next_refused": [one for one in refused if one]}
         if not good:
-            return told
-        way, found = good[context]
-        job = Job(cell.model, cell.topology, context, found["batch"], MeshConfig(**found["mesh"]), found["schedule"],
-                  remat=way["remat"])
-        estimate, tokens = job.estimate(causal=cell.column != "vanilla"), context * found["batch"]
-        flops = Sizes.of(LlamaConfig.preset(cell.model)).needed_flops(tokens, tokens * (context + 1) / 2)
-        return told | {"memory_options": way, "plan": found, "flops": flops, "estimated_step_hours": estimate.seconds / 3600,
+            return told if told["next"] else None
+        way, found = good[most]
+        job = cell.job(most, way)
+        estimate, tokens = job.estimate(causal=cell.column != "vanilla"), most * job.batch
+        flops = Sizes.of(LlamaConfig.preset(cell.model)).needed_flops(tokens, tokens * (most + 1) / 2)
+        return told | {"way": way, "plan": found, "flops": flops, "estimated_step_hours": estimate.seconds / 3600,
                        "estimated_mfu": estimate.mfu}
-
-
-@functools.cache
-def _devices(topology: str) -> int:
-    return len(topology_devices(topology))
 
 
 def compiled(job: Job) -> dict:
@@ -213,8 +214,8 @@ def first_guess(cell: Cell) -> int:
     context = MOST
     while context > LEAST:
         job = cell.job(context, cell.ways()[0])
-        parts = parts_gib(job, config, _devices(cell.topology))
-        row = context if cell.column != "ring" else context / _devices(cell.topology)
+        parts = parts_gib(job, config, cell.devices)
+        row = context if cell.column != "ring" else context / cell.devices
         scores = 12 * config.num_attention_heads * row**2 / GIB if cell.column == "vanilla" else 0
         if sum(parts.values()) + parts["parameters"] + scores + arrays * 2 * row * config.hidden_size / GIB <= has:
             break
@@ -222,11 +223,13 @@ def first_guess(cell: Cell) -> int:
     return context
 
 
-def fill(table: Table, cell: Cell) -> None:
-    """Compiles until the cell is known."""
-    parts = parts_gib(cell.job(LEAST, cell.ways()[0]), LlamaConfig.preset(cell.model), _devices(cell.topology))
+def fill(table: Table, cell: Cell, compiles: int | None = None) -> None:
+    """Compiles until the cell is known, or so many times."""
+    parts = parts_gib(cell.job(LEAST, cell.ways()[0]), LlamaConfig.preset(cell.model), cell.devices)
     fixed = (parts["parameters"] + parts["moments"]) / memory_gib(cell.topology)
-    longest(lambda context: table.share(cell, context), first_guess(cell), fixed, 2 if cell.column == "vanilla" else 1)
+    most = math.inf if compiles is None else table.compiles + compiles
+    longest(lambda context: table.share(cell, context), first_guess(cell), fixed, 2 if cell.column == "vanilla" else 1,
+            lambda: table.compiles >= most)
 
 
 def _tokens(count: int) -> str:
@@ -234,14 +237,14 @@ def _tokens(count: int) -> str:
 
 
 def show(table: Table) -> None:
-    """The table: in each cell device memory only / ours, and the paper's in brackets."""
+    """The table: in each cell device memory only / ours, and the paper's in brackets; + where the next was not tried yet."""
     print(f"| hardware | model | {' | '.join(COLUMNS)} |\n|{'---|' * (2 + len(COLUMNS))}")
     for topology, models in PAPER.items():
         for model in models:
             row = []
             for column in COLUMNS:
                 found = [table.filled(Cell(topology, model, column, memory)) for memory in MEMORIES]
-                said = " / ".join("?" if one is None else _tokens(one["longest"]) for one in found)
+                said = " / ".join(f"{_tokens(one['longest'])}{'' if one['next'] else '+'}" if one else "?" for one in found)
                 row.append(f"{said} ({_tokens(Cell(topology, model, column, 'ours').paper)})")
             print(f"| {topology} | {model.removeprefix('llama-')} | {' | '.join(row)} |")
 
@@ -279,6 +282,7 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.table3", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--only", nargs="+", default=[], help="words that a cell's name has: model, topology, column, memory")
     parser.add_argument("--show", action="store_true", help="compile nothing")
+    parser.add_argument("--compiles", type=int, help="at most so many for a cell; a later start goes on")
     parser.add_argument("--output", type=Path, default=Path("docs/plans/table3.json"), help="the table; read first")
     parser.add_argument("--picture", type=Path, help="where to draw (default: beside the table)")
     args = parser.parse_args(argv)
@@ -289,13 +293,13 @@ def main(argv=None) -> int:
     missing = set()
     for cell in () if args.show else cells(args.only):
         try:
-            _devices(cell.topology)
+            topology_devices(cell.topology)
         except ValueError as error:
             if cell.topology not in missing:
                 print(f"left out: {error}", file=sys.stderr)
             missing.add(cell.topology)
             continue
-        fill(table, cell)
+        fill(table, cell, args.compiles)
     if not args.show:
         table.save()
     show(table)
