@@ -66,11 +66,14 @@ class Cell:
 
     def ways(self) -> list[dict]:
         """Fields of `Job` that spare memory, the leanest first; a context fits where one of them does."""
-        layers = LlamaConfig.preset(self.model).num_hidden_layers
+        config = LlamaConfig.preset(self.model)
+        layers = config.num_hidden_layers
         k = min((k for k in range(1, layers + 1) if layers % k == 0), key=lambda k: layers / k + k)
         # Beside scores of length x length the layers' inputs are nothing, so `vanilla` keeps them all.
         device = {"remat": "nothing"} if self.column == "vanilla" else {"remat": "every_k", "every_k": k}
-        return [device] if self.memory == "device" else [{"remat": "offload", "moments_on_host": True}, device]
+        ways = [device] if self.memory == "device" else [{"remat": "offload", "moments_on_host": True}, device]
+        heads = {"attention_groups": config.num_key_value_heads} if self.column == "ring" else {}  # one after the other
+        return [way | heads for way in ways]
 
     def job(self, context: int, way: dict) -> Job:
         """The column's configuration of our step."""
@@ -210,7 +213,7 @@ def first_guess(cell: Cell) -> int:
     as compiles were seen to have (for `vanilla` and three float32 arrays of scores), the gradients as large as parameters."""
     config, has = LlamaConfig.preset(cell.model), memory_gib(cell.topology)
     wide = config.intermediate_size / config.hidden_size
-    arrays = {"ring": 24, "blockwise feed-forward": 18}.get(cell.column, 18 + 8 * wide)
+    arrays = {"ring": 9, "blockwise feed-forward": 18}.get(cell.column, 18 + 8 * wide)
     context = MOST
     while context > LEAST:
         job = cell.job(context, cell.ways()[0])

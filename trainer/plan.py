@@ -37,7 +37,7 @@ class Job:
     Attributes:
       model: a preset; topology: see `topology_devices`; context: tokens in a row; batch: rows.
       mesh: None puts all devices on the sequence axis.
-      schedule, kernel: see `model.attention`; remat, every_k: see `model.remat`; chunks: see `model.llama`, None for its own.
+      schedule, kernel: see `model.attention`; remat, every_k: see `model.remat`; attention_groups, chunks: see `Llama`.
     """
 
     model: str
@@ -49,6 +49,7 @@ class Job:
     remat: str = "save_attention"
     every_k: int = 2
     moments_on_host: bool = False
+    attention_groups: int = 1
     kernel: str = "auto"
     chunks: Chunks | None = None
 
@@ -75,7 +76,7 @@ class DoesNotFit(Exception):
 
 
 def compile_step(config: LlamaConfig, devices, context: int, *, remat="save_attention", every_k=2, batch=1, mesh=None,
-                 schedule="ring", kernel=None, moments_on_host=False, chunks=None):
+                 schedule="ring", kernel=None, moments_on_host=False, attention_groups=1, chunks=None):
     """The compiled training step of a model on these devices; all on the sequence axis unless `mesh` says otherwise.
 
     Raises:
@@ -84,7 +85,7 @@ def compile_step(config: LlamaConfig, devices, context: int, *, remat="save_atte
     axes = mesh or MeshConfig(sequence=len(devices))
     mesh = make_mesh(axes, devices)
     model = Llama(config, mesh, remat=remat, every_k=every_k, schedule=schedule, kernel=kernel or get_kernel(),
-                  sequence_parallel=axes.sequence_parallel, chunks=chunks or Chunks())
+                  sequence_parallel=axes.sequence_parallel, attention_groups=attention_groups, chunks=chunks or Chunks())
     builder = StepBuilder(model, model.loss, tuple(model.parameters), text_batch(batch, context, mesh),
                           OptimizerConfig(), 1000, moments_on_host=moments_on_host)
     try:
@@ -114,7 +115,7 @@ def plan(job: Job) -> dict:
     try:
         compiled = compile_step(config, devices, job.context, batch=job.batch, mesh=job.mesh, remat=job.remat,
                                 every_k=job.every_k, schedule=job.schedule, kernel=get_kernel(job.kernel),
-                                moments_on_host=job.moments_on_host, chunks=job.chunks)
+                                moments_on_host=job.moments_on_host, attention_groups=job.attention_groups, chunks=job.chunks)
     except DoesNotFit as error:
         raise DoesNotFit(error.needs_gib, error.has_gib, parts) from None
     seconds = time.perf_counter() - start
@@ -124,7 +125,8 @@ def plan(job: Job) -> dict:
     return {
         "model": job.model, "topology": job.topology, "devices": len(devices), "context": job.context, "batch": job.batch,
         "mesh": dataclasses.asdict(job.mesh or MeshConfig(sequence=len(devices))), "schedule": str(job.schedule),
-        "tokens_per_device": job.context * job.batch // len(devices), "remat": job.remat, "compile_seconds": seconds,
+        "tokens_per_device": job.context * job.batch // len(devices), "remat": job.remat,
+        "attention_groups": job.attention_groups, "compile_seconds": seconds,
         **{f"{name}_gib": size for name, size in sizes.items()},
         **{f"of_it_{name.replace(' ', '_')}_gib": size for name, size in parts.items()}, "device_gib": has,
         "left_gib": None if has is None else has - sizes["peak"],

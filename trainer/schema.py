@@ -139,6 +139,9 @@ class MemoryConfig:
     """Layers between the inputs that remat every_k keeps; a divisor of the number of layers."""
     moments_on_host: bool = False
     """Whether the optimizer's moments lie in the host's memory between steps; a step then brings them over and back."""
+    attention_groups: int = 1
+    """Groups of heads that are projected and attend one after the other, so that queries, keys and values exist for one group
+    at a time; a divisor of a device's key/value heads."""
     feed_forward_chunk: int = 1024
     """Tokens of a feed-forward chunk; 0 computes all at once."""
     projection_chunk: int = 0
