@@ -87,9 +87,9 @@ class Cell:
 
 
 def cells(only=()) -> list[Cell]:
-    """All cells whose names have all of these words; the ring first, vanilla last."""
-    found = [Cell(topology, model, column, memory) for topology, models in PAPER.items() for column in reversed(COLUMNS)
-             for memory in MEMORIES for model in models]
+    """All cells whose names have all of these words; what is asked first comes first: the ring, with host memory."""
+    found = [Cell(topology, model, column, memory) for column in reversed(COLUMNS) for memory in reversed(MEMORIES)
+             for topology, models in PAPER.items() for model in models]
     return [cell for cell in found if all(word in cell.name for word in only)]
 
 

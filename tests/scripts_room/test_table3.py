@@ -49,21 +49,21 @@ def small(monkeypatch):
     return compiled
 
 
-def test_a_compiled_cell_is_the_one_found_by_trying_every_context(small, tmp_path):
-    """The ring of a tiny model on four chips, by the TPU compiler: from the shortest to the second that does not fit."""
+def test_a_compiled_cell_is_the_one_found_by_trying_every_context(small, monkeypatch, tmp_path):
+    """The ring of a tiny model on four chips, by the TPU compiler: from 32K to the second that does not fit."""
+    contexts = CONTEXTS[5:]
     cell = Cell("v5e:2x2", "tiny", "ring", "device")
     [way] = cell.ways()
     sizes = []
-    for context in CONTEXTS:
+    monkeypatch.setattr(table3, "LEAST", 1 << 15)
+    for context in contexts:
         tried = table3.compiled(cell.job(context, way))
         sizes.append(tried["peak_gib"] if tried["fits"] else tried["needs_gib"])
         if sum(size > 100 / 1024 for size in sizes) == 2:
             break
-    known, expected = len(small), max(context for context, size in zip(CONTEXTS, sizes, strict=False) if size <= 100 / 1024)
-    assert known > 3
+    expected = max(context for context, size in zip(contexts, sizes, strict=False) if size <= 100 / 1024)
     table = Table(tmp_path / "table.json")
     fill(table, cell)
-    assert len(small) == known  # each had been compiled
     found = table.filled(cell)
     assert (found["longest"], found["next"], found["paper"]) == (expected, 2 * expected, 16 << 10)
     assert {expected, 2 * expected} <= {int(context) for context in table.of(cell, way)}
