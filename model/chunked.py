@@ -92,7 +92,8 @@ def cast(weights: dict, dtype) -> dict:
     return {name: w.astype(dtype) for name, w in weights.items()}
 
 
-def chunked(fn: Callable, weights: dict, arrays: dict, labels: dict, *, dtype, chunk: int | None = None):
+def chunked(fn: Callable, weights: dict, arrays: dict, labels: dict, *, dtype, chunk: int | None = None,
+            through: str | None = None):
     """fn(weights, arrays, labels) over chunks of the sequence.
 
     Args:
@@ -102,13 +103,16 @@ def chunked(fn: Callable, weights: dict, arrays: dict, labels: dict, *, dtype, c
       arrays: differentiated, [B, T, ...]; labels: not differentiated, [B, T].
       dtype: compute precision, which the weights' values have.
       chunk: tokens in a chunk at most (the largest divisor of T is taken); None does all at once.
+      through: one of `arrays` that is given back as it is, before fn's results: the gradient that comes in for it has fn's
+        share added where it lies, and a second array of its length is never there.
     """
     size = largest_divisor(jax.tree.leaves((arrays, labels))[0].shape[1], chunk)
 
     @jax.custom_vjp
     def run(weights, arrays, labels):
         narrow = cast(weights, dtype)
-        return _over_chunks(lambda part: ((), fn(cast(narrow, jnp.float32), *part)), (arrays, labels), size)[1]
+        y = _over_chunks(lambda part: ((), fn(cast(narrow, jnp.float32), *part)), (arrays, labels), size)[1]
+        return (arrays[through], *y) if through else y
 
     def forward(weights, arrays, labels):
         return run(weights, arrays, labels), (cast(weights, dtype), arrays, labels)
@@ -118,7 +122,9 @@ def chunked(fn: Callable, weights: dict, arrays: dict, labels: dict, *, dtype, c
 
         def step(part):
             arrays, labels, dy = part
-            return jax.vjp(lambda w, a: fn(w, a, labels), cast(narrow, jnp.float32), arrays)[1](dy)
+            passed, dy = (dy[0], dy[1:]) if through else (None, dy)
+            dw, dx = jax.vjp(lambda w, a: fn(w, a, labels), cast(narrow, jnp.float32), arrays)[1](dy)
+            return dw, {**dx, through: passed + dx[through]} if through else dx
 
         return *_over_chunks(step, (arrays, labels, dy), size), None
 

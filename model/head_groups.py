@@ -30,7 +30,8 @@ def attend_in_groups(project: Callable, how: Attending, groups: int, weights: di
       x: the layer's input [B, T, E]; positions: int32 [B, T].
     """
     def group(weights, i):
-        return {name: _take(w, i, w.ndim - 2, groups) if "proj" in name else w for name, w in cast(weights, jnp.float32).items()}
+        return {name: _take(w, i, w.ndim - 2, groups) if "proj" in name else w
+                for name, w in cast(weights, jnp.float32).items()}
 
     @jax.custom_vjp
     def run(*arrays):
@@ -44,9 +45,11 @@ def attend_in_groups(project: Callable, how: Attending, groups: int, weights: di
             return how.forward(q, k, v, coords, coords)
 
         def add(kept, i):
-            return tuple(_put(all_heads, part, i, axis) for all_heads, part, axis in zip(kept, one(i), (2, 1), strict=True)), None
+            out, lse = one(i)
+            return (_put(kept[0], out, i, 2), _put(kept[1], lse, i, 1)), None
 
-        kept = tuple(_all_heads(part, axis, groups) for part, axis in zip(jax.eval_shape(one, 0), (2, 1), strict=True))
+        out, lse = jax.eval_shape(one, 0)
+        kept = _all_heads(out, 2, groups), _all_heads(lse, 1, groups)
         out, lse = keep(*lax.scan(add, kept, jnp.arange(groups))[0])
         return (x, out), (weights, x, positions, coords, out, lse)
 

@@ -176,8 +176,8 @@ class Llama:
         heads = self.parallel.local_key_heads
         if heads % self.attention_groups:
             good = [n for n in range(1, heads + 1) if heads % n == 0]
-            raise ValueError(f"memory.attention_groups: {self.attention_groups} does not divide the {heads} key/value heads of a "
-                             f"device; {', '.join(map(str, good))} do")
+            raise ValueError(f"memory.attention_groups: {self.attention_groups} does not divide the {heads} key/value heads of "
+                             f"a device; {', '.join(map(str, good))} do")
         if self.parallel.split_tokens and not (self.parallel.heads and self.parallel.mlp):
             raise ValueError(f"sequence_parallel: tensor = {self.parallel.tensor} does not divide the heads "
                              f"({self.config.num_attention_heads}) or the width ({self.config.intermediate_size})")
@@ -221,8 +221,8 @@ class Llama:
         """These parameters, gathered from their shards."""
         return {name: gather(params[name], self.specs[name], self.dtype) for name in names}
 
-    def _run(self, fn, weights, arrays, labels, chunk):
-        return chunked(fn, weights, arrays, labels, dtype=self.dtype, chunk=chunk)
+    def _run(self, fn, weights, arrays, labels, chunk, through=None):
+        return chunked(fn, weights, arrays, labels, dtype=self.dtype, chunk=chunk, through=through)
 
     def local_embed(self, params, tokens):
         """int32 [B, T] -> [B, T, E]. The float32 table is indexed and the rows cast, so that its gradient is float32."""
@@ -248,33 +248,31 @@ class Llama:
         return {name: gather(shard, PartitionSpec(*self.specs[f"layers.{name}"][1:]), self.dtype)
                 for name, shard in shards.items()}
 
-    def _layer_call(self, fn, weights, part, arrays, labels, chunk):
+    def _layer_call(self, fn, weights, part, arrays, labels, chunk, through=None):
         """fn over those of a layer's weights that start with one of `part`; run again in the backward chunk by chunk, but
         for the policy `everything`, which keeps what fn computes."""
         weights = {name: w for name, w in weights.items() if name.startswith(part)}
         if self.remat == "everything":
-            return fn(weights, arrays, labels)
+            return (arrays[through], *fn(weights, arrays, labels)) if through else fn(weights, arrays, labels)
         # A rank's chunks would not be chunks of the tokens that all ranks together hold.
-        return self._run(fn, weights, arrays, labels, None if self.parallel.split_tokens else chunk)
+        return self._run(fn, weights, arrays, labels, None if self.parallel.split_tokens else chunk, through)
 
-    def local_project(self, weights, x, positions, length: int, keep_x: bool = False):
-        """A layer's norm, projections and RoPE, from whole weights: q, k, v, behind x itself if that is to be kept; length is
+    def local_project(self, weights, x, positions, length: int, through: str | None = None):
+        """A layer's norm, projections and RoPE, from whole weights: q, k, v (through="x": x, q, k, v, see `chunked`); length is
         the whole row's."""
         def project(weights, arrays, labels):
             layer = bind(self.config, weights)
-            x = arrays["x"]
-            qkv = layer.self_attn.project(layer.input_layernorm(x), labels["positions"], length, self.parallel)
-            return (x, *qkv) if keep_x else qkv
+            return layer.self_attn.project(layer.input_layernorm(arrays["x"]), labels["positions"], length, self.parallel)
 
-        return self._layer_call(project, weights, INWARD, {"x": x}, {"positions": positions}, self.chunks.projection)
+        return self._layer_call(project, weights, INWARD, {"x": x}, {"positions": positions}, self.chunks.projection, through)
 
     def local_attend(self, weights, x, positions, coords: TokenCoords, length: int, keep_kv: bool):
-        """A layer's attention, from whole weights: x itself, the output [B, T, Hq, D], and with keep_kv k and v of all heads."""
+        """A layer's attention, from whole weights: x itself, the output [B, T, Hq, D], and with keep_kv k and v."""
         how = {"schedule": self.schedule, "kernel": self.kernel, "axis": "sequence", "size": self.mesh.shape["sequence"]}
         if keep_kv or self.attention_groups == 1:
             q, k, v = self.local_project(weights, x, positions, length)
             return x, attend(q, k, v, coords, coords, **how)[0], (k, v) if keep_kv else None
-        project = functools.partial(self.local_project, length=length, keep_x=True)
+        project = functools.partial(self.local_project, length=length, through="x")
         inward = {name: w for name, w in weights.items() if name.startswith(INWARD)}
         return *attend_in_groups(project, attending(self.config.head_dim, **how), self.attention_groups, inward, x, positions,
                                  coords, self.dtype), None

@@ -19,8 +19,8 @@ from .layout import check_length
 from .partial import AttentionPartial, merge
 from .schedules import Ranks, get_schedule
 
-__all__ = ["Attending", "AttentionPartial", "Mask", "TokenCoords", "attend", "attending", "attention", "document_starts", "keep",
-           "merge"]
+__all__ = ["Attending", "AttentionPartial", "Mask", "TokenCoords", "attend", "attending", "attention", "document_starts",
+           "keep", "merge"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +75,8 @@ def _attend_backward(how, residuals, cotangents):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def attending(head_dim: int, *, schedule, kernel: Kernel, axis: str, size: int, layout="", mask=Mask(), scale=None) -> Attending:
+def attending(head_dim: int, *, schedule, kernel: Kernel, axis: str, size: int, layout="", mask=Mask(),
+              scale=None) -> Attending:
     """From names and sizes; see `attend`."""
     scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
     return Attending(get_schedule(schedule, size, layout), kernel, Ranks(axis, size), mask, scale)
