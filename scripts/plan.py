@@ -27,7 +27,7 @@ def parse(argv):
     parser.add_argument("--schedule", default="ring", help="see model.attention (default ring)")
     parser.add_argument("--layout", default="striped", help="for the estimates (default striped)")
     parser.add_argument("--remat", default="save_attention", help="what layers keep for the backward (default save_attention)",
-                        choices=["nothing", "save_attention", "offload", "every_k", "everything"])
+                        choices=["nothing", "save_attention", "offload", "every_k", "offload_every_k", "everything"])
     parser.add_argument("--every-k", type=int, default=2, help="layers between the inputs that remat every_k keeps")
     parser.add_argument("--moments-on-host", action="store_true", help="the optimizer's moments lie in the host's memory")
     parser.add_argument("--attention-groups", type=int, default=1, help="groups of heads done one after the other (default 1)")

@@ -65,15 +65,17 @@ class Cell:
         return HOST_GIB[self.topology.split(":")[0]]
 
     def ways(self) -> list[dict]:
-        """Fields of `Job` that spare memory, the leanest first; a context fits where one of them does."""
+        """Fields of `Job` that spare memory; each way asks more of the device and less of the host than the one before it. A
+        context fits where one of them does."""
         config = LlamaConfig.preset(self.model)
         layers = config.num_hidden_layers
         k = min((k for k in range(1, layers + 1) if layers % k == 0), key=lambda k: layers / k + k)
         # Beside scores of length x length the layers' inputs are nothing, so `vanilla` keeps them all.
         device = {"remat": "nothing"} if self.column == "vanilla" else {"remat": "every_k", "every_k": k}
-        ways = [device] if self.memory == "device" else [{"remat": "offload", "moments_on_host": True}, device]
+        ways = [device] if self.memory == "device" else [{"remat": "offload"}, {"remat": "offload_every_k", "every_k": 2}]
+        moments = {"moments_on_host": True} if self.memory == "ours" else {}
         heads = {"attention_groups": config.num_key_value_heads} if self.column == "ring" else {}  # one after the other
-        return [way | heads for way in ways]
+        return [way | moments | heads for way in ways]
 
     def job(self, context: int, way: dict) -> Job:
         """The column's configuration of our step."""
@@ -130,7 +132,7 @@ class Table:
     def save(self) -> None:
         """Every try, and the cells that they fill."""
         filled = [found for cell in cells() if (found := self.filled(cell))]
-        text = json.dumps({"cells": filled, "tries": self.tries}, indent=1)
+        text = json.dumps({"cells": filled, "tries": {way: tried for way, tried in self.tries.items() if tried}}, indent=1)
         part = self.path.with_suffix(".part")
         part.write_text(text + "\n", encoding="utf-8")
         part.replace(self.path)
@@ -152,27 +154,30 @@ class Table:
         return known[str(context)]
 
     def share(self, cell: Cell, context: int) -> float:
-        """Of the memory there is, what the leanest way needs that fits; where none does, what the leanest needs."""
+        """Of the memory there is, what the first way needs that fits; where none does, the least that one needs."""
         found = []
         for way in cell.ways():
             tried = self.attempt(cell, context, way)
             found.append(_share(cell, tried))
-            if found[-1] <= 1:
-                print(f"{cell.name}: {_tokens(context)} fits with {tried['peak_gib']:.2f} GiB, host {tried['host_gib']:.2f} "
-                      f"({tried['compile_seconds']:.0f} s)", flush=True)
-                return found[-1]
-            print(f"{cell.name}: {_tokens(context)} {_refusal(cell, tried)} ({tried['compile_seconds']:.0f} s)", flush=True)
+            said = f"fits with {tried['peak_gib']:.2f} GiB" if found[-1] <= 1 else _refusal(cell, tried)
+            print(f"{cell.name}: {_tokens(context)} {said} ({way['remat']}, {tried['compile_seconds']:.0f} s)", flush=True)
+            if found[-1] <= 1 or not tried["fits"]:
+                break
         return min(found)
 
     def filled(self, cell: Cell) -> dict | None:
-        """The longest so far with its plan, and the next with each way's refusal; `next` is None while one of them has not
-        been asked about it. None while nothing is known."""
+        """The longest so far with its plan, and why the next does not fit; `next` is None while that is not known. None while
+        nothing is known."""
         known = [(way, {int(context): found for context, found in self.of(cell, way).items()}) for way in cell.ways()]
         good = {context: (way, found) for way, tried in reversed(known) for context, found in tried.items()
                 if _share(cell, found) <= 1}
         most = max(good, default=LEAST // 2)
-        refused = [next((_refusal(cell, found) for at, found in sorted(tried.items()) if at <= 2 * most
-                         and _share(cell, found) > 1), None) for _, tried in known]
+        refused = []
+        for _, tried in known:
+            bad = [found for context, found in sorted(tried.items()) if context <= 2 * most and _share(cell, found) > 1]
+            refused.append(_refusal(cell, bad[-1]) if bad else None)
+            if bad and not bad[-1]["fits"]:
+                break
         told = {**dataclasses.asdict(cell), "paper": cell.paper, "longest": most if good else 0,
                 "next": None if None in refused else 2 * most, "next_refused": [one for one in refused if one]}
         if not good:
@@ -213,14 +218,16 @@ def first_guess(cell: Cell) -> int:
     as compiles were seen to have (for `vanilla` and three float32 arrays of scores), the gradients as large as parameters."""
     config, has = LlamaConfig.preset(cell.model), memory_gib(cell.topology)
     wide = config.intermediate_size / config.hidden_size
-    arrays = {"ring": 9, "blockwise feed-forward": 18}.get(cell.column, 18 + 8 * wide)
+    arrays = {"ring": 6, "blockwise feed-forward": 18}.get(cell.column, 18 + 8 * wide)
     context = MOST
     while context > LEAST:
         job = cell.job(context, cell.ways()[0])
         parts = parts_gib(job, config, cell.devices)
         row = context if cell.column != "ring" else context / cell.devices
         scores = 12 * config.num_attention_heads * row**2 / GIB if cell.column == "vanilla" else 0
-        if sum(parts.values()) + parts["parameters"] + scores + arrays * 2 * row * config.hidden_size / GIB <= has:
+        array = 2 * row * config.hidden_size / GIB
+        on_host = config.num_hidden_layers * array / 2 if cell.memory == "ours" else 0
+        if sum(parts.values()) + parts["parameters"] + scores + arrays * array <= has and on_host <= cell.host_gib:
             break
         context //= 2
     return context

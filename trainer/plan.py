@@ -148,7 +148,8 @@ def parts_gib(job: Job, config: LlamaConfig, devices: int) -> dict[str, float]:
     count = sum(math.prod(parameter.shape) for parameter in declare(config).values()) / (devices / mesh.data)
     heads = config.num_attention_heads / mesh.tensor
     layers = config.num_hidden_layers
-    inputs = {"offload": 0, "every_k": layers / job.every_k + job.every_k}.get(job.remat, layers)
+    every_k = layers / job.every_k + job.every_k
+    inputs = {"offload": 0, "every_k": every_k, "offload_every_k": job.every_k}.get(job.remat, layers)
     kept = layers if job.remat in ("save_attention", "everything") else 0
     wide = (heads + 2 * config.num_key_value_heads / mesh.tensor) * config.head_dim + 2 * config.intermediate_size / mesh.tensor
     parts = {"parameters": 4 * count, "moments": 0 if job.moments_on_host else 8 * count,

@@ -81,30 +81,29 @@ def test_columns_are_configurations_of_one_step(small):
 
 
 def test_host_memory_is_bounded_and_a_second_start_asks_nothing(small, monkeypatch, tmp_path, capsys):
-    """A compiler of which we know what it would say: on the host 12 GiB each 4K tokens, where that of a v5e has 48 a chip; on
-    the device alone half as much as it has, each 4K tokens."""
+    """A compiler of which we know what it would say of 4K tokens: (GiB of the device's 0.1, GiB on a host that has 48)."""
+    says = {"every_k": (0.05, 0), "offload": (0.001, 12), "offload_every_k": (0.01, 6)}
     asked = []
 
     def compiled(job):
         asked.append(job.context)
-        needs = job.context / 4096 * (0.001 if job.remat == "offload" else 0.05)
-        host = job.context / 4096 * 12 if job.remat == "offload" else 0.0
-        if needs > 0.1:
-            return {"fits": False, "needs_gib": needs, "has_gib": 0.1, "compile_seconds": 0.0}
-        return {"fits": True, "peak_gib": needs, "device_gib": 0.1, "host_gib": host, "compile_seconds": 0.0, "batch": 1,
-                "mesh": {"sequence": 4}, "schedule": "ring"}
+        device, host = (gib * job.context / 4096 for gib in says[job.remat])
+        if device > 0.1:
+            return {"fits": False, "needs_gib": device, "has_gib": 0.1, "compile_seconds": 0.0}
+        return {"fits": True, "peak_gib": device, "device_gib": 0.1, "host_gib": host, "compile_seconds": 0.0}
 
     monkeypatch.setattr(table3, "compiled", compiled)
     path = tmp_path / "table.json"
     assert table3.main(["--only", "ring", "--output", str(path)]) == 0
-    assert "| v5e:2x2 | tiny | ? / ? (1K) | ? / ? (2K) | ? / ? (4K) | 8K / 16K (16K) |" in capsys.readouterr().out
+    assert "| v5e:2x2 | tiny | ? / ? (1K) | ? / ? (2K) | ? / ? (4K) | 8K / 32K (16K) |" in capsys.readouterr().out
     cells = {cell["memory"]: cell for cell in json.loads(path.read_text())["cells"]}
-    assert (cells["device"]["longest"], cells["ours"]["longest"]) == (8 << 10, 16 << 10)
-    assert cells["ours"]["next_refused"] == ["needs 96.00 GiB of the host's 48", "needs 0.20 GiB of 0.10"]
+    assert cells["device"]["next_refused"] == ["needs 0.20 GiB of 0.10"]
+    assert cells["ours"]["way"]["remat"] == "offload_every_k"
+    assert cells["ours"]["next_refused"] == ["needs 192.00 GiB of the host's 48", "needs 0.16 GiB of 0.10"]
     # Two layers, hidden size 64, width 128, 4 heads and 2 key heads of 32, 512 tokens: 6 a weight and token, 12 a head's number
     # and visible pair.
     weights = 2 * 64 * (2 * 4 * 32 + 2 * 2 * 32 + 3 * 128) + 64 * 512
-    flops = 6 * weights * 16384 + 12 * 2 * 4 * 32 * 16384 * 16385 / 2
+    flops = 6 * weights * 32768 + 12 * 2 * 4 * 32 * 32768 * 32769 / 2
     assert cells["ours"]["flops"] == pytest.approx(flops)
     asked.clear()
     assert table3.main(["--only", "ring", "--output", str(path)]) == 0
