@@ -79,6 +79,11 @@ class Parallel:
         return cls(tensor, kv_heads or shared, kv_heads, config.intermediate_size % tensor == 0, True,
                    -(-config.vocab_size // tensor) * tensor, query, key)
 
+    @property
+    def local_key_heads(self) -> int:
+        """Key/value heads that a rank attends with."""
+        return self.key_heads // self.tensor if self.kv_heads else 1 if self.heads else self.key_heads
+
     def padded(self, config: LlamaConfig) -> LlamaConfig:
         """The model's sizes as they are in memory."""
         return dataclasses.replace(config, vocab_size=self.vocab_size, num_attention_heads=self.query_heads,

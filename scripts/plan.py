@@ -9,12 +9,10 @@ Memory and collectives are the compiler's own; step time, MFU, hours and money a
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
-
-# Topology -> hardware of the cost model, where the names differ: by whether GPUs are in one box, or in several.
-GPUS = {"a100": ("a100-nvlink", "a100-infiniband"), "h100": ("h100-infiniband", "h100-infiniband")}
 
 
 def parse(argv):
@@ -29,9 +27,10 @@ def parse(argv):
     parser.add_argument("--schedule", default="ring", help="see model.attention (default ring)")
     parser.add_argument("--layout", default="striped", help="for the estimates (default striped)")
     parser.add_argument("--remat", default="save_attention", help="what layers keep for the backward (default save_attention)",
-                        choices=["nothing", "save_attention", "offload", "every_k", "everything"])
+                        choices=["nothing", "save_attention", "offload", "every_k", "offload_every_k", "everything"])
     parser.add_argument("--every-k", type=int, default=2, help="layers between the inputs that remat every_k keeps")
     parser.add_argument("--moments-on-host", action="store_true", help="the optimizer's moments lie in the host's memory")
+    parser.add_argument("--attention-groups", type=int, default=1, help="groups of heads done one after the other (default 1)")
     parser.add_argument("--search", action="store_true", help="the longest context that fits, and the policy that holds it")
     parser.add_argument("--tokens", type=float, help="tokens to train on: adds hours")
     parser.add_argument("--price-per-device-hour", type=float, help="adds money to the hours")
@@ -50,20 +49,11 @@ def mesh_of(text: str):
         raise ValueError(f"--mesh: found {text!r}; write axis=size,... with data, fsdp, tensor, sequence") from None
 
 
-def estimates(plan: dict, args) -> dict:
-    """What the cost model says of a plan; nothing where it does not know the hardware."""
-    from model.config import LlamaConfig
-    from trainer import costs
-
-    generation, _, shape = args.topology.partition(":")
-    one_box, several = GPUS.get(generation, (generation, generation))
-    hardware = costs.HARDWARE.get(several if "x" in shape else one_box)
-    if hardware is None:
+def estimates(plan: dict, job, args) -> dict:
+    """What the cost model says of a planned job; nothing where it does not know the hardware."""
+    found = job.estimate(args.layout)
+    if found is None:
         return {}
-    axes = {axis: plan["mesh"][axis] for axis in ("data", "fsdp", "tensor", "sequence")}
-    found = costs.estimate(costs.Job(
-        costs.Sizes.of(LlamaConfig.preset(args.model)), hardware, plan["context"], args.batch, **axes, remat=plan["remat"],
-        schedule=args.schedule if plan["mesh"]["sequence"] > 1 else "local", layout=args.layout))
     told = {"estimated_step_seconds": found.seconds, "estimated_mfu": found.mfu,
             "estimated_exposed_seconds": found.step.exposed, "estimated_tokens_per_second": found.tokens_per_second}
     if args.tokens:
@@ -113,14 +103,14 @@ def run(args) -> int:
     from trainer.plan import DoesNotFit, Job, plan, search
 
     job = Job(args.model, args.topology, args.context, args.batch, mesh_of(args.mesh), args.schedule, args.remat, args.every_k,
-              args.moments_on_host)
+              args.moments_on_host, args.attention_groups)
     if not args.search:
         try:
             found = plan(job)
         except DoesNotFit as error:
             print(f"does not fit: {error}", file=sys.stderr)
             return 1
-        found |= estimates(found, args)
+        found |= estimates(found, job, args)
         show(found)
         if args.output:
             Path(args.output).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
@@ -138,7 +128,7 @@ def run(args) -> int:
     if best is None:
         print(f"does not fit at {args.context:,} tokens: {refusal}", file=sys.stderr)
         return 1
-    best |= estimates(best, args)
+    best |= estimates(best, dataclasses.replace(job, context=best["context"], remat=best["remat"]), args)
     print()
     show(best)
     if args.output:

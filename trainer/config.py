@@ -332,7 +332,8 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     for field in ("data", "fsdp", "tensor", "sequence"):
         need(getattr(mesh, field) >= 1, f"mesh.{field}", "at least 1 is needed")
     at_least_one = ("data.context_length", "train.steps", "train.batch_size", "train.log_every", "checkpoint.keep",
-                    "evaluate.max_new_tokens", "train.accumulation", "memory.every_k")  # fmt: skip
+                    "evaluate.max_new_tokens", "train.accumulation", "memory.every_k",
+                    "memory.attention_groups")  # fmt: skip
     not_negative = ("mesh.simulate", "train.evaluate_every", "checkpoint.every", "attention.query_tile",
                     "attention.key_tile", "memory.feed_forward_chunk", "memory.projection_chunk", "memory.loss_chunk",
                     "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_norm")  # fmt: skip

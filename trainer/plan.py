@@ -14,8 +14,9 @@ import jax
 
 from model.attention.kernels import get_kernel
 from model.config import LlamaConfig
-from model.llama import Llama, declare
+from model.llama import Chunks, Llama, declare
 
+from . import costs
 from .compiled import GIB, memory
 from .compiled.communication import communication
 from .mesh import make_mesh
@@ -25,6 +26,8 @@ from .topology import memory_gib, topology_devices
 
 # From the fastest to the one that keeps least; `offload` needs the host's memory.
 POLICIES = ("everything", "save_attention", "nothing", "offload")
+# Topology -> hardware of the cost model, where the names differ: by whether GPUs are in one box, or in several.
+GPU_HARDWARE = {"a100": ("a100-nvlink", "a100-infiniband"), "h100": ("h100-infiniband", "h100-infiniband")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Job:
     Attributes:
       model: a preset; topology: see `topology_devices`; context: tokens in a row; batch: rows.
       mesh: None puts all devices on the sequence axis.
-      schedule: see `model.attention`; remat, every_k: see `model.remat`.
+      schedule, kernel: see `model.attention`; remat, every_k: see `model.remat`; attention_groups, chunks: see `Llama`.
     """
 
     model: str
@@ -46,6 +49,20 @@ class Job:
     remat: str = "save_attention"
     every_k: int = 2
     moments_on_host: bool = False
+    attention_groups: int = 1
+    kernel: str = "auto"
+    chunks: Chunks | None = None
+
+    def estimate(self, layout: str = "striped", causal: bool = True) -> costs.Estimate | None:
+        """What the cost model says of it; None where it does not know the hardware. causal False counts every pair."""
+        generation, _, shape = self.topology.partition(":")
+        one_box, several = GPU_HARDWARE.get(generation, (generation, generation))
+        hardware = costs.HARDWARE.get(several if "x" in shape else one_box)
+        mesh = self.mesh or MeshConfig(sequence=len(topology_devices(self.topology)))
+        axes = {axis: getattr(mesh, axis) for axis in ("data", "fsdp", "tensor", "sequence")}
+        return hardware and costs.estimate(costs.Job(
+            costs.Sizes.of(LlamaConfig.preset(self.model)), hardware, self.context, self.batch, **axes, remat=self.remat,
+            schedule=self.schedule if mesh.sequence > 1 else "local", layout=layout, causal=causal))
 
 
 class DoesNotFit(Exception):
@@ -59,7 +76,7 @@ class DoesNotFit(Exception):
 
 
 def compile_step(config: LlamaConfig, devices, context: int, *, remat="save_attention", every_k=2, batch=1, mesh=None,
-                 schedule="ring", kernel=None, moments_on_host=False):
+                 schedule="ring", kernel=None, moments_on_host=False, attention_groups=1, chunks=None):
     """The compiled training step of a model on these devices; all on the sequence axis unless `mesh` says otherwise.
 
     Raises:
@@ -68,7 +85,7 @@ def compile_step(config: LlamaConfig, devices, context: int, *, remat="save_atte
     axes = mesh or MeshConfig(sequence=len(devices))
     mesh = make_mesh(axes, devices)
     model = Llama(config, mesh, remat=remat, every_k=every_k, schedule=schedule, kernel=kernel or get_kernel(),
-                  sequence_parallel=axes.sequence_parallel)
+                  sequence_parallel=axes.sequence_parallel, attention_groups=attention_groups, chunks=chunks or Chunks())
     builder = StepBuilder(model, model.loss, tuple(model.parameters), text_batch(batch, context, mesh),
                           OptimizerConfig(), 1000, moments_on_host=moments_on_host)
     try:
@@ -97,7 +114,8 @@ def plan(job: Job) -> dict:
     parts = parts_gib(job, config, len(devices))
     try:
         compiled = compile_step(config, devices, job.context, batch=job.batch, mesh=job.mesh, remat=job.remat,
-                                every_k=job.every_k, schedule=job.schedule, moments_on_host=job.moments_on_host)
+                                every_k=job.every_k, schedule=job.schedule, kernel=get_kernel(job.kernel),
+                                moments_on_host=job.moments_on_host, attention_groups=job.attention_groups, chunks=job.chunks)
     except DoesNotFit as error:
         raise DoesNotFit(error.needs_gib, error.has_gib, parts) from None
     seconds = time.perf_counter() - start
@@ -107,7 +125,8 @@ def plan(job: Job) -> dict:
     return {
         "model": job.model, "topology": job.topology, "devices": len(devices), "context": job.context, "batch": job.batch,
         "mesh": dataclasses.asdict(job.mesh or MeshConfig(sequence=len(devices))), "schedule": str(job.schedule),
-        "tokens_per_device": job.context * job.batch // len(devices), "remat": job.remat, "compile_seconds": seconds,
+        "tokens_per_device": job.context * job.batch // len(devices), "remat": job.remat,
+        "attention_groups": job.attention_groups, "compile_seconds": seconds,
         **{f"{name}_gib": size for name, size in sizes.items()},
         **{f"of_it_{name.replace(' ', '_')}_gib": size for name, size in parts.items()}, "device_gib": has,
         "left_gib": None if has is None else has - sizes["peak"],
@@ -122,7 +141,8 @@ def parts_gib(job: Job, config: LlamaConfig, devices: int) -> dict[str, float]:
     count = sum(math.prod(parameter.shape) for parameter in declare(config).values()) / (devices / mesh.data)
     heads = config.num_attention_heads / mesh.tensor
     layers = config.num_hidden_layers
-    inputs = {"offload": 0, "every_k": layers / job.every_k + job.every_k}.get(job.remat, layers)
+    every_k = layers / job.every_k + job.every_k
+    inputs = {"offload": 0, "every_k": every_k, "offload_every_k": job.every_k}.get(job.remat, layers)
     kept = layers if job.remat in ("save_attention", "everything") else 0
     wide = (heads + 2 * config.num_key_value_heads / mesh.tensor) * config.head_dim + 2 * config.intermediate_size / mesh.tensor
     parts = {"parameters": 4 * count, "moments": 0 if job.moments_on_host else 8 * count,
