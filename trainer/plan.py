@@ -24,8 +24,6 @@ from .schema import MeshConfig, OptimizerConfig
 from .step import StepBuilder, text_batch
 from .topology import memory_gib, topology_devices
 
-# From the fastest to the one that keeps least; `offload` needs the host's memory.
-POLICIES = ("everything", "save_attention", "nothing", "offload")
 # Topology -> hardware of the cost model, where the names differ: by whether GPUs are in one box, or in several.
 GPU_HARDWARE = {"a100": ("a100-nvlink", "a100-infiniband"), "h100": ("h100-infiniband", "h100-infiniband")}
 
@@ -52,6 +50,13 @@ class Job:
     attention_groups: int = 1
     kernel: str = "auto"
     chunks: Chunks | None = None
+
+    @property
+    def axes(self) -> str:
+        """The mesh in a few words."""
+        mesh = self.mesh or MeshConfig(sequence=len(topology_devices(self.topology)))
+        sizes = {axis: getattr(mesh, axis) for axis in ("data", "fsdp", "tensor", "sequence")}
+        return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
 
     def estimate(self, layout: str = "striped", causal: bool = True) -> costs.Estimate | None:
         """What the cost model says of it; None where it does not know the hardware. causal False counts every pair."""
@@ -150,25 +155,3 @@ def parts_gib(job: Job, config: LlamaConfig, devices: int) -> dict[str, float]:
              "attention outputs": kept * tokens * heads * (2 * config.head_dim + 4),
              "products": layers * 2 * tokens * (wide + config.hidden_size) if job.remat == "everything" else 0}
     return {name: size / GIB for name, size in parts.items()}
-
-
-def search(job: Job, policies=POLICIES, on_try=lambda job, result: None,
-           most: int = 1 << 31) -> tuple[dict | None, DoesNotFit | None]:
-    """The longest context, doubling from job.context, and the plan of the first policy that holds it.
-
-    Returns:
-      the plan of the longest that fits (None: not even the first does), and the refusal of the next under the last policy.
-    """
-    best, refusal, left = None, None, list(policies)
-    while job.context <= most and left:
-        job = dataclasses.replace(job, remat=left[0])
-        try:
-            best = plan(job)
-        except DoesNotFit as error:
-            refusal = error
-            on_try(job, error)
-            left = left[1:]  # a policy that is too large at this context is so at every longer one
-            continue
-        on_try(job, best)
-        job = dataclasses.replace(job, context=2 * job.context)
-    return best, refusal

@@ -1,4 +1,5 @@
 """The TPU compiler's plan of the real step: LLaMA-7B at a million tokens fits, and nothing of length x length is kept."""
+import dataclasses
 import math
 import re
 
@@ -14,9 +15,10 @@ from trainer.compiled.communication import communication
 from trainer.compiled.text import arrays_with
 from trainer.compiled.transfers import collectives
 from trainer.mesh import make_mesh
-from trainer.plan import DoesNotFit, Job, compile_step, search
+from trainer.plan import DoesNotFit, Job, compile_step, parts_gib
+from trainer.plan_search import search, ways
 from trainer.schema import MeshConfig
-from trainer.topology import topology_devices
+from trainer.topology import memory_gib, topology_devices
 
 CONTEXT = 1_048_576
 
@@ -92,11 +94,25 @@ def test_the_search_ends_at_the_longest_context_that_fits(monkeypatch):
 
     monkeypatch.setattr(trainer.plan, "plan", plan)
     tried = []
-    job = Job("tiny", "v5e:2x2", 1000)
-    best, refusal = search(job, ("save_attention", "nothing"), lambda job, result: tried.append((job.context, job.remat)))
-    assert (best["context"], best["remat"], refusal.needs_gib) == (8000, "nothing", 8.0)
+
+    def two(job):
+        return [dataclasses.replace(job, remat=remat) for remat in ("save_attention", "nothing")]
+
+    longest, best, refusal = search(Job("tiny", "v5e:2x2", 1000), two, lambda job, _: tried.append((job.context, job.remat)))
+    assert (longest.context, best["context"], best["remat"], refusal.needs_gib) == (8000, 8000, "nothing", 8.0)
     assert tried == [(1000, "save_attention"), (2000, "save_attention"), (4000, "save_attention"), (8000, "save_attention"),
                      (8000, "nothing"), (16000, "nothing")]
+
+
+def test_the_ways_of_a_job():
+    """Llama 3.1 8B, four rows on 16 chips: every way has all chips, rows go to fsdp first, none is slower than the next."""
+    job = Job("llama-3.1-8b", "v5e:4x4", 8192, batch=4)
+    found = ways(job)
+    meshes = {(way.mesh.fsdp, way.mesh.tensor, way.mesh.sequence) for way in found}
+    assert meshes == {(4, 1, 4), (4, 2, 2), (4, 4, 1), (2, 8, 1)}
+    seconds = [way.estimate().seconds for way in found]
+    assert seconds == sorted(seconds)
+    assert all(sum(parts_gib(way, LlamaConfig.preset(job.model), 16).values()) < memory_gib(job.topology) for way in found)
 
 
 def test_an_axis_may_be_a_part_of_a_physical_one():
