@@ -128,7 +128,8 @@ def plan(job: Job) -> dict:
     if has and sizes["peak"] > has:  # the CUDA compiler does not refuse what is too large
         raise DoesNotFit(sizes["peak"], has, parts)
     return {
-        "jax": jax.__version__, "model": job.model, "topology": job.topology, "devices": len(devices), "context": job.context, "batch": job.batch,
+        "jax": jax.__version__, "model": job.model, "topology": job.topology, "devices": len(devices),
+        "context": job.context, "batch": job.batch,
         "mesh": dataclasses.asdict(job.mesh or MeshConfig(sequence=len(devices))), "schedule": str(job.schedule),
         "tokens_per_device": job.context * job.batch // len(devices), "remat": job.remat,
         "attention_groups": job.attention_groups, "compile_seconds": seconds,
