@@ -21,7 +21,8 @@ def parse(argv):
     """The command line, checked."""
     parser = argparse.ArgumentParser(prog="python -m scripts.plan", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", required=True, help="a preset, such as llama-7b")
-    parser.add_argument("--topology", required=True, help="such as v4:4x4x4, v5e:16x16, h100:8, a100:4x8 (4 hosts of 8)")
+    parser.add_argument("--topology", required=True, help="such as v4:4x4x4, 2xv5e:16x16 (2 slices), h100:8, "
+                        "a100:4x8 (4 hosts of 8)")
     parser.add_argument("--context", type=int, required=True, help="tokens in a row; with --search the first one tried")
     parser.add_argument("--mesh", default="", help="such as fsdp=8,sequence=8 or tensor=8,sequence_parallel=1; "
                         "all devices on sequence unless given")
@@ -40,12 +41,13 @@ def parse(argv):
 
 
 def mesh_of(text: str):
-    """fsdp=8,sequence=8 -> MeshConfig; None for nothing."""
+    """fsdp=8,sequence=8 -> MeshConfig; dcn.data=2 is a factor of mesh.dcn; None for nothing."""
     from trainer.schema import MeshConfig
 
     axes = dict(part.split("=") for part in text.split(",") if part)
     try:
-        return MeshConfig(**{axis: int(size) for axis, size in axes.items()}) if axes else None
+        dcn = {axis.removeprefix("dcn."): int(axes.pop(axis)) for axis in list(axes) if axis.startswith("dcn.")}
+        return MeshConfig(**{axis: int(size) for axis, size in axes.items()}, dcn=dcn) if axes else None
     except (TypeError, ValueError):
         raise ValueError(f"--mesh: found {text!r}; write axis=size,... with data, fsdp, tensor, sequence") from None
 
@@ -56,6 +58,7 @@ def estimates(plan: dict, args) -> dict:
     from trainer import costs
 
     generation, _, shape = args.topology.partition(":")
+    generation = generation.rpartition("x")[2]  # of several slices; what crosses between them is not told apart
     one_box, several = GPUS.get(generation, (generation, generation))
     hardware = costs.HARDWARE.get(several if "x" in shape else one_box)
     if hardware is None:

@@ -18,9 +18,14 @@ def keep_compiled() -> None:
 
 
 def run(work: Callable[[], object]) -> int:
-    """Runs a command's work; 2 and one line on standard error for an error that its user can mend."""
+    """Runs a command's work; 2 and one line on standard error for an error that its user can mend, 143 after SIGTERM."""
+    from trainer.preemption import Preempted
+
     try:
         work()
+    except Preempted as told:
+        print(told, file=sys.stderr)
+        return told.EXIT_CODE
     except (UserError, ValueError, OSError) as error:
         if os.environ.get("LONGSTRIPE_TRACEBACK"):
             raise
