@@ -115,7 +115,7 @@ class _Training:
                     # Before the held-out loss, for which there may be no time: the next start begins with it.
                     self._save()
                     self.store.wait()
-                    raise Preempted(f"preempted (SIGTERM): saved {self.store.path(self.step)}; the same command goes on from there")
+                    raise Preempted(f"preempted (SIGTERM): saved {self.store.path(self.step)}; the same command goes on")
                 if not self.evaluated:
                     with self.meter.paused():
                         self._evaluate(log)
@@ -128,7 +128,7 @@ class _Training:
 
     def _due(self, every: int) -> bool:
         """Whether what is done every so many steps, and after the last, is to be done now."""
-        return self.step == self.config.train.steps or bool(every) and self.step % every == 0
+        return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
     def _train_one(self, train_step, batches, log) -> None:
         with self.meter.waiting_for_data():

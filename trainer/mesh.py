@@ -71,7 +71,9 @@ def _placed(config: MeshConfig, order: tuple[str, ...], devices) -> np.ndarray:
     whole = [getattr(config, axis) for axis in order]
     # An axis of 2 on a torus of 4 x 4 x 4 takes a part of a physical axis: its ring is a line there, which costs speed only.
     how = {"allow_split_physical_axes": True}
-    if config.simulate and places == 1 or not config.dcn and (by_host or places == 1):  # one process simulates many hosts
+    if not config.dcn and (by_host or slices == 1):
+        return mesh_utils.create_device_mesh(whole, devices, **how)
+    if config.simulate and places == 1:  # tried out in one process, where no network is slow
         return mesh_utils.create_device_mesh(whole, devices, **how)
     if math.prod(across) != places:
         raise UserError(f"mesh.dcn: found {config.dcn or 'nothing'} for devices of {places} {what}; factors whose product is "

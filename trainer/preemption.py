@@ -1,7 +1,7 @@
 """SIGTERM as the notice it is on spot machines, Slurm and Kubernetes: soon this process will be killed; save, and end.
 
-A notice to one process is one to all of them: JAX's preemption service carries it to the others, which agree on a step that none
-has passed, and all save that one. A process that is alone saves the step that is running.
+A notice to one process is one to all: JAX's preemption service carries it to the others, they agree on a step that none has
+passed, and all save that one. A process that is alone saves the step that is running.
 """
 from __future__ import annotations
 
