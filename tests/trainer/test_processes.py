@@ -1,5 +1,6 @@
 """Several real processes on this machine train as one does; one that is lost ends the others, and the next start goes on."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -8,14 +9,18 @@ import jax
 import numpy as np
 import pytest
 
+import train
 from data.errors import UserError
 from data.loader import Loader
 from scripts import launch_local
 from tests.trainer import small_run
-from trainer import cluster
+from trainer import checkpoint, cluster
 from trainer.mesh import simulate
 from trainer.metrics import MEASURED
 from trainer.schema import DistributedConfig
+
+# 2 processes with 2 devices each.
+SMALLER = ("--mesh.tensor", "1", "--mesh.simulate", "4")
 
 
 def test_two_processes_train_as_one_does_and_what_they_saved_one_goes_on_with(whole_run, small_recipe, repository):
@@ -23,9 +28,7 @@ def test_two_processes_train_as_one_does_and_what_they_saved_one_goes_on_with(wh
     run = small_recipe.parent / "two processes"
     running = launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(run)])
     try:
-        while not list(run.glob("checkpoints/[0-9]*/manifest.json")):
-            assert running[0].poll() is None and running[1].poll() is None
-            time.sleep(0.02)
+        wait_for(lambda: list(run.glob("checkpoints/[0-9]*/manifest.json")), running)
         running[1].kill()
         killed = time.monotonic()
         assert launch_local.wait(running) == 128 + 9
@@ -39,19 +42,77 @@ def test_two_processes_train_as_one_does_and_what_they_saved_one_goes_on_with(wh
     agree(small_run.rows(run / "metrics.jsonl"), alone)
 
 
+def test_sigterm_to_one_process_saves_the_same_step_on_all(whole_run, small_recipe, tmp_path, capfd):
+    """Process 1 alone is told; one process, with all 8 devices, goes on from what the two saved."""
+    run = tmp_path / "run"
+    running = launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(run)])
+    try:
+        wait_for(lambda: small_run.steps_logged(run) >= 2, running)
+        running[1].send_signal(signal.SIGTERM)
+        assert [process.wait(60) for process in running] == [143, 143]
+    finally:
+        launch_local.end(running)
+    saved = max(int(path.name) for path in (run / "checkpoints").iterdir())
+    said = f"preempted (SIGTERM): saved {run / 'checkpoints' / str(saved)}; the same command goes on"
+    assert capfd.readouterr().err.count(said) == 2 and small_run.steps_logged(run) == saved < small_run.STEPS
+    assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
+    agree(small_run.rows(run / "metrics.jsonl"), small_run.rows(whole_run / "metrics.jsonl"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_lost_process_ends_the_other_within_a_minute_without_the_launcher(small_recipe, tmp_path, victim, capfd):
     running = launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(tmp_path / "run")])
     try:
-        while not small_run.steps_logged(tmp_path / "run"):
-            assert running[0].poll() is None and running[1].poll() is None
-            time.sleep(0.02)
+        wait_for(lambda: small_run.steps_logged(tmp_path / "run"), running)
         running[victim].kill()
         assert running[1 - victim].wait(60) != 0
         assert "another task died" in capfd.readouterr().err
     finally:
         launch_local.end(running)
+
+
+@pytest.mark.slow
+def test_one_of_two_killed_ten_times_is_the_run_that_never_was(small_recipe, tmp_path):
+    """kill -9 of either process, one to three steps (by a fixed seed) after the last, ten times over: each time the other
+    ends by itself within a minute, and the last start ends with what two processes give that nobody stopped, bitwise."""
+    def start(run, *flags):
+        return launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(run), *SMALLER, *flags])
+
+    whole, run, random = tmp_path / "whole", tmp_path / "run", np.random.default_rng(10)
+    assert launch_local.wait(start(whole)) == 0
+    step, seconds = 0, []
+    for victim, steps in zip(random.integers(2, size=10), random.integers(1, 4, size=10), strict=True):
+        step += int(steps)
+        running = start(run)
+        try:
+            wait_for(lambda step=step: small_run.steps_logged(run) >= step, running)
+            running[victim].kill()
+            killed = time.monotonic()
+            assert running[1 - victim].wait(60) != 0
+            seconds.append(time.monotonic() - killed)
+            step = small_run.steps_logged(run)
+            print(f"process {victim} killed after step {step}; the other ended after {seconds[-1]:.1f} s")
+        finally:
+            launch_local.end(running)
+    assert step < small_run.STEPS and launch_local.wait(start(run)) == 0
+    assert max(seconds) < 60
+    last = f"checkpoints/{small_run.STEPS}"
+    for item in ("model", "optimizer"):
+        found, expected = ({name: np.asarray(x) for name, x in checkpoint.stored_arrays(folder / last, item).items()}
+                           for folder in (run, whole))
+        assert found.keys() == expected.keys() and all(found[name].tobytes() == expected[name].tobytes() for name in expected)
+    for name in ("metrics.jsonl", "held_out.jsonl"):
+        found, expected = ([{key: x for key, x in row.items() if key not in MEASURED} for row in small_run.rows(folder / name)]
+                           for folder in (run, whole))
+        assert found == expected
+
+
+def wait_for(condition, running):
+    """Until it holds; none of the processes may have ended by then."""
+    while not condition():
+        assert all(process.poll() is None for process in running)
+        time.sleep(0.02)
 
 
 def agree(rows, expected):
