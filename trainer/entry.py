@@ -9,12 +9,12 @@ from pathlib import Path
 from data.errors import UserError
 
 
-def keep_compiled() -> None:
-    """Keep compiled programs between starts, in $LONGSTRIPE_CACHE/xla or ~/.cache/longstripe/xla."""
+def keep_compiled(folder: str | None = None) -> None:
+    """Keep compiled programs between starts, in `folder`, $LONGSTRIPE_CACHE/xla or ~/.cache/longstripe/xla."""
     import jax
 
     root = Path(os.environ.get("LONGSTRIPE_CACHE") or Path.home() / ".cache" / "longstripe")
-    jax.config.update("jax_compilation_cache_dir", str(root / "xla"))
+    jax.config.update("jax_compilation_cache_dir", folder or str(root / "xla"))
 
 
 def run(work: Callable[[], object]) -> int:

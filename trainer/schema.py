@@ -250,6 +250,9 @@ class RunConfig:
     evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
     run_dir: str | None = None
     """Folder of the run; runs/NAME where not given."""
+    compile_cache: str | None = None
+    """Folder that keeps compiled programs for the next start; unless given, $LONGSTRIPE_CACHE/xla, or ~/.cache/longstripe/xla.
+    Of several processes all read and the first writes: on storage that all share (also gs://) one compiles for all."""
 
     @property
     def folder(self) -> pathlib.Path:
