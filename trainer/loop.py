@@ -130,18 +130,21 @@ class _Training:
         """Whether what is done every so many steps, and after the last, is to be done now."""
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
+    def _place(self, host: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        return place_batch(host, self.objective.model.mesh, self.objective.part)
+
     def _train_one(self, train_step, batches, log) -> None:
         with self.meter.waiting_for_data():
             host = next(batches)
-        batch = place_batch(host, self.objective.model.mesh)
+        batch = self._place(host)
         self.trainable, self.optimizer_state, metrics = train_step(
             self.trainable, self.frozen, self.optimizer_state, batch, np.int32(self.step))
         metrics = {name: float(value) for name, value in metrics.items()}
         # 0 / 0 where the step has no target of a source: that source has no loss.
         metrics = {name: x for name, x in metrics.items() if not (name.startswith(BY_SOURCE) and math.isnan(x))}
         self._check_finite(metrics)
+        self.meter.count(self.objective.lengths(self.step), math.prod(self.objective.part.shape))
         self.step += 1
-        self.meter.count(host)
         if self._due(self.config.train.log_every):
             row = self.meter.read(self.step, **metrics)
             log.train(row, self.meter.seconds_left(self.step, self.config.train.steps))
@@ -164,7 +167,7 @@ class _Training:
         """Held-out loss: a weighted mean over all held-out target tokens, not a mean of batches; that of each source too."""
         self.evaluated = True
         found = [jax.tree.map(lambda x: np.asarray(x, np.float64), self.evaluate_step(
-            self.trainable, self.frozen, place_batch(host, self.objective.model.mesh))) for host in self.objective.held_out()]
+            self.trainable, self.frozen, self._place(host))) for host in self.objective.held_out()]
         if not found:
             return
         total, (weight, *by_source) = jax.tree.map(lambda *parts: sum(parts), *found)

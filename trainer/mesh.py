@@ -5,6 +5,7 @@ axis has the nearest neighbours) and mesh.dcn (the axes that cross from slice to
 """
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import jax
@@ -87,14 +88,47 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES, "sequence"))
 
 
-def rows_here(mesh: Mesh, rows: int) -> frozenset[int] | None:
-    """Which of a batch's `rows` lie on this process's devices; None for all of them."""
-    parts = batch_sharding(mesh).addressable_devices_indices_map((rows, mesh.shape["sequence"])).values()
-    here = frozenset(row for part in parts for row in range(*part[0].indices(rows)))
-    return None if len(here) == rows else here
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The rows and places of a global batch [B, L] that are at hand: both ascending, places those after the permutation."""
+
+    shape: tuple[int, int]
+    rows: np.ndarray
+    places: np.ndarray
 
 
-def place_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """A host batch [B, L] as global arrays; each process places what its devices hold, and reads no other part of it."""
+def part_here(mesh: Mesh, rows: int, length: int) -> Part:
+    """What of a batch [rows, length] lies on this process's devices."""
+    return part_of(batch_sharding(mesh).addressable_devices_indices_map((rows, length)).values(), rows, length)
+
+
+def part_of(held, rows: int, length: int) -> Part:
+    """The rows and places of a batch [rows, length] that these pairs of slices reach."""
+    here = [sorted({x for part in held for x in range(*part[axis].indices(size))}) for axis, size in enumerate((rows, length))]
+    return Part((rows, length), *map(np.array, here))
+
+
+def wanted(part: Part, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The places of a row as read that `order` brings to the part's, ascending, and the order that brings these there."""
+    natural = order[part.places]
+    places = np.sort(natural)
+    return places, np.searchsorted(places, natural)
+
+
+def place_batch(batch: dict[str, np.ndarray], mesh: Mesh, part: Part | None = None) -> dict[str, jax.Array]:
+    """A host batch as global arrays [B, L]; each process places what its devices hold. part: what of it `batch` has (all)."""
     sharding = batch_sharding(mesh)
-    return {name: jax.make_array_from_callback(x.shape, sharding, lambda index, x=x: x[index]) for name, x in batch.items()}
+
+    def place(x):
+        if part is None:
+            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+        def held(index):
+            first = [axis.indices(size)[0] for axis, size in zip(index, part.shape, strict=True)]
+            row, column = np.searchsorted(part.rows, first[0]), np.searchsorted(part.places, first[1])
+            rows, columns = sharding.shard_shape(part.shape)
+            return x[row:row + rows, column:column + columns]
+
+        return jax.make_array_from_callback(part.shape, sharding, held)
+
+    return {name: place(x) for name, x in batch.items()}

@@ -10,14 +10,19 @@ import numpy as np
 import pytest
 
 import train
+from data.batch import permute
 from data.errors import UserError
 from data.loader import Loader
+from data.prepare import Documents, prepare
+from data.sources import Source
+from data.tokenizer import Tokenizer
+from model.attention.layout import permutation
 from scripts import launch_local
 from tests.trainer import small_run
 from trainer import checkpoint, cluster
-from trainer.mesh import simulate
+from trainer.mesh import batch_sharding, make_mesh, part_of, simulate, wanted
 from trainer.metrics import MEASURED
-from trainer.schema import DistributedConfig
+from trainer.schema import DistributedConfig, MeshConfig
 
 # 2 processes with 2 devices each, and a program that compiles fast: twelve starts compile it.
 SMALLER = ("--mesh.tensor", "1", "--mesh.simulate", "4", "--attention.kernel", "reference")
@@ -119,9 +124,9 @@ def wait_for(condition, running):
 def agree(rows, expected):
     """The same steps, tokens and padding, and losses equal to 1e-6 of their size."""
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
-    for row, wanted in zip(rows, expected, strict=True):
-        for name in wanted.keys() - set(MEASURED):
-            np.testing.assert_allclose(row[name], wanted[name], rtol=2e-6 if name == "grad_norm" else 1e-6, err_msg=name)
+    for row, right in zip(rows, expected, strict=True):
+        for name in right.keys() - set(MEASURED):
+            np.testing.assert_allclose(row[name], right[name], rtol=2e-6 if name == "grad_norm" else 1e-6, err_msg=name)
 
 
 def test_the_launcher_ends_all_with_the_first_that_fails(capsys):
@@ -153,17 +158,44 @@ def test_simulated_devices_are_divided_among_the_processes():
         simulate(8, 3)
 
 
-def test_a_row_of_another_process_is_counted_and_not_read(tmp_path, repository):
-    from data.prepare import prepare
-    from data.sources import Source
-    from data.tokenizer import Tokenizer
+@pytest.mark.parametrize("layout", ["striped", "zigzag"])
+@pytest.mark.parametrize("sizes", [{"sequence": 8}, {"fsdp": 2, "sequence": 4}, {"data": 2, "tensor": 4}], ids=str)
+def test_a_process_makes_what_its_devices_hold_and_nothing_else(prepared, sizes, layout):
+    """Four processes with two devices each, as seen by each: their parts, put together, are the whole batch."""
+    rows, length = 4, 64
+    mesh = make_mesh(MeshConfig(**sizes), jax.devices())
+    where, loader = batch_sharding(mesh), Loader(prepared, length, rows, 0)
+    order = permutation(length, mesh.shape["sequence"], layout)
+    whole = permute(loader.batch(1), order)
+    together = {name: np.full_like(x, -1) for name, x in whole.items()}
+    for process in range(4):
+        held = [where.devices_indices_map((rows, length))[device] for device in jax.devices()[2 * process:2 * process + 2]]
+        part = part_of(held, rows, length)
+        natural, here = wanted(part, order)
+        batch = permute(loader.batch(1, rows=part.rows, places=natural), here)
+        share = len(part.rows) * len(part.places)
+        assert sum(x.nbytes for x in batch.values()) == 24 * share
+        assert share <= 2 * rows * length // (8 // mesh.shape["tensor"]), "no more than two devices' parts"
+        for name, x in batch.items():
+            together[name][np.ix_(part.rows, part.places)] = x
+    for name, x in whole.items():
+        np.testing.assert_array_equal(together[name], x, err_msg=name)
 
+
+def test_a_document_that_is_all_elsewhere_is_not_read(prepared, monkeypatch):
+    loader, read, get = Loader(prepared, 64, 4, 0), [], Documents.__getitem__
+    monkeypatch.setattr(Documents, "__getitem__", lambda self, number: read.append(number) or get(self, number))
+    places = np.arange(8)
+    part = loader.batch(1, rows=[0, 3], places=places)
+    pieces = [loader._plan(0).row(number) for number in (4, 7)]
+    assert read == [number for row in pieces for (number, _, _), at in zip(
+        row, np.cumsum([0, *(length for _, _, length in row)]), strict=False) if at < 8]
+    np.testing.assert_array_equal(part["index"], [places, places])
+    assert loader.lengths(1).sum() == (loader.batch(1)["segment_ids"] > 0).sum()
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, repository):
     tokenizer = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
-    prepared = prepare([Source(str(repository / "data/fixtures/dirty.json"))], tokenizer, 64, tmp_path, progress=False)
-    loader = Loader(prepared, 64, 4, 0)
-    whole, part = loader.batch(1), loader.batch(1, rows=frozenset({0, 3}))
-    for name in whole:
-        np.testing.assert_array_equal(part[name][[0, 3]], whole[name][[0, 3]])
-    np.testing.assert_array_equal(part["segment_ids"], whole["segment_ids"])
-    assert not part["tokens"][[1, 2]].any() and whole["tokens"][[1, 2]].any()
-    assert jax.process_count() == 1
+    source = Source(str(repository / "data/fixtures/dirty.json"))
+    return prepare([source], tokenizer, 64, tmp_path_factory.mktemp("prepared"), progress=False)
