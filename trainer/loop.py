@@ -15,7 +15,7 @@ from data.errors import UserError
 
 from .boards import import_wandb
 from .checkpoint import CheckpointStore
-from .cluster import join
+from .cluster import join, meet
 from .config import RunConfig, resolved
 from .mesh import make_mesh, place_batch, simulate
 from .metrics import Meter, MetricsLog
@@ -103,6 +103,7 @@ class _Training:
             with self.meter.compiling():
                 train_step = self.builder.lower_train().compile()
                 self.evaluate_step = self.builder.lower_evaluate().compile()
+                meet("compiled")
             if not self.evaluated:
                 self._evaluate(log)
             batches = self.objective.batches(self.step)
