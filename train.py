@@ -13,7 +13,7 @@ def main(argv: list[str] | None = None) -> int:
         from trainer.loop import train
 
         run_config = config.load(argv)
-        entry.keep_compiled()
+        entry.keep_compiled(run_config.compile_cache)
         train(run_config)
 
     return entry.run(work)

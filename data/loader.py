@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 
 import numpy as np
@@ -80,36 +80,43 @@ class Loader:
         epoch = int(np.searchsorted(self._ends, number, side="right"))
         return epoch, number - (self._ends[epoch - 1] if epoch else 0)
 
-    def row(self, number: int, whole: bool = True) -> dict[str, np.ndarray]:
-        """Global row `number` (endless) as arrays [L] of data.batch.ARRAYS' dtypes, in natural order.
-
-        Unless `whole`, only index and segment_ids are filled in, from the plan alone: another process reads its documents.
+    def row(self, number: int, places: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """Global row `number` (endless) as arrays [L] of data.batch.ARRAYS' dtypes, in natural order; or only these of its
+        `places`, ascending, [len(places)]: the others are neither made nor, where a document lies in them alone, read.
 
         targets: the next token of the same document, 0 with weight 0 where there is none. loss_weights: 1 where the
         *target* is trained on. positions restart per document, index is 0..L-1, segment_ids are 1.. and 0 for padding.
         """
         epoch, place = self.place(number)
-        return self._row(self._plan(epoch).row(place), whole)
+        return self._row(self._plan(epoch).row(place), places)
 
-    def _row(self, pieces, whole: bool = True) -> dict[str, np.ndarray]:
-        row = {name: np.zeros(self.context_length, dtype) for name, dtype in self.arrays.items()}
-        row["index"][:] = np.arange(self.context_length)
+    def _row(self, pieces, places: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        places = np.arange(self.context_length) if places is None else places
+        row = {name: np.zeros(len(places), dtype) for name, dtype in self.arrays.items()}
+        row["index"][:] = places
         at = 0
         for segment, (number, start, length) in enumerate(pieces, 1):
-            here, before_last = slice(at, at + length), slice(at, at + length - 1)
-            row["segment_ids"][here] = segment
+            here = slice(*np.searchsorted(places, (at, at + length)))
+            inside = places[here] - at
             at += length
-            if not whole:
+            if not len(inside):
                 continue
             document = self.documents[number]
-            tokens = document.tokens[start : start + length]
-            row["tokens"][here] = tokens
-            row["targets"][before_last] = tokens[1:]
-            row["loss_weights"][before_last] = document.loss_mask[start + 1 : start + length]
-            row["positions"][here] = np.arange(length)
+            tokens, trained = (x[start : start + length] for x in (document.tokens, document.loss_mask))
+            following = np.minimum(inside + 1, length - 1)
+            row["segment_ids"][here] = segment
+            row["tokens"][here] = tokens[inside]
+            row["targets"][here] = np.where(following > inside, tokens[following], 0)
+            row["loss_weights"][here] = trained[following] & (following > inside)
+            row["positions"][here] = inside
             if "source_ids" in row:
                 row["source_ids"][here] = document.source
         return row
+
+    def lengths(self, step: int) -> np.ndarray:
+        """Tokens of each document in the rows of a step (0-based), or of each piece of one: int64, from the plan alone."""
+        places = [self.place(number) for number in range(step * self.batch_size, (step + 1) * self.batch_size)]
+        return np.array([length for epoch, place in places for _, _, length in self._plan(epoch).row(place)], np.int64)
 
     def record_ids(self, step: int) -> list[str]:
         """Ids of the records that the rows of a step (0-based) are packed from, in the rows' order, each once."""
@@ -118,27 +125,28 @@ class Loader:
         pieces = [piece for epoch, place in places for piece in self._plan(epoch).row(place)]
         return list(dict.fromkeys(self.documents[number].record_id for number, _, _ in pieces))
 
-    def batch(self, step: int, rows: frozenset[int] | None = None) -> dict[str, np.ndarray]:
-        """The rows of a step (0-based), stacked: arrays [B, L]. rows: those of 0..B-1 that are wanted whole (None: all)."""
+    def batch(self, step: int, rows: Sequence[int] | None = None, places: np.ndarray | None = None) -> dict[str, np.ndarray]:
+        """The rows of a step (0-based), stacked: arrays [B, L]. rows, places: those that are wanted, ascending (None: all)."""
         first = step * self.batch_size
-        return _stack([self.row(first + place, rows is None or place in rows) for place in range(self.batch_size)])
+        return _stack([self.row(first + int(row), places) for row in (range(self.batch_size) if rows is None else rows)])
 
-    def batches(self, start: int = 0, ahead: int = 4, rows: frozenset[int] | None = None) -> Iterator[dict[str, np.ndarray]]:
-        """batch(start, rows), batch(start + 1, rows), ... without end, read ahead in the background by grain's threads."""
+    def batches(self, start: int = 0, ahead: int = 4, rows: Sequence[int] | None = None, places: np.ndarray | None = None,
+                ) -> Iterator[dict[str, np.ndarray]]:  # fmt: skip
+        """batch(start, rows, places), ... of step after step without end, read ahead in the background by grain's threads."""
         import grain
 
         # A map over step numbers, so that grain has no state worth keeping: the step is the state.
-        steps = grain.MapDataset.range(start, 2**31 - 1).map(partial(self.batch, rows=rows))
+        steps = grain.MapDataset.range(start, 2**31 - 1).map(partial(self.batch, rows=rows, places=places))
         options = grain.ReadOptions(num_threads=min(2, ahead), prefetch_buffer_size=ahead)
         return iter(steps.to_iter_dataset(options))
 
-    def epoch_batches(self, epoch: int = 0, rows: frozenset[int] | None = None) -> Iterator[dict[str, np.ndarray]]:
-        """Each row of one epoch once, for held-out loss; the last batch is filled up with rows of padding. rows: as batch's."""
+    def epoch_batches(self, epoch: int = 0, rows: Sequence[int] | None = None, places: np.ndarray | None = None,
+                      ) -> Iterator[dict[str, np.ndarray]]:  # fmt: skip
+        """Each row of one epoch once, for held-out loss; the last batch is filled up with rows of padding. Else as `batch`."""
         plan = self._plan(epoch)
         for first in range(0, len(plan), self.batch_size):
-            chosen = [plan.row(number) for number in range(first, min(first + self.batch_size, len(plan)))]
-            chosen += [()] * (self.batch_size - len(chosen))
-            yield _stack([self._row(pieces, rows is None or place in rows) for place, pieces in enumerate(chosen)])
+            numbers = range(first, first + self.batch_size) if rows is None else [first + row for row in rows]
+            yield _stack([self._row(plan.row(number) if number < len(plan) else (), places) for number in numbers])
 
 
 def _stack(rows: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -2,17 +2,19 @@
 
     python -m scripts.launch_local --processes 4 --config configs/NAME.yaml [--section.field value ...]
 
-All but --processes goes to train.py. When a process ends by an error or is lost, the others are ended too; the same command
-goes on from the last checkpoint.
+All but --processes goes to train.py. When a process ends by an error or is lost, the others are ended too; SIGTERM goes to
+all, which save, end, and give 143. The same command goes on from the last checkpoint.
 """
 from __future__ import annotations
 
 import argparse
+import contextlib
 import signal
 import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 GRACE_SECONDS = 10
@@ -54,6 +56,16 @@ def wait(running: list[subprocess.Popen]) -> int:
         end(running)
 
 
+@contextlib.contextmanager
+def passing_on(running: list[subprocess.Popen]) -> Iterator[None]:
+    """SIGTERM to this process is one to each that is running."""
+    before = signal.signal(signal.SIGTERM, lambda number, _: [process.send_signal(number) for process in running])
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def end(running: list[subprocess.Popen]) -> None:
     """Asks those still running to end, and kills them after a while."""
     for process in running:
@@ -76,7 +88,9 @@ def main(argv: list[str] | None = None) -> int:
     args, train = parser.parse_known_args(argv)
     if args.processes < 1:
         parser.error(f"--processes: found {args.processes}; at least 1")
-    return wait(start(args.processes, train))
+    running = start(args.processes, train)
+    with passing_on(running):
+        return wait(running)
 
 
 if __name__ == "__main__":

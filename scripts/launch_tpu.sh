@@ -9,7 +9,7 @@
 # install  this working tree (what git tracks) and its requirements, on every worker
 # start    train.py with what stands after --, on every worker, unless it runs already
 # follow   worker 0's log until training ends; exits with train.py's exit code
-# stop     ends training (a checkpoint is not saved: the last one counts)
+# stop     ends training, which saves the step it is in
 # delete   gives the slice back
 #
 #   --project P        instead of gcloud's own
@@ -27,8 +27,9 @@ say() { echo "launch_tpu: $*" >&2; }
 verb=$1 name=$2
 shift 2
 zone='' type='' version='' project='' setup='' spot=() poll=30 train=()
-# Exit codes: what training stopped by `stop` has, and what `follow` gives when the slice is no longer there.
-stopped=130 gone=75
+# Exit codes: what training stopped by `stop` has, what train.py gives when it saved on SIGTERM, and `follow` when the slice is
+# no longer there.
+stopped=130 preempted=143 gone=75
 while [[ $# -gt 0 ]]; do
   case $1 in
     --spot) spot=(--spot); shift ;;
@@ -111,7 +112,9 @@ follow() {
 
 # shellcheck disable=SC2016
 stop() {
-  workers 'cd longstripe && if [ -e train.pid ]; then kill -- -"$(cat train.pid)"; rm -f train.pid; echo '"$stopped"' > train.code; fi'
+  # The group's leader ends at once, train.py when it has saved.
+  workers 'cd longstripe && if [ -e train.pid ]; then group=$(cat train.pid); kill -- -"$group"
+    while kill -0 -- -"$group" 2> /dev/null; do sleep 1; done; rm -f train.pid; echo '"$stopped"' > train.code; fi'
 }
 
 run() {
@@ -123,6 +126,8 @@ run() {
       follow || code=$?
       if [[ $code -lt 128 && $code != "$gone" || $code == "$stopped" ]]; then
         exit "$code"
+      elif [[ $code == "$preempted" ]]; then
+        sleep "$poll"
       elif [[ $code != "$gone" ]]; then
         # Killed by a signal: the slice is being taken away, though its state may not say so yet; or it was out of memory.
         deaths=$((deaths + 1))

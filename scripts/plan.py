@@ -2,9 +2,11 @@
 
     python -m scripts.plan --model llama-7b --topology v4:4x4x4 --context 1048576
     python -m scripts.plan --model llama-7b --topology v5e:16x16 --context 1048576 --search --output plan
+    python -m scripts.plan --config configs/sharegpt_llama7b_1m.yaml --model llama-7b --topology v4:4x4x4
 
-With --search it doubles the context, under the remat policies from the fastest to the one that keeps least, until none fits;
-with --best it tries meshes, schedules and policies in the order of their estimated time, and takes the first that fits.
+With --config a recipe's context, mesh and memory are planned; what stands beside it wins. With --search it doubles the context,
+under the remat policies from the fastest to the one that keeps least, until none fits; with --best it tries meshes, schedules
+and policies in the order of their estimated time, and takes the first that fits.
 Memory and collectives are the compiler's own; step time, MFU, hours and money are estimates of the cost model.
 """
 from __future__ import annotations
@@ -18,8 +20,10 @@ from pathlib import Path
 def parse(argv):
     """The command line, checked."""
     parser = argparse.ArgumentParser(prog="python -m scripts.plan", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--config", help="a recipe: its context, mesh, batch, schedule, layout and remat are planned")
     parser.add_argument("--model", required=True, help="a preset, such as llama-7b")
-    parser.add_argument("--topology", required=True, help="such as v4:4x4x4, v5e:16x16, h100:8, a100:4x8 (4 hosts of 8)")
+    parser.add_argument("--topology", required=True, help="such as v4:4x4x4, 2xv5e:16x16 (2 slices), h100:8, "
+                        "a100:4x8 (4 hosts of 8)")
     parser.add_argument("--context", type=int, required=True, help="tokens in a row; with --search the first one tried")
     parser.add_argument("--mesh", default="", help="such as fsdp=8,sequence=8 or tensor=8,sequence_parallel=1; "
                         "all devices on sequence unless given")
@@ -38,16 +42,43 @@ def parse(argv):
     parser.add_argument("--tokens", type=float, help="tokens to train on: adds hours")
     parser.add_argument("--price-per-device-hour", type=float, help="adds money to the hours")
     parser.add_argument("--output", help="also write the plan to this JSON file; with --search to this folder, with a picture")
-    return parser.parse_args(argv)
+    argv = sys.argv[1:] if argv is None else list(argv)
+    recipe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    recipe.add_argument("--config")
+    return parser.parse_args([*of_recipe(recipe.parse_known_args(argv)[0].config), *argv])
+
+
+def of_recipe(path: str | None) -> list[str]:
+    """The arguments that a recipe stands for. Raises UserError for one that is wrong, or that no plan can be made of."""
+    if path is None:
+        return []
+    from data.errors import UserError
+    from model.llama import Chunks
+    from trainer.config import load
+
+    # What a plan does not ask for, and a recipe may leave to the command line.
+    config = load(["--config", path, "--model.path", "any", "--data.path", "any"])
+    mesh, memory, attention = config.mesh, config.memory, config.attention
+    chunks = Chunks(memory.projection_chunk, memory.feed_forward_chunk, memory.loss_chunk)
+    if chunks != Chunks() or not isinstance(attention.schedule, str):
+        raise UserError(f"{path}: planned are {Chunks()} and schedules without options, not {chunks}, {attention.schedule}")
+    axes = {**{axis: getattr(mesh, axis) for axis in ("data", "fsdp", "tensor", "sequence")},
+            **{f"dcn.{axis}": factor for axis, factor in mesh.dcn.items()}, "sequence_parallel": int(mesh.sequence_parallel)}
+    return ["--context", str(config.data.context_length), "--batch", str(config.train.batch_size),
+            "--mesh", ",".join(f"{axis}={size}" for axis, size in axes.items()), "--schedule", attention.schedule,
+            "--layout", attention.layout, "--remat", memory.remat, "--every-k", str(memory.every_k),
+            "--attention-groups", str(memory.attention_groups),
+            *(["--moments-on-host"] if memory.moments_on_host else [])]
 
 
 def mesh_of(text: str):
-    """fsdp=8,sequence=8 -> MeshConfig; None for nothing."""
+    """fsdp=8,sequence=8 -> MeshConfig; dcn.data=2 is a factor of mesh.dcn; None for nothing."""
     from trainer.schema import MeshConfig
 
     axes = dict(part.split("=") for part in text.split(",") if part)
     try:
-        return MeshConfig(**{axis: int(size) for axis, size in axes.items()}) if axes else None
+        dcn = {axis.removeprefix("dcn."): int(axes.pop(axis)) for axis in list(axes) if axis.startswith("dcn.")}
+        return MeshConfig(**{axis: int(size) for axis, size in axes.items()}, dcn=dcn) if axes else None
     except (TypeError, ValueError):
         raise ValueError(f"--mesh: found {text!r}; write axis=size,... with data, fsdp, tensor, sequence") from None
 
@@ -148,11 +179,10 @@ def searched(job, args):
 
 def main(argv=None) -> int:
     """Prints the plan as a table; 1 where it does not fit, 2 where it cannot be asked."""
-    args = parse(argv)
     from data.errors import UserError
 
     try:
-        return run(args)
+        return run(parse(argv))
     except (ValueError, UserError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

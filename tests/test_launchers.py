@@ -113,6 +113,11 @@ def test_training_that_is_killed_again_and_again_is_given_up(launch):
     assert done.returncode == 137 and verbs(calls).count("start") == 3
 
 
+def test_training_that_saves_on_every_preemption_is_not(launch):
+    done, calls = launch("run", "pod", *SLICE, "--", "--config", "c", states=["ACTIVE"], codes=["143"] * 4 + ["0"])
+    assert done.returncode == 0 and verbs(calls).count("start") == 5
+
+
 @pytest.mark.parametrize(("arguments", "words"), [
     (["run"], "needs a verb"), (["run", "pod"], "--zone is missing"), (["fly", "pod", "--zone", "z"], "unknown verb fly"),
     (["create", "pod", "--zone", "z"], "--type and --version"), (["run", "pod", "--config", "c"], "unknown option --config"),
@@ -138,14 +143,16 @@ def test_what_the_workers_run_trains_stops_and_tells_its_exit_code(launch, tmp_p
     subprocess.run(["tail", f"--pid={pid.read_text().strip()}", "-f", "/dev/null"], timeout=20, check=True)
     assert code.read_text() == "7\n"
     assert (home / "longstripe/train.log").read_text() == "1|train.py|a b|$c|"
-    executable(home / "longstripe/.venv/bin/python", "#!/bin/bash\n[ \"$1\" = -m ] || sleep 1000")
+    executable(home / "longstripe/.venv/bin/python", """#!/bin/bash
+        trap 'sleep 0.5; touch saved; exit 143' TERM
+        [ "$1" = -m ] || while true; do sleep 0.1; done""")
     subprocess.run(command, cwd=home, check=True, timeout=20)
     second = pid.read_text().strip()
     subprocess.run(command, cwd=home, check=True, timeout=20)
     assert pid.read_text().strip() == second, "it runs already"
     subprocess.run(["bash", "-c", stopping[-1][-1]], cwd=home, check=True, timeout=20)
     subprocess.run(["tail", f"--pid={second}", "-f", "/dev/null"], timeout=20, check=True)
-    assert code.read_text() == "130\n" and not pid.exists()
+    assert code.read_text() == "130\n" and not pid.exists() and (home / "longstripe/saved").exists(), "stop waits"
 
 
 def test_slurm_starts_one_process_a_node_under_the_gpus_flags(tmp_path):
@@ -158,6 +165,19 @@ def test_slurm_starts_one_process_a_node_under_the_gpus_flags(tmp_path):
     assert command == ["--kill-on-bad-exit=1", sys.executable, "train.py", "--config", "a b.yaml"]
     assert flags.split() == [*map(str, xla_flags.FLAGS["gpu"]), "--xla_dump_to=/dev/null"], "the user's flags come last"
     assert "#SBATCH --ntasks-per-node=1" in script.read_text() and "#SBATCH --requeue" in script.read_text()
+
+
+def test_slurm_queues_again_what_saved_on_sigterm_and_nothing_else(tmp_path):
+    executable(tmp_path / "srun", "#!/bin/bash\nexit $CODE\n")
+    executable(tmp_path / "scontrol", f"#!/bin/bash\necho \"$@\" >> {tmp_path}/told\n")
+    script = REPOSITORY / "scripts/launch_slurm.sbatch"
+    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(REPOSITORY),
+           "PYTHON": sys.executable, "SLURM_JOB_ID": "17"}
+    for code in (0, 2, 137, 143):
+        done = subprocess.run([script, "--config", "c"], env={**env, "CODE": str(code)}, check=False, timeout=60)
+        assert done.returncode == code
+    assert (tmp_path / "told").read_text() == "requeue 17\n"
+    assert "#SBATCH --signal=TERM@" in script.read_text()
 
 
 def test_the_jobset_is_whole_and_its_recipe_exists():

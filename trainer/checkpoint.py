@@ -343,13 +343,18 @@ def restore_model(
 
 
 def stored_parameters(path: str | Path) -> dict[str, tensorstore.TensorStore]:
-    """The parameters as they lie on disk, verified: arrays with shape and dtype, of which a part is read when it is taken
-    (`numpy.asarray(found[name][layer])`). For export, which needs one layer's tensor at a time. Errors as restore's."""
+    """`stored_arrays` of the parameters. For export, which needs one layer's tensor at a time."""
+    return stored_arrays(path, "model")
+
+
+def stored_arrays(path: str | Path, item: str) -> dict[str, tensorstore.TensorStore]:
+    """An item's arrays (model, optimizer) by name as they lie on disk, verified: with shape and dtype, of which a part is read
+    when it is taken (`numpy.asarray(found[name][layer])`). Errors as restore's."""
     folder = find_checkpoint(path)
-    verify(folder, ["model", "assets"])
-    base = (folder / "model").as_uri() + "/"
+    verify(folder, [item, "assets"])
+    base = (folder / item).as_uri() + "/"
     return {name: tensorstore.open({"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}},
-                                   open=True, read=True).result() for name in _stored(folder, "model")}
+                                   open=True, read=True).result() for name in _stored(folder, item)}
 
 
 def _restore_item(folder: Path, item: str, abstract: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import jax
+from jax._src import distributed  # as Orbax does: jax.distributed has no barrier
 
 from data.errors import UserError
 
@@ -10,7 +11,7 @@ from .schema import DistributedConfig
 # A process that is gone is noticed after so long, and ends the others with a message of JAX's.
 HEARTBEAT_SECONDS = 30
 # A process that ends by an error does not wait longer than this for the others, which may wait for it.
-SHUTDOWN_SECONDS = 10
+SHUTDOWN_SECONDS = 30
 
 
 def join(config: DistributedConfig, simulated: bool) -> int:
@@ -47,6 +48,13 @@ def join(config: DistributedConfig, simulated: bool) -> int:
             if not any(words in str(error) for words in ("called before any JAX calls", "only be called once")):
                 raise
     return 1
+
+
+def meet(name: str) -> None:
+    """Waits until every process is here, for an hour at most, and without a collective: these wait for each other 30 seconds
+    only (gloo), and compiling may take one process that much longer than another."""
+    if jax.process_count() > 1:
+        distributed.global_state.client.wait_at_barrier(name, timeout_in_ms=3_600_000)
 
 
 def _initialize(**how) -> None:

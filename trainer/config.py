@@ -329,8 +329,13 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     need(config.config_version == VERSION, "config_version", f"this code reads {VERSION}")
     model, data, mesh, train = config.model, config.data, config.mesh, config.train
     attention, optimizer = config.attention, config.optimizer
-    for field in ("data", "fsdp", "tensor", "sequence"):
+    axes = ("data", "fsdp", "tensor", "sequence")
+    for field in axes:
         need(getattr(mesh, field) >= 1, f"mesh.{field}", "at least 1 is needed")
+    need(all(axis in axes and isinstance(factor, int) and factor >= 1 and getattr(mesh, axis) % factor == 0
+             for axis, factor in mesh.dcn.items()), "mesh.dcn",
+         f"factors of the axes are needed, such as {{data: 2}}, each a divisor of its axis in {_product(mesh)}")
+    need(sorted(mesh.order) in ([], sorted(axes)), "mesh.order", f"all four axes are needed, each once: {', '.join(axes)}")
     at_least_one = ("data.context_length", "train.steps", "train.batch_size", "train.log_every", "checkpoint.keep",
                     "evaluate.max_new_tokens", "train.accumulation", "memory.every_k",
                     "memory.attention_groups")  # fmt: skip

@@ -9,18 +9,23 @@ from pathlib import Path
 from data.errors import UserError
 
 
-def keep_compiled() -> None:
-    """Keep compiled programs between starts, in $LONGSTRIPE_CACHE/xla or ~/.cache/longstripe/xla."""
+def keep_compiled(folder: str | None = None) -> None:
+    """Keep compiled programs between starts, in `folder`, $LONGSTRIPE_CACHE/xla or ~/.cache/longstripe/xla."""
     import jax
 
     root = Path(os.environ.get("LONGSTRIPE_CACHE") or Path.home() / ".cache" / "longstripe")
-    jax.config.update("jax_compilation_cache_dir", str(root / "xla"))
+    jax.config.update("jax_compilation_cache_dir", folder or str(root / "xla"))
 
 
 def run(work: Callable[[], object]) -> int:
-    """Runs a command's work; 2 and one line on standard error for an error that its user can mend."""
+    """Runs a command's work; 2 and one line on standard error for an error that its user can mend, 143 after SIGTERM."""
+    from trainer.preemption import Preempted
+
     try:
         work()
+    except Preempted as told:
+        print(told, file=sys.stderr)
+        return told.EXIT_CODE
     except (UserError, ValueError, OSError) as error:
         if os.environ.get("LONGSTRIPE_TRACEBACK"):
             raise

@@ -15,12 +15,13 @@ from data.errors import UserError
 
 from .boards import import_wandb
 from .checkpoint import CheckpointStore
-from .cluster import join
+from .cluster import join, meet
 from .config import RunConfig, resolved
 from .mesh import make_mesh, place_batch, simulate
 from .metrics import Meter, MetricsLog
 from .objective import Objective, TextObjective
 from .optimizer import split_trainable
+from .preemption import Preempted, notices
 from .profiling import Profiler
 from .run_directory import RunDirectory, check_run, open_run
 from .step import BY_SOURCE, StepBuilder
@@ -30,7 +31,7 @@ def train(config: RunConfig) -> Path:
     """Runs (or goes on with) the run that `config` describes, to its last step; gives the newest checkpoint's folder.
 
     Raises:
-      UserError, ValueError: what a user can mend, in one line.
+      UserError, ValueError: what a user can mend, in one line; Preempted: ended by SIGTERM, its last step saved.
     """
     processes = join(config.distributed, simulated=bool(config.mesh.simulate))
     if config.mesh.simulate:
@@ -71,6 +72,7 @@ class _Training:
             params = self.objective.read_params()
             self.optimizer_state = self.builder.init_optimizer({name: params[name] for name in self.trained})
             self._take(params)
+            self.evaluated = False
             return 0
         restored = self.store.restore(latest, self.builder.abstract_params, self.builder.abstract_optimizer)
         if restored.data["fingerprint"] != self.objective.fingerprint:
@@ -78,7 +80,7 @@ class _Training:
                             f"{restored.data['fingerprint']}, now {self.objective.fingerprint}); give the files that the run "
                             "began with, or another --run_dir")
         self._take(restored.model)
-        self.optimizer_state = restored.optimizer
+        self.optimizer_state, self.evaluated = restored.optimizer, restored.data.get("evaluated", True)
         return restored.data["step"]
 
     def _take(self, params) -> None:
@@ -93,7 +95,7 @@ class _Training:
             wandb = {"project": logging.wandb, "name": config.name, "config": resolved(config)}
         with MetricsLog(run, steps=steps, start_step=self.step, tensorboard=logging.tensorboard, console=logging.console,
                         write=jax.process_index() == 0, wandb=wandb) as log, \
-                Profiler(run.profile, logging.profile_steps, self.meter.paused) as profiler:
+                Profiler(run.profile, logging.profile_steps, self.meter.paused) as profiler, notices() as last:
             if self.step >= steps:
                 log.say(f"already trained to step {self.step}")
                 return self.store.path(self.step)
@@ -101,38 +103,50 @@ class _Training:
             with self.meter.compiling():
                 train_step = self.builder.lower_train().compile()
                 self.evaluate_step = self.builder.lower_evaluate().compile()
-            if self.step == 0:
+                meet("compiled")
+            if not self.evaluated:
                 self._evaluate(log)
             batches = self.objective.batches(self.step)
             self.meter.start()
             while self.step < steps:
                 with profiler.step(self.step + 1):
                     self._train_one(train_step, batches, log)
-                due = config.train.evaluate_every and self.step % config.train.evaluate_every == 0
-                if due or self.step == steps:
+                self.evaluated = not self._due(config.train.evaluate_every)
+                if last(self.step) and self.step < steps:
+                    # Before the held-out loss, for which there may be no time: the next start begins with it.
+                    self._save()
+                    self.store.wait()
+                    raise Preempted(f"preempted (SIGTERM): saved {self.store.path(self.step)}; the same command goes on")
+                if not self.evaluated:
                     with self.meter.paused():
                         self._evaluate(log)
-                due = config.checkpoint.every and self.step % config.checkpoint.every == 0
-                if due or self.step == steps:
+                if self._due(config.checkpoint.every):
                     with self.meter.paused():
                         self._save()
             self.store.wait()
             log.say(f"saved {self.store.path(self.step)}")
         return self.store.path(self.step)
 
+    def _due(self, every: int) -> bool:
+        """Whether what is done every so many steps, and after the last, is to be done now."""
+        return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
+
+    def _place(self, host: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+        return place_batch(host, self.objective.model.mesh, self.objective.part)
+
     def _train_one(self, train_step, batches, log) -> None:
         with self.meter.waiting_for_data():
             host = next(batches)
-        batch = place_batch(host, self.objective.model.mesh)
+        batch = self._place(host)
         self.trainable, self.optimizer_state, metrics = train_step(
             self.trainable, self.frozen, self.optimizer_state, batch, np.int32(self.step))
         metrics = {name: float(value) for name, value in metrics.items()}
         # 0 / 0 where the step has no target of a source: that source has no loss.
         metrics = {name: x for name, x in metrics.items() if not (name.startswith(BY_SOURCE) and math.isnan(x))}
         self._check_finite(metrics)
+        self.meter.count(self.objective.lengths(self.step), math.prod(self.objective.part.shape))
         self.step += 1
-        self.meter.count(host)
-        if self.step % self.config.train.log_every == 0 or self.step == self.config.train.steps:
+        if self._due(self.config.train.log_every):
             row = self.meter.read(self.step, **metrics)
             log.train(row, self.meter.seconds_left(self.step, self.config.train.steps))
 
@@ -152,8 +166,9 @@ class _Training:
 
     def _evaluate(self, log) -> None:
         """Held-out loss: a weighted mean over all held-out target tokens, not a mean of batches; that of each source too."""
+        self.evaluated = True
         found = [jax.tree.map(lambda x: np.asarray(x, np.float64), self.evaluate_step(
-            self.trainable, self.frozen, place_batch(host, self.objective.model.mesh))) for host in self.objective.held_out()]
+            self.trainable, self.frozen, self._place(host))) for host in self.objective.held_out()]
         if not found:
             return
         total, (weight, *by_source) = jax.tree.map(lambda *parts: sum(parts), *found)
@@ -167,6 +182,7 @@ class _Training:
         try:
             self.objective.write_assets(assets)
             self.store.save(self.step, model={**self.trainable, **self.frozen}, optimizer=self.optimizer_state,
-                            data={"step": self.step, "fingerprint": self.objective.fingerprint}, assets=assets)
+                            data={"step": self.step, "fingerprint": self.objective.fingerprint, "evaluated": self.evaluated},
+                            assets=assets)
         finally:
             shutil.rmtree(assets, ignore_errors=True)

@@ -1,5 +1,12 @@
-"""Devices to mesh: the four axes, outermost first, and where batches and scalars lie."""
+"""Devices to mesh: the four axes, what of them lies near and what far apart, and where batches and scalars lie.
+
+The mesh names its axes always in one order; which devices they run along is another question, answered by mesh.order (the last
+axis has the nearest neighbours) and mesh.dcn (the axes that cross from slice to slice, or from host to host).
+"""
 from __future__ import annotations
+
+import dataclasses
+import math
 
 import jax
 import numpy as np
@@ -10,6 +17,9 @@ from data.errors import UserError
 from model.sharding import BATCH_AXES, MESH_AXES
 
 from .config import MeshConfig
+
+# On a torus the ring along the sequence wants neighbours; in a box of GPUs, where all are near, tensor's sums want the box.
+ORDER = {"gpu": ("data", "fsdp", "sequence", "tensor")}
 
 
 def simulate(devices: int, processes: int = 1) -> None:
@@ -35,10 +45,10 @@ def simulate(devices: int, processes: int = 1) -> None:
 
 
 def make_mesh(config: MeshConfig, devices=None) -> Mesh:
-    """The mesh (data, fsdp, tensor, sequence) over `devices` (all of them unless given).
+    """The mesh (data, fsdp, tensor, sequence) over `devices` (all of them unless given), placed by config.order and config.dcn.
 
     Raises:
-      UserError: the axes' product is not the number of devices.
+      UserError: the axes' product is not the number of devices, or that of dcn not the number of slices (of hosts).
     """
     devices = jax.devices() if devices is None else devices
     shape = tuple(getattr(config, axis) for axis in MESH_AXES)
@@ -46,9 +56,31 @@ def make_mesh(config: MeshConfig, devices=None) -> Mesh:
         named = " x ".join(f"{axis} {size}" for axis, size in zip(MESH_AXES, shape, strict=True))
         raise UserError(f"mesh: {named} is {config.devices} devices, found {len(devices)}; change an axis so that the "
                         f"product is {len(devices)}, or give --mesh.simulate {config.devices} to try it on a CPU")
+    order = config.order or ORDER.get(devices[0].platform, MESH_AXES)
+    placed = _placed(config, order, devices)
+    return Mesh(placed.transpose([order.index(axis) for axis in MESH_AXES]), MESH_AXES,
+                axis_types=(AxisType.Auto,) * len(MESH_AXES))
+
+
+def _placed(config: MeshConfig, order: tuple[str, ...], devices) -> np.ndarray:
+    """The devices as an array whose axes are `order`'s, the last one's neighbours nearest."""
+    slices = len({getattr(device, "slice_index", 0) for device in devices})
+    by_host = slices == 1 and devices[0].platform != "tpu"
+    places = len({device.process_index for device in devices}) if by_host else slices
+    what = "hosts" if by_host else "slices"
+    across = [config.dcn.get(axis, 1) for axis in order]
+    whole = [getattr(config, axis) for axis in order]
     # An axis of 2 on a torus of 4 x 4 x 4 takes a part of a physical axis: its ring is a line there, which costs speed only.
-    placed = mesh_utils.create_device_mesh(shape, devices, allow_split_physical_axes=True)
-    return Mesh(placed, MESH_AXES, axis_types=(AxisType.Auto,) * len(MESH_AXES))
+    how = {"allow_split_physical_axes": True}
+    if not config.dcn and (by_host or slices == 1):
+        return mesh_utils.create_device_mesh(whole, devices, **how)
+    if config.simulate and places == 1:  # tried out in one process, where no network is slow
+        return mesh_utils.create_device_mesh(whole, devices, **how)
+    if math.prod(across) != places:
+        raise UserError(f"mesh.dcn: found {config.dcn or 'nothing'} for devices of {places} {what}; factors whose product is "
+                        f"{places} would work, such as {{data: {places}}}")
+    inside = [size // factor for size, factor in zip(whole, across, strict=True)]
+    return mesh_utils.create_hybrid_device_mesh(inside, across, devices, process_is_granule=by_host, **how)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
@@ -56,14 +88,47 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES, "sequence"))
 
 
-def rows_here(mesh: Mesh, rows: int) -> frozenset[int] | None:
-    """Which of a batch's `rows` lie on this process's devices; None for all of them."""
-    parts = batch_sharding(mesh).addressable_devices_indices_map((rows, mesh.shape["sequence"])).values()
-    here = frozenset(row for part in parts for row in range(*part[0].indices(rows)))
-    return None if len(here) == rows else here
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """The rows and places of a global batch [B, L] that are at hand: both ascending, places those after the permutation."""
+
+    shape: tuple[int, int]
+    rows: np.ndarray
+    places: np.ndarray
 
 
-def place_batch(batch: dict[str, np.ndarray], mesh: Mesh) -> dict[str, jax.Array]:
-    """A host batch [B, L] as global arrays; each process places what its devices hold, and reads no other part of it."""
+def part_here(mesh: Mesh, rows: int, length: int) -> Part:
+    """What of a batch [rows, length] lies on this process's devices."""
+    return part_of(batch_sharding(mesh).addressable_devices_indices_map((rows, length)).values(), rows, length)
+
+
+def part_of(held, rows: int, length: int) -> Part:
+    """The rows and places of a batch [rows, length] that these pairs of slices reach."""
+    here = [sorted({x for part in held for x in range(*part[axis].indices(size))}) for axis, size in enumerate((rows, length))]
+    return Part((rows, length), *map(np.array, here))
+
+
+def wanted(part: Part, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The places of a row as read that `order` brings to the part's, ascending, and the order that brings these there."""
+    natural = order[part.places]
+    places = np.sort(natural)
+    return places, np.searchsorted(places, natural)
+
+
+def place_batch(batch: dict[str, np.ndarray], mesh: Mesh, part: Part | None = None) -> dict[str, jax.Array]:
+    """A host batch as global arrays [B, L]; each process places what its devices hold. part: what of it `batch` has (all)."""
     sharding = batch_sharding(mesh)
-    return {name: jax.make_array_from_callback(x.shape, sharding, lambda index, x=x: x[index]) for name, x in batch.items()}
+
+    def place(x):
+        if part is None:
+            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+
+        def held(index):
+            first = [axis.indices(size)[0] for axis, size in zip(index, part.shape, strict=True)]
+            row, column = np.searchsorted(part.rows, first[0]), np.searchsorted(part.places, first[1])
+            rows, columns = sharding.shard_shape(part.shape)
+            return x[row:row + rows, column:column + columns]
+
+        return jax.make_array_from_callback(part.shape, sharding, held)
+
+    return {name: place(x) for name, x in batch.items()}

@@ -42,14 +42,10 @@ PEAK_TFLOPS = {
 # Counting
 
 
-def visible_pairs(segment_ids: np.ndarray) -> int:
-    """Query-key pairs of causal attention within documents. segment_ids [B, L], 0 is padding; the order is free."""
-    pairs = 0
-    for row in np.asarray(segment_ids):
-        _, lengths = np.unique(row[row > 0], return_counts=True)
-        lengths = lengths.astype(np.int64)  # 100M tokens make 5e15 pairs
-        pairs += int((lengths * (lengths + 1) // 2).sum())
-    return pairs
+def visible_pairs(lengths: np.ndarray) -> int:
+    """Query-key pairs of causal attention within documents of these lengths."""
+    lengths = np.asarray(lengths).astype(np.int64)  # 100M tokens make 5e15 pairs
+    return int((lengths * (lengths + 1) // 2).sum())
 
 
 def flops_per_step(config: LlamaConfig, tokens: int, visible_pairs: int) -> float:
@@ -98,7 +94,7 @@ class Meter:
         for step in ...:
             with meter.waiting_for_data(): batch = ...
             loss = ...                              # wait for it: what is dispatched has not been computed
-            meter.count(batch)
+            meter.count(lengths, places)
             if time to log: row = meter.read(step, loss_nats_per_target=..., target_tokens=..., ...)
             with meter.paused(): save, evaluate     # not part of a step
 
@@ -145,13 +141,12 @@ class Meter:
         yield
         self._not_counted += self._clock() - before
 
-    def count(self, batch: dict[str, np.ndarray]) -> None:
-        """Count a finished step's global batch; segment_ids [B, L] on the host."""
-        segment_ids = np.asarray(batch["segment_ids"])
+    def count(self, lengths: np.ndarray, places: int) -> None:
+        """Count a finished step's global batch: tokens of each document in it, and the places that it has, padding's too."""
         self._steps += 1
-        self._tokens += int((segment_ids > 0).sum())
-        self._places += segment_ids.size
-        self._pairs += visible_pairs(segment_ids)
+        self._tokens += int(np.sum(lengths))
+        self._places += places
+        self._pairs += visible_pairs(lengths)
 
     def read(self, step: int, **values: float) -> dict[str, Any]:
         """One row of metrics for `step` with the loop's own `values` in it; begins the next interval."""

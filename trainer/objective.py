@@ -27,7 +27,7 @@ from model.llama import Chunks, Llama
 
 from . import config as configuration
 from .config import RunConfig
-from .mesh import rows_here
+from .mesh import Part, part_here, wanted
 from .model_source import choose_model, for_templates
 from .step import text_batch
 
@@ -38,17 +38,20 @@ class Objective(Protocol):
     Attributes:
       model: has `parameters`, `shardings`, `mesh` and `config`; fingerprint: changes whenever a batch would.
       sources: names of the sources that the loss tells apart, none if it is one number.
+      part: what of a batch lies on this process's devices, and all that it makes of one.
     """
 
     model: object
     fingerprint: str
     sources: tuple[str, ...]
+    part: Part
 
     def loss(self, params, batch): """(mean loss in nats, sum of weights) of a global batch, and with sources their sums."""
     def abstract_batch(self) -> dict: """Shapes and shardings of a batch."""
-    def batches(self, step: int) -> Iterator[dict[str, np.ndarray]]: """Host batches, on from `step` finished steps."""
+    def batches(self, step: int) -> Iterator[dict[str, np.ndarray]]: """Its part of batches, on from `step` finished steps."""
+    def lengths(self, step: int) -> np.ndarray: """Tokens of each document in the whole batch after `step` finished steps."""
     def record_ids(self, step: int) -> list[str]: """Which records the batch after `step` finished steps is made of."""
-    def held_out(self) -> Iterator[dict[str, np.ndarray]]: """Every held-out batch once."""
+    def held_out(self) -> Iterator[dict[str, np.ndarray]]: """Its part of every held-out batch."""
     def read_params(self) -> dict: """The parameters to begin with."""
     def write_assets(self, folder: Path) -> None: """What a checkpoint needs beside arrays."""
 
@@ -122,22 +125,27 @@ class TextObjective:
                                  with_sources=bool(self.sources))
         self.loader = load()
         self._held_out = load(split="held_out") if len(self.prepared.held_out) else None
-        self.order = permutation(data.context_length, self.mesh.shape["sequence"], self.config.attention.layout)
+        order = permutation(data.context_length, self.mesh.shape["sequence"], self.config.attention.layout)
         self.fingerprint = self.loader.fingerprint
-        self.rows = rows_here(self.mesh, rows)
+        self.part = part_here(self.mesh, rows, data.context_length)
+        places, self.order = wanted(self.part, order)
+        self.here = {"rows": self.part.rows, "places": places}
 
     def abstract_batch(self):
         return text_batch(self.config.train.batch_size, self.config.data.context_length, self.mesh, bool(self.sources))
 
     def batches(self, step):
-        for batch in self.loader.batches(step, rows=self.rows):
+        for batch in self.loader.batches(step, **self.here):
             yield permute(batch, self.order)
+
+    def lengths(self, step):
+        return self.loader.lengths(step)
 
     def record_ids(self, step):
         return self.loader.record_ids(step)
 
     def held_out(self):
-        for batch in self._held_out.epoch_batches(rows=self.rows) if self._held_out else ():
+        for batch in self._held_out.epoch_batches(**self.here) if self._held_out else ():
             yield permute(batch, self.order)
 
     def read_params(self):

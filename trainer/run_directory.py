@@ -28,7 +28,7 @@ from trainer.config import RunConfig
 
 # Sections and fields that do not make another run: a resumed run may change them.
 PLACEMENT = (
-    "name", "run_dir", "data.prepared",  # where things lie
+    "name", "run_dir", "data.prepared", "compile_cache",  # where things lie
     "logging", "train.log_every", "train.accumulation",
     "train.non_finite",  # what a run that stopped may be continued with
     "mesh", "distributed", "memory", "attention.kernel", "attention.query_tile", "attention.key_tile",

@@ -89,6 +89,12 @@ class MeshConfig:
     """Shards of the sequence."""
     sequence_parallel: bool = False
     """Megatron's sequence parallelism: between attention and feed-forward the tokens are split over tensor too."""
+    dcn: dict[str, int] = dataclasses.field(default_factory=dict)
+    """How often an axis is cut by the slow network between TPU slices or GPU hosts, such as {data: 2}: the product is their
+    number, and only these axes cross it. None is needed on one slice, nor on GPUs where the outermost axes are to cross."""
+    order: tuple[Literal["data", "fsdp", "tensor", "sequence"], ...] = ()
+    """The axes from those whose devices may lie far apart to those whose devices must be near; unless given, data, fsdp,
+    tensor, sequence, and on GPUs data, fsdp, sequence, tensor."""
     simulate: int = 0
     """Simulate this many devices on the CPU; 0 uses the machine's own devices."""
 
@@ -248,6 +254,9 @@ class RunConfig:
     evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
     run_dir: str | None = None
     """Folder of the run; runs/NAME where not given."""
+    compile_cache: str | None = None
+    """Folder that keeps compiled programs for the next start; unless given, $LONGSTRIPE_CACHE/xla, or ~/.cache/longstripe/xla.
+    Of several processes all read and the first writes: on storage that all share (also gs://) one compiles for all."""
 
     @property
     def folder(self) -> pathlib.Path:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,32 +57,40 @@ TPU_MEMORY_GIB = {"v3": 15.48, "v4": 30.75, "v5e": 15.75, "v5p": 95.73, "v6e": 3
 
 def memory_gib(topology: str) -> float | None:
     """What a device of this topology has, in GiB; None where it is not known here."""
-    generation = topology.split(":")[0]
+    generation = _slices(topology.split(":")[0])[1]
     if generation in GPUS:
         return GPUS[generation].memory_bytes / 2**30
     return TPU_MEMORY_GIB.get(generation)
 
 
+def _slices(generation: str) -> tuple[int, str]:
+    """2xv5e -> (2, v5e)."""
+    found = re.fullmatch(r"(\d+)x(\w+)", generation)
+    return (int(found[1]), found[2]) if found else (1, generation)
+
+
 def topology_devices(name: str):
-    """Devices of a topology: TPUs as generation:shape (v4:4x4x4, v5e:16x16), GPUs as chip:number or chip:hosts x GPUs a host
-    (h100:8, a100:4x8).
+    """Devices of a topology: TPUs as generation:shape (v4:4x4x4, v5e:16x16) or several slices of it (2xv5e:16x16), GPUs as
+    chip:number or chip:hosts x GPUs a host (h100:8, a100:4x8).
 
     Raises:
       ValueError: one that the compiler does not know, or whose compiler is not installed.
     """
     generation, _, shape = name.partition(":")
-    return _gpus(name, generation, shape) if generation in GPUS else _tpus(name, generation)
+    return _gpus(name, generation, shape) if generation in GPUS else _tpus(name, generation, shape)
 
 
-def _tpus(name: str, generation: str):
+def _tpus(name: str, generation: str, shape: str):
     from jax.experimental import topologies
 
     # Several processes may hold the compiler at once, and none of them has a TPU to ask about itself.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+    slices, generation = _slices(generation)
     options = {"chip_config_name": "megacore"} if generation == "v4" else {}
     try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=name, **options).devices
+        return topologies.get_topology_desc(platform="tpu", topology_name=f"{generation}:{shape}", num_slices=slices,
+                                            **options).devices
     except Exception as error:
         raise ValueError(f"topology: {name!r} is not known to the TPU compiler ({str(error).splitlines()[0]}); write "
                          "generation:shape, such as v4:4x4x4 or v5e:16x16 (the compiler comes with `libtpu`), or "

@@ -12,6 +12,7 @@ import yaml
 
 STEPS = 40
 SAVE_EVERY = 7
+EVALUATE_EVERY = 10
 
 
 def recipe(folder: pathlib.Path, repository: pathlib.Path, conversations: int = 120) -> pathlib.Path:
@@ -40,7 +41,7 @@ def recipe(folder: pathlib.Path, repository: pathlib.Path, conversations: int = 
         "attention": {"layout": "striped", "schedule": "ring", "query_tile": 32, "key_tile": 32},
         "memory": {"feed_forward_chunk": 0, "loss_chunk": 0},
         "optimizer": {"learning_rate": 2e-3, "warmup_steps": 5},
-        "train": {"steps": STEPS, "batch_size": 4},
+        "train": {"steps": STEPS, "batch_size": 4, "evaluate_every": EVALUATE_EVERY},
         "checkpoint": {"every": SAVE_EVERY, "keep": 2},
         "logging": {"tensorboard": False},
     }  # fmt: skip

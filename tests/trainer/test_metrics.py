@@ -12,11 +12,11 @@ from trainer.run_directory import RunDirectory
 
 
 def test_visible_pairs_against_the_mask():
-    segment_ids = np.random.default_rng(0).permuted(np.array([[1] * 5 + [2] * 3 + [0] * 4, [7] * 12]), axis=1)
-    same = (segment_ids[:, :, None] == segment_ids[:, None, :]) & (segment_ids[:, :, None] > 0)
-    assert visible_pairs(segment_ids) == (same & np.tril(np.ones((12, 12), bool))).sum() == 15 + 6 + 78
-    assert visible_pairs(np.zeros((1, 4), np.int32)) == 0
-    assert visible_pairs(np.ones((1, 200_000), np.int32)) == 200_000 * 200_001 // 2, "beyond int32"
+    segment_ids = np.array([1] * 5 + [2] * 3 + [0] * 4 + [7] * 12)
+    same = (segment_ids[:, None] == segment_ids[None, :]) & (segment_ids[:, None] > 0)
+    assert visible_pairs(np.array([5, 3, 12])) == (same & np.tril(np.ones((24, 24), bool))).sum() == 15 + 6 + 78
+    assert visible_pairs(np.array([])) == 0
+    assert visible_pairs(np.array([200_000], np.int32)) == 200_000 * 200_001 // 2, "beyond int32"
 
 
 def test_flops_of_llama_7b():
@@ -66,15 +66,15 @@ def run_meter(devices, clock):
     with meter.compiling():
         clock.tick(10)
     meter.start()
-    batch = {"segment_ids": np.array([[1] * 6 + [0] * 2])}
+    batch = np.array([6]), 8
     with meter.waiting_for_data():
         clock.tick(0.5)
     clock.tick(1.5)
-    meter.count(batch)
+    meter.count(*batch)
     with meter.paused():
         clock.tick(5)
     clock.tick(2)
-    meter.count(batch)
+    meter.count(*batch)
     values = {"loss_nats_per_target": np.float32(1.5), "target_tokens": np.int32(4), "grad_norm": 2.0}
     row = meter.read(2, **values, learning_rate=0.1)
     return meter, row, flops_per_step(config, 12, 42)

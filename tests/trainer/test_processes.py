@@ -1,5 +1,6 @@
 """Several real processes on this machine train as one does; one that is lost ends the others, and the next start goes on."""
 
+import signal
 import subprocess
 import sys
 import time
@@ -8,14 +9,23 @@ import jax
 import numpy as np
 import pytest
 
+import train
+from data.batch import permute
 from data.errors import UserError
 from data.loader import Loader
+from data.prepare import Documents, prepare
+from data.sources import Source
+from data.tokenizer import Tokenizer
+from model.attention.layout import permutation
 from scripts import launch_local
 from tests.trainer import small_run
-from trainer import cluster
-from trainer.mesh import simulate
+from trainer import checkpoint, cluster
+from trainer.mesh import batch_sharding, make_mesh, part_of, simulate, wanted
 from trainer.metrics import MEASURED
-from trainer.schema import DistributedConfig
+from trainer.schema import DistributedConfig, MeshConfig
+
+# 2 processes with 2 devices each, and a program that compiles fast: twelve starts compile it.
+SMALLER = ("--mesh.tensor", "1", "--mesh.simulate", "4", "--attention.kernel", "reference")
 
 
 def test_two_processes_train_as_one_does_and_what_they_saved_one_goes_on_with(whole_run, small_recipe, repository):
@@ -23,9 +33,7 @@ def test_two_processes_train_as_one_does_and_what_they_saved_one_goes_on_with(wh
     run = small_recipe.parent / "two processes"
     running = launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(run)])
     try:
-        while not list(run.glob("checkpoints/[0-9]*/manifest.json")):
-            assert running[0].poll() is None and running[1].poll() is None
-            time.sleep(0.02)
+        wait_for(lambda: list(run.glob("checkpoints/[0-9]*/manifest.json")), running)
         running[1].kill()
         killed = time.monotonic()
         assert launch_local.wait(running) == 128 + 9
@@ -39,14 +47,29 @@ def test_two_processes_train_as_one_does_and_what_they_saved_one_goes_on_with(wh
     agree(small_run.rows(run / "metrics.jsonl"), alone)
 
 
+def test_sigterm_to_one_process_saves_the_same_step_on_all(whole_run, small_recipe, tmp_path, capfd):
+    """Process 1 alone is told; one process, with all 8 devices, goes on from what the two saved."""
+    run = tmp_path / "run"
+    running = launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(run)])
+    try:
+        wait_for(lambda: small_run.steps_logged(run) >= 2, running)
+        running[1].send_signal(signal.SIGTERM)
+        assert [process.wait(60) for process in running] == [143, 143]
+    finally:
+        launch_local.end(running)
+    saved = max(int(path.name) for path in (run / "checkpoints").iterdir())
+    said = f"preempted (SIGTERM): saved {run / 'checkpoints' / str(saved)}; the same command goes on"
+    assert capfd.readouterr().err.count(said) == 2 and small_run.steps_logged(run) == saved < small_run.STEPS
+    assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
+    agree(small_run.rows(run / "metrics.jsonl"), small_run.rows(whole_run / "metrics.jsonl"))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_lost_process_ends_the_other_within_a_minute_without_the_launcher(small_recipe, tmp_path, victim, capfd):
     running = launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(tmp_path / "run")])
     try:
-        while not small_run.steps_logged(tmp_path / "run"):
-            assert running[0].poll() is None and running[1].poll() is None
-            time.sleep(0.02)
+        wait_for(lambda: small_run.steps_logged(tmp_path / "run"), running)
         running[victim].kill()
         assert running[1 - victim].wait(60) != 0
         assert "another task died" in capfd.readouterr().err
@@ -54,12 +77,56 @@ def test_a_lost_process_ends_the_other_within_a_minute_without_the_launcher(smal
         launch_local.end(running)
 
 
+@pytest.mark.slow
+def test_one_of_two_killed_ten_times_is_the_run_that_never_was(small_recipe, tmp_path, monkeypatch):
+    """kill -9 of either process, one to three steps (by a fixed seed) after the last, ten times over: each time the other
+    ends by itself within a minute, and the last start ends with what two processes give that nobody stopped, bitwise."""
+    def start(run):
+        return launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(run), *SMALLER])
+
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    whole, run, random = tmp_path / "whole", tmp_path / "run", np.random.default_rng(10)
+    assert launch_local.wait(start(whole)) == 0
+    step, seconds = 0, []
+    for victim, steps in zip(random.integers(2, size=10), random.integers(1, 4, size=10), strict=True):
+        step += int(steps)
+        running = start(run)
+        try:
+            wait_for(lambda step=step: small_run.steps_logged(run) >= step, running)
+            running[victim].kill()
+            killed = time.monotonic()
+            assert running[1 - victim].wait(60) != 0
+            seconds.append(time.monotonic() - killed)
+            step = small_run.steps_logged(run)
+            print(f"process {victim} killed after step {step}; the other ended after {seconds[-1]:.1f} s")
+        finally:
+            launch_local.end(running)
+    assert step < small_run.STEPS and launch_local.wait(start(run)) == 0
+    assert max(seconds) < 60
+    last = f"checkpoints/{small_run.STEPS}"
+    for item in ("model", "optimizer"):
+        found, expected = ({name: np.asarray(x) for name, x in checkpoint.stored_arrays(folder / last, item).items()}
+                           for folder in (run, whole))
+        assert found.keys() == expected.keys() and all(found[name].tobytes() == expected[name].tobytes() for name in expected)
+    for name in ("metrics.jsonl", "held_out.jsonl"):
+        found, expected = ([{key: x for key, x in row.items() if key not in MEASURED} for row in small_run.rows(folder / name)]
+                           for folder in (run, whole))
+        assert found == expected
+
+
+def wait_for(condition, running):
+    """Until it holds; none of the processes may have ended by then."""
+    while not condition():
+        assert all(process.poll() is None for process in running)
+        time.sleep(0.02)
+
+
 def agree(rows, expected):
     """The same steps, tokens and padding, and losses equal to 1e-6 of their size."""
     assert [row["step"] for row in rows] == [row["step"] for row in expected]
-    for row, wanted in zip(rows, expected, strict=True):
-        for name in wanted.keys() - set(MEASURED):
-            np.testing.assert_allclose(row[name], wanted[name], rtol=2e-6 if name == "grad_norm" else 1e-6, err_msg=name)
+    for row, right in zip(rows, expected, strict=True):
+        for name in right.keys() - set(MEASURED):
+            np.testing.assert_allclose(row[name], right[name], rtol=2e-6 if name == "grad_norm" else 1e-6, err_msg=name)
 
 
 def test_the_launcher_ends_all_with_the_first_that_fails(capsys):
@@ -91,17 +158,44 @@ def test_simulated_devices_are_divided_among_the_processes():
         simulate(8, 3)
 
 
-def test_a_row_of_another_process_is_counted_and_not_read(tmp_path, repository):
-    from data.prepare import prepare
-    from data.sources import Source
-    from data.tokenizer import Tokenizer
+@pytest.mark.parametrize("layout", ["striped", "zigzag"])
+@pytest.mark.parametrize("sizes", [{"sequence": 8}, {"fsdp": 2, "sequence": 4}, {"data": 2, "tensor": 4}], ids=str)
+def test_a_process_makes_what_its_devices_hold_and_nothing_else(prepared, sizes, layout):
+    """Four processes with two devices each, as seen by each: their parts, put together, are the whole batch."""
+    rows, length = 4, 64
+    mesh = make_mesh(MeshConfig(**sizes), jax.devices())
+    where, loader = batch_sharding(mesh), Loader(prepared, length, rows, 0)
+    order = permutation(length, mesh.shape["sequence"], layout)
+    whole = permute(loader.batch(1), order)
+    together = {name: np.full_like(x, -1) for name, x in whole.items()}
+    for process in range(4):
+        held = [where.devices_indices_map((rows, length))[device] for device in jax.devices()[2 * process:2 * process + 2]]
+        part = part_of(held, rows, length)
+        natural, here = wanted(part, order)
+        batch = permute(loader.batch(1, rows=part.rows, places=natural), here)
+        share = len(part.rows) * len(part.places)
+        assert sum(x.nbytes for x in batch.values()) == 24 * share
+        assert share <= 2 * rows * length // (8 // mesh.shape["tensor"]), "no more than two devices' parts"
+        for name, x in batch.items():
+            together[name][np.ix_(part.rows, part.places)] = x
+    for name, x in whole.items():
+        np.testing.assert_array_equal(together[name], x, err_msg=name)
 
+
+def test_a_document_that_is_all_elsewhere_is_not_read(prepared, monkeypatch):
+    loader, read, get = Loader(prepared, 64, 4, 0), [], Documents.__getitem__
+    monkeypatch.setattr(Documents, "__getitem__", lambda self, number: read.append(number) or get(self, number))
+    places = np.arange(8)
+    part = loader.batch(1, rows=[0, 3], places=places)
+    pieces = [loader._plan(0).row(number) for number in (4, 7)]
+    assert read == [number for row in pieces for (number, _, _), at in zip(
+        row, np.cumsum([0, *(length for _, _, length in row)]), strict=False) if at < 8]
+    np.testing.assert_array_equal(part["index"], [places, places])
+    assert loader.lengths(1).sum() == (loader.batch(1)["segment_ids"] > 0).sum()
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory, repository):
     tokenizer = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
-    prepared = prepare([Source(str(repository / "data/fixtures/dirty.json"))], tokenizer, 64, tmp_path, progress=False)
-    loader = Loader(prepared, 64, 4, 0)
-    whole, part = loader.batch(1), loader.batch(1, rows=frozenset({0, 3}))
-    for name in whole:
-        np.testing.assert_array_equal(part[name][[0, 3]], whole[name][[0, 3]])
-    np.testing.assert_array_equal(part["segment_ids"], whole["segment_ids"])
-    assert not part["tokens"][[1, 2]].any() and whole["tokens"][[1, 2]].any()
-    assert jax.process_count() == 1
+    source = Source(str(repository / "data/fixtures/dirty.json"))
+    return prepare([source], tokenizer, 64, tmp_path_factory.mktemp("prepared"), progress=False)

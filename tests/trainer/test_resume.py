@@ -1,8 +1,10 @@
 """Stopped at any moment, the same command goes on: bitwise what an uninterrupted run gives."""
 
 import json
+import os
 import re
 import shutil
+import signal
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import pytest
 import train
 from tests.trainer import small_run
 from trainer import checkpoint, config
+from trainer.loop import _Training
 from trainer.mesh import make_mesh
 from trainer.metrics import MEASURED
 from trainer.objective import TextObjective
@@ -80,6 +83,30 @@ def test_killed_twice_is_the_uninterrupted_run(tmp_path, repository, small_recip
         if all(kills):
             return
     pytest.fail("no attempt was killed in time")
+
+
+def test_sigterm_saves_the_running_step_and_the_next_start_goes_on_with_it(
+    tmp_path, monkeypatch, small_recipe, whole_run, final_state, capfd,
+):
+    """At a step whose held-out loss is due, and whose checkpoint is not."""
+    run, step = tmp_path / "run", 2 * small_run.EVALUATE_EVERY
+    assert step % small_run.SAVE_EVERY
+    count, handler = _Training._check_finite, signal.getsignal(signal.SIGTERM)
+
+    def told(training, metrics):  # while that step is counted
+        count(training, metrics)
+        if training.step == step - 1 and not run.with_suffix(".told").exists():
+            run.with_suffix(".told").touch()
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(_Training, "_check_finite", told)
+    command = ["--config", str(small_recipe), "--run_dir", str(run)]
+    assert train.main(command) == 143 and signal.getsignal(signal.SIGTERM) is handler
+    said = capfd.readouterr().err
+    assert f"preempted (SIGTERM): saved {run / 'checkpoints' / str(step)}; the same command goes on" in said
+    assert small_run.steps_logged(run) == step
+    assert train.main(command) == 0
+    assert_same_run(run, whole_run, final_state)
 
 
 def test_batches_go_on_where_they_were(objective):
