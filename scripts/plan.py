@@ -32,6 +32,7 @@ def parse(argv):
                         choices=["nothing", "save_attention", "offload", "every_k", "everything"])
     parser.add_argument("--every-k", type=int, default=2, help="layers between the inputs that remat every_k keeps")
     parser.add_argument("--moments-on-host", action="store_true", help="the optimizer's moments lie in the host's memory")
+    parser.add_argument("--parameters-on-host", action="store_true", help="so do the parameters")
     parser.add_argument("--attention-groups", type=int, default=1, help="groups of heads done one after the other (default 1)")
     parser.add_argument("--search", action="store_true", help="the longest context that fits, and the policy that holds it")
     parser.add_argument("--tokens", type=float, help="tokens to train on: adds hours")
@@ -110,7 +111,7 @@ def run(args) -> int:
     from trainer.plan import DoesNotFit, Job, plan, search
 
     job = Job(args.model, args.topology, args.context, args.batch, mesh_of(args.mesh), args.schedule, args.remat, args.every_k,
-              args.moments_on_host, args.attention_groups)
+              args.moments_on_host, args.attention_groups, args.parameters_on_host)
     if not args.search:
         try:
             found = plan(job)

@@ -47,6 +47,7 @@ class Job:
     every_k: int = 2
     moments_on_host: bool = False
     attention_groups: int = 1
+    parameters_on_host: bool = False
 
 
 class DoesNotFit(Exception):
@@ -60,7 +61,7 @@ class DoesNotFit(Exception):
 
 
 def compile_step(config: LlamaConfig, devices, context: int, *, remat="save_attention", every_k=2, batch=1, mesh=None,
-                 schedule="ring", kernel=None, moments_on_host=False, attention_groups=1):
+                 schedule="ring", kernel=None, moments_on_host=False, attention_groups=1, parameters_on_host=False):
     """The compiled training step of a model on these devices; all on the sequence axis unless `mesh` says otherwise.
 
     Raises:
@@ -71,7 +72,7 @@ def compile_step(config: LlamaConfig, devices, context: int, *, remat="save_atte
     model = Llama(config, mesh, remat=remat, every_k=every_k, schedule=schedule, kernel=kernel or get_kernel(),
                   sequence_parallel=axes.sequence_parallel, attention_groups=attention_groups)
     builder = StepBuilder(model, model.loss, tuple(model.parameters), text_batch(batch, context, mesh),
-                          OptimizerConfig(), 1000, moments_on_host=moments_on_host)
+                          OptimizerConfig(), 1000, moments_on_host=moments_on_host, parameters_on_host=parameters_on_host)
     try:
         return builder.lower_train().compile()
     except jax.errors.JaxRuntimeError as error:
@@ -99,7 +100,7 @@ def plan(job: Job) -> dict:
     try:
         compiled = compile_step(config, devices, job.context, batch=job.batch, mesh=job.mesh, remat=job.remat,
                                 every_k=job.every_k, schedule=job.schedule, moments_on_host=job.moments_on_host,
-                                attention_groups=job.attention_groups)
+                                attention_groups=job.attention_groups, parameters_on_host=job.parameters_on_host)
     except DoesNotFit as error:
         raise DoesNotFit(error.needs_gib, error.has_gib, parts) from None
     seconds = time.perf_counter() - start
@@ -110,7 +111,8 @@ def plan(job: Job) -> dict:
         "model": job.model, "topology": job.topology, "devices": len(devices), "context": job.context, "batch": job.batch,
         "mesh": dataclasses.asdict(job.mesh or MeshConfig(sequence=len(devices))), "schedule": str(job.schedule),
         "tokens_per_device": job.context * job.batch // len(devices), "remat": job.remat,
-        "attention_groups": job.attention_groups, "compile_seconds": seconds,
+        "attention_groups": job.attention_groups, "moments_on_host": job.moments_on_host,
+        "parameters_on_host": job.parameters_on_host, "compile_seconds": seconds,
         **{f"{name}_gib": size for name, size in sizes.items()},
         **{f"of_it_{name.replace(' ', '_')}_gib": size for name, size in parts.items()}, "device_gib": has,
         "left_gib": None if has is None else has - sizes["peak"],
@@ -135,7 +137,7 @@ def parts_gib(job: Job, config: LlamaConfig, devices: int) -> dict[str, float]:
     inputs = {"offload": 0, "every_k": layers / job.every_k + job.every_k}.get(job.remat, layers)
     kept = layers if job.remat in ("save_attention", "everything") else 0
     wide = (heads + 2 * config.num_key_value_heads / mesh.tensor) * config.head_dim + 2 * config.intermediate_size / mesh.tensor
-    parts = {"parameters": 4 * count, "moments": 0 if job.moments_on_host else 8 * count,
+    parts = {"parameters": 0 if job.parameters_on_host else 4 * count, "moments": 0 if job.moments_on_host else 8 * count,
              "layer inputs": inputs * 2 * tokens * config.hidden_size,
              "attention outputs": kept * tokens * heads * (2 * config.head_dim + 4),
              "products": layers * 2 * tokens * (wide + config.hidden_size) if job.remat == "everything" else 0}

@@ -138,7 +138,9 @@ class MemoryConfig:
     every_k: int = 2
     """Layers between the inputs that remat every_k keeps; a divisor of the number of layers."""
     moments_on_host: bool = False
-    """Whether the optimizer's moments lie in the host's memory between steps; a step then brings them over and back."""
+    """Whether the optimizer's moments lie in the host's memory; a step brings them over and back layer by layer."""
+    parameters_on_host: bool = False
+    """Whether the parameters lie in the host's memory; each layer's are brought over when they are needed."""
     attention_groups: int = 1
     """Groups of heads that are projected and attend one after the other, so that queries, keys and values exist for one group
     at a time; a divisor of a device's key/value heads."""
