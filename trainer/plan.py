@@ -15,6 +15,7 @@ import jax
 from model.attention.kernels import get_kernel
 from model.config import LlamaConfig
 from model.llama import Llama, declare
+from model.sharding import Parallel
 
 from .compiled import GIB, memory
 from .compiled.transfers import collectives
@@ -23,8 +24,9 @@ from .schema import MeshConfig, OptimizerConfig
 from .step import StepBuilder, text_batch
 from .topology import memory_gib, topology_devices
 
-# From the fastest to the one that keeps least; `offload` needs the host's memory.
-POLICIES = ("everything", "save_attention", "nothing", "offload")
+# From the fastest to the one that takes least; `offload` needs the host's memory. GROUPS: with a group for each key head.
+GROUPS = " in groups"
+POLICIES = ("everything", "save_attention", "nothing", "offload", "offload" + GROUPS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Job:
     Attributes:
       model: a preset; topology: see `topology_devices`; context: tokens in a row; batch: rows.
       mesh: None puts all devices on the sequence axis.
-      schedule: see `model.attention`; remat, every_k: see `model.remat`; attention_groups: see `Llama`.
+      schedule: see `model.attention`; remat, every_k: see `model.remat`; attention_groups: see `Llama`, 0 makes a group
+        of each key head of a device; moments_on_host, parameters_on_host: see `StepBuilder`.
     """
 
     model: str
@@ -48,6 +51,16 @@ class Job:
     moments_on_host: bool = False
     attention_groups: int = 1
     parameters_on_host: bool = False
+
+    @property
+    def policy(self) -> str:
+        """What a search calls this job's remat and groups."""
+        return self.remat + ("" if self.attention_groups == 1 else GROUPS)
+
+    def under(self, policy: str) -> Job:
+        """The same with a policy of POLICIES."""
+        groups = {"attention_groups": 0} if policy.endswith(GROUPS) else {}
+        return dataclasses.replace(self, remat=policy.removesuffix(GROUPS), **groups)
 
 
 class DoesNotFit(Exception):
@@ -70,7 +83,8 @@ def compile_step(config: LlamaConfig, devices, context: int, *, remat="save_atte
     axes = mesh or MeshConfig(sequence=len(devices))
     mesh = make_mesh(axes, devices)
     model = Llama(config, mesh, remat=remat, every_k=every_k, schedule=schedule, kernel=kernel or get_kernel(),
-                  sequence_parallel=axes.sequence_parallel, attention_groups=attention_groups)
+                  sequence_parallel=axes.sequence_parallel,
+                  attention_groups=attention_groups or Parallel.of(config, axes.tensor).local_key_heads)
     builder = StepBuilder(model, model.loss, tuple(model.parameters), text_batch(batch, context, mesh),
                           OptimizerConfig(), 1000, moments_on_host=moments_on_host, parameters_on_host=parameters_on_host)
     try:
@@ -134,7 +148,7 @@ def parts_gib(job: Job, config: LlamaConfig, devices: int) -> dict[str, float]:
     count = sum(math.prod(parameter.shape) for parameter in declare(config).values()) / (devices / mesh.data)
     heads = config.num_attention_heads / mesh.tensor
     layers = config.num_hidden_layers
-    inputs = {"offload": 0, "every_k": layers / job.every_k + job.every_k}.get(job.remat, layers)
+    inputs = {"offload": 0, "offload_every_k": 0, "every_k": layers / job.every_k + job.every_k}.get(job.remat, layers)
     kept = layers if job.remat in ("save_attention", "everything") else 0
     wide = (heads + 2 * config.num_key_value_heads / mesh.tensor) * config.head_dim + 2 * config.intermediate_size / mesh.tensor
     parts = {"parameters": 0 if job.parameters_on_host else 4 * count, "moments": 0 if job.moments_on_host else 8 * count,
@@ -153,7 +167,7 @@ def search(job: Job, policies=POLICIES, on_try=lambda job, result: None,
     """
     best, refusal, left = None, None, list(policies)
     while job.context <= most and left:
-        job = dataclasses.replace(job, remat=left[0])
+        job = job.under(left[0])
         try:
             best = plan(job)
         except DoesNotFit as error:

@@ -132,11 +132,12 @@ class AttentionConfig:
 class MemoryConfig:
     """What is kept for the backward pass, and in what pieces the rest is computed; chunks count tokens of a device."""
 
-    remat: Literal["nothing", "save_attention", "offload", "every_k", "everything"] = "save_attention"
+    remat: Literal["nothing", "save_attention", "offload", "every_k", "offload_every_k", "everything"] = "save_attention"
     """Kept between forward and backward: the layers' inputs and nothing else; also attention's output and lse
-    (save_attention); the inputs in the host's memory (offload); only every k-th layer's input (every_k); everything."""
+    (save_attention); the inputs in the host's memory (offload); only every k-th layer's input (every_k), or these in the host's
+    memory (offload_every_k); everything."""
     every_k: int = 2
-    """Layers between the inputs that remat every_k keeps; a divisor of the number of layers."""
+    """Layers between the inputs that remat every_k and offload_every_k keep; a divisor of the number of layers."""
     moments_on_host: bool = False
     """Whether the optimizer's moments lie in the host's memory; a step brings them over and back layer by layer."""
     parameters_on_host: bool = False
