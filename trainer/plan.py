@@ -90,8 +90,10 @@ class DoesNotFit(Exception):
 
 def compile_step(config: LlamaConfig, devices, context: int, *, remat="save_attention", every_k=2, batch=1, mesh=None,
                  schedule="ring", kernel=None, moments_on_host=False, attention_groups=1, parameters_on_host=False,
-                 chunks=None):
+                 chunks=None, flags=None):
     """The compiled training step of a model on these devices; all on the sequence axis unless `mesh` says otherwise.
+
+    flags: {name: value} of the compiler, for this step alone.
 
     Raises:
       DoesNotFit: by the compiler's own account; ValueError: a mesh or a length that cannot be.
@@ -104,7 +106,7 @@ def compile_step(config: LlamaConfig, devices, context: int, *, remat="save_atte
     builder = StepBuilder(model, model.loss, tuple(model.parameters), text_batch(batch, context, mesh),
                           OptimizerConfig(), 1000, moments_on_host=moments_on_host, parameters_on_host=parameters_on_host)
     try:
-        return builder.lower_train().compile()
+        return builder.lower_train().compile(compiler_options=flags)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -123,4 +123,4 @@ def test_where_documents_start_travels_as_a_third_coordinate(schedule):
     """For global tokens: 4 bytes more for each token whose coordinates arrive."""
     rounds = [get_schedule(schedule, 3).plan(3, block).forward for block in (BLOCK, dataclasses.replace(BLOCK, coordinates=3))]
     two, three = (plan.received(one, 3) for one in rounds)
-    assert (three - two == {"balanced": 1}.get(schedule, 2) * 4 * BLOCK.batch * BLOCK.tokens).all()
+    assert (three - two == 2 * 4 * BLOCK.batch * BLOCK.tokens).all()
