@@ -7,11 +7,13 @@ import dataclasses
 import functools
 import math
 
+from model.attention import get_schedule
+from model.attention.schedules.plan import GATHER, Block, Send, everyone, received
 from model.config import LlamaConfig
 
 from . import paper_rows as paper
-from .hardware import HARDWARE, Collective, bytes_received
-from .rounds import Block, rounds
+from .hardware import HARDWARE
+from .rounds import rounds
 from .step import BACKWARD, Job, Sizes, estimate
 from .tiles import tile_counts
 
@@ -61,10 +63,10 @@ def ring_attention() -> list[Row]:
     """Tables 1 and 2, Appendix C."""
     b, h, n, s, c = 1, 4096, 32, 65536, 1024  # LLaMA-7B on 64 devices
     at = "bytes a layer at b 1, h 4096, n 32, s 65536, c 1024"
-    output = Block(b * s, n, n, h // n).queries  # s x h in bfloat16
+    output = Block(b, s, n, n, h // n).queries  # s x h in bfloat16
     # Six blocks of c x h: queries, keys and values, keys and values arriving, output.
-    block = Block(b * c, n, n, h // n)
-    ring = block.queries + 2 * block.keys_values + block.queries
+    block = Block(b, c, n, n, h // n)
+    ring = block.queries + 2 * block.keys + block.queries
     printed = {"2bhs^2": (2 * b * h * s * s, 2 * b * n * s * s, "the scores are n s^2, not h s^2"),
                "8bsh": (8 * b * s * h, 4 * output, "a feed-forward four times as wide"),
                "2bsh": (2 * b * s * h, output, ""),
@@ -148,8 +150,13 @@ def striped_speedup(model: str, length: int, shards: int, attention_cost: float,
 def busiest_share(shards: int, tokens: int, layout: str, tile: tuple[int, int]) -> float:
     """Of all query-key pairs of a rank's queries, the share that the ring's busiest ranks compute, round by round."""
     count = tuple(math.ceil(tokens / side) for side in tile)
-    forward, _ = rounds("ring", shards, layout, Block(tokens, 1, 1, 1), count)
+    forward, _ = rounds("ring", shards, layout, Block(1, tokens, 1, 1, 1), count)
     return sum(one.tiles.max() for one in forward) / (shards * count[0] * count[1])
+
+
+def _received(schedule, layout: str, ranks: int, block: Block) -> list[float]:
+    """Bytes that a rank receives on average, forward and backward."""
+    return [received(passes, ranks).mean() for passes in get_schedule(schedule, ranks, layout).plan(ranks, block)]
 
 
 # DistFlashAttn
@@ -173,7 +180,7 @@ def _distflash_balance() -> list[Row]:
     rows = []
     counts = tile_counts(8, 1, 1, "contiguous")  # a diagonal block counted whole, as the paper does
     for schedule, (expected, measured) in paper.DISTFLASH_FIGURE_5.items():
-        forward, _ = rounds(schedule, 8, "contiguous", Block(1, 1, 1, 2), (1, 1))
+        forward, _ = rounds(schedule, 8, "contiguous", Block(1, 1, 1, 1, 2), (1, 1))
         counted = counts.sum() / sum(one.tiles.max() for one in forward)
         rows.append(Row("DistFlashAttn", "Section 4.6", f"{schedule}: expected speed-up, 8 GPUs", expected, counted, digits=1))
         job = _distflash("llama-7b", 1, 256 * THOUSAND, schedule=schedule)
@@ -183,7 +190,7 @@ def _distflash_balance() -> list[Row]:
         rows.append(Row("DistFlashAttn", "Figure 5", f"{schedule}: measured speed-up at 256K", measured, ratio,
                         note=f"diagonal blocks at their real half{why}"))
     for ranks in (8, 7):
-        forward, _ = rounds("balanced", ranks, "contiguous", Block(1, 1, 1, 2), (1, 1))
+        forward, _ = rounds("balanced", ranks, "contiguous", Block(1, 1, 1, 1, 2), (1, 1))
         work = sum(one.tiles.sum() for one in forward)
         idle = 1 - work / (ranks * sum(one.tiles.max() for one in forward))
         printed = 1 / (2 * ranks) if ranks % 2 == 0 else 0.0
@@ -214,16 +221,14 @@ def _distflash_volume() -> list[Row]:
         rows.append(Row("DistFlashAttn", "Appendix C", f"K, V, dK, dV received a worker, P = {ranks}, in N d",
                         paper.DISTFLASH_VOLUME["DistFlashAttn"], pairs * (2 + 4) / ranks / ranks,
                         goal=0.01 if ranks > 100 else None, note="3 (P - 1) / P"))
-        # Block rows of one number a token; everything in one precision, as the paper counts (coordinates are ours).
-        block = Block(64, 1, 1, 1024, partial=2)
-        received = sum(bytes_received(one.moves, ranks).mean() for passes in
-                       rounds("balanced", ranks, "contiguous", block, (1, 1)) for one in passes)
+        # Everything in one precision, as the paper counts; coordinates and lse are ours.
+        block = Block(1, 64, 1, 1, 2048, itemsize=4)
+        volume = sum(_received("balanced", "contiguous", ranks, block))
         whole = block.queries * ranks  # N d
         rows.append(Row("DistFlashAttn", "Appendix C", f"DistFlashAttn with helpers, received a worker, P = {ranks}, in N d",
-                        paper.DISTFLASH_VOLUME["DistFlashAttn"], received / whole,
+                        paper.DISTFLASH_VOLUME["DistFlashAttn"], volume / whole,
                         note="a helped block costs the backward q, dout and dQ: three blocks of d where K, V, dK, dV are four"))
-        collective = Collective("gather", (tuple(range(ranks)),), block.queries)
-        volume = MEGATRON_COLLECTIVES * bytes_received([collective], ranks).mean() / whole
+        volume = MEGATRON_COLLECTIVES * (ranks - 1) * block.queries / whole
         rows.append(Row("DistFlashAttn", "Appendix C", f"Megatron-LM, received a worker, P = {ranks}, in N d",
                         paper.DISTFLASH_VOLUME["Megatron-LM"], volume, note="14 (P - 1) / P"))
     rows.append(Row("DistFlashAttn", "Appendix C", "Megatron-LM over DistFlashAttn", paper.DISTFLASH_VOLUME_RATIO,
@@ -248,7 +253,7 @@ def megatron_seconds(model: str, nodes: int, length: int) -> float:
     alone = Job(dataclasses.replace(sizes, query_heads=heads, kv_heads=1), hardware, length)
     kernel = estimate(alone)
     attention = sizes.layers * (2 * kernel.attention_forward.seconds + kernel.attention_backward.seconds)
-    gather = Collective("gather", (tuple(range(ranks)),), length / ranks * hidden * 2)
+    gather = Send("activations", GATHER, length / ranks * hidden * 2, everyone([range(ranks)]))
     return matrices + attention + sizes.layers * MEGATRON_COLLECTIVES * hardware.network.seconds((gather,), ranks)
 
 
@@ -339,9 +344,9 @@ def attention2d_speedup(model: str, hardware: str, length: int, batch: int, over
 def _gpt(model, hardware, ranks, length, batch, schedule, layout, overlap=True) -> Job:
     layers, heads, size, hidden = paper.ATTENTION2D_MODELS[model]
     sizes = Sizes(layers, 12 * hidden * hidden, 50257 * hidden, heads, heads, size, hidden)
-    options = (("overlap", overlap),) if schedule == "attention2d" else ()
-    return Job(sizes, HARDWARE[hardware], length, batch, sequence=ranks, schedule=schedule, layout=layout, remat="everything",
-               options=options)
+    options = {"overlap": overlap} if schedule == "attention2d" else {}
+    return Job(sizes, HARDWARE[hardware], length, batch, sequence=ranks, schedule={"name": schedule, **options}, layout=layout,
+               remat="everything")
 
 
 def attention2d() -> list[Row]:
@@ -359,10 +364,9 @@ def attention2d() -> list[Row]:
                 sums.append(Row("Attention2D", *what.split(", ", 1), speedup,
                                 (max if what.endswith("most") else min)(found.values()), note=_ATTENTION2D_MISS))
     block = _gpt("13B", "a100-ethernet", 64, 2**17, 1, "ring", "zigzag").block
-    received = [sum(bytes_received(one.moves, 64).max() for passes in rounds(schedule, 64, "striped", block, (1, 1))
-                    for one in passes) for schedule in ("ring", "attention2d")]
+    volumes = [sum(_received(schedule, "striped", 64, block)) for schedule in ("ring", "attention2d")]
     sums.append(Row("Attention2D", "Figures 4 and 6", "bytes received by ring over Attention2D, P = 64", None,
-                    received[0] / received[1], note="what a network of equal ranks alone could give"))
+                    volumes[0] / volumes[1], note="what a network of equal ranks alone could give"))
     for schedule, layout in (("ring", "zigzag"), ("attention2d", "striped")):
         for length in LENGTHS[-3:]:
             few, many = (estimate(_gpt("2.7B", "a100-ethernet", ranks, length, 64, schedule, layout, False)).seconds

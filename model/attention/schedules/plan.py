@@ -73,7 +73,9 @@ class Task(NamedTuple):
 
     Attributes:
       part, key_part: (i, n): the i-th of n equal parts of these queries, of these keys.
-      heads: (i, n): the i-th of n equal parts of the heads.
+      heads: (i, n): the i-th of n equal parts of the heads, padded where n does not divide them.
+      products: (i, n): i of the n matrix products of a whole call.
+      dense: nothing is skipped, not even hidden tiles.
     """
 
     rank: int
@@ -82,6 +84,8 @@ class Task(NamedTuple):
     part: tuple[int, int] = (0, 1)
     heads: tuple[int, int] = (0, 1)
     key_part: tuple[int, int] = (0, 1)
+    products: tuple[int, int] = (1, 1)
+    dense: bool = False
 
 
 class Send(NamedTuple):
@@ -131,6 +135,14 @@ def everyone(lines: Iterable[Iterable[int]]) -> Pairs:
     return tuple((a, b) for line in map(tuple, lines) for a in line for b in line if a != b)
 
 
+def groups(pairs: Pairs) -> tuple[tuple[int, ...], ...]:
+    """The lines of ranks, each in order, of which `everyone` made these pairs."""
+    members: dict[int, set[int]] = {}
+    for source, target in pairs:
+        members.setdefault(source, {source}).add(target)
+    return tuple(sorted({tuple(sorted(line)) for line in members.values()}))
+
+
 def lines(size: int, inner: int) -> tuple[list[range], list[range]]:
     """(outer, inner) lines of ranks, as `Ranks.split` makes them: neighbours form lines of `inner` ranks."""
     return [range(i, size, inner) for i in range(inner)], [range(i, i + inner) for i in range(0, size, inner)]
@@ -148,8 +160,8 @@ def side_by_side(rounds: Iterable[Round], degree: int) -> tuple[Round, ...]:
         return tuple((a * degree + i, b * degree + i) for a, b in pairs for i in range(degree))
 
     return tuple(
-        Round(tuple(Task(task.rank * degree + i, blocks(task.queries), blocks(task.keys), task.part, (i, degree),
-                         task.key_part)
+        Round(tuple(task._replace(rank=task.rank * degree + i, queries=blocks(task.queries), keys=blocks(task.keys),
+                                  heads=(i, degree))
                     for task in one.tasks for i in range(degree)),
               tuple(send._replace(pairs=spread(send.pairs)) for send in one.sends))
         for one in rounds)
