@@ -57,7 +57,7 @@ class _Training:
         self.builder = StepBuilder(model, objective.loss, tuple(self.trained), objective.abstract_batch(),
                                    config.optimizer, config.train.steps, config.train.accumulation,
                                    config.train.non_finite == "skip", config.memory.moments_on_host, objective.sources)
-        self.meter = Meter(model.config, model.mesh.devices.flat)
+        self.meter = Meter(model.config, model.mesh.devices.flat, mask=model.mask)
         self.step = self._restore()
 
     def _restore(self) -> int:

@@ -112,6 +112,7 @@ def test_a_torus_carries_a_shift_over_every_link_between():
 def test_between_nodes_a_pair_has_one_card_and_a_collective_all_of_them():
     network = Network(link=100e9, latency=0.0, node=4, flow=10e9, uplink=40e9)
     assert network.seconds((_shift(1, 1e9),), 8) == pytest.approx(0.1)  # one pair crosses: its own card
+    assert network.seconds((_shift(1, 1e9), _shift(1, 5e8)), 8) == pytest.approx(0.15)
     assert network.seconds((_shift(4, 1e9),), 8) == pytest.approx(0.1)  # four pairs, four cards
     everywhere, inside = (plan.Send("", plan.GATHER, 1e9, plan.everyone(lines)) for lines in (
         [range(8)], [range(4), range(4, 8)]))

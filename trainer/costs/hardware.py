@@ -34,8 +34,8 @@ class Network:
     A torus: ranks in their order are a ring of neighbours; a pair further apart passes through those between, the shorter
     way round. A collective has an axis of the torus to itself and goes both ways round it. (Upper bounds: on more than one
     axis there are shorter ways between distant ranks, and a compiler can spread a collective over the axes.)
-    Nodes: inside a node every rank has `link` to the others; a pair in two nodes has at most `flow`, a node `uplink` in all
-    (a collective spreads over all of a node's network cards; one pair of ranks uses one).
+    Nodes: inside a node every rank has `link` to the others. From other nodes a node receives at most `uplink`, and by permutes
+    each rank at most `flow` (a collective spreads over all of a node's network cards, one pair of ranks uses one).
     """
 
     link: float
@@ -78,8 +78,8 @@ class Network:
 
     def _nodes(self, sends, ranks):
         node = np.arange(ranks) // (self.node or ranks)
-        into, uplink = np.zeros(ranks), np.zeros(node[-1] + 1)
-        flow, latency, together = 0.0, 0.0, 0.0
+        into, flow, uplink = np.zeros(ranks), np.zeros(ranks), np.zeros(node[-1] + 1)
+        latency, together = 0.0, 0.0
         for send in sends:
             source, target, times, steps = _route(send.kind, send.pairs)
             far = node[source] != node[target]
@@ -87,13 +87,13 @@ class Network:
             np.add.at(uplink, node[target[far]], times * send.nbytes)
             wait = steps * (self.far_latency if far.any() else self.latency)
             if send.kind == PERMUTE:
-                flow = max(flow, send.nbytes if far.any() else 0.0)
+                np.add.at(flow, target[far], send.nbytes)
                 together = max(together, wait)
             else:
                 latency += wait
         seconds = into.max() / self.link
         if uplink.any():
-            seconds = max(seconds, uplink.max() / self.uplink, flow / self.flow)
+            seconds = max(seconds, uplink.max() / self.uplink, flow.max() / self.flow)
         return seconds + latency + together
 
 
@@ -129,6 +129,8 @@ _HOP = "How To Scale Your Model, chapter on inference: about 1 microsecond a hop
 _FA2 = ("FlashAttention-2, arXiv 2307.08691, sections 1 and 4.1: up to 73% forward and 63% backward on an A100, "
         "the backward counted as 2.5 forwards")
 _GEMM = "FlashAttention-2, section 1: optimised GEMM reaches 80-90%; the lower end"
+_TCP = ("NVIDIA/nccl issue 464: over TCP on a 100 Gbit/s card ncclSend to one rank reaches 28 Gbit/s, an all-reduce over 50; "
+        "more threads did not help. So a rank has 28 here, and a collective all of the card")
 _NCCL = "NCCL's own model of a ring (src/graph/tuning.cc, hwLat, protocol Simple): 3.4 us over NVLink, 5.7 PCIe, 9.6 network"
 
 
@@ -164,17 +166,17 @@ HARDWARE: dict[str, Hardware] = {
     "a100-infiniband": _gpu(312, (0.73, 0.63), 2039,
                             Network(300 * GB, 3.4 * MICRO, node=8, flow=12.5 * GB, uplink=100 * GB, far_latency=9.6 * MICRO),
                             peak=_A100, flow="HDR100 InfiniBand, 100 Gbit/s; one card a GPU as in a DGX A100 (assumed)"),
-    # Attention2D section 4.1: nodes of four A100 over PCIe, Ethernet of unnamed speed. Azure sells such a node.
+    # Attention2D section 4.1: nodes of four A100 over PCIe, Ethernet of unnamed speed. Azure sells just such a node.
     "a100-ethernet": _gpu(312, (0.73, 0.63), 1935,
-                          Network(32 * GB, 5.7 * MICRO, node=4, flow=10 * GB, uplink=10 * GB, far_latency=9.6 * MICRO),
+                          Network(32 * GB, 5.7 * MICRO, node=4, flow=3.5 * GB, uplink=10 * GB, far_latency=9.6 * MICRO),
                           peak="NVIDIA A100 datasheet, 80 GB PCIe: 312 TFLOP/s, 1,935 GB/s, PCIe 4.0 x16 (32 GB/s one way)",
-                          flow="Azure NC96ads_A100_v4: four A100 PCIe, 80 Gbit/s Ethernet (learn.microsoft.com); assumed"),
+                          flow=_TCP, uplink="Azure NC96ads_A100_v4: four A100 PCIe, 80 Gbit/s (learn.microsoft.com); assumed"),
     "h100-infiniband": _gpu(989, (0.35, 0.35), 3350,
                             Network(450 * GB, 3.4 * MICRO, node=8, flow=50 * GB, uplink=400 * GB, far_latency=9.6 * MICRO),
                             peak=_H100, attention=_FA2_H100, flow="NVIDIA DGX H100 user guide: NDR 400 Gbit/s, one card a GPU"),
     # Attention2D section 4.3: nodes of one H100, Ethernet of unnamed speed.
     "h100-ethernet": _gpu(989, (0.35, 0.35), 3350,
-                          Network(450 * GB, 9.6 * MICRO, node=1, flow=5 * GB, uplink=5 * GB, far_latency=9.6 * MICRO),
-                          peak=_H100, attention=_FA2_H100,
-                          flow="Azure NC40ads_H100_v5: one H100, 40 Gbit/s Ethernet (learn.microsoft.com); assumed"),
+                          Network(450 * GB, 9.6 * MICRO, node=1, flow=3.5 * GB, uplink=5 * GB, far_latency=9.6 * MICRO),
+                          peak=_H100, attention=_FA2_H100, flow=_TCP,
+                          uplink="Azure NC40ads_H100_v5: one H100, 40 Gbit/s Ethernet (learn.microsoft.com); assumed"),
 }

@@ -55,8 +55,9 @@ class Job:
     """One training step: a model on a mesh.
 
     Devices stand in the order data, fsdp, tensor, sequence, the last ones neighbours. `length` tokens a row, `batch` rows;
-    `schedule` is what `model.attention.attention` takes, a name or a schedule with options; `tile` another than the hardware's;
-    `overlap` False sums compute and transfers everywhere; `zero` gathers the parameters from their shards.
+    `schedule` is what `model.attention.attention` takes, a name or a schedule with options; `partial` the bytes of a number of
+    a partial result on the wire; `tile` another than the hardware's; `overlap` False sums compute and transfers everywhere;
+    `zero` gathers the parameters from their shards.
 
     Raises:
       ValueError: a mesh or remat policy that does not work, in one line naming the field.
@@ -76,6 +77,7 @@ class Job:
     causal: bool = True
     overlap: bool = True
     zero: bool = True
+    partial: int = 4
     tile: tuple[int, int] | None = None
 
     def __post_init__(self):
@@ -104,7 +106,7 @@ class Job:
     def block(self) -> Block:
         sizes = self.sizes
         return Block(self.rows, self.length // self.sequence, math.ceil(sizes.query_heads / self.tensor),
-                     math.ceil(sizes.kv_heads / self.tensor), sizes.head_dim)
+                     math.ceil(sizes.kv_heads / self.tensor), sizes.head_dim, partial=self.partial)
 
     def tiles(self) -> tuple[tuple[int, int], float]:
         """(query tiles, key tiles) of a row's block, and forward FLOPs of one tile, all rows and heads of the device."""

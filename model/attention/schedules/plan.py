@@ -27,6 +27,7 @@ class Block:
     """What one rank holds: sizes of its shard of q [B, T, Hq, D] and k, v [B, T, Hkv, D]; itemsize of these in bytes.
 
     coordinates: arrays in a TokenCoords, 3 where documents' starts travel for global tokens.
+    partial: bytes of a number of a partial result or gradient on the wire; here these are float32, elsewhere not always.
     """
 
     batch: int
@@ -36,6 +37,7 @@ class Block:
     head_dim: int
     itemsize: int = 2
     coordinates: int = 2
+    partial: int = 4
 
     @property
     def coords(self) -> int:
@@ -59,13 +61,13 @@ class Block:
 
     @property
     def out(self) -> int:
-        """Bytes of a partial output, and of dq: float32."""
-        return self.statistics * self.head_dim
+        """Bytes of a partial output, and of dq."""
+        return self.batch * self.tokens * self.query_heads * self.head_dim * self.partial
 
     @property
     def key_gradients(self) -> int:
-        """Bytes of dk and dv: float32."""
-        return 2 * 4 * self.batch * self.tokens * self.kv_heads * self.head_dim
+        """Bytes of dk and dv."""
+        return 2 * self.batch * self.tokens * self.kv_heads * self.head_dim * self.partial
 
 
 class Task(NamedTuple):
