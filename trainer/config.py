@@ -313,11 +313,11 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     for field in ("data", "fsdp", "tensor", "sequence"):
         need(getattr(mesh, field) >= 1, f"mesh.{field}", "at least 1 is needed")
     at_least_one = ("data.context_length", "train.steps", "train.batch_size", "train.log_every", "checkpoint.keep",
-                    "evaluate.max_new_tokens", "train.accumulation", "memory.every_k")  # fmt: skip
+                    "evaluate.max_new_tokens", "train.accumulation", "memory.every_k",
+                    "memory.attention_groups")  # fmt: skip
     not_negative = ("mesh.simulate", "train.evaluate_every", "checkpoint.every", "attention.query_tile",
-                    "attention.key_tile", "attention.global_tokens",
-                    "memory.feed_forward_chunk", "memory.projection_chunk", "memory.loss_chunk",
-                    "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_norm")  # fmt: skip
+                    "attention.key_tile", "attention.global_tokens", "memory.feed_forward_chunk", "memory.projection_chunk",
+                    "memory.loss_chunk", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_norm")  # fmt: skip
     for field in at_least_one + not_negative:
         section, name = field.split(".")
         least = 1 if field in at_least_one else 0
@@ -349,8 +349,7 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     except re.error as error:
         raise UserError(f"{where}: model.trainable is {model.trainable!r}, no regular expression: {error}") from error
 
-    need(attention.window is None or attention.window >= 1, "attention.window",
-         "at least 1 is needed, or null for no window")
+    need(attention.window is None or attention.window >= 1, "attention.window", "at least 1 is needed, or null for none")
     need(not attention.global_tokens or attention.window is not None, "attention.global_tokens",
          "without attention.window every token is seen already; give a window, or 0")
     need(not attention.global_tokens or attention.kernel not in ("tpu", "gpu"), "attention.kernel",

@@ -115,10 +115,6 @@ class AttentionConfig:
     """What attention sees (window, global_tokens), and how it is distributed and computed: the latter gives the same numbers
     to rounding, whatever is chosen."""
 
-    window: int | None = None
-    """Tokens that a query sees of its document, back from itself (sliding window); null sees all before it."""
-    global_tokens: int = 0
-    """First tokens of each document that every later one sees beyond the window. Accelerators serve them by the kernel xla."""
 
     layout: Literal["contiguous", "striped", "zigzag"] = "striped"
     """Which tokens a sequence shard holds; striped and zigzag balance the causal work."""
@@ -132,19 +128,27 @@ class AttentionConfig:
     """Queries in a tile; 0 leaves it to the kernel."""
     key_tile: int = 0
     """Keys in a tile; 0 leaves it to the kernel."""
+    window: int | None = None
+    """Tokens that a query sees of its document, back from itself (sliding window); null sees all before it."""
+    global_tokens: int = 0
+    """First tokens of each document that every later one sees beyond the window. Accelerators serve them by the kernel xla."""
 
 
 @dataclasses.dataclass(frozen=True)
 class MemoryConfig:
     """What is kept for the backward pass, and in what pieces the rest is computed; chunks count tokens of a device."""
 
-    remat: Literal["nothing", "save_attention", "offload", "every_k", "everything"] = "save_attention"
+    remat: Literal["nothing", "save_attention", "offload", "every_k", "offload_every_k", "everything"] = "save_attention"
     """Kept between forward and backward: the layers' inputs and nothing else; also attention's output and lse
-    (save_attention); the inputs in the host's memory (offload); only every k-th layer's input (every_k); everything."""
+    (save_attention); the inputs in the host's memory (offload); only every k-th layer's input (every_k), that in the host's
+    memory (offload_every_k); everything."""
     every_k: int = 2
-    """Layers between the inputs that remat every_k keeps; a divisor of the number of layers."""
+    """Layers between the inputs that remat every_k and offload_every_k keep; a divisor of the number of layers."""
     moments_on_host: bool = False
     """Whether the optimizer's moments lie in the host's memory between steps; a step then brings them over and back."""
+    attention_groups: int = 1
+    """Groups of heads that are projected and attend one after the other, so that queries, keys and values exist for one group
+    at a time; a divisor of a device's key/value heads."""
     feed_forward_chunk: int = 1024
     """Tokens of a feed-forward chunk; 0 computes all at once."""
     projection_chunk: int = 0
