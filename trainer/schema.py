@@ -115,7 +115,6 @@ class AttentionConfig:
     """What attention sees (window, global_tokens), and how it is distributed and computed: the latter gives the same numbers
     to rounding, whatever is chosen."""
 
-
     layout: Literal["contiguous", "striped", "zigzag"] = "striped"
     """Which tokens a sequence shard holds; striped and zigzag balance the causal work."""
     schedule: str | dict[str, Any] = "ring"
