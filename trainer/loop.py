@@ -59,7 +59,7 @@ class _Training:
                                    config.optimizer, config.train.steps, config.train.accumulation,
                                    config.train.non_finite == "skip", config.memory.moments_on_host, objective.sources,
                                    config.memory.parameters_on_host)
-        self.meter = Meter(model.config, model.mesh.devices.flat)
+        self.meter = Meter(model.config, model.mesh.devices.flat, mask=model.mask)
         self.step = self._restore()
 
     def _restore(self) -> int:

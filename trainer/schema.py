@@ -118,7 +118,8 @@ class DistributedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """How attention is distributed and computed; every choice gives the same numbers to rounding."""
+    """What attention sees (window, global_tokens), and how it is distributed and computed: the latter gives the same numbers
+    to rounding, whatever is chosen."""
 
     layout: Literal["contiguous", "striped", "zigzag"] = "striped"
     """Which tokens a sequence shard holds; striped and zigzag balance the causal work."""
@@ -132,6 +133,10 @@ class AttentionConfig:
     """Queries in a tile; 0 leaves it to the kernel."""
     key_tile: int = 0
     """Keys in a tile; 0 leaves it to the kernel."""
+    window: int | None = None
+    """Tokens that a query sees of its document, back from itself (sliding window); null sees all before it."""
+    global_tokens: int = 0
+    """First tokens of each document that every later one sees beyond the window. Accelerators serve them by the kernel xla."""
 
 
 @dataclasses.dataclass(frozen=True)
