@@ -104,7 +104,7 @@ class Balanced:
             if backward:
                 sends.append(send("dK, dV", block.key_gradients, (pair[::-1] for pair in owned)))
             sends.append(send(back[0], back[1] / of, (pair[::-1] for pair in helped)))
-            yield plan.Round(tuple(tasks), tuple(sends))
+            yield plan.Round(tuple(tasks), tuple(one for one in sends if one.pairs))
 
 
 @dataclasses.dataclass(frozen=True)
