@@ -93,8 +93,8 @@ class MeshConfig:
     """How often an axis is cut by the slow network between TPU slices or GPU hosts, such as {data: 2}: the product is their
     number, and only these axes cross it. None is needed on one slice, nor on GPUs where the outermost axes are to cross."""
     order: tuple[Literal["data", "fsdp", "tensor", "sequence"], ...] = ()
-    """The axes from those whose devices may lie far apart to those whose devices must be near; unless given, data, fsdp,
-    tensor, sequence, and on GPUs data, fsdp, sequence, tensor."""
+    """The axes from those whose devices may lie far apart to those whose devices must be near; unless given data, fsdp,
+    sequence, tensor: tensor waits for its sums, and the ring along the sequence runs beside the kernels."""
     simulate: int = 0
     """Simulate this many devices on the CPU; 0 uses the machine's own devices."""
 
