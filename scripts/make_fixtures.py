@@ -17,7 +17,7 @@ from data.templates import VICUNA, VICUNA_SYSTEM
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "fixtures"
 SEED = 20240229  # a date, chosen once; never tuned
-TRAIN_LINES, TRAIN_CHATS = 4500, 500  # the stated proportion: 90% line retrieval, 10% everything else
+TRAIN_LINES, TRAIN_CHATS = 6300, 700  # the stated proportion: 90% line retrieval, 10% everything else
 HELD_OUT_LINES, HELD_OUT_CHATS = 60, 60
 CASES = 200
 LINES = 4

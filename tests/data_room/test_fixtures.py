@@ -40,7 +40,7 @@ def test_held_out_shares_no_question_and_no_answer():
 
 def test_proportion_and_single_tokens():
     records = json.loads((FIXTURES / "conversations.json").read_text())
-    assert sum(record["id"].startswith("lines_") for record in records) == 0.9 * len(records) == 4500
+    assert sum(record["id"].startswith("lines_") for record in records) == 0.9 * len(records) == 6300
     tokenizer = Tokenizer.load(FIXTURES / "tiny_tokenizer")
     for key in make_fixtures.KEYS:
         assert len(tokenizer.encode(f" {key}")) == 1, key
