@@ -64,17 +64,15 @@ def make_mesh(config: MeshConfig, devices=None) -> Mesh:
 
 def _placed(config: MeshConfig, order: tuple[str, ...], devices) -> np.ndarray:
     """The devices as an array whose axes are `order`'s, the last one's neighbours nearest."""
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
-    by_host = slices == 1 and devices[0].platform != "tpu"
-    places = len({device.process_index for device in devices}) if by_host else slices
-    what = "hosts" if by_host else "slices"
+    tpu, slices = devices[0].platform == "tpu", len({getattr(device, "slice_index", 0) for device in devices})
+    by_host = slices == 1 and not tpu
+    places, what = (len({device.process_index for device in devices}), "hosts") if by_host else (slices, "slices")
     across = [config.dcn.get(axis, 1) for axis in order]
     whole = [getattr(config, axis) for axis in order]
     # An axis of 2 on a torus of 4 x 4 x 4 takes a part of a physical axis: its ring is a line there, which costs speed only.
     how = {"allow_split_physical_axes": True}
-    if not config.dcn and (by_host or slices == 1):
-        return mesh_utils.create_device_mesh(whole, devices, **how)
-    if config.simulate and places == 1:  # tried out in one process, where no network is slow
+    left_alone = not config.dcn and (slices == 1 or not tpu)
+    if left_alone or (config.simulate and places == 1):  # one process that simulates them has no slow network
         return mesh_utils.create_device_mesh(whole, devices, **how)
     if math.prod(across) != places:
         raise UserError(f"mesh.dcn: found {config.dcn or 'nothing'} for devices of {places} {what}; factors whose product is "
