@@ -50,29 +50,50 @@ def _slice(tree, i, size):
 
 
 def _over_chunks(step: Callable, arrays, size: int):
-    """`step(chunk of arrays) -> (summands, results)` over all chunks: the sums, and the results joined along the length."""
-    length = jax.tree.leaves(arrays)[0].shape[1]
+    """`step(chunk of arrays) -> (summands, results)` over all chunks: the sums, and the results joined along the length.
+
+    A result is written over the last of `arrays` that has its shape and type, chunk by chunk: it needs memory of its own only
+    where that array is still needed behind the loop.
+    """
+    leaves, structure = jax.tree.flatten(arrays)
+    length = leaves[0].shape[1]
     if size == length:
         return step(arrays)
+    sums, joined = jax.eval_shape(step, _slice(arrays, 0, size))
+    joined, results = jax.tree.flatten(joined)
+    free = list(reversed(range(len(leaves))))
+    places = []  # for each result the number of its array; what finds none has a new one behind the others
+    for result in joined:
+        shape = (result.shape[0], length, *result.shape[2:])
+        place = next((i for i in free if (leaves[i].shape, leaves[i].dtype) == (shape, result.dtype)), None)
+        if place is None:
+            place = len(leaves)
+            leaves.append(jnp.zeros(shape, result.dtype))
+        else:
+            free.remove(place)
+        places.append(place)
 
     def one(carry, i):
-        sums, joined = carry
-        more, results = step(_slice(arrays, i, size))
-        joined = jax.tree.map(lambda b, v: lax.dynamic_update_slice_in_dim(b, v, i * size, 1), joined, results)
-        return (jax.tree.map(jnp.add, sums, more), joined), None
+        sums, leaves = carry
+        # Behind the barrier a chunk is read once, before its place is written: no copy of the whole array is needed.
+        part = lax.optimization_barrier(_slice(leaves[:structure.num_leaves], i, size))
+        more, found = step(jax.tree.unflatten(structure, part))
+        for place, value in zip(places, jax.tree.leaves(found), strict=True):
+            leaves[place] = lax.dynamic_update_slice_in_dim(leaves[place], value, i * size, 1)
+        return (jax.tree.map(jnp.add, sums, more), leaves), None
 
-    sums, joined = jax.eval_shape(step, _slice(arrays, 0, size))
     sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
-    joined = jax.tree.map(lambda x: jnp.zeros((x.shape[0], length, *x.shape[2:]), x.dtype), joined)
-    return lax.scan(one, (sums, joined), jnp.arange(length // size))[0]
+    sums, leaves = lax.scan(one, (sums, leaves), jnp.arange(length // size))[0]
+    return sums, jax.tree.unflatten(results, [leaves[place] for place in places])
 
 
-def _cast(weights: dict, dtype) -> dict:
+def cast(weights: dict, dtype) -> dict:
     """Cast to the compute precision *outside* a loop over chunks and back inside it, the loop reads the narrow ones."""
     return {name: w.astype(dtype) for name, w in weights.items()}
 
 
-def chunked(fn: Callable, weights: dict, arrays: dict, labels: dict, *, dtype, chunk: int | None = None):
+def chunked(fn: Callable, weights: dict, arrays: dict, labels: dict, *, dtype, chunk: int | None = None,
+            through: str | None = None):
     """fn(weights, arrays, labels) over chunks of the sequence.
 
     Args:
@@ -82,23 +103,28 @@ def chunked(fn: Callable, weights: dict, arrays: dict, labels: dict, *, dtype, c
       arrays: differentiated, [B, T, ...]; labels: not differentiated, [B, T].
       dtype: compute precision, which the weights' values have.
       chunk: tokens in a chunk at most (the largest divisor of T is taken); None does all at once.
+      through: one of `arrays` that is given back as it is, before fn's results: the gradient that comes in for it has fn's
+        share added where it lies, and a second array of its length is never there.
     """
     size = largest_divisor(jax.tree.leaves((arrays, labels))[0].shape[1], chunk)
 
     @jax.custom_vjp
     def run(weights, arrays, labels):
-        narrow = _cast(weights, dtype)
-        return _over_chunks(lambda part: ((), fn(_cast(narrow, jnp.float32), *part)), (arrays, labels), size)[1]
+        narrow = cast(weights, dtype)
+        y = _over_chunks(lambda part: ((), fn(cast(narrow, jnp.float32), *part)), (arrays, labels), size)[1]
+        return (arrays[through], *y) if through else y
 
     def forward(weights, arrays, labels):
-        return run(weights, arrays, labels), (_cast(weights, dtype), arrays, labels)
+        return run(weights, arrays, labels), (cast(weights, dtype), arrays, labels)
 
     def backward(residuals, dy):
         narrow, arrays, labels = residuals
 
         def step(part):
             arrays, labels, dy = part
-            return jax.vjp(lambda w, a: fn(w, a, labels), _cast(narrow, jnp.float32), arrays)[1](dy)
+            passed, dy = (dy[0], dy[1:]) if through else (None, dy)
+            dw, dx = jax.vjp(lambda w, a: fn(w, a, labels), cast(narrow, jnp.float32), arrays)[1](dy)
+            return dw, {**dx, through: passed + dx[through]} if through else dx
 
         return *_over_chunks(step, (arrays, labels, dy), size), None
 
@@ -125,15 +151,15 @@ def chunked_total(fn: Callable, weights: dict, arrays: dict, labels: dict, share
 
     @jax.custom_vjp
     def run(weights, arrays, labels, shares):
-        narrow = _cast(weights, dtype)
-        return _over_chunks(lambda part: total(_cast(narrow, jnp.float32), *part), (arrays, labels, shares), size)
+        narrow = cast(weights, dtype)
+        return _over_chunks(lambda part: total(cast(narrow, jnp.float32), *part), (arrays, labels, shares), size)
 
     def forward(weights, arrays, labels, shares):
-        narrow = _cast(weights, dtype)
+        narrow = cast(weights, dtype)
 
         def step(part):
             arrays, *rest = part
-            value, pull, values = jax.vjp(lambda w, a: total(w, a, *rest), _cast(narrow, jnp.float32), arrays, has_aux=True)
+            value, pull, values = jax.vjp(lambda w, a: total(w, a, *rest), cast(narrow, jnp.float32), arrays, has_aux=True)
             dw, dx = pull(jnp.ones_like(value))
             return (value, dw), (values, dx)
 

@@ -17,17 +17,20 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
-from .attention import Mask, TokenCoords, attend
+from .attention import TokenCoords, attend, attending
 from .attention.kernels import Kernel, get_kernel
 from .chunked import chunked, chunked_total, product
 from .config import LlamaConfig
 from .feedforward import FeedForward, Projection, RMSNorm, param, rms_norm
+from .head_groups import attend_in_groups
 from .loss import token_losses
 from .remat import scan_layers
 from .rope import apply_rope, attention_scaling, inverse_frequencies
 from .sharding import BATCH_AXES, Parallel, Parameter, Sharding, gather
 
 TOKENS = PartitionSpec(BATCH_AXES, "sequence")
+# The weights of a layer before attention.
+INWARD = ("input_layernorm", "self_attn.q", "self_attn.k", "self_attn.v")
 
 
 class SelfAttention(nnx.Module):
@@ -148,11 +151,13 @@ class Llama:
       schedule, kernel, mask: see `model.attention`.
       dtype: compute precision; parameters stay float32.
       remat, every_k: a policy of `model.remat`.
+      attention_groups: groups of heads that are projected and attend one after the other; divides a tensor rank's key heads.
       sequence_parallel: Megatron's: hidden states are split over `tensor` too, along the length (`Parallel.split_tokens`);
         nothing is then computed in chunks.
 
     Raises:
-      ValueError: `sequence_parallel` where `tensor` does not split the heads and the feed-forward width.
+      ValueError: `sequence_parallel` where `tensor` does not split the heads and the feed-forward width; attention groups
+        that do not divide the key heads.
     """
 
     config: LlamaConfig
@@ -165,8 +170,14 @@ class Llama:
     chunks: Chunks = Chunks()
     storage_axes: tuple[str, ...] = ("fsdp", "sequence")
     sequence_parallel: bool = False
+    attention_groups: int = 1
 
     def __post_init__(self):
+        heads = self.parallel.local_key_heads
+        if heads % self.attention_groups:
+            good = [n for n in range(1, heads + 1) if heads % n == 0]
+            raise ValueError(f"memory.attention_groups: {self.attention_groups} does not divide the {heads} key/value heads of "
+                             f"a device; {', '.join(map(str, good))} do")
         if self.parallel.split_tokens and not (self.parallel.heads and self.parallel.mlp):
             raise ValueError(f"sequence_parallel: tensor = {self.parallel.tensor} does not divide the heads "
                              f"({self.config.num_attention_heads}) or the width ({self.config.intermediate_size})")
@@ -210,8 +221,8 @@ class Llama:
         """These parameters, gathered from their shards."""
         return {name: gather(params[name], self.specs[name], self.dtype) for name in names}
 
-    def _run(self, fn, weights, arrays, labels, chunk):
-        return chunked(fn, weights, arrays, labels, dtype=self.dtype, chunk=chunk)
+    def _run(self, fn, weights, arrays, labels, chunk, through=None):
+        return chunked(fn, weights, arrays, labels, dtype=self.dtype, chunk=chunk, through=through)
 
     def local_embed(self, params, tokens):
         """int32 [B, T] -> [B, T, E]. The float32 table is indexed and the rows cast, so that its gradient is float32."""
@@ -237,23 +248,34 @@ class Llama:
         return {name: gather(shard, PartitionSpec(*self.specs[f"layers.{name}"][1:]), self.dtype)
                 for name, shard in shards.items()}
 
-    def _layer_call(self, fn, weights, part, arrays, labels, chunk):
+    def _layer_call(self, fn, weights, part, arrays, labels, chunk, through=None):
         """fn over those of a layer's weights that start with one of `part`; run again in the backward chunk by chunk, but
         for the policy `everything`, which keeps what fn computes."""
         weights = {name: w for name, w in weights.items() if name.startswith(part)}
         if self.remat == "everything":
-            return fn(weights, arrays, labels)
+            return (arrays[through], *fn(weights, arrays, labels)) if through else fn(weights, arrays, labels)
         # A rank's chunks would not be chunks of the tokens that all ranks together hold.
-        return self._run(fn, weights, arrays, labels, None if self.parallel.split_tokens else chunk)
+        return self._run(fn, weights, arrays, labels, None if self.parallel.split_tokens else chunk, through)
 
-    def local_project(self, weights, x, positions, length: int):
-        """A layer's norm, projections and RoPE, from whole weights: q, k, v; length is the whole row's."""
+    def local_project(self, weights, x, positions, length: int, through: str | None = None):
+        """A layer's norm, projections and RoPE, from whole weights: q, k, v (through="x": x, q, k, v, see `chunked`); length is
+        the whole row's."""
         def project(weights, arrays, labels):
             layer = bind(self.config, weights)
             return layer.self_attn.project(layer.input_layernorm(arrays["x"]), labels["positions"], length, self.parallel)
 
-        part = ("input_layernorm", "self_attn.q", "self_attn.k", "self_attn.v")
-        return self._layer_call(project, weights, part, {"x": x}, {"positions": positions}, self.chunks.projection)
+        return self._layer_call(project, weights, INWARD, {"x": x}, {"positions": positions}, self.chunks.projection, through)
+
+    def local_attend(self, weights, x, positions, coords: TokenCoords, length: int, keep_kv: bool):
+        """A layer's attention, from whole weights: x itself, the output [B, T, Hq, D], and with keep_kv k and v."""
+        how = {"schedule": self.schedule, "kernel": self.kernel, "axis": "sequence", "size": self.mesh.shape["sequence"]}
+        if keep_kv or self.attention_groups == 1:
+            q, k, v = self.local_project(weights, x, positions, length)
+            return x, attend(q, k, v, coords, coords, **how)[0], (k, v) if keep_kv else None
+        project = functools.partial(self.local_project, length=length, through="x")
+        inward = {name: w for name, w in weights.items() if name.startswith(INWARD)}
+        return *attend_in_groups(project, attending(self.config.head_dim, **how), self.attention_groups, inward, x, positions,
+                                 coords, self.dtype), None
 
     def local_finish(self, weights, x, attended):
         """A layer from attention's output to the next layer's input, from whole weights."""
@@ -271,17 +293,14 @@ class Llama:
         length: of the row for the RoPE rule `dynamic`, if tokens are to follow; else what x holds over all devices.
         """
         layers = self.layer_shards(params)
-        size = self.mesh.shape["sequence"]
-        length = length or positions.shape[1] * size
+        length = length or positions.shape[1] * self.mesh.shape["sequence"]
 
         def body(carry, shards):
             x, positions, coords = carry
             x = checkpoint_name(x, "layer_input")
             weights = self.local_weights(shards)
-            q, k, v = self.local_project(weights, x, positions, length)
-            attended, _ = attend(q, k, v, coords, coords, schedule=self.schedule, kernel=self.kernel, axis="sequence",
-                                 size=size, mask=Mask())
-            return (self.local_finish(weights, x, attended), positions, coords), (k, v) if keep_kv else None
+            x, attended, kv = self.local_attend(weights, x, positions, coords, length, keep_kv)
+            return (self.local_finish(weights, x, attended), positions, coords), kv
 
         (x, _, _), kv = scan_layers(body, (x, positions, coords), layers, self.remat, self.every_k)
         x = self.parallel.whole(x)

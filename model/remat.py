@@ -5,22 +5,26 @@ from collections.abc import Callable
 
 import jax
 from jax import lax
+from jax.ad_checkpoint import checkpoint_name
 
-POLICIES = ("nothing", "save_attention", "offload", "every_k", "everything")
+POLICIES = ("nothing", "save_attention", "offload", "every_k", "offload_every_k", "everything")
+
+
+def _to_host(name: str):
+    return jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=[name], offload_src="device", offload_dst="pinned_host")
 
 
 def _policy(name: str):
     """A `jax.checkpoint` policy for one layer; the layer's input is kept by all of them, on the device but for `offload`."""
-    if name in ("nothing", "every_k"):
+    if name in ("nothing", "every_k", "offload_every_k"):
         return jax.checkpoint_policies.nothing_saveable
     attention = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
     if name == "everything":
         # Results of matrix products, and no weights: gathered, all layers' together would be the whole model on each device.
         return jax.checkpoint_policies.save_from_both_policies(jax.checkpoint_policies.dots_saveable, attention)
     if name == "offload":
-        return jax.checkpoint_policies.save_and_offload_only_these_names(
-            names_which_can_be_saved=[], names_which_can_be_offloaded=["layer_input"],
-            offload_src="device", offload_dst="pinned_host")
+        return _to_host("layer_input")
     return attention
 
 
@@ -31,9 +35,11 @@ def scan_layers(body: Callable, carry, layers, name: str, every_k: int = 1):
     output and its lse too, so that the backward never runs attention forward again (DistFlashAttn, section 3.3); `everything`
     the result of every matrix product as well: only element-wise work is run again, and nothing in chunks. `every_k` keeps the
     input of every k-th layer: the backward runs k layers again to get theirs, and then each of them once more; with L layers
-    L / k + k inputs are held at most (Chen et al., Training Deep Nets with Sublinear Memory Cost, section 4).
+    L / k + k inputs are held at most (Chen et al., Training Deep Nets with Sublinear Memory Cost, section 4). `offload_every_k`
+    keeps those L / k in pinned host memory, for hosts that have no room for all L; the device then holds k.
 
     Args:
+      carry: a tuple, the layers' input first.
       body: as scan's; names its input `layer_input`, its attention `attention_out` and `attention_lse`.
       layers: a tree of arrays with the layers on the leading axis.
 
@@ -43,7 +49,7 @@ def scan_layers(body: Callable, carry, layers, name: str, every_k: int = 1):
     if name not in POLICIES:
         raise ValueError(f"memory.remat: found {name!r}; known: {', '.join(POLICIES)}")
     body = jax.checkpoint(body, policy=_policy(name), prevent_cse=False)
-    if name != "every_k":
+    if name not in ("every_k", "offload_every_k"):
         return lax.scan(body, carry, layers)
     count = jax.tree.leaves(layers)[0].shape[0]
     if count % every_k:
@@ -52,8 +58,9 @@ def scan_layers(body: Callable, carry, layers, name: str, every_k: int = 1):
     groups = jax.tree.map(lambda x: x.reshape(-1, every_k, *x.shape[1:]), layers)
 
     def group(carry, layers):
-        return lax.scan(body, carry, layers)
+        return lax.scan(body, (checkpoint_name(carry[0], "group_input"), *carry[1:]), layers)
 
-    group = jax.checkpoint(group, policy=jax.checkpoint_policies.nothing_saveable, prevent_cse=False)
+    policy = _to_host("group_input") if name == "offload_every_k" else jax.checkpoint_policies.nothing_saveable
+    group = jax.checkpoint(group, policy=policy, prevent_cse=False)
     carry, out = lax.scan(group, carry, groups)
     return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)

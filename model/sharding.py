@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -76,6 +78,11 @@ class Parallel:
         kv_heads = key % tensor == 0
         return cls(tensor, kv_heads or shared, kv_heads, config.intermediate_size % tensor == 0, True,
                    -(-config.vocab_size // tensor) * tensor, query, key)
+
+    @property
+    def local_key_heads(self) -> int:
+        """Key/value heads that a rank attends with."""
+        return self.key_heads // self.tensor if self.kv_heads else 1 if self.heads else self.key_heads
 
     def padded(self, config: LlamaConfig) -> LlamaConfig:
         """The model's sizes as they are in memory."""
@@ -175,14 +182,33 @@ def gather(shard: jax.Array, spec: PartitionSpec, dtype) -> jax.Array:
     """
     whole = shard.astype(dtype)
     for i, axes in storage_axes_of(spec):
-        whole = lax.all_gather(whole, axes, axis=i, tiled=True)
+        for over, groups in reversed(_turns(axes)):
+            whole = lax.all_gather(whole, over, axis=i, axis_index_groups=groups, tiled=True)
     return whole.astype(jnp.float32)
 
 
 def _reduce_scatter(spec: PartitionSpec, dtype, _, gradient: jax.Array):
     for i, axes in reversed(storage_axes_of(spec)):
-        gradient = lax.psum_scatter(gradient, axes, scatter_dimension=i, tiled=True)
+        for over, groups in _turns(axes):
+            gradient = lax.psum_scatter(gradient, over, scatter_dimension=i, axis_index_groups=groups, tiled=True)
     return (gradient,)
+
+
+def _turns(axes: tuple[str, ...]) -> list[tuple[str | tuple[str, ...], list | None]]:
+    """A reduce-scatter over mesh axes as turns, a gather as the same turns backwards: axes, and groups of their ranks or None.
+
+    Of one over all devices of a mesh the TPU's compilers may make an all-reduce: twice the bytes, the whole sum in memory.
+    That one goes axis by axis, and where one axis is all of the mesh in two turns: ranks far apart first, then neighbours.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    sizes = [mesh.shape[axis] for axis in axes]
+    if math.prod(sizes) < mesh.size:
+        return [(axes, None)]
+    if len(axes) > 1:
+        return [(axis, None) for axis in axes]
+    first = max(n for n in range(1, math.isqrt(sizes[0]) + 1) if sizes[0] % n == 0)
+    ranks = np.arange(sizes[0]).reshape(first, -1)
+    return [(axes, None)] if first == 1 else [(axes, ranks.T.tolist()), (axes, ranks.tolist())]
 
 
 gather.defvjp(lambda shard, spec, dtype: (gather(shard, spec, dtype), None), _reduce_scatter)

@@ -2,11 +2,11 @@
 
     python -m scripts.plan --model llama-7b --topology v4:4x4x4 --context 1048576
     python -m scripts.plan --model llama-7b --topology v5e:16x16 --context 1048576 --search --output plan
-
     python -m scripts.plan --config configs/sharegpt_llama7b_1m.yaml --model llama-7b --topology v4:4x4x4
 
 With --config a recipe's context, mesh and memory are planned; what stands beside it wins. With --search it doubles the context,
-under the remat policies from the fastest to the one that keeps least, until none fits.
+under the remat policies from the fastest to the one that keeps least, until none fits; with --best it tries meshes, schedules
+and policies in the order of their estimated time, and takes the first that fits.
 Memory and collectives are the compiler's own; step time, MFU, hours and money are estimates of the cost model.
 """
 from __future__ import annotations
@@ -15,9 +15,6 @@ import argparse
 import json
 import sys
 from pathlib import Path
-
-# Topology -> hardware of the cost model, where the names differ: by whether GPUs are in one box, or in several.
-GPUS = {"a100": ("a100-nvlink", "a100-infiniband"), "h100": ("h100-infiniband", "h100-infiniband")}
 
 
 def parse(argv):
@@ -34,10 +31,14 @@ def parse(argv):
     parser.add_argument("--schedule", default="ring", help="see model.attention (default ring)")
     parser.add_argument("--layout", default="striped", help="for the estimates (default striped)")
     parser.add_argument("--remat", default="save_attention", help="what layers keep for the backward (default save_attention)",
-                        choices=["nothing", "save_attention", "offload", "every_k", "everything"])
+                        choices=["nothing", "save_attention", "offload", "every_k", "offload_every_k", "everything"])
     parser.add_argument("--every-k", type=int, default=2, help="layers between the inputs that remat every_k keeps")
     parser.add_argument("--moments-on-host", action="store_true", help="the optimizer's moments lie in the host's memory")
-    parser.add_argument("--search", action="store_true", help="the longest context that fits, and the policy that holds it")
+    parser.add_argument("--attention-groups", type=int, default=1, help="groups of heads done one after the other (default 1)")
+    parser.add_argument("--best", action="store_true", help="chooses mesh, schedule and policy too: of those that fit the one "
+                        "that the cost model thinks fastest")
+    parser.add_argument("--search", action="store_true", help="the longest context that fits, and the policy (with --best also "
+                        "mesh and schedule) that holds it")
     parser.add_argument("--tokens", type=float, help="tokens to train on: adds hours")
     parser.add_argument("--price-per-device-hour", type=float, help="adds money to the hours")
     parser.add_argument("--output", help="also write the plan to this JSON file; with --search to this folder, with a picture")
@@ -66,7 +67,7 @@ def of_recipe(path: str | None) -> list[str]:
     return ["--context", str(config.data.context_length), "--batch", str(config.train.batch_size),
             "--mesh", ",".join(f"{axis}={size}" for axis, size in axes.items()), "--schedule", attention.schedule,
             "--layout", attention.layout, "--remat", memory.remat, "--every-k", str(memory.every_k),
-            *(["--moments-on-host"] if memory.moments_on_host else [])]
+            "--attention-groups", str(memory.attention_groups), *(["--moments-on-host"] if memory.moments_on_host else [])]
 
 
 def mesh_of(text: str):
@@ -81,20 +82,11 @@ def mesh_of(text: str):
         raise ValueError(f"--mesh: found {text!r}; write axis=size,... with data, fsdp, tensor, sequence") from None
 
 
-def estimates(plan: dict, args) -> dict:
-    """What the cost model says of a plan; nothing where it does not know the hardware."""
-    from model.config import LlamaConfig
-    from trainer import costs
-
-    generation, _, shape = args.topology.partition(":")
-    one_box, several = GPUS.get(generation, (generation, generation))
-    hardware = costs.HARDWARE.get(several if "x" in shape else one_box)
-    if hardware is None:
+def estimates(plan: dict, job, args) -> dict:
+    """What the cost model says of a planned job; nothing where it does not know the hardware."""
+    found = job.estimate(args.layout)
+    if found is None:
         return {}
-    axes = {axis: plan["mesh"][axis] for axis in ("data", "fsdp", "tensor", "sequence")}
-    found = costs.estimate(costs.Job(
-        costs.Sizes.of(LlamaConfig.preset(args.model)), hardware, plan["context"], args.batch, **axes, remat=plan["remat"],
-        schedule=args.schedule if plan["mesh"]["sequence"] > 1 else "local", layout=args.layout))
     told = {"estimated_step_seconds": found.seconds, "estimated_mfu": found.mfu,
             "estimated_exposed_seconds": found.step.exposed, "estimated_tokens_per_second": found.tokens_per_second}
     if args.tokens:
@@ -106,6 +98,10 @@ def estimates(plan: dict, args) -> dict:
 
 def show(plan: dict) -> None:
     """A plan as a table."""
+    plan = dict(plan)
+    for kind, figures in (plan.pop("communication") or {}).items():
+        print(f"{kind:28} {figures['times']:,.0f} times, {figures['received_gib']:.3f} GiB received, "
+              f"{figures['hidden']:.1%} of it beside compute")
     for name, value in plan.items():
         print(f"{name:28} {value:,.3f}" if isinstance(value, float) else f"{name:28} {value}")
 
@@ -133,48 +129,51 @@ def draw(tries: list[dict], plan: dict, path: Path) -> None:
 
 
 def run(args) -> int:
-    """One plan, or the search for the longest."""
+    """One plan, or a search for the best or the longest."""
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from trainer.plan import DoesNotFit, Job, plan, search
+    from trainer.plan import DoesNotFit, Job, plan
 
     job = Job(args.model, args.topology, args.context, args.batch, mesh_of(args.mesh), args.schedule, args.remat, args.every_k,
-              args.moments_on_host)
-    if not args.search:
-        try:
-            found = plan(job)
-        except DoesNotFit as error:
-            print(f"does not fit: {error}", file=sys.stderr)
-            return 1
-        found |= estimates(found, args)
-        show(found)
-        if args.output:
-            Path(args.output).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-        return 0
+              args.moments_on_host, args.attention_groups)
+    try:
+        job, found, rest = searched(job, args) if args.search or args.best else (job, plan(job), {})
+    except DoesNotFit as error:
+        print(f"does not fit: {error}", file=sys.stderr)
+        return 1
+    found |= estimates(found, job, args)
+    show(found)
+    if args.output and args.search:
+        folder = Path(args.output)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "plan.json").write_text(json.dumps({"longest": found, **rest}, indent=2) + "\n", encoding="utf-8")
+        draw(rest["tries"], found, folder / "plan.png")
+    elif args.output:
+        Path(args.output).write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def searched(job, args):
+    """The longest job (or with --best alone the best of its context), its plan, and what else was found on the way."""
+    from trainer.plan import DoesNotFit
+    from trainer.plan_search import policies, search, ways
+
     tries = []
 
     def on_try(job, result):
         fits = not isinstance(result, DoesNotFit)
-        tries.append({"context": job.context, "remat": job.remat, "fits": fits,
+        tries.append({"context": job.context, "mesh": job.axes, "schedule": str(job.schedule), "remat": job.remat, "fits": fits,
                       "gib": result["peak_gib"] if fits else result.needs_gib})
-        print(f"{job.context:12,} tokens  {job.remat:15} {'fits' if fits else 'does not fit'}: {tries[-1]['gib']:.2f} GiB",
-              flush=True)
+        print(f"{job.context:12,} tokens  {job.axes}  {job.schedule}  {job.remat:15} "
+              f"{'fits' if fits else 'does not fit'}: {tries[-1]['gib']:.2f} GiB", flush=True)
 
-    best, refusal = search(job, on_try=on_try)
-    if best is None:
-        print(f"does not fit at {args.context:,} tokens: {refusal}", file=sys.stderr)
-        return 1
-    best |= estimates(best, args)
+    most = {} if args.search else {"most": job.context}
+    longest, best, refusal = search(job, ways if args.best else policies, on_try, **most)
+    if longest is None:
+        raise refusal or ValueError("--best: no mesh of these devices suits this length")
     print()
-    show(best)
-    if args.output:
-        folder = Path(args.output)
-        folder.mkdir(parents=True, exist_ok=True)
-        result = {"longest": best, "next": None if refusal is None else str(refusal), "tries": tries}
-        (folder / "plan.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        draw(tries, best, folder / "plan.png")
-    return 0
+    return longest, best, {"next": None if refusal is None else str(refusal), "tries": tries}
 
 
 def main(argv=None) -> int:

@@ -138,13 +138,17 @@ class AttentionConfig:
 class MemoryConfig:
     """What is kept for the backward pass, and in what pieces the rest is computed; chunks count tokens of a device."""
 
-    remat: Literal["nothing", "save_attention", "offload", "every_k", "everything"] = "save_attention"
+    remat: Literal["nothing", "save_attention", "offload", "every_k", "offload_every_k", "everything"] = "save_attention"
     """Kept between forward and backward: the layers' inputs and nothing else; also attention's output and lse
-    (save_attention); the inputs in the host's memory (offload); only every k-th layer's input (every_k); everything."""
+    (save_attention); the inputs in the host's memory (offload); only every k-th layer's input (every_k), that in the host's
+    memory (offload_every_k); everything."""
     every_k: int = 2
-    """Layers between the inputs that remat every_k keeps; a divisor of the number of layers."""
+    """Layers between the inputs that remat every_k and offload_every_k keep; a divisor of the number of layers."""
     moments_on_host: bool = False
     """Whether the optimizer's moments lie in the host's memory between steps; a step then brings them over and back."""
+    attention_groups: int = 1
+    """Groups of heads that are projected and attend one after the other, so that queries, keys and values exist for one group
+    at a time; a divisor of a device's key/value heads."""
     feed_forward_chunk: int = 1024
     """Tokens of a feed-forward chunk; 0 computes all at once."""
     projection_chunk: int = 0

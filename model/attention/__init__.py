@@ -4,6 +4,7 @@
 """
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 
@@ -18,39 +19,70 @@ from .layout import check_length
 from .partial import AttentionPartial, merge
 from .schedules import Ranks, get_schedule
 
-__all__ = ["AttentionPartial", "Mask", "TokenCoords", "attend", "attention", "document_starts", "merge"]
+__all__ = ["Attending", "AttentionPartial", "Mask", "TokenCoords", "attend", "attending", "attention", "document_starts",
+           "keep", "merge"]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3, 4))
-def _attend(schedule, kernel, ranks, mask, scale, q, k, v, q_coords, kv_coords):
-    return _attend_forward(schedule, kernel, ranks, mask, scale, q, k, v, q_coords, kv_coords)[0]
+@dataclasses.dataclass(frozen=True)
+class Attending:
+    """How a shard's queries meet all keys: a schedule over a kernel, static. `attend` is the two directions under one rule."""
+
+    schedule: object
+    kernel: Kernel
+    ranks: Ranks
+    mask: Mask
+    scale: float
+
+    @property
+    def _options(self):
+        return {"ranks": self.ranks, "mask": self.mask, "scale": self.scale}
+
+    def forward(self, q, k, v, q_coords, kv_coords):
+        """out like q, in its dtype, and lse float32 [B, Hq, T]."""
+        partial = self.schedule.forward(self.kernel, q, k, v, q_coords, kv_coords, **self._options)
+        return partial.out.astype(q.dtype), partial.lse
+
+    def backward(self, q, k, v, q_coords, kv_coords, out, lse, dout, dlse):
+        """Gradients of q, k and v, in their dtypes, from what `forward` gave and its cotangents."""
+        delta = jnp.einsum("bthd,bthd->bht", dout.astype(jnp.float32), out.astype(jnp.float32))
+        # d lse / d score = weight, and d score = weight * (dweight - delta): lse's own cotangent joins delta.
+        delta = delta - jnp.where(jnp.isneginf(lse), 0.0, dlse)
+        gradients = self.schedule.backward(
+            self.kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, **self._options)
+        return tuple(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True))
 
 
-def _attend_forward(schedule, kernel, ranks, mask, scale, q, k, v, q_coords, kv_coords):
-    partial = schedule.forward(kernel, q, k, v, q_coords, kv_coords, ranks=ranks, mask=mask, scale=scale)
-    # Named, so that a remat policy can keep them: the backward then never runs attention forward again
-    # (DistFlashAttn, section 3.3).
-    out = checkpoint_name(partial.out.astype(q.dtype), "attention_out")
-    lse = checkpoint_name(partial.lse, "attention_lse")
-    return (out, lse), (q, k, v, q_coords, kv_coords, out, lse)
+def keep(out, lse):
+    """Named, so that a remat policy can keep them: the backward then never runs attention forward again (DistFlashAttn,
+    section 3.3)."""
+    return checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
 
 
-def _attend_backward(schedule, kernel, ranks, mask, scale, residuals, cotangents):
-    q, k, v, q_coords, kv_coords, out, lse = residuals
-    dout, dlse = cotangents
-    delta = jnp.einsum("bthd,bthd->bht", dout.astype(jnp.float32), out.astype(jnp.float32))
-    # d lse / d score = weight, and d score = weight * (dweight - delta): lse's own cotangent joins delta.
-    delta = delta - jnp.where(jnp.isneginf(lse), 0.0, dlse)
-    gradients = schedule.backward(
-        kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, ranks=ranks, mask=mask, scale=scale)
-    return *(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True)), None, None
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(how: Attending, *arrays):
+    return _attend_forward(how, *arrays)[0]
+
+
+def _attend_forward(how, *arrays):
+    kept = keep(*how.forward(*arrays))
+    return kept, (*arrays, *kept)
+
+
+def _attend_backward(how, residuals, cotangents):
+    return *how.backward(*residuals, *cotangents), None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def attend(q, k, v, q_coords, kv_coords, *, schedule, kernel: Kernel, axis: str, size: int, layout="", mask=Mask(),
-           scale=None):
+def attending(head_dim: int, *, schedule, kernel: Kernel, axis: str, size: int, layout="", mask=Mask(),
+              scale=None) -> Attending:
+    """From names and sizes; see `attend`."""
+    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+    return Attending(get_schedule(schedule, size, layout), kernel, Ranks(axis, size), mask, scale)
+
+
+def attend(q, k, v, q_coords, kv_coords, *, mask=Mask(), **how):
     """Attention of a shard's queries over the keys of all shards; to be called inside `shard_map`.
 
     Args:
@@ -63,10 +95,8 @@ def attend(q, k, v, q_coords, kv_coords, *, schedule, kernel: Kernel, axis: str,
     Returns:
       out like q (in its dtype), and lse float32 [B, Hq, T].
     """
-    scale = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
     check_starts(TokenCoords(*kv_coords).start, mask)
-    return _attend(get_schedule(schedule, size, layout), kernel, Ranks(axis, size), mask, scale, q, k, v,
-                   TokenCoords(*q_coords), TokenCoords(*kv_coords))
+    return _attend(attending(q.shape[-1], mask=mask, **how), q, k, v, TokenCoords(*q_coords), TokenCoords(*kv_coords))
 
 
 def attention(q, k, v, coords, *, kv_coords=None, mesh: Mesh, layout="striped", schedule="ring", kernel="auto",

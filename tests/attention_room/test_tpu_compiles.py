@@ -15,6 +15,7 @@ from trainer.plan import compile_step
 from trainer.topology import topology_devices
 
 TOKENS = 131072
+KERNEL = "@tpu_custom_call"
 CALL = 'custom_call_target="tpu_custom_call"'
 # v3's kernels take no bfloat16.
 GENERATIONS = {"v3:2x2": jnp.float32, "v4:2x2x1": jnp.bfloat16, "v5e:2x2": jnp.bfloat16, "v5p:2x2x1": jnp.bfloat16,
@@ -22,8 +23,8 @@ GENERATIONS = {"v3:2x2": jnp.float32, "v4:2x2x1": jnp.bfloat16, "v5e:2x2": jnp.b
 HEAD_SIZES = (64, 80, 96, 100, 128, 256)
 
 
-def compile_both(topology, dtype, head_dim, mask=Mask()):
-    """Forward and backward of 131,072 queries against as many keys, in place as in a ring, for one device."""
+def lower_both(topology, dtype, head_dim, mask=Mask()):
+    """Forward and backward of 131,072 queries against as many keys, in place as in a ring, for one device: lowered."""
     device = SingleDeviceSharding(topology_devices(topology)[0])
 
     def shape(*dims, dtype):
@@ -35,15 +36,18 @@ def compile_both(topology, dtype, head_dim, mask=Mask()):
     rows, wide = shape(1, 4, TOKENS, dtype=jnp.float32), shape(*q.shape, dtype=jnp.float32)
     forward = jax.jit(lambda *block: kernel.extend(*block, **options), donate_argnums=0)
     backward = jax.jit(lambda *block: kernel.gradients(*block, **options), donate_argnums=0)
-    return (forward.lower(AttentionPartial(wide, rows), q, kv, coords, coords).compile(),
-            backward.lower(wide, q, kv, q, rows, rows, coords, coords).compile())
+    return (forward.lower(AttentionPartial(wide, rows), q, kv, coords, coords),
+            backward.lower(wide, q, kv, q, rows, rows, coords, coords))
 
 
 def check(topology, dtype, head_dim, mask=Mask()):
+    """The calls are counted before the compiler: jaxlib cannot read all that libtpu writes for v5p and v6e."""
     start = time.process_time()  # the processor's, so that other work on the machine does not count
-    forward, backward = compile_both(topology, dtype, head_dim, mask)
+    lowered = lower_both(topology, dtype, head_dim, mask)
+    for part in lowered:
+        part.compile()
     assert time.process_time() - start < 60
-    assert (forward.as_text().count(CALL), backward.as_text().count(CALL)) == (1, 2)
+    assert [part.as_text().count(KERNEL) for part in lowered] == [1, 2]
 
 
 def test_kernels_compile_at_128k_tokens_a_device():

@@ -129,9 +129,11 @@ def smollm2_truth(folder):
 
 
 @functools.cache
-def loss_and_gradients(mesh, layout="striped", remat="save_attention", schedule="ring", sequence_parallel=False, **changes):
+def loss_and_gradients(mesh, layout="striped", remat="save_attention", schedule="ring", sequence_parallel=False,
+                       attention_groups=1, **changes):
     config = tiny(**changes)
-    model = llama(config, MESHES[mesh], remat=remat, schedule=schedule, sequence_parallel=sequence_parallel)
+    model = llama(config, MESHES[mesh], remat=remat, schedule=schedule, sequence_parallel=sequence_parallel,
+                  attention_groups=attention_groups)
     batch, _ = permuted(packed_batch(config), model, layout)
     (loss, weight), gradient = jax.jit(jax.value_and_grad(model.loss, has_aux=True))(model.init(0), batch)
     return float(loss), float(weight), {name: np.asarray(g) for name, g in gradient.items()}

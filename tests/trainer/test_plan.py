@@ -1,18 +1,26 @@
 """The TPU compiler's plan of the real step: LLaMA-7B at a million tokens fits, and nothing of length x length is kept."""
+import dataclasses
+import itertools
+import math
 import re
 
 import pytest
 
 from data.errors import UserError
+from model.attention import get_schedule
+from model.attention.schedules.plan import Block, received
 from model.config import LlamaConfig
+from model.llama import declare
 from scripts.plan import main, mesh_of, parse
-from trainer.compiled import memory
+from trainer.compiled import GIB, memory
+from trainer.compiled.communication import communication
 from trainer.compiled.text import arrays_with
 from trainer.compiled.transfers import collectives
 from trainer.mesh import make_mesh
-from trainer.plan import DoesNotFit, Job, compile_step, search
+from trainer.plan import DoesNotFit, Job, compile_step, parts_gib
+from trainer.plan_search import search, ways
 from trainer.schema import MeshConfig
-from trainer.topology import topology_devices
+from trainer.topology import memory_gib, topology_devices
 
 CONTEXT = 1_048_576
 
@@ -40,6 +48,19 @@ def test_the_ring_is_the_only_permute_and_no_activation_is_gathered(compiled):
     text = compiled.as_text()
     assert collectives(text)["collective-permute"] > 0
     assert collectives(text)["all-to-all"] == 0
+
+
+def test_what_the_step_sends_and_what_hides_it(compiled):
+    """Each layer's ring runs forward twice (remat `nothing`) and backward once; all but the hops home are behind a kernel."""
+    found = communication(compiled, 64)
+    block = Block(batch=1, tokens=CONTEXT // 64, query_heads=32, kv_heads=32, head_dim=128, itemsize=2)
+    forward, backward = (received(rounds, 64).max() for rounds in get_schedule("ring", 64).plan(64, block))
+    assert found["collective-permute"]["received_gib"] * GIB == pytest.approx(32 * (2 * forward + backward), rel=0.02)
+    assert found["collective-permute"]["hidden"] > 0.97
+    weights = sum(math.prod(parameter.shape) for parameter in declare(LlamaConfig.preset("llama-7b")).values())
+    assert found["all-gather"]["received_gib"] * GIB == pytest.approx(2 * 2 * weights * 63 / 64, rel=0.1)
+    assert found["reduce-scatter"]["received_gib"] * GIB == pytest.approx(4 * weights * 63 / 64, rel=0.1)
+    assert found["all-reduce"]["received_gib"] < 0.1 * found["all-gather"]["received_gib"]
 
 
 def test_offload_keeps_the_layers_inputs_in_the_hosts_memory():
@@ -85,11 +106,26 @@ def test_the_search_ends_at_the_longest_context_that_fits(monkeypatch):
 
     monkeypatch.setattr(trainer.plan, "plan", plan)
     tried = []
-    job = Job("tiny", "v5e:2x2", 1000)
-    best, refusal = search(job, ("save_attention", "nothing"), lambda job, result: tried.append((job.context, job.remat)))
-    assert (best["context"], best["remat"], refusal.needs_gib) == (8000, "nothing", 8.0)
+
+    def two(job):
+        return [dataclasses.replace(job, remat=remat) for remat in ("save_attention", "nothing")]
+
+    longest, best, refusal = search(Job("tiny", "v5e:2x2", 1000), two, lambda job, _: tried.append((job.context, job.remat)))
+    assert (longest.context, best["context"], best["remat"], refusal.needs_gib) == (8000, 8000, "nothing", 8.0)
     assert tried == [(1000, "save_attention"), (2000, "save_attention"), (4000, "save_attention"), (8000, "save_attention"),
                      (8000, "nothing"), (16000, "nothing")]
+
+
+def test_the_ways_of_a_job():
+    """Llama 3.1 8B, four rows on 16 chips: every way has all chips, rows go to fsdp first, none is slower than the next."""
+    job = Job("llama-3.1-8b", "v5e:4x4", 8192, batch=4)
+    found = ways(job)
+    meshes = {(way.mesh.fsdp, way.mesh.tensor, way.mesh.sequence) for way in found}
+    assert meshes == {(4, 1, 4), (4, 2, 2), (4, 4, 1), (2, 8, 1)}
+    seconds = [way.estimate().seconds for way in found]
+    assert all(later > 0.9 * earlier for earlier, later in itertools.pairwise(seconds)), "rounded to two digits"
+    assert len(found) > 10 and seconds[-1] > 1.2 * seconds[0]
+    assert all(sum(parts_gib(way, LlamaConfig.preset(job.model), 16).values()) < memory_gib(job.topology) for way in found)
 
 
 def test_an_axis_may_be_a_part_of_a_physical_one():

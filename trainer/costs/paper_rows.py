@@ -130,3 +130,17 @@ NOT_NUMBERS = {
     "Striped Attention Figure 6 (tokens per second)": "bars whose numbers are not in the text at hand",
     "Attention2D Figures 4, 5, 6": "bars and curves without numbers but for the three that its text and abstract tell",
 }
+
+# Ring Attention, Table 3: the longest context in thousands of tokens, by its columns. "TPUv3-512" is 512 cores; "TPUv4-512" is
+# given a gain of 512, and Google's own v4-512 is 256 chips: hence both.
+RING_ATTENTION_COLUMNS = ("vanilla", "memory-efficient", "blockwise feed-forward", "ring")
+_V4 = {"llama-3b": (8, 64, 256, 131072), "llama-7b": (8, 32, 128, 65536), "llama-13b": (4, 16, 64, 32768),
+       "llama-30b": (2, 8, 32, 16384)}
+RING_ATTENTION_CONTEXTS = {
+    "a100:8": {"llama-3b": (16, 256, 512, 4096), "llama-7b": (16, 256, 512, 4096), "llama-13b": (8, 128, 256, 2048),
+               "llama-30b": (8, 64, 256, 2048)},
+    "a100:4x8": {"llama-7b": (32, 512, 1024, 32768), "llama-30b": (16, 128, 512, 16384)},
+    "v3:16x16": {"llama-7b": (4, 16, 64, 16384), "llama-13b": (2, 8, 32, 8192), "llama-30b": (1, 4, 16, 4096)},
+    "v4:8x8x4": _V4, "v4:8x8x8": _V4,
+    "v5e:16x16": {"llama-7b": (4, 16, 64, 16384), "llama-30b": (1, 4, 16, 4096)},
+}

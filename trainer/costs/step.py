@@ -16,7 +16,8 @@ OPTIMIZER_BYTES = 28  # AdamW in float32: reads parameter, two moments and gradi
 
 # What a layer computes, in forwards: (position-wise work, attention forward) of a whole step, recomputation included. A
 # backward of position-wise work is two forwards; attention's own backward comes on top.
-REMAT = {"everything": (3, 1), "save_attention": (4, 1), "nothing": (4, 2), "offload": (4, 2), "every_k": (5, 3)}
+REMAT = {"everything": (3, 1), "save_attention": (4, 1), "nothing": (4, 2), "offload": (4, 2), "every_k": (5, 3),
+         "offload_every_k": (5, 3)}
 
 
 @dataclasses.dataclass(frozen=True)
