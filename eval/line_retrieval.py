@@ -18,7 +18,7 @@ from data.tokenizer import Tokenizer
 from eval import line_cases, report, scoring
 from model.config import LlamaConfig
 from trainer import entry
-from trainer.config import MeshConfig, ModelConfig, RunConfig
+from trainer.config import AttentionConfig, MeshConfig, ModelConfig, RunConfig
 
 
 def parse(argv=None) -> argparse.Namespace:
@@ -104,7 +104,8 @@ def evaluate(args) -> list[scoring.Score]:
     source = open_model(args.checkpoint)
     tokenizer = source.tokenizer()
     mesh = make_mesh(MeshConfig(fsdp=args.fsdp, tensor=args.tensor, sequence=args.sequence))
-    config = RunConfig(model=ModelConfig(compute_dtype=args.compute_dtype))
+    config = RunConfig(model=ModelConfig(compute_dtype=args.compute_dtype),
+                       attention=AttentionConfig(window=source.mask.window, global_tokens=source.mask.global_tokens))
     model = build_llama(config, source.config, mesh, () if args.replicate else STORAGE_AXES)
     params = source.read(model)
     prompts = [prompt_ids(case, tokenizer) for case in cases]

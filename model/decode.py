@@ -16,7 +16,6 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from .attention import AttentionPartial, TokenCoords, merge
-from .attention.coords import Mask
 from .attention.layout import permutation
 from .attention.partial import per_row
 from .llama import TOKENS, Llama
@@ -93,7 +92,7 @@ class Generator:
     def _local(self, params, batch, lengths):
         """One device's part: prompt -> int32 [B, new_tokens]."""
         model = self.model
-        coords = TokenCoords(batch["index"], batch["segment_ids"])
+        coords = model.local_coords(batch)
         x = model.local_embed(params, batch["tokens"])
         x, prompt_kv = model.local_layers(params, x, batch["index"], coords, keep_kv=True, length=self._row)
         # The last prompt token lies on one device of the sequence axis: the others add zeros.
@@ -129,9 +128,10 @@ class Generator:
         rows = token.shape[0]
         new_index = index - step + jnp.arange(self.new_tokens)[None]
         written = jnp.broadcast_to(jnp.arange(self.new_tokens)[None] <= step, (rows, self.new_tokens))
-        new_coords = TokenCoords(new_index, written.astype(jnp.int32))
-        here = TokenCoords(index, jnp.ones_like(index))
-        attend = functools.partial(model.kernel.forward, mask=Mask(), scale=model.config.head_dim ** -0.5)
+        # A prompt is one document, which begins at 0.
+        new_coords = TokenCoords(new_index, written.astype(jnp.int32), jnp.zeros_like(new_index))
+        here = TokenCoords(index, jnp.ones_like(index), jnp.zeros_like(index))
+        attend = functools.partial(model.kernel.forward, mask=model.mask, scale=model.config.head_dim ** -0.5)
 
         def layer(x, given):
             shards, (prompt_k, prompt_v), (new_k, new_v) = given

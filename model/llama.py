@@ -17,7 +17,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
-from .attention import TokenCoords, attend, attending
+from .attention import Mask, TokenCoords, attend, attending, document_starts
 from .attention.kernels import Kernel, get_kernel
 from .chunked import chunked, chunked_total, product
 from .config import LlamaConfig
@@ -26,7 +26,7 @@ from .head_groups import attend_in_groups
 from .loss import token_losses
 from .remat import scan_layers
 from .rope import apply_rope, attention_scaling, inverse_frequencies
-from .sharding import BATCH_AXES, Parallel, Parameter, Sharding, gather
+from .sharding import BATCH_AXES, Parallel, Parameter, Sharding, arrive, gather
 
 TOKENS = PartitionSpec(BATCH_AXES, "sequence")
 # The weights of a layer before attention.
@@ -171,6 +171,7 @@ class Llama:
     storage_axes: tuple[str, ...] = ("fsdp", "sequence")
     sequence_parallel: bool = False
     attention_groups: int = 1
+    mask: Mask = Mask()
 
     def __post_init__(self):
         heads = self.parallel.local_key_heads
@@ -219,7 +220,7 @@ class Llama:
 
     def _whole(self, params, names) -> dict:
         """These parameters, gathered from their shards."""
-        return {name: gather(params[name], self.specs[name], self.dtype) for name in names}
+        return {name: gather(arrive(params[name]), self.specs[name], self.dtype) for name in names}
 
     def _run(self, fn, weights, arrays, labels, chunk, through=None):
         return chunked(fn, weights, arrays, labels, dtype=self.dtype, chunk=chunk, through=through)
@@ -245,7 +246,7 @@ class Llama:
 
     def local_weights(self, shards: dict) -> dict:
         """One layer's weights (names within the layer), whole: gathered once for all that the layer does in one direction."""
-        return {name: gather(shard, PartitionSpec(*self.specs[f"layers.{name}"][1:]), self.dtype)
+        return {name: gather(arrive(shard), PartitionSpec(*self.specs[f"layers.{name}"][1:]), self.dtype)
                 for name, shard in shards.items()}
 
     def _layer_call(self, fn, weights, part, arrays, labels, chunk, through=None):
@@ -268,7 +269,8 @@ class Llama:
 
     def local_attend(self, weights, x, positions, coords: TokenCoords, length: int, keep_kv: bool):
         """A layer's attention, from whole weights: x itself, the output [B, T, Hq, D], and with keep_kv k and v."""
-        how = {"schedule": self.schedule, "kernel": self.kernel, "axis": "sequence", "size": self.mesh.shape["sequence"]}
+        how = {"schedule": self.schedule, "kernel": self.kernel, "axis": "sequence", "size": self.mesh.shape["sequence"],
+               "mask": self.mask}
         if keep_kv or self.attention_groups == 1:
             q, k, v = self.local_project(weights, x, positions, length)
             return x, attend(q, k, v, coords, coords, **how)[0], (k, v) if keep_kv else None
@@ -286,6 +288,16 @@ class Llama:
 
         part = ("self_attn.o", "post_attention", "mlp")
         return self._layer_call(finish, weights, part, {"x": x, "attended": attended}, {}, self.chunks.feed_forward)
+
+    def local_coords(self, batch) -> TokenCoords:
+        """The coordinates of this device's tokens; for global tokens their documents' starts too, from all of the row."""
+        coords = TokenCoords(batch["index"], batch["segment_ids"])
+        if not self.mask.global_tokens:
+            return coords
+        tokens = coords.index.shape[1]
+        row = (lax.all_gather(x, "sequence", axis=1, tiled=True) for x in (coords.index, coords.segment_ids))
+        here = lax.axis_index("sequence") * tokens
+        return coords._replace(start=lax.dynamic_slice_in_dim(document_starts(*row), here, tokens, 1))
 
     def local_layers(self, params, x, positions, coords: TokenCoords, keep_kv: bool = False, length: int | None = None):
         """All layers: [B, T, E] -> [B, T, E], and with keep_kv every layer's k and v [layers, B, T, Hkv, D].
@@ -337,9 +349,8 @@ class Llama:
 
         Logits exist for one chunk at a time, and no chunk's are computed twice.
         """
-        coords = TokenCoords(batch["index"], batch["segment_ids"])
         x = self.local_embed(params, batch["tokens"])
-        x = self.local_layers(params, x, batch["positions"], coords)
+        x = self.local_layers(params, x, batch["positions"], self.local_coords(batch))
 
         def loss(weights, arrays, labels):
             return token_losses(self._head(weights, arrays["x"]), labels["targets"], self.parallel)
@@ -355,7 +366,7 @@ class Llama:
         """Logits of every token of a global batch: float32 [B, L, V]. For tests and short inputs."""
         def local(params, batch):
             x = self.local_embed(params, batch["tokens"])
-            x = self.local_layers(params, x, batch["positions"], TokenCoords(batch["index"], batch["segment_ids"]))
+            x = self.local_layers(params, x, batch["positions"], self.local_coords(batch))
             return self.local_logits(params, x)
 
         return self._sharded(local, PartitionSpec(*TOKENS, None))(params, batch)

@@ -28,6 +28,7 @@ from trainer.compiled.transfers import received, transfers
 from trainer.plan import compile_step
 from trainer.schema import MeshConfig
 from trainer.topology import topology_devices
+from trainer.xla_flags import FLAGS
 
 from . import balance_time
 from .balance import measure
@@ -149,12 +150,16 @@ def balance_table(ranks, tiles: int) -> list[dict]:
 
 
 def small_step(topology: str, tokens: int = 2048, schedule="ring") -> str:
-    """The compiled text of a small model's training step, the whole pod on the sequence axis."""
+    """The compiled text of a small model's training step, the whole pod on the sequence axis.
+
+    As many permutes may be under way as the launchers allow.
+    """
     devices = topology_devices(topology)
     config = LlamaConfig(vocab_size=1024, hidden_size=512, intermediate_size=1024, num_hidden_layers=4,
                          num_attention_heads=4, num_key_value_heads=2)
     mesh = MeshConfig(sequence=len(devices))
-    return compile_step(config, devices, tokens * len(devices), mesh=mesh, schedule=schedule).as_text()
+    permutes = {flag.name: flag.value for flag in FLAGS["tpu"] if flag.name.endswith("collective_permutes")}
+    return compile_step(config, devices, tokens * len(devices), mesh=mesh, schedule=schedule, flags=permutes).as_text()
 
 
 def overlap_table(names, topology: str, tokens: int) -> list[dict]:

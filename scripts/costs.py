@@ -13,15 +13,21 @@ import json
 import sys
 
 from model.attention.layout import LAYOUTS
+from model.attention.schedules import SCHEDULES as NAMES
 from model.config import LlamaConfig
-from trainer.costs import HARDWARE, SCHEDULES, Job, Sizes, estimate
+from trainer.costs import HARDWARE, Job, Sizes, estimate
 from trainer.costs.step import REMAT
 
+SCHEDULES = {
+    **{name: name for name in NAMES}, "ring_bidirectional": {"name": "ring", "bidirectional": True},
+    "balanced_split": {"name": "balanced", "split": True}, "attention2d_overlap": {"name": "attention2d", "overlap": True},
+}
 
-def told(job: Job) -> dict:
+
+def told(name: str, job: Job) -> dict:
     """An estimate as a flat dictionary."""
     found = estimate(job)
-    return {"schedule": job.schedule, "layout": job.layout, "step_seconds": found.seconds,
+    return {"schedule": name, "layout": job.layout, "step_seconds": found.seconds,
             "exposed_seconds": found.step.exposed, "mfu": found.mfu, "tokens_per_second": found.tokens_per_second,
             "layer_forward_seconds": found.layer_forward.seconds, "layer_backward_seconds": found.layer_backward.seconds,
             "attention_forward_seconds": found.attention_forward.seconds,
@@ -53,17 +59,17 @@ def main(argv=None) -> int:
     try:
         job = Job(Sizes.of(LlamaConfig.preset(args.model)), HARDWARE[args.hardware], args.context, args.batch, args.data,
                   args.fsdp, args.tensor, args.sequence, remat=args.remat)
-        jobs = [dataclasses.replace(job, schedule=schedule, layout=layout)
-                for schedule in ([args.schedule] if args.schedule else SCHEDULES)
-                for layout in ([args.layout] if args.layout else LAYOUTS) if schedule != "local" or args.sequence == 1]
-        rows = sorted(map(told, jobs), key=lambda row: row["step_seconds"])
+        jobs = [(name, dataclasses.replace(job, schedule=SCHEDULES[name], layout=layout))
+                for name in ([args.schedule] if args.schedule else SCHEDULES)
+                for layout in ([args.layout] if args.layout else LAYOUTS) if name != "local" or args.sequence == 1]
+        rows = sorted((told(*named) for named in jobs), key=lambda row: row["step_seconds"])
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for row in rows:
         print(f"{row['schedule']:20} {row['layout']:11} step {row['step_seconds']:10.3f} s   exposed "
               f"{row['exposed_seconds']:9.3f} s   MFU {row['mfu']:.3f}   {row['tokens_per_second']:12,.0f} tokens/s")
-    detail = rounds(jobs[0]) if len(jobs) == 1 else []
+    detail = rounds(jobs[0][1]) if len(jobs) == 1 else []
     for one in detail:
         print(f"{one['pass']:8} round {one['round']:3}  {1e3 * one['seconds']:10.3f} ms, of it computing "
               f"{1e3 * one['compute_seconds']:10.3f}")

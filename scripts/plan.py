@@ -32,9 +32,11 @@ def parse(argv):
     parser.add_argument("--layout", default="striped", help="for the estimates (default striped)")
     parser.add_argument("--remat", default="save_attention", help="what layers keep for the backward (default save_attention)",
                         choices=["nothing", "save_attention", "offload", "every_k", "offload_every_k", "everything"])
-    parser.add_argument("--every-k", type=int, default=2, help="layers between the inputs that remat every_k keeps")
+    parser.add_argument("--every-k", type=int, default=2, help="layers between the inputs that the remats of this name keep")
     parser.add_argument("--moments-on-host", action="store_true", help="the optimizer's moments lie in the host's memory")
-    parser.add_argument("--attention-groups", type=int, default=1, help="groups of heads done one after the other (default 1)")
+    parser.add_argument("--parameters-on-host", action="store_true", help="so do the parameters")
+    parser.add_argument("--attention-groups", type=int, default=1, help="groups of heads that attend one after the other "
+                        "(default 1); 0: a group for each key head of a device")
     parser.add_argument("--best", action="store_true", help="chooses mesh, schedule and policy too: of those that fit the one "
                         "that the cost model thinks fastest")
     parser.add_argument("--search", action="store_true", help="the longest context that fits, and the policy (with --best also "
@@ -67,7 +69,8 @@ def of_recipe(path: str | None) -> list[str]:
     return ["--context", str(config.data.context_length), "--batch", str(config.train.batch_size),
             "--mesh", ",".join(f"{axis}={size}" for axis, size in axes.items()), "--schedule", attention.schedule,
             "--layout", attention.layout, "--remat", memory.remat, "--every-k", str(memory.every_k),
-            "--attention-groups", str(memory.attention_groups), *(["--moments-on-host"] if memory.moments_on_host else [])]
+            "--attention-groups", str(memory.attention_groups),
+            *(["--moments-on-host"] if memory.moments_on_host else [])]
 
 
 def mesh_of(text: str):
@@ -136,7 +139,7 @@ def run(args) -> int:
     from trainer.plan import DoesNotFit, Job, plan
 
     job = Job(args.model, args.topology, args.context, args.batch, mesh_of(args.mesh), args.schedule, args.remat, args.every_k,
-              args.moments_on_host, args.attention_groups)
+              args.moments_on_host, args.attention_groups, args.parameters_on_host)
     try:
         job, found, rest = searched(job, args) if args.search or args.best else (job, plan(job), {})
     except DoesNotFit as error:
@@ -163,9 +166,9 @@ def searched(job, args):
 
     def on_try(job, result):
         fits = not isinstance(result, DoesNotFit)
-        tries.append({"context": job.context, "mesh": job.axes, "schedule": str(job.schedule), "remat": job.remat, "fits": fits,
-                      "gib": result["peak_gib"] if fits else result.needs_gib})
-        print(f"{job.context:12,} tokens  {job.axes}  {job.schedule}  {job.remat:15} "
+        tries.append({"context": job.context, "mesh": job.axes, "schedule": str(job.schedule), "remat": job.policy,
+                      "fits": fits, "gib": result["peak_gib"] if fits else result.needs_gib})
+        print(f"{job.context:12,} tokens  {job.axes}  {job.schedule}  {job.policy:17} "
               f"{'fits' if fits else 'does not fit'}: {tries[-1]['gib']:.2f} GiB", flush=True)
 
     most = {} if args.search else {"most": job.context}

@@ -32,8 +32,8 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
                     "evaluate.max_new_tokens", "train.accumulation", "memory.every_k",
                     "memory.attention_groups")  # fmt: skip
     not_negative = ("mesh.simulate", "train.evaluate_every", "checkpoint.every", "attention.query_tile",
-                    "attention.key_tile", "memory.feed_forward_chunk", "memory.projection_chunk", "memory.loss_chunk",
-                    "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_norm")  # fmt: skip
+                    "attention.key_tile", "attention.global_tokens", "memory.feed_forward_chunk", "memory.projection_chunk",
+                    "memory.loss_chunk", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_norm")  # fmt: skip
     for field in at_least_one + not_negative:
         section, name = field.split(".")
         least = 1 if field in at_least_one else 0
@@ -64,6 +64,12 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
         re.compile(model.trainable)
     except re.error as error:
         raise UserError(f"{where}: model.trainable is {model.trainable!r}, no regular expression: {error}") from error
+
+    need(attention.window is None or attention.window >= 1, "attention.window", "at least 1 is needed, or null for none")
+    need(not attention.global_tokens or attention.window is not None, "attention.global_tokens",
+         "without attention.window every token is seen already; give a window, or 0")
+    need(not attention.global_tokens or attention.kernel not in ("tpu", "gpu"), "attention.kernel",
+         "it does not serve attention.global_tokens; auto, xla and reference do")
 
     schedule = schedule_name(attention)
     need(schedule in SCHEDULES, "attention.schedule",
@@ -107,6 +113,4 @@ def check_devices(config: RunConfig, n: int) -> None:
 
 
 def _product(mesh: MeshConfig) -> str:
-    return (
-        f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor} x sequence {mesh.sequence} = {mesh.devices}"
-    )
+    return f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor} x sequence {mesh.sequence} = {mesh.devices}"

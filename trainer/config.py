@@ -31,28 +31,9 @@ from .schema import (
 )
 
 __all__ = [
-    "SCHEDULES",
-    "VERSION",
-    "AttentionConfig",
-    "CheckpointConfig",
-    "DataConfig",
-    "EvaluateConfig",
-    "LoggingConfig",
-    "MemoryConfig",
-    "MeshConfig",
-    "ModelConfig",
-    "OptimizerConfig",
-    "RunConfig",
-    "SourceConfig",
-    "TrainConfig",
-    "check",
-    "check_devices",
-    "dump",
-    "from_resolved",
-    "load",
-    "resolved",
-    "schedule_name",
-    "upgraded",
+    "SCHEDULES", "VERSION", "AttentionConfig", "CheckpointConfig", "DataConfig", "EvaluateConfig", "LoggingConfig",
+    "MemoryConfig", "MeshConfig", "ModelConfig", "OptimizerConfig", "RunConfig", "SourceConfig", "TrainConfig", "check",
+    "check_devices", "dump", "from_resolved", "load", "resolved", "schedule_name", "upgraded",
 ]
 
 

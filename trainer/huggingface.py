@@ -13,8 +13,10 @@ from typing import Any
 
 import jax
 import numpy as np
+import yaml
 from safetensors import SafetensorError, safe_open
 
+from model.attention import Mask
 from model.config import LlamaConfig
 
 from .padding import fits
@@ -258,6 +260,14 @@ def write_source_dtype(assets: str | Path, dtypes: Mapping[str, str] | str) -> N
     common = max(counts, key=counts.get)
     content = {"dtype": common, "tensors": {name: d for name, d in sorted(dtypes.items()) if d != common}}
     (Path(assets) / SOURCE_DTYPE_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def trained_mask(assets: str | Path) -> Mask:
+    """What attention sees in the model of a checkpoint's `assets`: what the recipe said that trained it, if one did."""
+    recipe = Path(assets) / "run.yaml"
+    written = yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else {}
+    attention = written.get("attention", {})
+    return Mask(window=attention.get("window"), global_tokens=attention.get("global_tokens", 0))
 
 
 def source_dtype(assets: str | Path) -> tuple[str, dict[str, str]]:

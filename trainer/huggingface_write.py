@@ -6,6 +6,7 @@ import json
 import math
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +16,10 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from model.attention import Mask
 from model.config import LlamaConfig
 
-from .huggingface import ASSET_FILES, DTYPES, HFEntry, check_params, hf_layout, source_dtype
+from .huggingface import ASSET_FILES, DTYPES, HFEntry, check_params, hf_layout, source_dtype, trained_mask
 
 
 def write_hf(
@@ -29,7 +31,8 @@ def write_hf(
     `params` is our flat dictionary (jax, numpy, or arrays that are read from disk when sliced, any float dtype); one tensor
     at a time is on the host. Tensors are written in the source dtype that `assets` records, without padding. Weights above
     `max_shard_bytes` are split, with an index. Written beside `out` and renamed at the end: what is at `out` is always
-    whole. Raises ValueError if `out` has something in it, or params do not fit config.
+    whole. A window and global tokens, for which a LLaMA's config has no place, are told by a warning. Raises ValueError if
+    `out` has something in it, or params do not fit config.
     """
     assets, out = Path(assets), Path(out)
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
@@ -37,6 +40,10 @@ def write_hf(
     layout = hf_layout(config)
     check_params({name: tuple(value.shape) for name, value in params.items()}, config)
     common, exceptions = source_dtype(assets)
+    if (mask := trained_mask(assets)) != Mask():
+        warnings.warn(f"{out}: trained with attention.window = {mask.window} and attention.global_tokens = "
+                      f"{mask.global_tokens}, which a LLaMA's config.json cannot say: transformers will attend to all earlier "
+                      "tokens; the checkpoint itself keeps them", stacklevel=2)
     scratch = out.parent / f"{out.name}.tmp-{os.getpid()}"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)

@@ -57,8 +57,9 @@ class _Training:
         self.trained, self.fixed = split_trainable(model.parameters, config.model.trainable)
         self.builder = StepBuilder(model, objective.loss, tuple(self.trained), objective.abstract_batch(),
                                    config.optimizer, config.train.steps, config.train.accumulation,
-                                   config.train.non_finite == "skip", config.memory.moments_on_host, objective.sources)
-        self.meter = Meter(model.config, model.mesh.devices.flat)
+                                   config.train.non_finite == "skip", config.memory.moments_on_host, objective.sources,
+                                   config.memory.parameters_on_host)
+        self.meter = Meter(model.config, model.mesh.devices.flat, mask=model.mask)
         self.step = self._restore()
 
     def _restore(self) -> int:
@@ -71,7 +72,7 @@ class _Training:
         if latest is None:
             params = self.objective.read_params()
             self.optimizer_state = self.builder.init_optimizer({name: params[name] for name in self.trained})
-            self._take(params)
+            self._take({name: jax.device_put(x, self.builder.abstract_params[name].sharding) for name, x in params.items()})
             self.evaluated = False
             return 0
         restored = self.store.restore(latest, self.builder.abstract_params, self.builder.abstract_optimizer)

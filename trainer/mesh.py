@@ -17,9 +17,10 @@ from data.errors import UserError
 from model.sharding import BATCH_AXES, MESH_AXES
 
 from .config import MeshConfig
+from .placement import ring_placed
 
-# On a torus the ring along the sequence wants neighbours; in a box of GPUs, where all are near, tensor's sums want the box.
-ORDER = {"gpu": ("data", "fsdp", "sequence", "tensor")}
+# What waits for nothing wants the nearest: tensor's sums before the ring along the sequence, which runs under the kernels.
+ORDER = ("data", "fsdp", "sequence", "tensor")
 
 
 def simulate(devices: int, processes: int = 1) -> None:
@@ -56,7 +57,7 @@ def make_mesh(config: MeshConfig, devices=None) -> Mesh:
         named = " x ".join(f"{axis} {size}" for axis, size in zip(MESH_AXES, shape, strict=True))
         raise UserError(f"mesh: {named} is {config.devices} devices, found {len(devices)}; change an axis so that the "
                         f"product is {len(devices)}, or give --mesh.simulate {config.devices} to try it on a CPU")
-    order = config.order or ORDER.get(devices[0].platform, MESH_AXES)
+    order = config.order or ORDER
     placed = _placed(config, order, devices)
     return Mesh(placed.transpose([order.index(axis) for axis in MESH_AXES]), MESH_AXES,
                 axis_types=(AxisType.Auto,) * len(MESH_AXES))
@@ -69,16 +70,29 @@ def _placed(config: MeshConfig, order: tuple[str, ...], devices) -> np.ndarray:
     places, what = (len({device.process_index for device in devices}), "hosts") if by_host else (slices, "slices")
     across = [config.dcn.get(axis, 1) for axis in order]
     whole = [getattr(config, axis) for axis in order]
-    # An axis of 2 on a torus of 4 x 4 x 4 takes a part of a physical axis: its ring is a line there, which costs speed only.
-    how = {"allow_split_physical_axes": True}
     left_alone = not config.dcn and (slices == 1 or not tpu)
     if left_alone or (config.simulate and places == 1):  # one process that simulates them has no slow network
-        return mesh_utils.create_device_mesh(whole, devices, **how)
+        return _near(whole, order, devices)
     if math.prod(across) != places:
         raise UserError(f"mesh.dcn: found {config.dcn or 'nothing'} for devices of {places} {what}; factors whose product is "
                         f"{places} would work, such as {{data: {places}}}")
     inside = [size // factor for size, factor in zip(whole, across, strict=True)]
-    return mesh_utils.create_hybrid_device_mesh(inside, across, devices, process_is_granule=by_host, **how)
+    by_place = {}
+    for device in devices:
+        by_place.setdefault(device.process_index if by_host else device.slice_index, []).append(device)
+    near = np.array([_near(inside, order, by_place[place]) for place in sorted(by_place)]).reshape(*across, *inside)
+    axes = len(order)
+    return near.transpose([i for axis in range(axes) for i in (axis, axes + axis)]).reshape(whole)
+
+
+def _near(sizes: list[int], order: tuple[str, ...], devices) -> np.ndarray:
+    """Devices of one slice, or of one host, as an array of these sizes."""
+    if devices[0].platform == "tpu":
+        placed = ring_placed(sizes, order.index("sequence"), devices)
+        if placed is not None:
+            return placed
+    # An axis of 2 on a torus of 4 x 4 x 4 takes a part of a physical axis: its ring is a line there, which costs speed only.
+    return mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from model.attention import Mask
 from model.config import LlamaConfig
 from trainer.boards import TensorBoard, WeightsAndBiases
 from trainer.run_directory import RunDirectory
@@ -42,10 +43,14 @@ PEAK_TFLOPS = {
 # Counting
 
 
-def visible_pairs(lengths: np.ndarray) -> int:
-    """Query-key pairs of causal attention within documents of these lengths."""
+def visible_pairs(lengths: np.ndarray, mask: Mask = Mask()) -> int:
+    """Query-key pairs that a causal mask shows within documents of these lengths."""
     lengths = np.asarray(lengths).astype(np.int64)  # 100M tokens make 5e15 pairs
-    return int((lengths * (lengths + 1) // 2).sum())
+    pairs = int((lengths * (lengths + 1) // 2).sum())
+    if mask.window is not None:  # the last query has lost so many keys, the one before it one fewer, ...
+        lost = np.maximum(lengths - mask.window - mask.global_tokens, 0)
+        pairs -= int((lost * (lost + 1) // 2).sum())
+    return pairs
 
 
 def flops_per_step(config: LlamaConfig, tokens: int, visible_pairs: int) -> float:
@@ -88,7 +93,7 @@ def peak_host_gib() -> float:
 class Meter:
     """The one owner of time: step, data wait, compiling, rates and the time left.
 
-        meter = Meter(model_config, devices)
+        meter = Meter(model_config, devices, mask=mask)
         with meter.compiling(): ...                 # before or between steps; not part of a step
         meter.start()
         for step in ...:
@@ -101,8 +106,9 @@ class Meter:
     devices: all devices of the mesh, of every process. The batches counted are the global ones.
     """
 
-    def __init__(self, config: LlamaConfig, devices, clock: Callable[[], float] = time.perf_counter) -> None:
-        self._config, self._devices, self._clock = config, list(devices), clock
+    def __init__(self, config: LlamaConfig, devices, clock: Callable[[], float] = time.perf_counter,
+                 mask: Mask = Mask()) -> None:
+        self._config, self._devices, self._clock, self._mask = config, list(devices), clock, mask
         peak = peak_flops(self._devices[0].device_kind)
         self._peak = peak * len(self._devices) if peak else None
         self.compile_seconds = 0.0
@@ -146,7 +152,7 @@ class Meter:
         self._steps += 1
         self._tokens += int(np.sum(lengths))
         self._places += places
-        self._pairs += visible_pairs(lengths)
+        self._pairs += visible_pairs(lengths, self._mask)
 
     def read(self, step: int, **values: float) -> dict[str, Any]:
         """One row of metrics for `step` with the loop's own `values` in it; begins the next interval."""

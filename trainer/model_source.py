@@ -11,11 +11,12 @@ import jax
 from data.errors import UserError
 from data.templates import end_ids, missing_controls
 from data.tokenizer import Tokenizer
+from model.attention import Mask
 from model.config import LlamaConfig
 
 from .checkpoint import assets_dir, restore_model
 from .config import DataConfig, ModelConfig
-from .huggingface import copy_assets, read_hf, resolve_model_path, write_source_dtype
+from .huggingface import copy_assets, read_hf, resolve_model_path, trained_mask, write_source_dtype
 from .padding import VOCABULARY_AXES
 
 
@@ -28,12 +29,14 @@ class ModelSource:
       kind: 'huggingface', 'checkpoint' or 'scratch'.
       folder: where its files are; None from scratch.
       tokenizer_path: what `Tokenizer.load` takes.
+      mask: what its attention saw when it was trained here.
     """
 
     config: LlamaConfig
     kind: str
     folder: Path | None
     tokenizer_path: Path
+    mask: Mask = Mask()
 
     def read(self, model, seed: int = 0) -> dict:
         """float32 parameters on the mesh of `model` (a Llama), each device reading its own part; fresh ones from scratch.
@@ -116,7 +119,7 @@ def open_model(path: str) -> ModelSource:
     folder = Path(path).expanduser()
     if (folder / "manifest.json").exists() or (folder / "checkpoints").is_dir():
         assets = assets_dir(folder)
-        return ModelSource(LlamaConfig.from_hf(assets), "checkpoint", assets.parent, assets)
+        return ModelSource(LlamaConfig.from_hf(assets), "checkpoint", assets.parent, assets, trained_mask(assets))
     folder = resolve_model_path(path)
     return ModelSource(LlamaConfig.from_hf(folder), "huggingface", folder, folder)
 

@@ -20,6 +20,7 @@ from data.prepare import Prepared, prepare
 from data.sources import Source
 from data.templates import jinja_template
 from data.tokenizer import Tokenizer
+from model.attention import Mask
 from model.attention.kernels import get_kernel
 from model.attention.layout import permutation
 from model.attention.schedules import get_schedule
@@ -36,7 +37,7 @@ class Objective(Protocol):
     """What the training loop needs.
 
     Attributes:
-      model: has `parameters`, `shardings`, `mesh` and `config`; fingerprint: changes whenever a batch would.
+      model: has `parameters`, `shardings`, `mesh`, `config` and `mask`; fingerprint: changes whenever a batch would.
       sources: names of the sources that the loss tells apart, none if it is one number.
       part: what of a batch lies on this process's devices, and all that it makes of one.
     """
@@ -66,6 +67,7 @@ def build_llama(config: RunConfig, model_config, mesh: Mesh, storage_axes=("fsdp
         dtype=np.dtype(config.model.compute_dtype) if config.model.compute_dtype == "float32" else _bfloat16(),
         remat=chunks.remat, every_k=chunks.every_k, storage_axes=storage_axes,
         sequence_parallel=config.mesh.sequence_parallel, attention_groups=chunks.attention_groups,
+        mask=Mask(window=attention.window, global_tokens=attention.global_tokens),
         chunks=Chunks(chunks.projection_chunk or None, chunks.feed_forward_chunk or None, chunks.loss_chunk or None))
 
 

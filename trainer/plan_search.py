@@ -16,14 +16,15 @@ from .plan import DoesNotFit, Job
 from .schema import MeshConfig
 from .topology import memory_gib, topology_devices
 
-# From the fastest to the one that keeps least; `offload` needs the host's memory.
-POLICIES = ("everything", "save_attention", "nothing", "offload")
+# From the fastest to the one that takes least; `offload` needs the host's memory. 0 groups are one for each key head.
+POLICIES = ({"remat": "everything"}, {"remat": "save_attention"}, {"remat": "nothing"}, {"remat": "offload"},
+            {"remat": "offload", "attention_groups": 0})
 SCHEDULES = ("ring", "ulysses", "attention2d")
 
 
 def policies(job: Job) -> list[Job]:
-    """The job under each remat policy, the fastest first."""
-    return [dataclasses.replace(job, remat=remat) for remat in POLICIES]
+    """The job under each policy, the fastest first."""
+    return [dataclasses.replace(job, **policy) for policy in POLICIES]
 
 
 def ways(job: Job) -> list[Job]:
@@ -36,10 +37,10 @@ def ways(job: Job) -> list[Job]:
     has = memory_gib(job.topology)
     devices = len(topology_devices(job.topology))
     config = LlamaConfig.preset(job.model)
-    for mesh, schedule, remat in itertools.product(_meshes(job, config, devices), SCHEDULES, POLICIES):
+    for mesh, schedule, policy in itertools.product(_meshes(job, config, devices), SCHEDULES, POLICIES):
         if mesh.sequence == 1 and schedule != SCHEDULES[0]:
             continue
-        way = dataclasses.replace(job, mesh=mesh, schedule=schedule, remat=remat)
+        way = dataclasses.replace(job, mesh=mesh, schedule=schedule, **policy)
         if has and sum(planning.parts_gib(way, config, devices).values()) > has:
             continue
         try:
@@ -47,7 +48,7 @@ def ways(job: Job) -> list[Job]:
         except ValueError:
             continue
         # Estimates that differ by less than a percent or so are alike: then the schedule named first goes first.
-        found.append((float(f"{estimate.seconds:.2g}") if estimate else POLICIES.index(remat), way))
+        found.append((float(f"{estimate.seconds:.2g}") if estimate else POLICIES.index(policy), way))
     return [way for _, way in sorted(found, key=lambda pair: pair[0])]
 
 

@@ -93,8 +93,8 @@ class MeshConfig:
     """How often an axis is cut by the slow network between TPU slices or GPU hosts, such as {data: 2}: the product is their
     number, and only these axes cross it. None is needed on one slice, nor on GPUs where the outermost axes are to cross."""
     order: tuple[Literal["data", "fsdp", "tensor", "sequence"], ...] = ()
-    """The axes from those whose devices may lie far apart to those whose devices must be near; unless given, data, fsdp,
-    tensor, sequence, and on GPUs data, fsdp, sequence, tensor."""
+    """The axes from those whose devices may lie far apart to those whose devices must be near; unless given data, fsdp,
+    sequence, tensor: tensor waits for its sums, and the ring along the sequence runs beside the kernels."""
     simulate: int = 0
     """Simulate this many devices on the CPU; 0 uses the machine's own devices."""
 
@@ -118,7 +118,8 @@ class DistributedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """How attention is distributed and computed; every choice gives the same numbers to rounding."""
+    """What attention sees (window, global_tokens), and how it is distributed and computed: the latter gives the same numbers
+    to rounding, whatever is chosen."""
 
     layout: Literal["contiguous", "striped", "zigzag"] = "striped"
     """Which tokens a sequence shard holds; striped and zigzag balance the causal work."""
@@ -132,6 +133,10 @@ class AttentionConfig:
     """Queries in a tile; 0 leaves it to the kernel."""
     key_tile: int = 0
     """Keys in a tile; 0 leaves it to the kernel."""
+    window: int | None = None
+    """Tokens that a query sees of its document, back from itself (sliding window); null sees all before it."""
+    global_tokens: int = 0
+    """First tokens of each document that every later one sees beyond the window. Accelerators serve them by the kernel xla."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,12 +145,14 @@ class MemoryConfig:
 
     remat: Literal["nothing", "save_attention", "offload", "every_k", "offload_every_k", "everything"] = "save_attention"
     """Kept between forward and backward: the layers' inputs and nothing else; also attention's output and lse
-    (save_attention); the inputs in the host's memory (offload); only every k-th layer's input (every_k), that in the host's
+    (save_attention); the inputs in the host's memory (offload); only every k-th layer's input (every_k), or these in the host's
     memory (offload_every_k); everything."""
     every_k: int = 2
     """Layers between the inputs that remat every_k and offload_every_k keep; a divisor of the number of layers."""
     moments_on_host: bool = False
-    """Whether the optimizer's moments lie in the host's memory between steps; a step then brings them over and back."""
+    """Whether the optimizer's moments lie in the host's memory; a step brings them over and back layer by layer."""
+    parameters_on_host: bool = False
+    """Whether the parameters lie in the host's memory; each layer's are brought over when they are needed."""
     attention_groups: int = 1
     """Groups of heads that are projected and attend one after the other, so that queries, keys and values exist for one group
     at a time; a divisor of a device's key/value heads."""

@@ -37,6 +37,8 @@ FLAGS = {
              "a gather may spread over several fusions: one product is too short for a layer's weights"),
         Flag("xla_tpu_overlap_compute_collective_tc", "true", "the TensorCore computes while it drives such a collective"),
         Flag("xla_enable_async_all_gather", "true", "all-gathers outside of fusions are split into start and done"),
+        Flag("xla_max_concurrent_async_collective_permutes", "8",
+             "a round of `balanced`, or of the ring both ways, has six transfers under way; by default five may be"),
     ),
     "gpu": (
         Flag("xla_gpu_enable_latency_hiding_scheduler", "true",

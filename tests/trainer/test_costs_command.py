@@ -13,9 +13,10 @@ def test_all_schedules_are_compared_fastest_first(tmp_path, capsys):
     rows = json.loads((tmp_path / "costs.json").read_text(encoding="utf-8"))["estimates"]
     times = [row["step_seconds"] for row in rows]
     assert times == sorted(times)
-    assert {row["schedule"] for row in rows} == {"ring", "all_gather", "balanced", "ulysses", "attention2d",
-                                                 "ring_self_attention"}
-    assert len(capsys.readouterr().out.splitlines()) == len(rows) == 6 * 3
+    assert {row["schedule"] for row in rows} == {
+        "ring", "ring_bidirectional", "all_gather", "balanced", "balanced_split", "ulysses", "attention2d",
+        "attention2d_overlap", "ring_self_attention"}
+    assert len(capsys.readouterr().out.splitlines()) == len(rows) == 9 * 3
 
 
 def test_one_schedule_shows_its_rounds(capsys):

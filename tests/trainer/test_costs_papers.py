@@ -4,8 +4,10 @@ import math
 
 import pytest
 
+from model.attention.schedules import Balanced
+from model.attention.schedules.plan import Block
 from scripts import papers as command
-from trainer.costs import Block, paper_rows, papers, rounds
+from trainer.costs import paper_rows, papers, rounds
 from trainer.costs.papers import busiest_share, every_row, flops_ratio
 
 
@@ -66,7 +68,7 @@ def test_distflashattn_expects_4_5_and_7_2():
 def test_idle_share_of_the_balanced_schedule(ranks):
     """Even: in the last of P/2 + 1 rounds half of the ranks idle. Odd: nobody ever does. With the split nobody does either."""
     def idle(split):
-        forward, _ = rounds("balanced", ranks, "contiguous", Block(1, 1, 1, 2), (1, 1), split=split)
+        forward, _ = rounds(Balanced(split), ranks, "contiguous", Block(1, 2, 1, 1, 2), (1, 1))
         return 1 - sum(r.tiles.sum() for r in forward) / (ranks * sum(r.tiles.max() for r in forward))
 
     assert idle(False) == pytest.approx(1 / (ranks + 2) if ranks % 2 == 0 else 0)

@@ -74,14 +74,14 @@ def test_one_process_that_simulates_has_no_slow_network():
 def test_tensor_stays_in_a_host_of_gpus():
     config = MeshConfig(fsdp=2, tensor=8, sequence=2)
     devices = gpus(4, 8)
-    for axes, hosts in ((ORDER["gpu"], 1), (MESH_AXES, 2)):
+    for axes, hosts in ((ORDER, 1), (MESH_AXES, 2)):
         placed = _placed(config, axes, devices)
         assert {len({one.process_index for one in line}) for line in lines(placed, axes, "tensor")} == {hosts}
-    across = _placed(MeshConfig(fsdp=8, tensor=2, sequence=2, dcn={"sequence": 2, "fsdp": 2}), ORDER["gpu"], devices)
+    across = _placed(MeshConfig(fsdp=8, tensor=2, sequence=2, dcn={"sequence": 2, "fsdp": 2}), ORDER, devices)
     for axis, hosts in (("tensor", 1), ("sequence", 2), ("fsdp", 2)):
-        assert {len({one.process_index for one in line}) for line in lines(across, ORDER["gpu"], axis)} == {hosts}
+        assert {len({one.process_index for one in line}) for line in lines(across, ORDER, axis)} == {hosts}
     with pytest.raises(UserError, match=r"for devices of 4 hosts"):
-        _placed(MeshConfig(fsdp=32, dcn={"fsdp": 2}), ORDER["gpu"], devices)
+        _placed(MeshConfig(fsdp=32, dcn={"fsdp": 2}), ORDER, devices)
 
 
 @pytest.mark.slow

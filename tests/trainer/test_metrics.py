@@ -6,7 +6,9 @@ import jax
 import numpy as np
 import pytest
 
+from model.attention import Mask
 from model.config import LlamaConfig
+from tests.attention_room.dense import visible
 from trainer.metrics import MEASURED, NAMES, Meter, MetricsLog, flops_per_step, peak_flops, peak_host_gib, visible_pairs
 from trainer.run_directory import RunDirectory
 
@@ -17,6 +19,14 @@ def test_visible_pairs_against_the_mask():
     assert visible_pairs(np.array([5, 3, 12])) == (same & np.tril(np.ones((24, 24), bool))).sum() == 15 + 6 + 78
     assert visible_pairs(np.array([])) == 0
     assert visible_pairs(np.array([200_000], np.int32)) == 200_000 * 200_001 // 2, "beyond int32"
+
+
+@pytest.mark.parametrize("mask", [Mask(window=1), Mask(window=4), Mask(window=4, global_tokens=2), Mask(window=20)], ids=str)
+def test_visible_pairs_of_a_window_against_the_mask(mask):
+    index = np.broadcast_to(np.arange(12), (2, 12))
+    segment_ids = np.array([[1] * 5 + [2] * 3 + [0] * 4, [7] * 12])
+    seen = visible(index, segment_ids, window=mask.window, global_tokens=mask.global_tokens)
+    assert visible_pairs(np.array([5, 3, 12]), mask) == seen.sum()
 
 
 def test_flops_of_llama_7b():

@@ -3,12 +3,12 @@
     from trainer.costs import HARDWARE, Job, Sizes, estimate
     estimate(Job(Sizes.of(LlamaConfig.preset("llama-7b")), HARDWARE["v4"], length=1 << 20, sequence=64)).mfu
 
-`hardware` holds one sourced set of figures for each machine, `tiles` counts what the tile rule lets a kernel skip,
-`rounds` says what each schedule computes and sends in each round, `step` adds it up. No figure is fitted to a paper's row;
+`hardware` holds one sourced set of figures for each machine, `tiles` counts what the tile rule lets a kernel skip, `rounds`
+reads each schedule's own plan of what it computes and sends, `step` adds it up. No figure is fitted to a paper's row;
 `paper_rows` holds what the papers print and `papers` what this model says about the same (`python -m scripts.papers`).
 """
 from .hardware import HARDWARE, Hardware, Network
-from .rounds import SCHEDULES, Block, Round, rounds
+from .rounds import Round, rounds
 from .step import Estimate, Job, Sizes, estimate
 
-__all__ = ["HARDWARE", "SCHEDULES", "Block", "Estimate", "Hardware", "Job", "Network", "Round", "Sizes", "estimate", "rounds"]
+__all__ = ["HARDWARE", "Estimate", "Hardware", "Job", "Network", "Round", "Sizes", "estimate", "rounds"]

@@ -5,47 +5,26 @@ Nothing here is fitted to a paper's row. Where no published figure was found, th
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
 
 import numpy as np
+
+from model.attention.schedules.plan import EXCHANGE, PERMUTE, Pairs, Send, groups
 
 GB, TERA, MICRO = 1e9, 1e12, 1e-6
 
 
-@dataclasses.dataclass(frozen=True)
-class Send:
-    """Every pair (source, target) of ranks moves `size` bytes at the same time."""
+@functools.lru_cache(maxsize=256)
+def _route(kind: str, pairs: Pairs) -> tuple[np.ndarray, np.ndarray, int, int]:
+    """(sources, targets, times, steps): each of these pairs of ranks moves a send's bytes so many times, in so many steps.
 
-    pairs: tuple[tuple[int, int], ...]
-    size: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Collective:
-    """In every group of ranks at once: `gather` (or `scatter`, its mirror image) a block of `size` bytes from each member,
-    or `exchange` (all-to-all) each member's `size` bytes in equal parts."""
-
-    kind: str
-    groups: tuple[tuple[int, ...], ...]
-    size: float
-
-
-Move = Send | Collective
-
-
-def bytes_received(moves: Sequence[Move], ranks: int) -> np.ndarray:
-    """Bytes that each rank receives: float array [ranks]."""
-    received = np.zeros(ranks)
-    for move in moves:
-        if isinstance(move, Send):
-            if move.pairs:
-                np.add.at(received, [target for _, target in move.pairs], move.size)
-        else:
-            for group in move.groups:
-                size = len(group)
-                share = (size - 1) if move.kind in ("gather", "scatter") else (size - 1) / size
-                received[list(group)] += share * move.size
-    return received
+    All but permutes and all-to-alls go round their lines of n ranks, in which everyone sends n - 1 times to the next.
+    """
+    if kind in (PERMUTE, EXCHANGE):
+        return *np.array(pairs).T, 1, 1
+    lines = groups(pairs)
+    times = max(map(len, lines)) - 1
+    return np.concatenate(lines), np.concatenate([np.roll(line, -1) for line in lines]), times, times
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +34,8 @@ class Network:
     A torus: ranks in their order are a ring of neighbours; a pair further apart passes through those between, the shorter
     way round. A collective has an axis of the torus to itself and goes both ways round it. (Upper bounds: on more than one
     axis there are shorter ways between distant ranks, and a compiler can spread a collective over the axes.)
-    Nodes: inside a node every rank has `link` to the others; a pair in two nodes has at most `flow`, a node `uplink` in all
-    (a collective spreads over all of a node's network cards; one pair of ranks uses one).
+    Nodes: inside a node every rank has `link` to the others. From other nodes a node receives at most `uplink`, and by permutes
+    each rank at most `flow` (a collective spreads over all of a node's network cards, one pair of ranks uses one).
     """
 
     link: float
@@ -67,71 +46,55 @@ class Network:
     uplink: float = 0.0
     far_latency: float = 0.0
 
-    def seconds(self, moves: Sequence[Move], ranks: int) -> float:
-        """Time of moves that share the network, from the busiest link of any kind; latency counts once per move."""
-        if not moves or not bytes_received(moves, ranks).any():
-            return 0.0
-        return self._torus(moves, ranks) if self.torus else self._nodes(moves, ranks)
+    def seconds(self, sends: tuple[Send, ...], ranks: int) -> float:
+        """Time of transfers between ranks that share the network, from the busiest link of any kind.
 
-    def _torus(self, moves, ranks):
+        Latencies of permutes pass at the same time; other collectives follow each other.
+        """
+        sends = tuple(send for send in sends if send.pairs and send.nbytes)
+        return (self._torus if self.torus else self._nodes)(sends, ranks) if sends else 0.0
+
+    def _torus(self, sends, ranks):
         change = np.zeros((2, 2 * ranks + 1))  # of the load from link to link, forwards and backwards, on the ring unrolled
-        shared, hops = 0.0, 0
-        for move in moves:
-            if isinstance(move, Collective):
-                size = max(map(len, move.groups))
-                # Both ways round: a gather halves its P - 1 blocks; an exchange travels P / 4 links on average.
-                shared += move.size * ((size - 1) / 2 if move.kind != "exchange" else size / 8)
+        shared, hops, farthest = 0.0, 0, 0
+        for send in sends:
+            if send.kind != PERMUTE:
+                size = len(groups(send.pairs)[0])
+                # Both ways round: a gather halves its P - 1 blocks; in an exchange a block travels P / 4 links on average.
+                shared += send.nbytes * (size**2 / 8 if send.kind == EXCHANGE else (size - 1) / 2)
                 hops += size // 2
-            elif move.pairs:
-                source, target = np.array(move.pairs).T
-                ahead = (target - source) % ranks
-                back = 2 * ahead > ranks
-                distance = np.where(back, ranks - ahead, ahead)
-                first = np.where(back, target, source)
-                np.add.at(change, (back.astype(int), first), move.size)
-                np.add.at(change, (back.astype(int), first + distance), -move.size)
-                hops = max(hops, int(distance.max()))
+                continue
+            source, target, *_ = _route(send.kind, send.pairs)
+            ahead = (target - source) % ranks
+            back = 2 * ahead > ranks
+            distance = np.where(back, ranks - ahead, ahead)
+            first = np.where(back, target, source)
+            np.add.at(change, (back.astype(int), first), send.nbytes)
+            np.add.at(change, (back.astype(int), first + distance), -send.nbytes)
+            farthest = max(farthest, int(distance.max()))
         load = change.cumsum(1)
         load = load[:, :ranks] + load[:, ranks:-1]
-        return (load.max() + shared) / self.link + hops * self.latency
+        return (load.max() + shared) / self.link + (hops + farthest) * self.latency
 
-    def _nodes(self, moves, ranks):
-        node = np.arange(ranks) // self.node if self.node else np.zeros(ranks, int)
-        into = np.zeros(ranks)
-        uplink = np.zeros(node.max() + 1)
-        flow, latency = 0.0, 0.0
-        for move in moves:
-            if isinstance(move, Send):
-                if not move.pairs:
-                    continue
-                source, target = np.array(move.pairs).T
-                far = node[source] != node[target]
-                np.add.at(into, target[~far], move.size)
-                np.add.at(uplink, node[target[far]], move.size)
-                flow = max(flow, move.size if far.any() else 0.0)
-                latency += self.far_latency if far.any() else self.latency
-                continue
-            steps = 0
-            for group in move.groups:
-                members = np.array(group)
-                size = len(members)
-                if size == 1:
-                    continue
-                if move.kind == "exchange":
-                    into[members] += (size - 1) / size * move.size
-                    near = (node[members][:, None] == node[members][None, :]).sum(1)
-                    np.add.at(uplink, node[members], (size - near) / size * move.size)
-                else:  # a ring in the order of the ranks: every edge carries all blocks but one
-                    into[members] += (size - 1) * move.size
-                    edges = node[np.roll(members, 1)] != node[members]
-                    np.add.at(uplink, node[members[edges]], (size - 1) * move.size)
-                far = len(set(node[members])) > 1
-                steps = max(steps, (1 if move.kind == "exchange" else size - 1) * (self.far_latency if far else self.latency))
-            latency += steps
+    def _nodes(self, sends, ranks):
+        node = np.arange(ranks) // (self.node or ranks)
+        into, flow, uplink = np.zeros(ranks), np.zeros(ranks), np.zeros(node[-1] + 1)
+        latency, together = 0.0, 0.0
+        for send in sends:
+            source, target, times, steps = _route(send.kind, send.pairs)
+            far = node[source] != node[target]
+            np.add.at(into, target[~far], times * send.nbytes)
+            np.add.at(uplink, node[target[far]], times * send.nbytes)
+            wait = steps * (self.far_latency if far.any() else self.latency)
+            if send.kind == PERMUTE:
+                np.add.at(flow, target[far], send.nbytes)
+                together = max(together, wait)
+            else:
+                latency += wait
         seconds = into.max() / self.link
         if uplink.any():
-            seconds = max(seconds, uplink.max() / self.uplink, flow / self.flow)
-        return seconds + latency
+            seconds = max(seconds, uplink.max() / self.uplink, flow.max() / self.flow)
+        return seconds + latency + together
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,6 +129,8 @@ _HOP = "How To Scale Your Model, chapter on inference: about 1 microsecond a hop
 _FA2 = ("FlashAttention-2, arXiv 2307.08691, sections 1 and 4.1: up to 73% forward and 63% backward on an A100, "
         "the backward counted as 2.5 forwards")
 _GEMM = "FlashAttention-2, section 1: optimised GEMM reaches 80-90%; the lower end"
+_TCP = ("NVIDIA/nccl issue 464: over TCP on a 100 Gbit/s card ncclSend to one rank reaches 28 Gbit/s, an all-reduce over 50; "
+        "more threads did not help. So a rank has 28 here, and a collective all of the card")
 _NCCL = "NCCL's own model of a ring (src/graph/tuning.cc, hwLat, protocol Simple): 3.4 us over NVLink, 5.7 PCIe, 9.6 network"
 
 
@@ -201,17 +166,17 @@ HARDWARE: dict[str, Hardware] = {
     "a100-infiniband": _gpu(312, (0.73, 0.63), 2039,
                             Network(300 * GB, 3.4 * MICRO, node=8, flow=12.5 * GB, uplink=100 * GB, far_latency=9.6 * MICRO),
                             peak=_A100, flow="HDR100 InfiniBand, 100 Gbit/s; one card a GPU as in a DGX A100 (assumed)"),
-    # Attention2D section 4.1: nodes of four A100 over PCIe, Ethernet of unnamed speed. Azure sells such a node.
+    # Attention2D section 4.1: nodes of four A100 over PCIe, Ethernet of unnamed speed. Azure sells just such a node.
     "a100-ethernet": _gpu(312, (0.73, 0.63), 1935,
-                          Network(32 * GB, 5.7 * MICRO, node=4, flow=10 * GB, uplink=10 * GB, far_latency=9.6 * MICRO),
+                          Network(32 * GB, 5.7 * MICRO, node=4, flow=3.5 * GB, uplink=10 * GB, far_latency=9.6 * MICRO),
                           peak="NVIDIA A100 datasheet, 80 GB PCIe: 312 TFLOP/s, 1,935 GB/s, PCIe 4.0 x16 (32 GB/s one way)",
-                          flow="Azure NC96ads_A100_v4: four A100 PCIe, 80 Gbit/s Ethernet (learn.microsoft.com); assumed"),
+                          flow=_TCP, uplink="Azure NC96ads_A100_v4: four A100 PCIe, 80 Gbit/s (learn.microsoft.com); assumed"),
     "h100-infiniband": _gpu(989, (0.35, 0.35), 3350,
                             Network(450 * GB, 3.4 * MICRO, node=8, flow=50 * GB, uplink=400 * GB, far_latency=9.6 * MICRO),
                             peak=_H100, attention=_FA2_H100, flow="NVIDIA DGX H100 user guide: NDR 400 Gbit/s, one card a GPU"),
     # Attention2D section 4.3: nodes of one H100, Ethernet of unnamed speed.
     "h100-ethernet": _gpu(989, (0.35, 0.35), 3350,
-                          Network(450 * GB, 9.6 * MICRO, node=1, flow=5 * GB, uplink=5 * GB, far_latency=9.6 * MICRO),
-                          peak=_H100, attention=_FA2_H100,
-                          flow="Azure NC40ads_H100_v5: one H100, 40 Gbit/s Ethernet (learn.microsoft.com); assumed"),
+                          Network(450 * GB, 9.6 * MICRO, node=1, flow=3.5 * GB, uplink=5 * GB, far_latency=9.6 * MICRO),
+                          peak=_H100, attention=_FA2_H100, flow=_TCP,
+                          uplink="Azure NC40ads_H100_v5: one H100, 40 Gbit/s Ethernet (learn.microsoft.com); assumed"),
 }

@@ -5,10 +5,11 @@ import dataclasses
 import functools
 import math
 
+from model.attention.schedules.plan import GATHER, SCATTER, Block, Pairs, Send, everyone
 from model.config import LlamaConfig
 
-from .hardware import Collective, Hardware
-from .rounds import Block, Round, rounds
+from .hardware import Hardware
+from .rounds import Round, rounds
 
 # A backward kernel makes the scores again: five products where the forward has two. The model itself needs four of them.
 BACKWARD = 2.5
@@ -55,8 +56,9 @@ class Job:
     """One training step: a model on a mesh.
 
     Devices stand in the order data, fsdp, tensor, sequence, the last ones neighbours. `length` tokens a row, `batch` rows;
-    `options` are the schedule's (`rounds`); `partial` the bytes of a partial result on the wire; `tile` another than the
-    hardware's; `overlap` False sums compute and transfers everywhere; `zero` gathers the parameters from their shards.
+    `schedule` is what `model.attention.attention` takes, a name or a schedule with options; `partial` the bytes of a number of
+    a partial result on the wire; `tile` another than the hardware's; `overlap` False sums compute and transfers everywhere;
+    `zero` gathers the parameters from their shards.
 
     Raises:
       ValueError: a mesh or remat policy that does not work, in one line naming the field.
@@ -70,7 +72,7 @@ class Job:
     fsdp: int = 1
     tensor: int = 1
     sequence: int = 1
-    schedule: str = "ring"
+    schedule: object = "ring"
     layout: str = "striped"
     remat: str = "save_attention"
     causal: bool = True
@@ -78,7 +80,6 @@ class Job:
     zero: bool = True
     partial: int = 4
     tile: tuple[int, int] | None = None
-    options: tuple[tuple[str, object], ...] = ()
 
     def __post_init__(self):
         if self.remat not in REMAT:
@@ -105,20 +106,19 @@ class Job:
     @property
     def block(self) -> Block:
         sizes = self.sizes
-        return Block(self.tokens, math.ceil(sizes.query_heads / self.tensor), math.ceil(sizes.kv_heads / self.tensor),
-                     sizes.head_dim, partial=self.partial)
+        return Block(self.rows, self.length // self.sequence, math.ceil(sizes.query_heads / self.tensor),
+                     math.ceil(sizes.kv_heads / self.tensor), sizes.head_dim, partial=self.partial)
 
     def tiles(self) -> tuple[tuple[int, int], float]:
         """(query tiles, key tiles) of a row's block, and forward FLOPs of one tile, all rows and heads of the device."""
-        shard = self.length // self.sequence
-        count = tuple(math.ceil(shard / side) for side in self.tile or self.hardware.tile)
-        area = (shard / count[0]) * (shard / count[1])
-        return count, 4 * area * self.rows * self.block.query_heads * self.sizes.head_dim
+        block = self.block
+        count = tuple(math.ceil(block.tokens / side) for side in self.tile or self.hardware.tile)
+        area = (block.tokens / count[0]) * (block.tokens / count[1])
+        return count, 4 * area * block.batch * block.query_heads * block.head_dim
 
     def rounds(self) -> tuple[list[Round], list[Round]]:
         """Forward and backward rounds of one layer's attention."""
-        return rounds(self.schedule, self.sequence, self.layout, self.block, self.tiles()[0], causal=self.causal,
-                      **dict(self.options))
+        return rounds(self.schedule, self.sequence, self.layout, self.block, self.tiles()[0], self.causal)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,11 +187,10 @@ def _total(phases) -> Phase:
 
 
 def _round(job: Job, one: Round, seconds_per_tile: float) -> Phase:
-    """A round takes as long as its busiest rank, or as its transfers where these run under the kernel and take longer."""
+    """A round takes as long as its busiest rank, or as the transfers under it where they take longer, and as the others."""
     compute = float(max(one.tiles)) * seconds_per_tile
-    transfer = job.hardware.network.seconds(one.moves, job.sequence)
-    hidden = one.hidden and job.overlap
-    return Phase(max(compute, transfer) if hidden else compute + transfer, compute)
+    hidden, exposed = (job.hardware.network.seconds(sends, job.sequence) for sends in (one.hidden, one.exposed))
+    return Phase((max(compute, hidden) if job.overlap else compute + hidden) + exposed, compute)
 
 
 def _matrices(job: Job, weights: int, forwards: float, gathers: int = 0, scatters: int = 0) -> Phase:
@@ -201,25 +200,24 @@ def _matrices(job: Job, weights: int, forwards: float, gathers: int = 0, scatter
     transfer = 0.0
     if job.zero and job.fsdp * job.sequence > 1:
         share = weights / (job.tensor * job.fsdp * job.sequence)
-        groups = _shards(job.data, job.fsdp, job.tensor, job.sequence)
-        transfer = (gathers * network.seconds((Collective("gather", groups, 2 * share),), job.devices)
-                    + scatters * network.seconds((Collective("scatter", groups, 4 * share),), job.devices))
+        pairs = _shards(job.data, job.fsdp, job.tensor, job.sequence)
+        transfer = (gathers * network.seconds((Send("weights", GATHER, 2 * share, pairs),), job.devices)
+                    + scatters * network.seconds((Send("gradients", SCATTER, 4 * share, pairs),), job.devices))
     # Tensor parallelism sums the outputs of attention and feed-forward over the axis, which waits for nothing to hide under.
     summed = 0.0
     if job.tensor > 1:
-        part = Collective("gather", _tensor_groups(job), job.tokens * job.sizes.hidden * 2 / job.tensor)
+        part = Send("outputs", GATHER, job.tokens * job.sizes.hidden * 2 / job.tensor, _tensor_pairs(job))
         summed = 2 * forwards * 2 * network.seconds((part,), job.devices)
     return Phase((max(compute, transfer) if job.overlap else compute + transfer) + summed, compute)
 
 
 @functools.lru_cache(maxsize=32)
-def _shards(data: int, fsdp: int, tensor: int, sequence: int) -> tuple[tuple[int, ...], ...]:
-    """Groups of devices that share the shards of one set of parameters."""
-    return tuple(tuple(((d * fsdp + f) * tensor + t) * sequence + s for f in range(fsdp) for s in range(sequence))
-                 for d in range(data) for t in range(tensor))
+def _shards(data: int, fsdp: int, tensor: int, sequence: int) -> Pairs:
+    """Devices that share the shards of one set of parameters."""
+    return everyone([((d * fsdp + f) * tensor + t) * sequence + s for f in range(fsdp) for s in range(sequence)]
+                    for d in range(data) for t in range(tensor))
 
 
-def _tensor_groups(job: Job) -> tuple[tuple[int, ...], ...]:
-    outer = job.data * job.fsdp
-    return tuple(tuple((o * job.tensor + t) * job.sequence + s for t in range(job.tensor))
-                 for o in range(outer) for s in range(job.sequence))
+def _tensor_pairs(job: Job) -> Pairs:
+    return everyone([(o * job.tensor + t) * job.sequence + s for t in range(job.tensor)]
+                    for o in range(job.data * job.fsdp) for s in range(job.sequence))

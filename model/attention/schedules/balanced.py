@@ -7,6 +7,9 @@ distance P/2 in its last round, where the owners work alone, or with `split` own
 Forward, K and V travel to owners, Q to helpers and a float32 partial back (Appendix C: 3Nd); backward the queries' side is
 q, dout, lse, delta, with dQ back to the helped and dK, dV back to where K, V came from.
 
+What a round needs is fetched while the kernel of the round before runs, and what it leaves goes home while the next one's
+does (Algorithm 2): no kernel waits for a transfer, and none but the last round's way home is left without a kernel beside it.
+
 That is exact only where no query sees keys of a later rank: causal, and shards `ordered`. Elsewhere (striped, zigzag, not
 causal) both blocks of a pair of ranks may hold work: every rank fetches both sides and does both, still in P // 2 rounds.
 
@@ -18,10 +21,13 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ..coords import Mask
-from ..partial import AttentionPartial, merge
+from ..partial import AttentionPartial
 from . import plan
+from .ranks import Ranks
+from .tour import add
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,96 +39,141 @@ class Balanced:
 
     def forward(self, kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale):
         def meet(queries, keys):
-            (q, q_coords), (k, v, kv_coords) = queries, keys
-            return kernel.forward(q, k, v, q_coords, kv_coords, mask=mask, scale=scale), ()
+            (q, q_coords), (kv, kv_coords) = queries, keys
+            return kernel.extend(None, q, kv, q_coords, kv_coords, mask=mask, scale=scale), None
 
-        partial, _ = self._rounds(ranks, mask, (q, q_coords), (k, v, kv_coords), meet, merge)
-        return partial
+        return self._meet_all(ranks, mask, (q, q_coords), (jnp.stack([k, v]), kv_coords), meet)[0]
 
     def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale):
         def meet(queries, keys):
-            (q, dout, lse, delta, q_coords), (k, v, kv_coords) = queries, keys
-            dq, dk, dv = kernel.backward(q, k, v, dout, lse, delta, q_coords, kv_coords, mask=mask, scale=scale)
-            return dq, (dk, dv)
+            (q, dout, lse, delta, q_coords), (kv, kv_coords) = queries, keys
+            return kernel.gradients(None, q, kv, dout, lse, delta, q_coords, kv_coords, mask=mask, scale=scale)
 
-        dq, dkv = self._rounds(ranks, mask, (q, dout, lse, delta, q_coords), (k, v, kv_coords), meet, jnp.add)
+        dq, dkv = self._meet_all(ranks, mask, (q, dout, lse, delta, q_coords), (jnp.stack([k, v]), kv_coords), meet)
         return dq, *dkv
 
-    def _rounds(self, ranks, mask, queries, keys, meet, add):
+    def _meet_all(self, ranks, mask, queries, keys, meet):
         """meet(queries, keys) of every pair of ranks, added up at home: (for the queries, for the keys)."""
-        totals = meet(queries, keys)
-        reach = mask.reach(queries[0].shape[1], ranks.size) if self.ordered else ranks.size
-        for t in range(1, min(ranks.size // 2, reach) + 1):
-            if self.ordered and mask.causal:
-                one_round = self._ordered_round(ranks, t, queries, keys, meet, helpers=ranks.size - t <= reach)
-            else:
-                one_round = self._full_round(ranks, t, queries, keys, meet)
-            for found, for_keys in one_round:
-                totals = add(totals[0], found), jax.tree.map(jnp.add, totals[1], for_keys)
-        return totals
+        rounds = self._rounds(ranks, queries[0].shape[1], mask)
+        own, away = (queries, keys), (None, None)
+        incoming = rounds[0].fetch(*own) if rounds else None
+        totals = meet(*own)
+        for t, one in enumerate(rounds):
+            # A round begins when the one before has ended: else all of them would fetch at the start.
+            own, totals, incoming, away = lax.optimization_barrier((own, totals, incoming, away))
+            ahead = rounds[t + 1].fetch(*own) if t + 1 < len(rounds) else None
+            arriving = rounds[t - 1].send_home(*away)
+            here, away = one.meet(*own, *incoming, meet)
+            totals, incoming = add(add(totals, here), arriving), ahead
+        if not rounds:
+            return totals
+        # What came home in the last round must not wait for what leaves after it. (dK, dV may leave before dQ is there.)
+        totals, found = lax.optimization_barrier((totals, away[0]))
+        return add(totals, rounds[-1].send_home(found, away[1]))
 
-    def _full_round(self, ranks, t, queries, keys, meet):
-        last = 2 * t == ranks.size  # distances t and P - t are one
-        keys_in = ranks.shift(keys, t)
-        queries_in = None if last else ranks.shift(queries, t)
-        found, for_keys = meet(queries, keys_in)
-        yield found, ranks.shift(for_keys, -t)
-        if not last:
-            found, for_keys = meet(queries_in, keys)
-            yield ranks.shift(found, -t), for_keys
-
-    def _ordered_round(self, ranks, t, queries, keys, meet, helpers):
-        size, place = ranks.size, ranks.index()
-        helping = place < t
-        keys_in = ranks.shift(keys, t, range(size - t))
-        last = 2 * t == size
-        if not helpers or (last and not (self.split and queries[0].shape[1] % 2 == 0)):
-            # The ranks that might help get keys of zeros: padding, of which every tile is skipped.
-            found, for_keys = meet(queries, keys_in)
-            yield _keep(found, ~helping), ranks.shift(for_keys, -t, range(t, size))
-            return
-        sent, kept = (_half(queries, 0), _half(queries, 1)) if last else (queries, queries)
-        queries_in = ranks.shift(sent, t, range(size - t, size))
-        found, for_keys = meet(_choose(helping, queries_in, kept), _choose(helping, keys, keys_in))
-        back = ranks.shift(found, -t, range(t))
-        for_keys = jax.tree.map(jnp.add, _keep(for_keys, helping), ranks.shift(for_keys, -t, range(t, size)))
-        if last:  # an owner's two halves
-            yield _keep(_join(back, found), ~helping), for_keys
-        else:
-            yield _keep(found, ~helping), for_keys
-            yield _keep(back, place >= size - t), jax.tree.map(jnp.zeros_like, for_keys)
+    def _rounds(self, ranks: Ranks, tokens: int, mask: Mask) -> list[_Round]:
+        """The rounds after the one in which every rank meets its own block."""
+        size, ordered = ranks.size, self.ordered and mask.causal
+        reach = mask.reach(tokens, size) if self.ordered else size
+        rounds = []
+        for t in range(1, min(size // 2, reach) + 1):
+            twice = 2 * t == size  # distances t and P - t are one
+            helps = size - t <= reach or not ordered
+            halved = twice and helps and ordered and self.split and tokens % 2 == 0
+            rounds.append(_Round(ranks, t, ordered, halved or (helps and not twice), halved))
+        return rounds
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
         return plan.Plan(*(tuple(self._plan_rounds(size, block, mask, backward)) for backward in (False, True)))
 
     def _plan_rounds(self, size: int, block: plan.Block, mask: Mask, backward: bool):
-        def send(what, nbytes, by, senders=None):
-            return plan.Send(what, plan.PERMUTE, nbytes, plan.shift(size, by, senders))
+        there, back = ("Q", block.queries), ("out, lse", block.out + block.statistics)
+        if backward:
+            there, back = ("Q, dout, lse, delta", 2 * block.queries + 2 * block.statistics), ("dQ", block.out)
+
+        def send(what, nbytes, pairs):
+            return plan.Send(what, plan.PERMUTE, nbytes, tuple(pairs))
 
         yield plan.Round(tuple(plan.Task(rank, (rank,), (rank,)) for rank in range(size)))
-        there = 2 * block.queries + 2 * block.statistics if backward else block.queries
-        ordered = self.ordered and mask.causal
-        if ordered:  # elsewhere the coordinates that come with the keys are the queries' own
-            there += block.coords
-        there_name = "Q, dout, lse, delta" if backward else "Q"
-        back_name, back = ("dQ", block.out) if backward else ("out, lse", block.out + block.statistics)
-        reach = mask.reach(block.tokens, size) if self.ordered else size
-        for t in range(1, min(size // 2, reach) + 1):
-            last = 2 * t == size  # distances t and P - t are one
-            helps = not ordered or size - t <= reach
-            half = last and ordered and helps and self.split and block.tokens % 2 == 0
-            helps = half or (helps and not last)
-            owners, helped = (range(t, size), range(size - t, size)) if ordered else (range(size), range(size))
-            share, of = (0.5, 2) if half else (1, 1)
-            tasks = [plan.Task(rank, (rank,), ((rank - t) % size,), (of - 1, of)) for rank in owners]
-            sends = [send("K, V", block.keys + block.coords, t, range(size - t) if ordered else None)]
+        for one in self._rounds(Ranks("", size), block.tokens, mask):
+            of = 2 if one.halved else 1
+            owned, helped = ([((rank - one.distance) % size, rank) for rank in ranks] for ranks in (one.owners, one.helpers))
+            tasks = [plan.Task(rank, (rank,), (other,), (of - 1, of)) for other, rank in owned]
+            tasks += [plan.Task(rank, (other,), (rank,), (0, of)) for other, rank in helped]
+            sends = [send("K, V", block.keys + block.coords, owned), send(there[0], there[1] / of + block.coords, helped)]
             if backward:
-                sends.append(send("dK, dV", block.key_gradients, -t, owners))
-            if helps:
-                tasks += [plan.Task((rank + t) % size, (rank,), ((rank + t) % size,), (0, of)) for rank in helped]
-                sends += [send(there_name, there * share, t, helped),
-                          send(back_name, back * share, -t, [(rank + t) % size for rank in helped])]
-            yield plan.Round(tuple(tasks), tuple(sends))
+                sends.append(send("dK, dV", block.key_gradients, (pair[::-1] for pair in owned)))
+            sends.append(send(back[0], back[1] / of, (pair[::-1] for pair in helped)))
+            yield plan.Round(tuple(tasks), tuple(one for one in sends if one.pairs))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Round:
+    """Ranks `distance` places apart meet. helps: queries are fetched too; halved: the first half of them."""
+
+    ranks: Ranks
+    distance: int
+    ordered: bool
+    helps: bool
+    halved: bool
+
+    @property
+    def owners(self) -> range:
+        """Ranks that fetch K, V."""
+        return range(self.distance if self.ordered else 0, self.ranks.size)
+
+    @property
+    def helpers(self) -> range:
+        """Ranks that fetch queries."""
+        return range((self.distance if self.ordered else self.ranks.size) if self.helps else 0)
+
+    def fetch(self, queries, keys):
+        """(queries, keys) of the rank `distance` places before, as far as this rank is to meet them."""
+        if not self.ordered:
+            return self.ranks.shift((queries if self.helps else None, keys), self.distance)
+        if not self.helps:
+            return None, self._fetch(keys, self.owners)
+        # A rank gets queries or keys: their coordinates go in one transfer, as only so many can be under way at once.
+        (*queries, q_coords), (kv, kv_coords) = queries, keys
+        helped = self.ranks.index() >= self.ranks.size - self.distance
+        coords = self.ranks.shift(_choose(helped, q_coords, kv_coords), self.distance)
+        queries = self._fetch(self._half(queries, 0), self.helpers)
+        return (*queries, self._half(coords, 0)), (self._fetch(kv, self.owners), coords)
+
+    def meet(self, queries, keys, queries_in, keys_in, meet):
+        """What is found for this rank's queries and keys, and what for those that came in: two pairs."""
+        if not self.ordered:
+            found, for_keys_in = meet(queries, keys_in)
+            found_in, for_keys = meet(queries_in, keys) if self.helps else (None, None)
+            return (found, for_keys), (found_in, for_keys_in)
+        helping = self.ranks.index() < self.distance
+        if self.helps:
+            queries = _choose(helping, queries_in, self._half(queries, 1))
+            keys_in = _choose(helping, keys, keys_in)
+        # Where nobody helps, the ranks that might get keys of zeros: padding, of which every tile is skipped.
+        found, for_keys = meet(queries, keys_in)
+        return (self._whole(_keep(found, ~helping), 1), _keep(for_keys, helping)), (found if self.helps else None, for_keys)
+
+    def send_home(self, found, for_keys):
+        """What others have found for this rank's queries and keys."""
+        found = self.ranks.shift(found, -self.distance, self.helpers)
+        if self.ordered:  # where nobody sends, zeros arrive, and an lse of zero would count
+            found = _keep(found, self.ranks.index() >= self.ranks.size - self.distance)
+        return self._whole(found, 0), self.ranks.shift(for_keys, -self.distance, self.owners)
+
+    def _fetch(self, tree, receivers):
+        return self.ranks.shift(tree, self.distance, [(rank - self.distance) % self.ranks.size for rank in receivers])
+
+    def _half(self, tree, which: int):
+        """Where queries are halved, one half of their tokens."""
+        return jax.tree.map(lambda x: jnp.split(x, 2, _tokens(x))[which], tree) if self.halved else tree
+
+    def _whole(self, found, which: int):
+        """Where queries are halved, what one half has found, and nothing for the other."""
+        if not self.halved:
+            return found
+        halves = (found, _keep(found, False))
+        return jax.tree.map(lambda *x: jnp.concatenate(x, _tokens(x[0])), *(halves[::-1] if which else halves))
 
 
 def _choose(condition, first, second):
@@ -139,11 +190,3 @@ def _keep(tree, condition):
 def _tokens(x) -> int:
     """The dimension of tokens: statistics are [B, H, T], everything else is [B, T, ...]."""
     return 2 if x.ndim == 3 else 1
-
-
-def _half(tree, which: int):
-    return jax.tree.map(lambda x: jnp.split(x, 2, _tokens(x))[which], tree)
-
-
-def _join(first, second):
-    return jax.tree.map(lambda a, b: jnp.concatenate([a, b], _tokens(a)), first, second)

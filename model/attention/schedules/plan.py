@@ -27,6 +27,7 @@ class Block:
     """What one rank holds: sizes of its shard of q [B, T, Hq, D] and k, v [B, T, Hkv, D]; itemsize of these in bytes.
 
     coordinates: arrays in a TokenCoords, 3 where documents' starts travel for global tokens.
+    partial: bytes of a number of a partial result or gradient on the wire; here these are float32, elsewhere not always.
     """
 
     batch: int
@@ -36,6 +37,7 @@ class Block:
     head_dim: int
     itemsize: int = 2
     coordinates: int = 2
+    partial: int = 4
 
     @property
     def coords(self) -> int:
@@ -59,13 +61,13 @@ class Block:
 
     @property
     def out(self) -> int:
-        """Bytes of a partial output, and of dq: float32."""
-        return self.statistics * self.head_dim
+        """Bytes of a partial output, and of dq."""
+        return self.batch * self.tokens * self.query_heads * self.head_dim * self.partial
 
     @property
     def key_gradients(self) -> int:
-        """Bytes of dk and dv: float32."""
-        return 2 * 4 * self.batch * self.tokens * self.kv_heads * self.head_dim
+        """Bytes of dk and dv."""
+        return 2 * self.batch * self.tokens * self.kv_heads * self.head_dim * self.partial
 
 
 class Task(NamedTuple):
@@ -73,7 +75,9 @@ class Task(NamedTuple):
 
     Attributes:
       part, key_part: (i, n): the i-th of n equal parts of these queries, of these keys.
-      heads: (i, n): the i-th of n equal parts of the heads.
+      heads: (i, n): the i-th of n equal parts of the heads, padded where n does not divide them.
+      products: (i, n): i of the n matrix products of a whole call.
+      dense: nothing is skipped, not even hidden tiles.
     """
 
     rank: int
@@ -82,6 +86,8 @@ class Task(NamedTuple):
     part: tuple[int, int] = (0, 1)
     heads: tuple[int, int] = (0, 1)
     key_part: tuple[int, int] = (0, 1)
+    products: tuple[int, int] = (1, 1)
+    dense: bool = False
 
 
 class Send(NamedTuple):
@@ -131,6 +137,14 @@ def everyone(lines: Iterable[Iterable[int]]) -> Pairs:
     return tuple((a, b) for line in map(tuple, lines) for a in line for b in line if a != b)
 
 
+def groups(pairs: Pairs) -> tuple[tuple[int, ...], ...]:
+    """The lines of ranks, each in order, of which `everyone` made these pairs."""
+    members: dict[int, set[int]] = {}
+    for source, target in pairs:
+        members.setdefault(source, {source}).add(target)
+    return tuple(sorted({tuple(sorted(line)) for line in members.values()}))
+
+
 def lines(size: int, inner: int) -> tuple[list[range], list[range]]:
     """(outer, inner) lines of ranks, as `Ranks.split` makes them: neighbours form lines of `inner` ranks."""
     return [range(i, size, inner) for i in range(inner)], [range(i, i + inner) for i in range(0, size, inner)]
@@ -148,8 +162,8 @@ def side_by_side(rounds: Iterable[Round], degree: int) -> tuple[Round, ...]:
         return tuple((a * degree + i, b * degree + i) for a, b in pairs for i in range(degree))
 
     return tuple(
-        Round(tuple(Task(task.rank * degree + i, blocks(task.queries), blocks(task.keys), task.part, (i, degree),
-                         task.key_part)
+        Round(tuple(task._replace(rank=task.rank * degree + i, queries=blocks(task.queries), keys=blocks(task.keys),
+                                  heads=(i, degree))
                     for task in one.tasks for i in range(degree)),
               tuple(send._replace(pairs=spread(send.pairs)) for send in one.sends))
         for one in rounds)

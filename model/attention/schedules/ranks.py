@@ -1,14 +1,13 @@
 """Ranks: the shards of the sequence axis, or one line of them where a schedule splits the axis in two."""
 from __future__ import annotations
 
+import collections
 import dataclasses
 from collections.abc import Iterable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-from ..coords import TokenCoords
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +42,7 @@ class Ranks:
     def shift(self, tree, by: int = 1, senders: Iterable[int] | None = None):
         """Every array of the tree from the rank `by` places before, round the ring; zeros where that one sends nothing.
 
-        Coordinates go in one permute: only so many transfers can be under way at once.
+        Arrays of one shape and type go in one permute: only so many transfers can be under way at once.
         senders: the places in the line that send (all of them unless given).
         """
         senders = range(self.size) if senders is None else senders
@@ -51,13 +50,18 @@ class Ranks:
         pairs = [(line[place], line[(place + by) % self.size]) for line in groups for place in senders]
         if not pairs:
             return jax.tree.map(jnp.zeros_like, tree)
-
-        def send(x):
-            if isinstance(x, TokenCoords):
-                return TokenCoords(*send(jnp.stack(jax.tree.leaves(x))))
-            return lax.ppermute(x, self.axis, pairs)
-
-        return jax.tree.map(send, tree, is_leaf=lambda x: isinstance(x, TokenCoords))
+        arrays, structure = jax.tree.flatten(tree)
+        alike = collections.defaultdict(list)
+        for place, x in enumerate(arrays):
+            alike[x.shape, x.dtype].append(place)
+        for places in alike.values():
+            if len(places) == 1:
+                arrays[places[0]] = lax.ppermute(arrays[places[0]], self.axis, pairs)
+            else:
+                sent = lax.ppermute(jnp.stack([arrays[place] for place in places]), self.axis, pairs)
+                for place, x in zip(places, sent, strict=True):
+                    arrays[place] = x
+        return structure.unflatten(arrays)
 
     def gather(self, tree, dimension: int):
         """Every array of the tree of all ranks of the line, joined along `dimension`."""

@@ -69,24 +69,27 @@ class RingSelfAttention:
         return dq.reshape(q.shape), dk, dv
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
-        """Every query block meets every key block once in each tour; no tile is skipped."""
+        """Every query block meets every key block in each tour, for some of the products; no tile is skipped."""
         del mask
 
         def send(what, nbytes):
             return plan.Send(what, plan.PERMUTE, nbytes, plan.shift(size))
 
-        def tour(sends, follows=(), first=True):
+        def tour(products, sends, follows=(), first=True):
             for stop in range(size):
-                tasks = tuple(plan.Task(rank, (rank,), ((rank - stop) % size,)) for rank in range(size))
+                tasks = tuple(plan.Task(rank, (rank,), ((rank - stop) % size,), products=products, dense=True)
+                              for rank in range(size))
                 going = sends if stop < size - 1 and (stop or first) else ()
                 yield plan.Round(tasks, (*going, *(follows if stop else ())))
             yield plan.Round((), tuple(one._replace(what=f"{one.what} home") for one in follows))
 
         keys, values = send("K", block.keys // 2), send("V", block.keys // 2)
         dk, dv = send("dK", block.key_gradients // 2), send("dV", block.key_gradients // 2)
-        scores = tuple(tour([keys, send("coordinates", block.coords)]))
+        with_keys = [keys, send("coordinates", block.coords)]
         # K's first hop of its second tour is the first tour's: compilers make one of the two.
-        return plan.Plan((*scores, *tour([values])), (*scores, *tour([values], [dv]), *tour([keys], [dk], first=False)))
+        return plan.Plan(
+            (*tour((1, 2), with_keys), *tour((1, 2), [values])),
+            (*tour((1, 5), with_keys), *tour((2, 5), [values], [dv]), *tour((2, 5), [keys], [dk], first=False)))
 
 
 def _grouped(x: jax.Array, kv_heads: int) -> jax.Array:

@@ -17,8 +17,10 @@ from ..partial import AttentionPartial, merge
 
 
 def add(a, b):
-    """Two trees, leaf by leaf: partial attention is merged, arrays are added."""
+    """Two trees, leaf by leaf: partial attention is merged, arrays are added, None adds nothing."""
     def one(a, b):
+        if b is None:
+            return a
         return merge(a, b) if isinstance(a, AttentionPartial) else a + b
 
     return jax.tree.map(one, a, b, is_leaf=lambda x: isinstance(x, AttentionPartial))

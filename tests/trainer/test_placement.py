@@ -1,0 +1,69 @@
+"""The ring on a slice of TPUs: a closed walk over neighbours, whose permutes the compiler of v5e makes asynchronous."""
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from trainer.mesh import make_mesh
+from trainer.placement import closed_walk
+from trainer.schema import MeshConfig
+from trainer.topology import topology_devices
+
+
+@pytest.mark.parametrize("cells", [(1,), (2,), (1, 2, 1), (2, 2), (4, 3), (3, 4), (8, 2), (4, 4, 4), (3, 3, 2), (1, 16, 16),
+                                   (2, 3, 5, 2)])
+def test_a_closed_walk_meets_every_cell_once_and_steps_to_neighbours(cells):
+    walk = closed_walk(cells)
+    assert sorted(walk) == list(range(np.prod(cells)))
+    places = np.stack(np.unravel_index(walk, cells), 1)
+    steps = np.abs(places - np.roll(places, 1, 0)).sum(1)
+    assert (steps == (1 if len(walk) > 1 else 0)).all()
+
+
+@pytest.mark.parametrize("cells", [(3,), (4,), (1, 6), (3, 3), (3, 5, 1)])
+def test_where_there_is_none(cells):
+    """Lines, and an odd number of cells (whose colours, as of a chessboard, cannot alternate around a ring)."""
+    assert closed_walk(cells) is None
+
+
+@pytest.mark.parametrize(("topology", "axes"), [
+    ("v5e:8x8", {"sequence": 64}), ("v5e:8x8", {"tensor": 4, "sequence": 16}),
+    ("v5e:16x16", {"fsdp": 4, "tensor": 2, "sequence": 32}),
+    ("v4:4x4x4", {"tensor": 8, "sequence": 8}), ("v3:4x4", {"sequence": 32})], ids=str)
+def test_every_ring_of_a_mesh_is_such_a_walk(topology, axes):
+    """From cell to cell: with the devices of a cell along `tensor`, all hops of a ring are as long as a cell, and straight."""
+    mesh = make_mesh(MeshConfig(**axes), topology_devices(topology))
+    assert len({device.id for device in mesh.devices.flat}) == mesh.size
+    for ring in np.moveaxis(mesh.devices, 3, -1).reshape(-1, axes["sequence"]):
+        for one, other in itertools.pairwise([*ring, ring[0]]):
+            apart = np.abs(np.subtract((*one.coords, one.core_on_chip), (*other.coords, other.core_on_chip)))
+            assert np.count_nonzero(apart) == 1 and apart.max() <= axes.get("tensor", 1)
+
+
+@pytest.mark.parametrize("axes", [{"sequence": 64}, {"tensor": 4, "sequence": 16}], ids=str)
+def test_its_permutes_are_asynchronous(axes):
+    """On v5e 8 x 8, where they are not in the order in which JAX places a mesh."""
+    mesh = make_mesh(MeshConfig(**axes), topology_devices("v5e:8x8"))
+    text = compiled_ring(mesh)
+    assert (text.count(" collective-permute-start("), text.count(" collective-permute(")) == (1, 0)
+
+
+def compiled_ring(mesh) -> str:
+    """A loop that sends one array along the sequence while it multiplies another."""
+    size, rows = mesh.shape["sequence"], PartitionSpec(mesh.axis_names)
+
+    def local(x, w):
+        def step(carry, _):
+            x, y = carry
+            return (lax.ppermute(x, "sequence", [(i, (i + 1) % size) for i in range(size)]), jnp.tanh(y @ w) + x), None
+
+        return lax.scan(step, (x, x), None, length=3)[0][1]
+
+    ring = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(rows, PartitionSpec()), out_specs=rows, check_vma=False))
+    x = jax.ShapeDtypeStruct((mesh.size * 1024, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, rows))
+    w = jax.ShapeDtypeStruct((1024, 1024), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))
+    return ring.lower(x, w).compile().as_text()

@@ -1,0 +1,58 @@
+"""A recipe with a sliding window and global tokens: train.py runs it, its checkpoint keeps it, evaluation and export see it."""
+import json
+import math
+
+import pytest
+import yaml
+
+import model.decode
+from eval import line_retrieval
+from model.attention import Mask
+from scripts import export_hf
+from tests.trainer import small_run
+from trainer import entry
+from trainer.model_source import open_model
+
+MASK = Mask(window=24, global_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, repository):
+    """Three steps of a small recipe on two sequence shards."""
+    folder = tmp_path_factory.mktemp("window")
+    recipe = small_run.recipe(folder, repository, conversations=40)
+    written = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    written["mesh"] = {"sequence": 2, "simulate": 2}
+    written["attention"] |= {"window": MASK.window, "global_tokens": MASK.global_tokens}
+    written["train"] = {"steps": 3, "batch_size": 2}
+    recipe.write_text(yaml.safe_dump(written, sort_keys=False), encoding="utf-8")
+    small_run.finish(small_run.start(repository, recipe, folder / "run"), folder / "run")
+    return folder / "run"
+
+
+def test_train_runs_it_and_its_checkpoint_says_so(run):
+    rows = small_run.rows(run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3] and all(math.isfinite(row["loss_nats_per_target"]) for row in rows)
+    assert open_model(str(run)).mask == MASK
+
+
+def test_line_retrieval_answers_under_the_same_mask(run, tmp_path, monkeypatch):
+    seen = []
+
+    def generator(llama, layout, rows, length, new_tokens, stop_ids):
+        seen.append(llama.mask)
+        return lambda params, prompts: [[5]] * len(prompts)
+
+    monkeypatch.setattr(model.decode, "Generator", generator)
+    monkeypatch.setattr(entry, "keep_compiled", lambda: None)
+    line_retrieval.evaluate(line_retrieval.parse(
+        ["--checkpoint", str(run), "--lines", "2", "--count", "1", "--sequence", "8", "--output", str(tmp_path / "found")]))
+    assert seen == [MASK]
+
+
+def test_export_warns_that_a_llama_config_cannot_say_it(run, tmp_path, capsys):
+    assert export_hf.main([str(run), str(tmp_path / "hf")]) == 0
+    warning, = (line for line in capsys.readouterr().err.splitlines() if line.startswith("warning"))
+    assert "attention.window = 24" in warning and "attention.global_tokens = 4" in warning
+    assert "sliding_window" not in json.loads((tmp_path / "hf" / "config.json").read_text(encoding="utf-8"))
+    assert open_model(str(tmp_path / "hf")).mask == Mask()
