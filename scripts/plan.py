@@ -70,7 +70,8 @@ def of_recipe(path: str | None) -> list[str]:
             "--mesh", ",".join(f"{axis}={size}" for axis, size in axes.items()), "--schedule", attention.schedule,
             "--layout", attention.layout, "--remat", memory.remat, "--every-k", str(memory.every_k),
             "--attention-groups", str(memory.attention_groups),
-            *(["--moments-on-host"] if memory.moments_on_host else [])]
+            *(["--moments-on-host"] if memory.moments_on_host else []),
+            *(["--parameters-on-host"] if memory.parameters_on_host else [])]
 
 
 def mesh_of(text: str):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import difflib
-import math
 import pathlib
 import re
 import sys
@@ -12,6 +11,7 @@ import yaml
 
 from data.errors import UserError
 
+from .checks import check, check_devices, schedule_name
 from .schema import (
     SCHEDULES,
     VERSION,
@@ -292,114 +292,3 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_plain(inner) for inner in value]
     return value
-
-
-# Checking what types cannot
-
-
-def check(config: RunConfig, where: str = "configuration") -> RunConfig:
-    """`config` itself, or a UserError naming the field, what was found and what would be right. Needs no device."""
-
-    def need(right: bool, field: str, expected: str) -> None:
-        if not right:
-            found = config
-            for part in field.split("."):
-                found = getattr(found, part)
-            raise UserError(f"{where}: {field} is {found!r}; {expected}")
-
-    need(config.config_version == VERSION, "config_version", f"this code reads {VERSION}")
-    model, data, mesh, train = config.model, config.data, config.mesh, config.train
-    attention, optimizer = config.attention, config.optimizer
-    axes = ("data", "fsdp", "tensor", "sequence")
-    for field in axes:
-        need(getattr(mesh, field) >= 1, f"mesh.{field}", "at least 1 is needed")
-    need(all(axis in axes and isinstance(factor, int) and factor >= 1 and getattr(mesh, axis) % factor == 0
-             for axis, factor in mesh.dcn.items()), "mesh.dcn",
-         f"factors of the axes are needed, such as {{data: 2}}, each a divisor of its axis in {_product(mesh)}")
-    need(sorted(mesh.order) in ([], sorted(axes)), "mesh.order", f"all four axes are needed, each once: {', '.join(axes)}")
-    at_least_one = ("data.context_length", "train.steps", "train.batch_size", "train.log_every", "checkpoint.keep",
-                    "evaluate.max_new_tokens", "train.accumulation", "memory.every_k",
-                    "memory.attention_groups")  # fmt: skip
-    not_negative = ("mesh.simulate", "train.evaluate_every", "checkpoint.every", "attention.query_tile",
-                    "attention.key_tile", "attention.global_tokens", "memory.feed_forward_chunk", "memory.projection_chunk",
-                    "memory.loss_chunk", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_norm")  # fmt: skip
-    for field in at_least_one + not_negative:
-        section, name = field.split(".")
-        least = 1 if field in at_least_one else 0
-        need(getattr(getattr(config, section), name) >= least, field, f"at least {least} is needed")
-    need(0 < optimizer.learning_rate < math.inf, "optimizer.learning_rate", "a positive number is needed")
-    need(0 <= optimizer.final_fraction <= 1, "optimizer.final_fraction", "a share between 0 and 1 is needed")
-    need(optimizer.epsilon > 0, "optimizer.epsilon", "a positive number is needed")
-    for field in ("beta1", "beta2"):
-        need(0 <= getattr(optimizer, field) < 1, f"optimizer.{field}", "a number from 0 to below 1 is needed")
-        # bfloat16 has 8 bits: a moment that loses less than 1/256 of itself a step would never shrink.
-        need(optimizer.moment_dtype == "float32" or getattr(optimizer, field) <= 0.99, f"optimizer.{field}",
-             "with optimizer.moment_dtype bfloat16 at most 0.99 is needed")
-    profiled = config.logging.profile_steps
-    need(not profiled or (len(profiled) == 2 and 1 <= profiled[0] <= profiled[1] <= train.steps), "logging.profile_steps",
-         f"the first and the last step of a profile are needed, from 1 to train.steps = {train.steps}, or []")
-    need(0 <= data.held_out_fraction < 1, "data.held_out_fraction", "a share from 0 to below 1 is needed")
-
-    need(bool(data.sources), "data.sources", "no data: give --data.path FILE, or sources in the recipe")
-    for number, source in enumerate(data.sources):
-        if not source.weight > 0:
-            raise UserError(f"{where}: data.sources[{number}].weight is {source.weight!r}; a positive number is needed")
-    need(not (model.path and model.preset), "model.preset", "model.path is given too; keep one of them")
-    need(not (model.path and model.overrides), "model.overrides", "model.path fixes the shape; leave overrides out")
-    need(bool(model.path or model.preset or model.overrides), "model.path",
-         "no model: give --model.path HF_DIR, or for a model from scratch model.preset or model.overrides")  # fmt: skip
-    need(bool(model.path or model.tokenizer), "model.tokenizer", "a model from scratch needs a tokenizer's folder")
-    try:
-        re.compile(model.trainable)
-    except re.error as error:
-        raise UserError(f"{where}: model.trainable is {model.trainable!r}, no regular expression: {error}") from error
-
-    need(attention.window is None or attention.window >= 1, "attention.window", "at least 1 is needed, or null for none")
-    need(not attention.global_tokens or attention.window is not None, "attention.global_tokens",
-         "without attention.window every token is seen already; give a window, or 0")
-    need(not attention.global_tokens or attention.kernel not in ("tpu", "gpu"), "attention.kernel",
-         "it does not serve attention.global_tokens; auto, xla and reference do")
-
-    schedule = schedule_name(attention)
-    need(schedule in SCHEDULES, "attention.schedule",
-         f"valid: {', '.join(SCHEDULES)}, or a mapping whose `name` is one of them")  # fmt: skip
-    need(schedule != "local" or mesh.sequence == 1, "attention.schedule",
-         f"local cannot attend across mesh.sequence = {mesh.sequence} shards; use ring or all_gather")  # fmt: skip
-
-    twice = attention.layout == "zigzag"
-    shards, length = mesh.sequence * (2 if twice else 1), data.context_length
-    up, down = -(-length // shards) * shards, length // shards * shards
-    below = f" (or {down})" if down else ""
-    need(length % shards == 0, "data.context_length",
-         f"it must be a multiple of {'2 * ' if twice else ''}mesh.sequence = {shards}{' (zigzag)' if twice else ''}; "
-         f"the next good length is {up}{below}")  # fmt: skip
-    parts = mesh.sequence * mesh.tensor
-    need(not mesh.sequence_parallel or length % parts == 0, "data.context_length",
-         f"with mesh.sequence_parallel it must be a multiple of mesh.sequence * mesh.tensor = {parts}")  # fmt: skip
-    rows = mesh.data * mesh.fsdp * train.accumulation
-    need(train.batch_size % rows == 0, "train.batch_size",
-         f"it must be a multiple of mesh.data * mesh.fsdp * train.accumulation = {rows}; the next good size is "
-         f"{-(-train.batch_size // rows) * rows}")  # fmt: skip
-    need(mesh.simulate in (0, mesh.devices), "mesh.simulate",
-         f"the mesh takes {_product(mesh)} devices; simulate {mesh.devices}, or change the mesh")  # fmt: skip
-    return config
-
-
-def schedule_name(attention: AttentionConfig) -> str | None:
-    """The schedule's name, whether given plainly or in a mapping."""
-    return attention.schedule.get("name") if isinstance(attention.schedule, dict) else attention.schedule
-
-
-def check_devices(config: RunConfig, n: int) -> None:
-    """UserError unless the mesh takes just the `n` devices there are (simulated ones may be more)."""
-    mesh = config.mesh
-    if mesh.devices == n or (mesh.simulate and mesh.devices <= n):
-        return
-    raise UserError(
-        f"mesh: {_product(mesh)} devices are asked for, {n} found; change --mesh.data, --mesh.fsdp, --mesh.tensor or "
-        f"--mesh.sequence so that their product is {n}, or try it on the CPU with --mesh.simulate {mesh.devices}"
-    )
-
-
-def _product(mesh: MeshConfig) -> str:
-    return f"data {mesh.data} x fsdp {mesh.fsdp} x tensor {mesh.tensor} x sequence {mesh.sequence} = {mesh.devices}"

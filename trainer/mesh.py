@@ -71,15 +71,13 @@ def make_mesh(config: MeshConfig, devices=None, schedule="ring") -> Mesh:
 
 def _placed(config: MeshConfig, order: tuple[str, ...], devices, walk: bool = True) -> np.ndarray:
     """The devices as an array whose axes are `order`'s, the last one's neighbours nearest; walk: see `placement`."""
-    slices = len({getattr(device, "slice_index", 0) for device in devices})
-    by_host = slices == 1 and devices[0].platform != "tpu"
-    places = len({device.process_index for device in devices}) if by_host else slices
-    what = "hosts" if by_host else "slices"
+    tpu, slices = devices[0].platform == "tpu", len({getattr(device, "slice_index", 0) for device in devices})
+    by_host = slices == 1 and not tpu
+    places, what = (len({device.process_index for device in devices}), "hosts") if by_host else (slices, "slices")
     across = [config.dcn.get(axis, 1) for axis in order]
     whole = [getattr(config, axis) for axis in order]
-    if not config.dcn and (by_host or slices == 1):
-        return _near(whole, order, devices, walk)
-    if config.simulate and places == 1:  # tried out in one process, where no network is slow
+    left_alone = not config.dcn and (slices == 1 or not tpu)
+    if left_alone or (config.simulate and places == 1):  # one process that simulates them has no slow network
         return _near(whole, order, devices, walk)
     if math.prod(across) != places:
         raise UserError(f"mesh.dcn: found {config.dcn or 'nothing'} for devices of {places} {what}; factors whose product is "

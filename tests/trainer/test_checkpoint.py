@@ -209,7 +209,7 @@ def test_a_failed_save_is_told(tmp_path, assets, monkeypatch):
 
     def full(*_):
         raise OSError("No space left on device")
-    monkeypatch.setattr("trainer.checkpoint.write_manifest", full)
+    monkeypatch.setattr("trainer.saving.write_manifest", full)
     store.save(1, model=placed((2, 4), values()), assets=assets)
     with pytest.raises(OSError, match=r"saving checkpoint .* No space left"):
         store.wait()

@@ -2,15 +2,18 @@
 
 Where a change is meant: python -m tests.trainer.test_golden writes the files anew.
 """
+import json
 import pathlib
 
 import pytest
 import yaml
 
-from trainer.config import dump, load
+from trainer.config import dump, load, resolved
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
 RECIPES = sorted((REPOSITORY / "configs").glob("*.yaml"))
+# Plans of whole recipes; other folders hold searches.
+EVIDENCE = [path for recipe in RECIPES if (path := REPOSITORY / "docs/plans" / recipe.stem / "plan.json").exists()]
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
 
@@ -31,6 +34,18 @@ def test_resolved_recipes_are_the_golden_ones(recipe):
 
 def test_no_golden_file_is_left_over():
     assert {path.name for path in GOLDEN.iterdir()} == {recipe.name for recipe in RECIPES}
+
+
+@pytest.mark.parametrize("evidence", EVIDENCE, ids=lambda evidence: evidence.parent.name)
+def test_a_recipes_plan_is_that_of_the_recipe(evidence):
+    """Its JSON was made for the context, the mesh and the memory that the recipe has today, and fits."""
+    recipe = REPOSITORY / "configs" / f"{evidence.parent.name}.yaml"
+    config = load(["--config", str(recipe), "--model.path", "x", "--data.path", "x"])
+    plan = json.loads(evidence.read_text(encoding="utf-8"))
+    assert plan["context"] == config.data.context_length and plan["batch"] == config.train.batch_size
+    assert plan["mesh"] == resolved(config)["mesh"]
+    assert (plan["remat"], plan["schedule"]) == (config.memory.remat, config.attention.schedule)
+    assert plan["left_gib"] > 0
 
 
 if __name__ == "__main__":

@@ -6,11 +6,12 @@ import re
 
 import pytest
 
+from data.errors import UserError
 from model.attention import get_schedule
 from model.attention.schedules.plan import Block, received
 from model.config import LlamaConfig
 from model.llama import declare
-from scripts.plan import main
+from scripts.plan import main, mesh_of, parse
 from trainer.compiled import GIB, memory
 from trainer.compiled.communication import communication
 from trainer.compiled.text import arrays_with
@@ -68,6 +69,16 @@ def test_offload_keeps_the_layers_inputs_in_the_hosts_memory():
                          num_attention_heads=4, num_key_value_heads=2)
     plan = memory(compile_step(config, topology_devices("v5e:2x2"), 4 * 4096, remat="offload"))
     assert plan["host"] * 2**30 == 8 * 4096 * 512 * 2
+
+
+def test_a_recipe_is_planned_as_it_is_written(repository):
+    where = ["--model", "llama-7b", "--topology", "v4:4x4x4"]
+    args = parse(["--config", str(repository / "configs/sharegpt_llama7b_1m.yaml"), *where, "--batch", "2"])
+    assert (args.context, args.batch, args.remat, args.schedule) == (1_048_576, 2, "nothing", "ring"), "what is given too wins"
+    assert mesh_of(args.mesh) == MeshConfig(sequence=64)
+    assert mesh_of("data=4,fsdp=8,dcn.data=2") == MeshConfig(data=4, fsdp=8, dcn={"data": 2})
+    with pytest.raises(UserError, match=r"books\.yaml: planned are Chunks"):
+        parse(["--config", str(repository / "configs/books.yaml"), *where])
 
 
 def test_parameters_and_moments_on_the_host_are_never_whole_on_a_device():

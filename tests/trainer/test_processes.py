@@ -65,6 +65,27 @@ def test_sigterm_to_one_process_saves_the_same_step_on_all(whole_run, small_reci
 
 
 @pytest.mark.slow
+def test_saved_by_four_processes_two_go_on_and_then_one(whole_run, small_recipe, tmp_path):
+    """Each but the last ends on SIGTERM. The same batches in the same order, and the same losses, as one process alone has."""
+    run = tmp_path / "run"
+    for processes in (4, 2):
+        before = small_run.steps_logged(run)
+        running = launch_local.start(processes, ["--config", str(small_recipe), "--run_dir", str(run)])
+        try:
+            wait_for(lambda before=before: small_run.steps_logged(run) >= before + 3, running)
+            running[-1].send_signal(signal.SIGTERM)
+            assert [process.wait(60) for process in running] == [143] * processes
+        finally:
+            launch_local.end(running)
+    assert small_run.steps_logged(run) < small_run.STEPS
+    assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
+    rows, alone = (small_run.rows(folder / "metrics.jsonl") for folder in (run, whole_run))
+    agree(rows, alone)
+    for name in ("target_tokens", "padding_share"):  # would tell another order of the batches
+        assert [row[name] for row in rows] == [row[name] for row in alone] and len({row[name] for row in alone}) > 10
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_lost_process_ends_the_other_within_a_minute_without_the_launcher(small_recipe, tmp_path, victim, capfd):
     running = launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(tmp_path / "run")])

@@ -17,6 +17,7 @@ from trainer.mesh import make_mesh
 from trainer.metrics import MEASURED
 from trainer.objective import TextObjective
 from trainer.optimizer import split_trainable
+from trainer.saving import flatten
 from trainer.step import StepBuilder
 
 
@@ -38,7 +39,7 @@ def final_state(objective):
     def read(run):
         restored = checkpoint.restore(run / "checkpoints" / str(small_run.STEPS), builder.abstract_params,
                                       builder.abstract_optimizer)
-        arrays = {**restored.model, **{f"optimizer {name}": x for name, x in checkpoint._flatten(restored.optimizer).items()}}
+        arrays = {**restored.model, **{f"optimizer {name}": x for name, x in flatten(restored.optimizer).items()}}
         return {name: np.asarray(x) for name, x in arrays.items()}, restored.data
 
     return read
