@@ -63,11 +63,11 @@ def case(name: str, size: int, tokens: int):
     return get_schedule(options, size, layout), Mask(window=window[0] * tokens if window else None)
 
 
-def compile_pass(schedule, mask, size, devices, block, backward: bool, tile: int = 128) -> str:
+def compile_pass(schedule, mask, size, devices, block, backward: bool, tile: int = 128, kernel: str = "xla") -> str:
     """The compiled text of one pass of a schedule alone, over lines of `size` of the `devices`, each with one Block."""
     rows = len(devices) // size
     mesh = Mesh(np.array(devices).reshape(rows, size), ("fsdp", "sequence"))
-    kernel = get_kernel("xla", query_tile=tile, key_tile=tile)
+    kernel = get_kernel(kernel, query_tile=tile, key_tile=tile)
     options = {"ranks": Ranks("sequence", size), "mask": mask, "scale": block.head_dim ** -0.5}
     tokens, statistics = PartitionSpec("fsdp", "sequence"), PartitionSpec("fsdp", None, "sequence")
 
@@ -93,14 +93,15 @@ def compile_pass(schedule, mask, size, devices, block, backward: bool, tile: int
     return jax.jit(run).lower(*arrays).compile().as_text()
 
 
-def count_bytes(name: str, size: int, block, topology: str = "") -> dict:
+def count_bytes(name: str, size: int, block, topology: str = "", kernel: str = "xla") -> dict:
     """What the compiled text says that devices receive in each pass, beside the plan: bytes, hops, kinds of collectives."""
     schedule, mask = case(name, size, block.tokens)
     planned = schedule.plan(size, block, mask)
     devices = sorted(topology_devices(topology or PODS[size]), key=lambda device: device.id)
     row = {"schedule": name, "ranks": size}
     for which, rounds in zip(("forward", "backward"), planned, strict=True):
-        found = transfers(compile_pass(schedule, mask, size, devices, block, which == "backward"), len(devices))
+        text = compile_pass(schedule, mask, size, devices, block, which == "backward", kernel=kernel)
+        found = transfers(text, len(devices))
         got, expected = received(found)[:size], plan.received(rounds, size)
         row[which] = {
             "max_bytes": float(got.max()), "mean_bytes": float(got.mean()),
@@ -111,7 +112,7 @@ def count_bytes(name: str, size: int, block, topology: str = "") -> dict:
     return row
 
 
-def bytes_table(names, ranks, tokens: int, topology: str = "") -> list[dict]:
+def bytes_table(names, ranks, tokens: int, topology: str = "", kernel: str = "xla") -> list[dict]:
     """Bytes of each schedule for each number of ranks, printed as they are found."""
     block = plan.Block(batch=1, tokens=tokens, query_heads=32, kv_heads=8, head_dim=128)
     print(f"{block}\nbytes received per device and layer, in units of the device's own q ({block.queries:,} bytes)")
@@ -119,7 +120,7 @@ def bytes_table(names, ranks, tokens: int, topology: str = "") -> list[dict]:
           + f"  {'max':>8} {'mean':>8} {'plan max':>8} {'off':>5}" * 2)
     rows = []
     for size, name in itertools.product(ranks, names):
-        row = count_bytes(name, size, block, topology)
+        row = count_bytes(name, size, block, topology, kernel)
         rows.append(row)
         print(f"{name:19} {size:4}  " + "  ".join(_columns(row[which], block.queries) for which in ("forward", "backward")),
               flush=True)
@@ -213,6 +214,8 @@ def parse(argv):
     bytes_.add_argument("--schedules", nargs="+", default=list(CASES), choices=CASES)
     bytes_.add_argument("--tokens", type=int, default=2048, help="tokens of a rank (default 2048)")
     bytes_.add_argument("--topology", default="", help="another pod, such as v5e:16x16: as many chips as ranks, or a multiple")
+    bytes_.add_argument("--kernel", default="xla", choices=("xla", "reference"),
+                        help="it moves nothing; `reference` compiles soonest, with few tokens (default xla)")
     balance = command("balance", "imbalance of each schedule, from counts that the running kernels emit")
     balance.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 8])
     balance.add_argument("--tiles", type=int, default=16, help="on a side of each rank's block (default 16)")
@@ -242,7 +245,7 @@ def run(args) -> None:
     """One command's table."""
     jax.config.update("jax_platforms", "cpu")
     if args.command == "bytes":
-        rows = bytes_table(args.schedules, args.ranks, args.tokens, args.topology)
+        rows = bytes_table(args.schedules, args.ranks, args.tokens, args.topology, args.kernel)
     elif args.command == "balance":
         rows = balance_table(args.ranks, args.tiles)
     elif args.command == "overlap":

@@ -66,7 +66,7 @@ DKV = OUT = 2 * 512 * 2 * 128
 HOME = {  # elements of what no kernel hides in a layer, forward and backward
     "ring": ([], [DKV]), "ring bidirectional": ([], [DKV // 2, DKV // 2]), "attention2d overlap": ([OUT, 4 * 512], [OUT]),
     # Without the split nobody helps in the last round; its dK and dV leave beside the kernel that makes dQ.
-    "balanced": ([], []), "balanced split": ([OUT // 2, 4 * 256], [OUT // 2]),
+    "balanced": ([], []),
 }
 
 

@@ -7,11 +7,11 @@ distance P/2 in its last round, where the owners work alone, or with `split` own
 Forward, K and V travel to owners, Q to helpers and a float32 partial back (Appendix C: 3Nd); backward the queries' side is
 q, dout, lse, delta, with dQ back to the helped and dK, dV back to where K, V came from.
 
-What a round needs is fetched while the kernel of the round before runs, and what it leaves goes home while the next one's
-does (Algorithm 2): no kernel waits for a transfer, and none but the last round's way home is left without a kernel beside it.
-
 That is exact only where no query sees keys of a later rank: causal, and shards `ordered`. Elsewhere (striped, zigzag, not
 causal) both blocks of a pair of ranks may hold work: every rank fetches both sides and does both, still in P // 2 rounds.
+
+What a round needs is fetched while the kernel of the round before runs, and what it leaves goes home while the next one's
+does (Algorithm 2): no kernel waits for a transfer. At most one round's blocks are held beside those that are met.
 
 Sliding windows over ordered shards: rounds of ranks out of reach are left out, and helpers where the ranks they would help are.
 """
@@ -65,11 +65,7 @@ class Balanced:
             arriving = rounds[t - 1].send_home(*away)
             here, away = one.meet(*own, *incoming, meet)
             totals, incoming = add(add(totals, here), arriving), ahead
-        if not rounds:
-            return totals
-        # What came home in the last round must not wait for what leaves after it. (dK, dV may leave before dQ is there.)
-        totals, found = lax.optimization_barrier((totals, away[0]))
-        return add(totals, rounds[-1].send_home(found, away[1]))
+        return add(totals, rounds[-1].send_home(*away)) if rounds else totals
 
     def _rounds(self, ranks: Ranks, tokens: int, mask: Mask) -> list[_Round]:
         """The rounds after the one in which every rank meets its own block."""

@@ -73,7 +73,14 @@ class Ranks:
         return lax.all_to_all(x, self.axis, split, join, tiled=True, axis_index_groups=self.groups())
 
     def add_scatter(self, tree, dimension: int):
-        """The sum over the line of every array of the tree, of which each rank gets its part of `dimension`."""
-        return jax.tree.map(
-            lambda x: lax.psum_scatter(x, self.axis, scatter_dimension=dimension, tiled=True, axis_index_groups=self.groups()),
-            tree)
+        """The sum over the line of every array of the tree, of which each rank gets its part of `dimension`.
+
+        Each rank's part is made one row: else the TPU's compiler pads the parts, or adds up all of them everywhere.
+        """
+        def scatter(x):
+            parts = x.reshape(*x.shape[:dimension], self.size, -1, *x.shape[dimension + 1:])
+            parts = jnp.moveaxis(parts, dimension, 0)
+            part = lax.psum_scatter(parts.reshape(self.size, -1, parts.shape[-1]), self.axis, axis_index_groups=self.groups())
+            return part.reshape(parts.shape[1:])
+
+        return jax.tree.map(scatter, tree)
