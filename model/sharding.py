@@ -224,17 +224,25 @@ def _turns(axes: tuple[str, ...]) -> list[tuple[str | tuple[str, ...], list | No
     """A reduce-scatter over mesh axes as turns, a gather as the same turns backwards: axes, and groups of their ranks or None.
 
     Of one over all devices of a mesh the TPU's compilers may make an all-reduce: twice the bytes, the whole sum in memory.
-    That one goes axis by axis, and where one axis is all of the mesh in two turns: ranks far apart first, then neighbours.
+    That one goes axis by axis, and where one axis is all of the mesh in two turns: ranks far apart first, then neighbours. (Not
+    on v5e and v6e: their compilers know no route for groups that are no rows or boxes of the slice.)
     """
     mesh = jax.sharding.get_abstract_mesh()
     sizes = [mesh.shape[axis] for axis in axes]
-    if math.prod(sizes) < mesh.size:
+    kind = _device_kind(mesh)
+    if math.prod(sizes) < mesh.size or "TPU" not in kind:
         return [(axes, None)]
     if len(axes) > 1:
         return [(axis, None) for axis in axes]
+    if "lite" in kind:
+        return [(axes, None)]
     first = max(n for n in range(1, math.isqrt(sizes[0]) + 1) if sizes[0] % n == 0)
     ranks = np.arange(sizes[0]).reshape(first, -1)
     return [(axes, None)] if first == 1 else [(axes, ranks.T.tolist()), (axes, ranks.tolist())]
+
+
+def _device_kind(mesh) -> str:
+    return getattr(mesh.abstract_device, "device_kind", "")
 
 
 gather.defvjp(lambda shard, spec, dtype: (gather(shard, spec, dtype), None), _reduce_scatter)

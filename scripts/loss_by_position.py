@@ -80,7 +80,7 @@ def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> tupl
     config = configuration.load(["--config", args.config, *flags, "--model.path", checkpoint])
     if config.mesh.simulate:
         simulate(config.mesh.simulate)
-    objective = TextObjective(config, make_mesh(config.mesh))
+    objective = TextObjective(config, make_mesh(config.mesh, schedule=config.attention.schedule))
     size = config.train.batch_size
     loader = Loader(objective.prepared, config.data.context_length, size, config.data.seed, split=args.split)
     steps = range(args.skip, min(args.skip + args.batches, len(loader) // size))

@@ -17,11 +17,11 @@ from data.templates import VICUNA, VICUNA_SYSTEM
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "fixtures"
 SEED = 20240229  # a date, chosen once; never tuned
-TRAIN_LINES, TRAIN_CHATS = 4500, 500  # the stated proportion: 90% line retrieval, 10% everything else
+TRAIN_LINES, TRAIN_CHATS = 6300, 700  # the stated proportion: 90% line retrieval, 10% everything else
 HELD_OUT_LINES, HELD_OUT_CHATS = 60, 60
 CASES = 200
 LINES = 4
-ASKED = 16  # questions about one training record
+TURNS = 5  # questions about all lines of a training record, after the one about one line: it still fits 256 tokens
 NUMBERS = range(10, 100)
 
 KEYS = "bee cat dog elk fox hen owl pig".split()  # noqa: SIM905
@@ -88,20 +88,18 @@ def line_answer(*pairs: tuple[str, int]) -> str:
 
 
 def line_conversation(rng: random.Random, held_out: bool) -> list[str]:
-    """Turns, human first. Held out, one question. In training more, about any line, some twice.
+    """Turns, human first. One question about one line; in training then TURNS about all, each time in another order.
 
-    A line kept apart is asked for together with another one, so that its answer is no training answer.
+    A line kept apart is thus asked for together with others only, so that its answer is no training answer. Many look-ups
+    in few tokens: each is a chance to find out how it is done, and all of them stand in one row with their record.
     """
     pairs, asked, text = line_record(rng, LINES, held_out)
     while not held_out and kept_apart(*asked):
         pairs, asked, text = line_record(rng, LINES, held_out)
     turns = [line_prompt(text, asked[0]), line_answer(asked)]
-    for _ in range(0 if held_out else ASKED - 1):
-        first, second = rng.sample(pairs, 2)
-        if kept_apart(*first):
-            turns += [f"And {first[0]} and {second[0]}?", line_answer(first, second)]
-        else:
-            turns += [f"And {first[0]}?", line_answer(first)]
+    for _ in range(0 if held_out else TURNS):
+        *first, last = rng.sample(pairs, LINES)
+        turns += [f"And {', '.join(key for key, _ in first)} and {last[0]}?", line_answer(*first, last)]
     return turns
 
 
@@ -360,11 +358,11 @@ Written for this project by `python -m scripts.make_fixtures`, from nothing but 
 exist nowhere.
 
 - `conversations.json`: {TRAIN_LINES + TRAIN_CHATS:,} ShareGPT conversations: {TRAIN_LINES:,} of line retrieval
-  ({LINES} lines and {ASKED} questions, each about any line; the lines are in the order of their keys) and
+  ({LINES} lines in the order of their keys, a question about one of them and {TURNS} about all, in any order) and
   {TRAIN_CHATS} of arithmetic, invented facts, word games and an assistant called Pim.
 - `conversations_held_out.json`: {HELD_OUT_LINES} + {HELD_OUT_CHATS} more, with no question and no answer of the above.
 - `line_cases.jsonl`: {CASES} cases of {LINES} lines for the evaluator. One (key, number) pair in twenty is in training only
-  answered together with another line; the line asked for here is one of those, and the records are new.
+  answered together with other lines; the line asked for here is one of those, and the records are new.
 - `dirty.json`: what real dumps have (spellings, empty turns, web pages, a busy service, a cut end), counted in
   `tests/data_room/test_sources.py`.
 - `tiny_tokenizer/`: byte-level BPE, 1,024 tokens, trained on the above; a key is one token, and so is a line's number with

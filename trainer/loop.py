@@ -38,7 +38,7 @@ def train(config: RunConfig) -> Path:
         simulate(config.mesh.simulate, processes)
     if config.logging.wandb:
         import_wandb()  # found missing now, not after an hour of data
-    mesh = make_mesh(config.mesh)
+    mesh = make_mesh(config.mesh, schedule=config.attention.schedule)
     first = jax.process_index() == 0
     folder = check_run(config, first).folder
     objective = TextObjective(config, mesh)

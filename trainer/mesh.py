@@ -21,6 +21,8 @@ from .placement import ring_placed
 
 # What waits for nothing wants the nearest: tensor's sums before the ring along the sequence, which runs under the kernels.
 ORDER = ("data", "fsdp", "sequence", "tensor")
+# Schedules that split the sequence axis in lines.
+IN_LINES = ("ulysses", "attention2d")
 
 
 def simulate(devices: int, processes: int = 1) -> None:
@@ -45,8 +47,11 @@ def simulate(devices: int, processes: int = 1) -> None:
             raise UserError(f"mesh.simulate: found {devices}, but JAX runs on {len(jax.devices())} devices already") from None
 
 
-def make_mesh(config: MeshConfig, devices=None) -> Mesh:
+def make_mesh(config: MeshConfig, devices=None, schedule="ring") -> Mesh:
     """The mesh (data, fsdp, tensor, sequence) over `devices` (all of them unless given), placed by config.order and config.dcn.
+
+    schedule: what runs along the sequence axis (see `model.attention`). Most pass on to neighbours; those of IN_LINES want the
+    rows and boxes that JAX makes of a slice (v5e's compiler ends the program where groups of a closed walk have no route).
 
     Raises:
       UserError: the axes' product is not the number of devices, or that of dcn not the number of slices (of hosts).
@@ -58,13 +63,14 @@ def make_mesh(config: MeshConfig, devices=None) -> Mesh:
         raise UserError(f"mesh: {named} is {config.devices} devices, found {len(devices)}; change an axis so that the "
                         f"product is {len(devices)}, or give --mesh.simulate {config.devices} to try it on a CPU")
     order = config.order or ORDER
-    placed = _placed(config, order, devices)
+    name = schedule.get("name") if isinstance(schedule, dict) else schedule
+    placed = _placed(config, order, devices, walk=name not in IN_LINES)
     return Mesh(placed.transpose([order.index(axis) for axis in MESH_AXES]), MESH_AXES,
                 axis_types=(AxisType.Auto,) * len(MESH_AXES))
 
 
-def _placed(config: MeshConfig, order: tuple[str, ...], devices) -> np.ndarray:
-    """The devices as an array whose axes are `order`'s, the last one's neighbours nearest."""
+def _placed(config: MeshConfig, order: tuple[str, ...], devices, walk: bool = True) -> np.ndarray:
+    """The devices as an array whose axes are `order`'s, the last one's neighbours nearest; walk: see `placement`."""
     tpu, slices = devices[0].platform == "tpu", len({getattr(device, "slice_index", 0) for device in devices})
     by_host = slices == 1 and not tpu
     places, what = (len({device.process_index for device in devices}), "hosts") if by_host else (slices, "slices")
@@ -72,7 +78,7 @@ def _placed(config: MeshConfig, order: tuple[str, ...], devices) -> np.ndarray:
     whole = [getattr(config, axis) for axis in order]
     left_alone = not config.dcn and (slices == 1 or not tpu)
     if left_alone or (config.simulate and places == 1):  # one process that simulates them has no slow network
-        return _near(whole, order, devices)
+        return _near(whole, order, devices, walk)
     if math.prod(across) != places:
         raise UserError(f"mesh.dcn: found {config.dcn or 'nothing'} for devices of {places} {what}; factors whose product is "
                         f"{places} would work, such as {{data: {places}}}")
@@ -80,14 +86,14 @@ def _placed(config: MeshConfig, order: tuple[str, ...], devices) -> np.ndarray:
     by_place = {}
     for device in devices:
         by_place.setdefault(device.process_index if by_host else device.slice_index, []).append(device)
-    near = np.array([_near(inside, order, by_place[place]) for place in sorted(by_place)]).reshape(*across, *inside)
+    near = np.array([_near(inside, order, by_place[place], walk) for place in sorted(by_place)]).reshape(*across, *inside)
     axes = len(order)
     return near.transpose([i for axis in range(axes) for i in (axis, axes + axis)]).reshape(whole)
 
 
-def _near(sizes: list[int], order: tuple[str, ...], devices) -> np.ndarray:
+def _near(sizes: list[int], order: tuple[str, ...], devices, walk: bool) -> np.ndarray:
     """Devices of one slice, or of one host, as an array of these sizes."""
-    if devices[0].platform == "tpu":
+    if walk and devices[0].platform == "tpu":
         placed = ring_placed(sizes, order.index("sequence"), devices)
         if placed is not None:
             return placed

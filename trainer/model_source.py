@@ -141,12 +141,15 @@ def choose_model(config: ModelConfig) -> ModelSource:
     shape = LlamaConfig.preset(config.preset) if config.preset else LlamaConfig.preset("tiny")
     tokenizer = Tokenizer.load(config.tokenizer)
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
-    names = {field.name for field in dataclasses.fields(LlamaConfig)} - {"rope"}
+    names = {field.name for field in dataclasses.fields(LlamaConfig)} - {"rope"} | {"rope_theta"}
     unknown = sorted(set(config.overrides) - names)
     if unknown:
         raise UserError(f"model.overrides: unknown field {unknown[0]!r}; valid: {', '.join(sorted(names))}")
     derived = {"head_dim": None, "num_key_value_heads": None} if "num_attention_heads" in config.overrides else {}
-    shape = dataclasses.replace(shape, **{**ids, **derived, **config.overrides})
+    overrides = {**config.overrides}
+    if "rope_theta" in overrides:
+        overrides["rope"] = dataclasses.replace(shape.rope, theta=overrides.pop("rope_theta"))
+    shape = dataclasses.replace(shape, **{**ids, **derived, **overrides})
     return ModelSource(shape, "scratch", None, Path(config.tokenizer))
 
 

@@ -99,7 +99,7 @@ def compile_step(config: LlamaConfig, devices, context: int, *, remat="save_atte
       DoesNotFit: by the compiler's own account; ValueError: a mesh or a length that cannot be.
     """
     axes = mesh or MeshConfig(sequence=len(devices))
-    mesh = make_mesh(axes, devices)
+    mesh = make_mesh(axes, devices, schedule)
     model = Llama(config, mesh, remat=remat, every_k=every_k, schedule=schedule, kernel=kernel or get_kernel(),
                   sequence_parallel=axes.sequence_parallel, chunks=chunks or Chunks(),
                   attention_groups=attention_groups or Parallel.of(config, axes.tensor).local_key_heads)

@@ -23,7 +23,7 @@ class ModelConfig:
     tokenizer: str | None = None
     """Folder or file of the tokenizer; needed from scratch, otherwise the model's own unless given."""
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """LlamaConfig fields set over the preset, for a model from scratch."""
+    """LlamaConfig fields set over the preset, or its rope_theta, for a model from scratch."""
     trainable: str = ".*"
     """Regular expression: parameters whose whole name it matches are trained, the others stay frozen."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"

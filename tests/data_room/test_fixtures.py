@@ -2,6 +2,10 @@
 
 import json
 
+import yaml
+
+from data.conversation import Message
+from data.templates import render
 from data.tokenizer import Tokenizer
 from scripts import make_fixtures
 from tests.conftest import REPOSITORY
@@ -36,9 +40,19 @@ def test_held_out_shares_no_question_and_no_answer():
 
 def test_proportion_and_single_tokens():
     records = json.loads((FIXTURES / "conversations.json").read_text())
-    assert sum(record["id"].startswith("lines_") for record in records) == 0.9 * len(records) == 4500
+    assert sum(record["id"].startswith("lines_") for record in records) == 0.9 * len(records) == 6300
     tokenizer = Tokenizer.load(FIXTURES / "tiny_tokenizer")
     for key in make_fixtures.KEYS:
         assert len(tokenizer.encode(f" {key}")) == 1, key
     for value in make_fixtures.NUMBERS:
         assert len(tokenizer.encode(f" {make_fixtures.KEYS[0]}: {value}")) == 2, value
+
+
+def test_no_conversation_is_cut():
+    """The part behind the cut would ask about lines that are not there, and so teach to guess."""
+    context_length = yaml.safe_load((REPOSITORY / "configs/quickstart.yaml").read_text())["data"]["context_length"]
+    tokenizer = Tokenizer.load(FIXTURES / "tiny_tokenizer")
+    for record in json.loads((FIXTURES / "conversations.json").read_text()):
+        messages = [Message(("user", "assistant")[i % 2], turn["value"]) for i, turn in enumerate(record["conversations"])]
+        segments = render(messages, "vicuna_v1.1", tokenizer)
+        assert sum(len(segment.ids) for segment in segments) <= context_length, record["id"]

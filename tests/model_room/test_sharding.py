@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from model import sharding
 from model.sharding import gather
 from trainer.compiled.transfers import transfers
 from trainer.mesh import make_mesh
@@ -30,8 +31,10 @@ def gradient(mesh, storage):
 
 
 @ALL_DEVICES
-def test_the_gradient_is_the_sum_of_every_devices(axes, storage):
+@pytest.mark.parametrize("kind", ["cpu", "TPU v4"])
+def test_the_gradient_is_the_sum_of_every_devices(axes, storage, kind, monkeypatch):
     """Integers, so that the sum is exact in any order; axes that the parameter is not sharded over are not summed here."""
+    monkeypatch.setattr(sharding, "_device_kind", lambda mesh: kind)
     mesh = make_mesh(MeshConfig(**axes), jax.devices())
     fn, spec, _ = gradient(mesh, storage)
     x = np.arange(8 * 16).reshape(8, 16).astype(np.float32)
@@ -46,8 +49,8 @@ def test_the_gradient_is_the_sum_of_every_devices(axes, storage):
 
 @ALL_DEVICES
 def test_it_is_scattered(axes, storage):
-    """By 16 devices: of a scatter over 8 the compiler makes none of the sums that `gather`'s turns are there to avoid."""
-    mesh = make_mesh(MeshConfig(**axes | {"sequence": 2 * axes.get("sequence", 1)}), topology_devices("v5e:4x4"))
+    """By 16 chips: of a scatter over 8 the compiler makes none of the sums that `gather`'s turns are there to avoid."""
+    mesh = make_mesh(MeshConfig(**axes | {"sequence": 2 * axes.get("sequence", 1)}), topology_devices("v4:2x2x4"))
     fn, spec, rows = gradient(mesh, storage)
     w = jax.ShapeDtypeStruct((3, 4096, 1024), jnp.float32, sharding=NamedSharding(mesh, spec))
     x = jax.ShapeDtypeStruct((2048, 4096), jnp.float32, sharding=NamedSharding(mesh, rows))
