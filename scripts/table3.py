@@ -77,6 +77,12 @@ class Cell:
         heads = {"attention_groups": config.num_key_value_heads} if self.column == "ring" else {}  # one after the other
         return [way | moments | heads for way in ways]
 
+    def inputs_on_host_gib(self, context: int, way: dict) -> float:
+        """What the layers' inputs take of the host's memory, for each device: known to the byte without compiling."""
+        config, kept = LlamaConfig.preset(self.model), {"offload": 1, "offload_every_k": way.get("every_k")}.get(way["remat"])
+        tokens = context / self.devices if self.column == "ring" else context
+        return config.num_hidden_layers // kept * 2 * tokens * config.hidden_size / GIB if kept else 0.0
+
     def job(self, context: int, way: dict) -> Job:
         """The column's configuration of our step."""
         devices = self.devices
@@ -157,6 +163,10 @@ class Table:
         """Of the memory there is, what the first way needs that fits; where none does, the least that one needs."""
         found = []
         for way in cell.ways():
+            on_host = cell.inputs_on_host_gib(context, way)
+            if on_host > cell.host_gib:
+                found.append(on_host / cell.host_gib)
+                continue
             tried = self.attempt(cell, context, way)
             found.append(_share(cell, tried))
             said = f"fits with {tried['peak_gib']:.2f} GiB" if found[-1] <= 1 else _refusal(cell, tried)
@@ -173,7 +183,11 @@ class Table:
                 if _share(cell, found) <= 1}
         most = max(good, default=LEAST // 2)
         refused = []
-        for _, tried in known:
+        for way, tried in known:
+            on_host = cell.inputs_on_host_gib(2 * most, way)
+            if on_host > cell.host_gib:
+                refused.append(f"needs {on_host:.2f} GiB of the host's {cell.host_gib}")
+                continue
             bad = [found for context, found in sorted(tried.items()) if context <= 2 * most and _share(cell, found) > 1]
             refused.append(_refusal(cell, bad[-1]) if bad else None)
             if bad and not bad[-1]["fits"]:
@@ -219,16 +233,17 @@ def first_guess(cell: Cell) -> int:
     config, has = LlamaConfig.preset(cell.model), memory_gib(cell.topology)
     wide = config.intermediate_size / config.hidden_size
     arrays = {"ring": 6, "blockwise feed-forward": 18}.get(cell.column, 18 + 8 * wide)
-    context = MOST
-    while context > LEAST:
-        job = cell.job(context, cell.ways()[0])
+
+    def fits(context, way):
+        job = cell.job(context, way)
         parts = parts_gib(job, config, cell.devices)
-        row = context if cell.column != "ring" else context / cell.devices
-        scores = 12 * config.num_attention_heads * row**2 / GIB if cell.column == "vanilla" else 0
-        array = 2 * row * config.hidden_size / GIB
-        on_host = config.num_hidden_layers * array / 2 if cell.memory == "ours" else 0
-        if sum(parts.values()) + parts["parameters"] + scores + arrays * array <= has and on_host <= cell.host_gib:
-            break
+        tokens = job.context * job.batch / cell.devices
+        scores = 12 * config.num_attention_heads * tokens**2 if cell.column == "vanilla" else 0
+        needs = sum(parts.values()) + parts["parameters"] + (scores + arrays * 2 * tokens * config.hidden_size) / GIB
+        return needs <= has and cell.inputs_on_host_gib(context, way) <= cell.host_gib
+
+    context = MOST
+    while context > LEAST and not any(fits(context, way) for way in cell.ways()):
         context //= 2
     return context
 
