@@ -26,7 +26,7 @@ from .head_groups import attend_in_groups
 from .loss import token_losses
 from .remat import scan_layers
 from .rope import apply_rope, attention_scaling, inverse_frequencies
-from .sharding import BATCH_AXES, Parallel, Parameter, Sharding, gather
+from .sharding import BATCH_AXES, Parallel, Parameter, Sharding, arrive, gather
 
 TOKENS = PartitionSpec(BATCH_AXES, "sequence")
 # The weights of a layer before attention.
@@ -219,7 +219,7 @@ class Llama:
 
     def _whole(self, params, names) -> dict:
         """These parameters, gathered from their shards."""
-        return {name: gather(params[name], self.specs[name], self.dtype) for name in names}
+        return {name: gather(arrive(params[name]), self.specs[name], self.dtype) for name in names}
 
     def _run(self, fn, weights, arrays, labels, chunk, through=None):
         return chunked(fn, weights, arrays, labels, dtype=self.dtype, chunk=chunk, through=through)
@@ -245,7 +245,7 @@ class Llama:
 
     def local_weights(self, shards: dict) -> dict:
         """One layer's weights (names within the layer), whole: gathered once for all that the layer does in one direction."""
-        return {name: gather(shard, PartitionSpec(*self.specs[f"layers.{name}"][1:]), self.dtype)
+        return {name: gather(arrive(shard), PartitionSpec(*self.specs[f"layers.{name}"][1:]), self.dtype)
                 for name, shard in shards.items()}
 
     def _layer_call(self, fn, weights, part, arrays, labels, chunk, through=None):

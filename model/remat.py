@@ -17,14 +17,14 @@ def _to_host(name: str):
 
 def _policy(name: str):
     """A `jax.checkpoint` policy for one layer; the layer's input is kept by all of them, on the device but for `offload`."""
-    if name in ("nothing", "every_k", "offload_every_k"):
+    if name.startswith("offload"):
+        return _to_host("layer_input")
+    if name in ("nothing", "every_k"):
         return jax.checkpoint_policies.nothing_saveable
     attention = jax.checkpoint_policies.save_only_these_names("attention_out", "attention_lse")
     if name == "everything":
         # Results of matrix products, and no weights: gathered, all layers' together would be the whole model on each device.
         return jax.checkpoint_policies.save_from_both_policies(jax.checkpoint_policies.dots_saveable, attention)
-    if name == "offload":
-        return _to_host("layer_input")
     return attention
 
 
@@ -36,10 +36,9 @@ def scan_layers(body: Callable, carry, layers, name: str, every_k: int = 1):
     the result of every matrix product as well: only element-wise work is run again, and nothing in chunks. `every_k` keeps the
     input of every k-th layer: the backward runs k layers again to get theirs, and then each of them once more; with L layers
     L / k + k inputs are held at most (Chen et al., Training Deep Nets with Sublinear Memory Cost, section 4). `offload_every_k`
-    keeps those L / k in pinned host memory, for hosts that have no room for all L; the device then holds k.
+    holds those in pinned host memory.
 
     Args:
-      carry: a tuple, the layers' input first.
       body: as scan's; names its input `layer_input`, its attention `attention_out` and `attention_lse`.
       layers: a tree of arrays with the layers on the leading axis.
 
@@ -49,7 +48,7 @@ def scan_layers(body: Callable, carry, layers, name: str, every_k: int = 1):
     if name not in POLICIES:
         raise ValueError(f"memory.remat: found {name!r}; known: {', '.join(POLICIES)}")
     body = jax.checkpoint(body, policy=_policy(name), prevent_cse=False)
-    if name not in ("every_k", "offload_every_k"):
+    if not name.endswith("every_k"):
         return lax.scan(body, carry, layers)
     count = jax.tree.leaves(layers)[0].shape[0]
     if count % every_k:
@@ -58,9 +57,9 @@ def scan_layers(body: Callable, carry, layers, name: str, every_k: int = 1):
     groups = jax.tree.map(lambda x: x.reshape(-1, every_k, *x.shape[1:]), layers)
 
     def group(carry, layers):
-        return lax.scan(body, (checkpoint_name(carry[0], "group_input"), *carry[1:]), layers)
+        return lax.scan(body, jax.tree.map(lambda x: checkpoint_name(x, "group_input"), carry), layers)
 
-    policy = _to_host("group_input") if name == "offload_every_k" else jax.checkpoint_policies.nothing_saveable
-    group = jax.checkpoint(group, policy=policy, prevent_cse=False)
+    kept = _to_host("group_input") if name == "offload_every_k" else jax.checkpoint_policies.nothing_saveable
+    group = jax.checkpoint(group, policy=kept, prevent_cse=False)
     carry, out = lax.scan(group, carry, groups)
     return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), out)

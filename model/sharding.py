@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -169,6 +170,31 @@ def storage_axes_of(spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
         if axes:
             found.append((i, axes))
     return found
+
+
+class OnHost(NamedTuple):
+    """A parameter that lies in the host's memory, and what stands for it where gradients are taken: an array of its shape on
+    the device, of which no value is read, and of which the gradient is the parameter's (jax cannot give back a gradient in the
+    host's memory from a `shard_map`)."""
+
+    value: jax.Array
+    gradient: jax.Array
+
+
+def arrive(parameter: jax.Array | OnHost) -> jax.Array:
+    """A parameter on the device, from wherever it lies."""
+    if isinstance(parameter, OnHost):
+        return _fetch(*parameter)
+    there = jax.typeof(parameter).memory_space == jax.memory.Space.Host
+    return jax.device_put(parameter, jax.memory.Space.Device) if there else parameter
+
+
+@jax.custom_vjp
+def _fetch(value, gradient):
+    return jax.device_put(value, jax.memory.Space.Device)
+
+
+_fetch.defvjp(lambda value, gradient: (_fetch(value, gradient), None), lambda _, gradient: (None, gradient))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))

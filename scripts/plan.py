@@ -28,9 +28,11 @@ def parse(argv):
     parser.add_argument("--layout", default="striped", help="for the estimates (default striped)")
     parser.add_argument("--remat", default="save_attention", help="what layers keep for the backward (default save_attention)",
                         choices=["nothing", "save_attention", "offload", "every_k", "offload_every_k", "everything"])
-    parser.add_argument("--every-k", type=int, default=2, help="layers between the inputs that remat every_k keeps")
+    parser.add_argument("--every-k", type=int, default=2, help="layers between the inputs that the remats of this name keep")
     parser.add_argument("--moments-on-host", action="store_true", help="the optimizer's moments lie in the host's memory")
-    parser.add_argument("--attention-groups", type=int, default=1, help="groups of heads done one after the other (default 1)")
+    parser.add_argument("--parameters-on-host", action="store_true", help="so do the parameters")
+    parser.add_argument("--attention-groups", type=int, default=1, help="groups of heads that attend one after the other "
+                        "(default 1); 0: a group for each key head of a device")
     parser.add_argument("--search", action="store_true", help="the longest context that fits, and the policy that holds it")
     parser.add_argument("--tokens", type=float, help="tokens to train on: adds hours")
     parser.add_argument("--price-per-device-hour", type=float, help="adds money to the hours")
@@ -99,7 +101,7 @@ def run(args) -> int:
     from trainer.plan import DoesNotFit, Job, plan, search
 
     job = Job(args.model, args.topology, args.context, args.batch, mesh_of(args.mesh), args.schedule, args.remat, args.every_k,
-              args.moments_on_host, args.attention_groups)
+              args.moments_on_host, args.attention_groups, args.parameters_on_host)
     if not args.search:
         try:
             found = plan(job)
@@ -115,9 +117,9 @@ def run(args) -> int:
 
     def on_try(job, result):
         fits = not isinstance(result, DoesNotFit)
-        tries.append({"context": job.context, "remat": job.remat, "fits": fits,
+        tries.append({"context": job.context, "remat": job.policy, "fits": fits,
                       "gib": result["peak_gib"] if fits else result.needs_gib})
-        print(f"{job.context:12,} tokens  {job.remat:15} {'fits' if fits else 'does not fit'}: {tries[-1]['gib']:.2f} GiB",
+        print(f"{job.context:12,} tokens  {job.policy:15} {'fits' if fits else 'does not fit'}: {tries[-1]['gib']:.2f} GiB",
               flush=True)
 
     best, refusal = search(job, on_try=on_try)

@@ -56,7 +56,8 @@ class _Training:
         self.trained, self.fixed = split_trainable(model.parameters, config.model.trainable)
         self.builder = StepBuilder(model, objective.loss, tuple(self.trained), objective.abstract_batch(),
                                    config.optimizer, config.train.steps, config.train.accumulation,
-                                   config.train.non_finite == "skip", config.memory.moments_on_host, objective.sources)
+                                   config.train.non_finite == "skip", config.memory.moments_on_host, objective.sources,
+                                   config.memory.parameters_on_host)
         self.meter = Meter(model.config, model.mesh.devices.flat)
         self.step = self._restore()
 
@@ -70,7 +71,7 @@ class _Training:
         if latest is None:
             params = self.objective.read_params()
             self.optimizer_state = self.builder.init_optimizer({name: params[name] for name in self.trained})
-            self._take(params)
+            self._take({name: jax.device_put(x, self.builder.abstract_params[name].sharding) for name, x in params.items()})
             return 0
         restored = self.store.restore(latest, self.builder.abstract_params, self.builder.abstract_optimizer)
         if restored.data["fingerprint"] != self.objective.fingerprint:

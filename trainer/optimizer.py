@@ -12,6 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from data.errors import UserError
 
 from .config import OptimizerConfig
+from .streaming import in_host_memory
 
 
 def learning_rate(config: OptimizerConfig, steps: int, count) -> jax.Array:
@@ -22,6 +23,11 @@ def learning_rate(config: OptimizerConfig, steps: int, count) -> jax.Array:
     return config.learning_rate * warm * (config.final_fraction + (1 - config.final_fraction) * cosine)
 
 
+def clipping(config: OptimizerConfig) -> optax.GradientTransformation:
+    """The one part of the optimizer that looks at all parameters at once; without state."""
+    return optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
+
+
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """Clipping, then AdamW; weight decay on matrices alone (not on norms and biases)."""
     def matrices(params):
@@ -30,7 +36,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
     adamw = optax.adamw(lambda count: learning_rate(config, steps, count), config.beta1, config.beta2, config.epsilon,
                         weight_decay=config.weight_decay, mask=matrices)
     return optax.chain(
-        optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity(),
+        clipping(config),
         adamw if config.moment_dtype == "float32" else _stored_in(jnp.dtype(config.moment_dtype), adamw))
 
 
@@ -69,7 +75,7 @@ def optimizer_shardings(optimizer, abstract: dict, mesh: Mesh, on_host: bool = F
     abstract: name -> ShapeDtypeStruct with a sharding, of the trained parameters. on_host: moments in pinned host memory.
     """
     def place(moment, parameter):
-        where = parameter.sharding.with_memory_kind("pinned_host") if on_host else parameter.sharding
+        where = in_host_memory(parameter.sharding) if on_host else parameter.sharding
         return jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=where)
 
     everywhere = NamedSharding(mesh, PartitionSpec())

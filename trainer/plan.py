@@ -15,6 +15,7 @@ import jax
 from model.attention.kernels import get_kernel
 from model.config import LlamaConfig
 from model.llama import Chunks, Llama, declare
+from model.sharding import Parallel
 
 from . import costs
 from .compiled import GIB, memory
@@ -24,8 +25,9 @@ from .schema import MeshConfig, OptimizerConfig
 from .step import StepBuilder, text_batch
 from .topology import memory_gib, topology_devices
 
-# From the fastest to the one that keeps least; `offload` needs the host's memory.
-POLICIES = ("everything", "save_attention", "nothing", "offload")
+# From the fastest to the one that takes least; `offload` needs the host's memory. GROUPS: with a group for each key head.
+GROUPS = " in groups"
+POLICIES = ("everything", "save_attention", "nothing", "offload", "offload" + GROUPS)
 # Topology -> hardware of the cost model, where the names differ: by whether GPUs are in one box, or in several.
 GPU_HARDWARE = {"a100": ("a100-nvlink", "a100-infiniband"), "h100": ("h100-infiniband", "h100-infiniband")}
 
@@ -37,7 +39,8 @@ class Job:
     Attributes:
       model: a preset; topology: see `topology_devices`; context: tokens in a row; batch: rows.
       mesh: None puts all devices on the sequence axis.
-      schedule, kernel: see `model.attention`; remat, every_k: see `model.remat`; attention_groups, chunks: see `Llama`.
+      schedule, kernel: see `model.attention`; remat, every_k: see `model.remat`; attention_groups: see `Llama`, 0 makes a group
+        of each key head of a device; chunks: its own for None; moments_on_host, parameters_on_host: see `StepBuilder`.
     """
 
     model: str
@@ -50,6 +53,7 @@ class Job:
     every_k: int = 2
     moments_on_host: bool = False
     attention_groups: int = 1
+    parameters_on_host: bool = False
     kernel: str = "auto"
     chunks: Chunks | None = None
 
@@ -64,6 +68,16 @@ class Job:
             costs.Sizes.of(LlamaConfig.preset(self.model)), hardware, self.context, self.batch, **axes, remat=self.remat,
             schedule=self.schedule if mesh.sequence > 1 else "local", layout=layout, causal=causal))
 
+    @property
+    def policy(self) -> str:
+        """What a search calls this job's remat and groups."""
+        return self.remat + ("" if self.attention_groups == 1 else GROUPS)
+
+    def under(self, policy: str) -> Job:
+        """The same with a policy of POLICIES."""
+        groups = {"attention_groups": 0} if policy.endswith(GROUPS) else {}
+        return dataclasses.replace(self, remat=policy.removesuffix(GROUPS), **groups)
+
 
 class DoesNotFit(Exception):
     """The device's memory is too small for a job: `needs_gib` of `has_gib`. `parts`: what is known of it beforehand, in GiB."""
@@ -76,7 +90,8 @@ class DoesNotFit(Exception):
 
 
 def compile_step(config: LlamaConfig, devices, context: int, *, remat="save_attention", every_k=2, batch=1, mesh=None,
-                 schedule="ring", kernel=None, moments_on_host=False, attention_groups=1, chunks=None):
+                 schedule="ring", kernel=None, chunks=None, attention_groups=1, moments_on_host=False,
+                 parameters_on_host=False):
     """The compiled training step of a model on these devices; all on the sequence axis unless `mesh` says otherwise.
 
     Raises:
@@ -85,9 +100,10 @@ def compile_step(config: LlamaConfig, devices, context: int, *, remat="save_atte
     axes = mesh or MeshConfig(sequence=len(devices))
     mesh = make_mesh(axes, devices)
     model = Llama(config, mesh, remat=remat, every_k=every_k, schedule=schedule, kernel=kernel or get_kernel(),
-                  sequence_parallel=axes.sequence_parallel, attention_groups=attention_groups, chunks=chunks or Chunks())
+                  sequence_parallel=axes.sequence_parallel, chunks=chunks or Chunks(),
+                  attention_groups=attention_groups or Parallel.of(config, axes.tensor).local_key_heads)
     builder = StepBuilder(model, model.loss, tuple(model.parameters), text_batch(batch, context, mesh),
-                          OptimizerConfig(), 1000, moments_on_host=moments_on_host)
+                          OptimizerConfig(), 1000, moments_on_host=moments_on_host, parameters_on_host=parameters_on_host)
     try:
         return builder.lower_train().compile()
     except jax.errors.JaxRuntimeError as error:
@@ -115,7 +131,8 @@ def plan(job: Job) -> dict:
     try:
         compiled = compile_step(config, devices, job.context, batch=job.batch, mesh=job.mesh, remat=job.remat,
                                 every_k=job.every_k, schedule=job.schedule, kernel=get_kernel(job.kernel),
-                                moments_on_host=job.moments_on_host, attention_groups=job.attention_groups, chunks=job.chunks)
+                                moments_on_host=job.moments_on_host, attention_groups=job.attention_groups,
+                                parameters_on_host=job.parameters_on_host, chunks=job.chunks)
     except DoesNotFit as error:
         raise DoesNotFit(error.needs_gib, error.has_gib, parts) from None
     seconds = time.perf_counter() - start
@@ -126,7 +143,8 @@ def plan(job: Job) -> dict:
         "model": job.model, "topology": job.topology, "devices": len(devices), "context": job.context, "batch": job.batch,
         "mesh": dataclasses.asdict(job.mesh or MeshConfig(sequence=len(devices))), "schedule": str(job.schedule),
         "tokens_per_device": job.context * job.batch // len(devices), "remat": job.remat,
-        "attention_groups": job.attention_groups, "compile_seconds": seconds,
+        "attention_groups": job.attention_groups, "moments_on_host": job.moments_on_host,
+        "parameters_on_host": job.parameters_on_host, "compile_seconds": seconds,
         **{f"{name}_gib": size for name, size in sizes.items()},
         **{f"of_it_{name.replace(' ', '_')}_gib": size for name, size in parts.items()}, "device_gib": has,
         "left_gib": None if has is None else has - sizes["peak"],
@@ -148,11 +166,10 @@ def parts_gib(job: Job, config: LlamaConfig, devices: int) -> dict[str, float]:
     count = sum(math.prod(parameter.shape) for parameter in declare(config).values()) / (devices / mesh.data)
     heads = config.num_attention_heads / mesh.tensor
     layers = config.num_hidden_layers
-    every_k = layers / job.every_k + job.every_k
-    inputs = {"offload": 0, "every_k": every_k, "offload_every_k": job.every_k}.get(job.remat, layers)
+    inputs = {"offload": 0, "offload_every_k": 0, "every_k": layers / job.every_k + job.every_k}.get(job.remat, layers)
     kept = layers if job.remat in ("save_attention", "everything") else 0
     wide = (heads + 2 * config.num_key_value_heads / mesh.tensor) * config.head_dim + 2 * config.intermediate_size / mesh.tensor
-    parts = {"parameters": 4 * count, "moments": 0 if job.moments_on_host else 8 * count,
+    parts = {"parameters": 0 if job.parameters_on_host else 4 * count, "moments": 0 if job.moments_on_host else 8 * count,
              "layer inputs": inputs * 2 * tokens * config.hidden_size,
              "attention outputs": kept * tokens * heads * (2 * config.head_dim + 4),
              "products": layers * 2 * tokens * (wide + config.hidden_size) if job.remat == "everything" else 0}
@@ -168,7 +185,7 @@ def search(job: Job, policies=POLICIES, on_try=lambda job, result: None,
     """
     best, refusal, left = None, None, list(policies)
     while job.context <= most and left:
-        job = dataclasses.replace(job, remat=left[0])
+        job = job.under(left[0])
         try:
             best = plan(job)
         except DoesNotFit as error:

@@ -134,12 +134,14 @@ class MemoryConfig:
 
     remat: Literal["nothing", "save_attention", "offload", "every_k", "offload_every_k", "everything"] = "save_attention"
     """Kept between forward and backward: the layers' inputs and nothing else; also attention's output and lse
-    (save_attention); the inputs in the host's memory (offload); only every k-th layer's input (every_k), that in the host's
+    (save_attention); the inputs in the host's memory (offload); only every k-th layer's input (every_k), or these in the host's
     memory (offload_every_k); everything."""
     every_k: int = 2
     """Layers between the inputs that remat every_k and offload_every_k keep; a divisor of the number of layers."""
     moments_on_host: bool = False
-    """Whether the optimizer's moments lie in the host's memory between steps; a step then brings them over and back."""
+    """Whether the optimizer's moments lie in the host's memory; a step brings them over and back layer by layer."""
+    parameters_on_host: bool = False
+    """Whether the parameters lie in the host's memory; each layer's are brought over when they are needed."""
     attention_groups: int = 1
     """Groups of heads that are projected and attend one after the other, so that queries, keys and values exist for one group
     at a time; a divisor of a device's key/value heads."""

@@ -15,10 +15,11 @@ import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from model.sharding import BATCH_AXES
+from model.sharding import BATCH_AXES, OnHost
 
 from .mesh import batch_sharding
-from .optimizer import learning_rate, make_optimizer, optimizer_shardings
+from .optimizer import clipping, learning_rate, make_optimizer, optimizer_shardings
+from .streaming import chosen, in_host_memory, streamed_update
 
 LABELS = ("tokens", "targets", "index", "segment_ids", "positions")
 # Begins the name of a metric that is one source's; the source's name follows.
@@ -36,7 +37,8 @@ class StepBuilder:
       abstract_batch: name -> ShapeDtypeStruct with sharding.
       accumulation: parts that a batch is computed in; its rows are a multiple of data x fsdp x accumulation.
       skip_non_finite: whether a step of which loss or gradient is not finite leaves parameters and moments as they were.
-      moments_on_host: whether the moments lie in the host's memory between steps.
+      moments_on_host, parameters_on_host: whether the moments, or the parameters, lie in the host's memory. A layer's are
+        brought over when it is their turn; gradients are on the device.
       sources: names of the sources that `loss` tells apart, if it does; each has its own loss in the metrics.
     """
 
@@ -50,6 +52,7 @@ class StepBuilder:
     skip_non_finite: bool = False
     moments_on_host: bool = False
     sources: tuple[str, ...] = ()
+    parameters_on_host: bool = False
 
     @functools.cached_property
     def optimizer(self):
@@ -58,7 +61,8 @@ class StepBuilder:
     @functools.cached_property
     def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
         """Every parameter, float32 and sharded."""
-        return {name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32, sharding=self.model.shardings[name])
+        place = in_host_memory if self.parameters_on_host else lambda sharding: sharding
+        return {name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32, sharding=place(self.model.shardings[name]))
                 for name, parameter in self.model.parameters.items()}
 
     @property
@@ -80,8 +84,13 @@ class StepBuilder:
 
     def train(self, trainable, frozen, optimizer_state, batch, step):
         """One step: new parameters, new moments, and scalars. The gradient is taken outside `shard_map`."""
+        def loss(by, part):
+            params = jax.tree.map(OnHost, trainable, by) if self.parameters_on_host else by
+            return self._total_loss(params, frozen, part)
+
         def loss_and_gradient(part):
-            return jax.value_and_grad(self._total_loss, has_aux=True)(trainable, frozen, part)
+            by = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), trainable) if self.parameters_on_host else trainable
+            return jax.value_and_grad(loss, has_aux=True)(by, part)
 
         (total, (weight, *by_source)), gradient = self._over_parts(loss_and_gradient, batch)
         value, gradient = jax.tree.map(lambda x: x / jnp.maximum(weight, 1e-9), (total, gradient))
@@ -90,17 +99,14 @@ class StepBuilder:
                    "learning_rate": learning_rate(self.optimizer_config, self.steps, step),
                    **{BY_SOURCE + name: sums[i] / weights[i]
                       for sums, weights in by_source for i, name in enumerate(self.sources)}}
-        if self.moments_on_host:
-            here = optimizer_shardings(self.optimizer, self.abstract_trainable, self.model.mesh)
-            optimizer_state = jax.device_put(optimizer_state, jax.tree.map(lambda x: x.sharding, here))
+        good = jnp.isfinite(value) & jnp.isfinite(norm) if self.skip_non_finite else True
+        if self.moments_on_host or self.parameters_on_host:
+            gradient, _ = clipping(self.optimizer_config).update(gradient, optax.EmptyState())
+            moving = make_optimizer(dataclasses.replace(self.optimizer_config, clip_norm=0), self.steps)
+            return *streamed_update(moving, gradient, optimizer_state, trainable, good), metrics
         updates, moved_state = self.optimizer.update(gradient, optimizer_state, trainable)
         moved = optax.apply_updates(trainable, updates), moved_state
-        if self.skip_non_finite:
-            good = jnp.isfinite(value) & jnp.isfinite(norm)
-            # Counters go on, so that the learning rate stays the step's.
-            moved = jax.tree.map(lambda new, old: jnp.where(good, new, old) if jnp.issubdtype(new.dtype, jnp.floating) else new,
-                                 moved, (trainable, optimizer_state))
-        return *moved, metrics
+        return *chosen(good, moved, (trainable, optimizer_state)), metrics
 
     def _total_loss(self, trainable, frozen, batch):
         """Sum of the weighted losses, and (sum of the weights, and both by source if `loss` tells them apart)."""

@@ -151,10 +151,23 @@ def test_every_mesh_gives_the_same_loss_and_gradients(mesh):
     assert_same(loss_and_gradients(mesh), loss_and_gradients("one"))
 
 
-@pytest.mark.parametrize(("layout", "remat", "schedule"), [
-    ("contiguous", "nothing", "ring"), ("zigzag", "offload", "all_gather"), ("zigzag", "everything", "ring")])
-def test_layout_remat_and_schedule_do_not_change_the_result(layout, remat, schedule):
-    assert_same(loss_and_gradients("sequence 8", layout, remat, schedule), loss_and_gradients("one"))
+@pytest.mark.parametrize(("layout", "remat", "schedule", "groups"), [
+    ("contiguous", "nothing", "ring", 1), ("zigzag", "offload", "all_gather", 2), ("zigzag", "everything", "ring", 1)])
+def test_layout_remat_schedule_and_groups_of_heads_do_not_change_the_result(layout, remat, schedule, groups):
+    got = loss_and_gradients("sequence 8", layout, remat, schedule, attention_groups=groups)
+    assert_same(got, loss_and_gradients("one"))
+
+
+def test_groups_of_a_tensor_ranks_heads_do_not_change_the_result():
+    """Biases too: they and the weights are cut along their heads, the norm before them is shared by the groups."""
+    changes = {"num_key_value_heads": 4, "attention_bias": True}
+    got = loss_and_gradients("tensor 2 x sequence 4", attention_groups=2, **changes)
+    assert_same(got, loss_and_gradients("one", **changes))
+
+
+def test_groups_must_divide_a_devices_key_heads():
+    with pytest.raises(ValueError, match=r"attention_groups: 3 does not divide the 4 key/value heads of .*; 1, 2, 4 do"):
+        llama(tiny(num_key_value_heads=8), MESHES["fsdp 2 x tensor 2 x sequence 2"], attention_groups=3)
 
 
 @pytest.mark.parametrize(("mesh", "remat"), [("data 2 x tensor 4", "save_attention"), ("tensor 2 x sequence 4", "everything")])
@@ -175,8 +188,9 @@ def test_tokens_split_over_tensor_are_what_is_kept_and_sent():
         llama(tiny(num_attention_heads=6, num_key_value_heads=1), MESHES["data 2 x tensor 4"], sequence_parallel=True)
 
 
-def test_keeping_every_second_layers_input_does_not_change_the_result():
-    got = loss_and_gradients("fsdp 2 x tensor 2 x sequence 2", remat="every_k", num_hidden_layers=4)
+@pytest.mark.parametrize("remat", ["every_k", "offload_every_k"])
+def test_keeping_every_second_layers_input_does_not_change_the_result(remat):
+    got = loss_and_gradients("fsdp 2 x tensor 2 x sequence 2", remat=remat, num_hidden_layers=4)
     assert_same(got, loss_and_gradients("one", num_hidden_layers=4))
 
 

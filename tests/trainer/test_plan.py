@@ -1,9 +1,11 @@
 """The TPU compiler's plan of the real step: LLaMA-7B at a million tokens fits, and nothing of length x length is kept."""
+import math
 import re
 
 import pytest
 
 from model.config import LlamaConfig
+from model.llama import declare
 from scripts.plan import main
 from trainer.compiled import memory
 from trainer.compiled.text import arrays_with
@@ -47,6 +49,17 @@ def test_offload_keeps_the_layers_inputs_in_the_hosts_memory():
                          num_attention_heads=4, num_key_value_heads=2)
     plan = memory(compile_step(config, topology_devices("v5e:2x2"), 4 * 4096, remat="offload"))
     assert plan["host"] * 2**30 == 8 * 4096 * 512 * 2
+
+
+def test_parameters_and_moments_on_the_host_are_never_whole_on_a_device():
+    """The host holds 12 bytes a parameter beside the layers' inputs, once: what a step moves lies where it lay."""
+    config = LlamaConfig(vocab_size=1024, hidden_size=512, intermediate_size=1024, num_hidden_layers=8,
+                         num_attention_heads=4, num_key_value_heads=2)
+    plan = memory(compile_step(config, topology_devices("v5e:2x2"), 4 * 4096, remat="offload", attention_groups=2,
+                               moments_on_host=True, parameters_on_host=True))
+    count = sum(math.prod(parameter.shape) for parameter in declare(config).values())
+    assert plan["host"] * 2**30 == pytest.approx(8 * 4096 * 512 * 2 + 12 * count / 4, rel=0.01)
+    assert plan["arguments"] * 2**30 <= 64 * 4096  # the batch: six arrays of 4 bytes a token
 
 
 def test_an_unknown_topology_is_one_line(capsys):

@@ -35,8 +35,9 @@ def built(mesh="one", trainable=".*", optimizer=OPTIMIZER, **options):
 def one_step(model, builder, step, batch):
     """(parameters before, trained parameters after, optimizer state after, metrics) of the first step."""
     before = model.init(0)
-    trained = {name: jnp.copy(before[name]) for name in builder.trainable}
-    frozen = {name: x for name, x in before.items() if name not in trained}
+    params = {name: jax.device_put(jnp.copy(x), builder.abstract_params[name].sharding) for name, x in before.items()}
+    trained = {name: params.pop(name) for name in builder.trainable}
+    frozen = params
     after, state, metrics = step(trained, frozen, builder.init_optimizer(trained), place_batch(batch, model.mesh),
                                  np.int32(0))
     return before, after, state, metrics
@@ -107,41 +108,52 @@ def test_bfloat16_moments():
     assert final["bfloat16"] != final["float32"]
 
 
-def test_moments_on_the_host(tmp_path):
-    """They come back to pinned host memory, bitwise what they are on the devices, and a checkpoint restores them there."""
-    batch = packed_batch(tiny(), ROWS, LENGTH)
-    model, builder, step = built("fsdp 8", moments_on_host=True)
-    _, here, state, _ = one_step(*built("fsdp 8"), batch)
-    _, there, host_state, _ = one_step(model, builder, step, batch)
-    for tree, other in ((here, there), (state, host_state)):
+@pytest.mark.parametrize("options", [{"moments_on_host": True}, {"moments_on_host": True, "parameters_on_host": True}],
+                         ids=["moments", "parameters too"])
+def test_what_lies_on_the_host(tmp_path, options):
+    """It comes back to pinned host memory, bitwise what it is on the devices, and a checkpoint restores it there.
+
+    Clipping, which looks at all parameters at once, is met.
+    """
+    batch, optimizer = packed_batch(tiny(), ROWS, LENGTH), dataclasses.replace(OPTIMIZER, clip_norm=0.5, weight_decay=0.1)
+    model, builder, step = built("fsdp 8", optimizer=optimizer, **options)
+    _, here, state, metrics = one_step(*built("fsdp 8", optimizer=optimizer), batch)
+    _, there, host_state, host_metrics = one_step(model, builder, step, batch)
+    assert float(metrics["grad_norm"]) > 0.5
+    for tree, other in ((here, there), (state, host_state), (metrics, host_metrics)):
         for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
             np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(host_state) if x.ndim} == {"pinned_host"}
-    assert {x.sharding.memory_kind for x in jax.tree.leaves(state) if x.ndim} == {"device"}
+
+    def kinds(tree):
+        return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
+
+    assert kinds((here, state)) == {"device"} and kinds(host_state) == {"pinned_host"}
+    assert kinds(there) == {"pinned_host" if "parameters_on_host" in options else "device"}
     assets = tmp_path / "assets"
     assets.mkdir()
     with CheckpointStore(tmp_path / "run", keep=1) as store:
         store.save(1, model=there, optimizer=host_state, data={"step": 1, "fingerprint": ""}, assets=assets)
         store.wait()
-        restored = store.restore(1, builder.abstract_params, builder.abstract_optimizer).optimizer
-    for x, y in zip(jax.tree.leaves(restored), jax.tree.leaves(host_state), strict=True):
+        restored = store.restore(1, builder.abstract_params, builder.abstract_optimizer)
+    for x, y in zip(jax.tree.leaves((restored.model, restored.optimizer)), jax.tree.leaves((there, host_state)), strict=True):
         assert x.sharding == y.sharding
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-@pytest.mark.parametrize("skip", [True, False])
-def test_a_step_that_is_not_finite(skip):
+@pytest.mark.parametrize(("skip", "on_host"), [(True, False), (False, False), (True, True)])
+def test_a_step_that_is_not_finite(skip, on_host):
     """Skipped, it leaves parameters and moments bitwise as they were; not skipped, it spoils them."""
+    run = built(skip_non_finite=skip, moments_on_host=on_host, parameters_on_host=on_host)
     batch = packed_batch(tiny(), ROWS, LENGTH)
     broken = {**batch, "loss_weights": np.where(batch["loss_weights"] > 0, np.inf, 0).astype(np.float32)}
-    before, after, state, metrics = one_step(*built(skip_non_finite=skip), broken)
+    before, after, state, metrics = one_step(*run, broken)
     assert not np.isfinite(float(metrics["loss_nats_per_target"]))
     unchanged = [np.array_equal(np.asarray(after[name]), np.asarray(x)) for name, x in before.items()]
     moments = [np.asarray(x) for x in jax.tree.leaves(state) if x.ndim]
     if skip:
         assert all(unchanged) and not any(x.any() for x in moments)
         assert {int(x) for x in jax.tree.leaves(state) if not x.ndim} == {1}, "the counters, and the rate, go on"
-        _, after, _, _ = one_step(*built(skip_non_finite=True), batch)
+        _, after, _, _ = one_step(*run, batch)
         assert not any(np.array_equal(np.asarray(after[name]), np.asarray(x)) for name, x in before.items())
     else:
         assert not any(unchanged) and not all(np.isfinite(x).all() for x in moments)
