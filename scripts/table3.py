@@ -65,17 +65,26 @@ class Cell:
         return HOST_GIB[self.topology.split(":")[0]]
 
     def ways(self) -> list[dict]:
-        """Fields of `Job` that spare memory; each way asks more of the device and less of the host than the one before it. A
-        context fits where one of them does."""
+        """Fields of `Job` that spare memory, of the host in later ones; a context fits where one of them does."""
         config = LlamaConfig.preset(self.model)
         layers = config.num_hidden_layers
         k = min((k for k in range(1, layers + 1) if layers % k == 0), key=lambda k: layers / k + k)
         # Beside scores of length x length the layers' inputs are nothing, so `vanilla` keeps them all.
         device = {"remat": "nothing"} if self.column == "vanilla" else {"remat": "every_k", "every_k": k}
-        ways = [device] if self.memory == "device" else [{"remat": "offload"}, {"remat": "offload_every_k", "every_k": 2}]
-        moments = {"moments_on_host": True} if self.memory == "ours" else {}
+        ways = [device] if self.memory == "device" else [{"remat": "offload"}, {"remat": "offload_every_k", "every_k": k}]
+        if self.memory == "ours" and self.devices < 64:  # shared by hundreds, parameters and moments are little
+            ways[0]["moments_on_host"] = ways[1]["moments_on_host"] = ways[1]["parameters_on_host"] = True
         heads = {"attention_groups": config.num_key_value_heads} if self.column == "ring" else {}  # one after the other
-        return [way | moments | heads for way in ways]
+        return [way | heads for way in ways]
+
+    def on_host_gib(self, context: int, way: dict) -> float:
+        """What the host holds for each device, known without compiling: layers' inputs in bfloat16, parameters and moments."""
+        config = LlamaConfig.preset(self.model)
+        layers, k = config.num_hidden_layers, way.get("every_k", 1)
+        inputs = {"offload": layers, "offload_every_k": layers / k + k}.get(way["remat"], 0)
+        tokens = context / self.devices if self.column == "ring" else context
+        state = (8 * way.get("moments_on_host", 0) + 4 * way.get("parameters_on_host", 0)) * Sizes.of(config).parameters
+        return (inputs * 2 * tokens * config.hidden_size + state / self.devices) / GIB
 
     def job(self, context: int, way: dict) -> Job:
         """The column's configuration of our step."""
@@ -157,11 +166,15 @@ class Table:
         """Of the memory there is, what the first way needs that fits; where none does, the least that one needs."""
         found = []
         for way in cell.ways():
+            on_host = cell.on_host_gib(context, way)
+            if on_host > cell.host_gib:
+                found.append(on_host / cell.host_gib)
+                continue
             tried = self.attempt(cell, context, way)
             found.append(_share(cell, tried))
             said = f"fits with {tried['peak_gib']:.2f} GiB" if found[-1] <= 1 else _refusal(cell, tried)
             print(f"{cell.name}: {_tokens(context)} {said} ({way['remat']}, {tried['compile_seconds']:.0f} s)", flush=True)
-            if found[-1] <= 1 or not tried["fits"]:
+            if found[-1] <= 1:
                 break
         return min(found)
 
@@ -173,11 +186,13 @@ class Table:
                 if _share(cell, found) <= 1}
         most = max(good, default=LEAST // 2)
         refused = []
-        for _, tried in known:
+        for way, tried in known:
+            on_host = cell.on_host_gib(2 * most, way)
+            if on_host > cell.host_gib:
+                refused.append(f"needs {on_host:.2f} GiB of the host's {cell.host_gib}")
+                continue
             bad = [found for context, found in sorted(tried.items()) if context <= 2 * most and _share(cell, found) > 1]
             refused.append(_refusal(cell, bad[-1]) if bad else None)
-            if bad and not bad[-1]["fits"]:
-                break
         told = {**dataclasses.asdict(cell), "paper": cell.paper, "longest": most if good else 0,
                 "next": None if None in refused else 2 * most, "next_refused": [one for one in refused if one]}
         if not good:
@@ -219,16 +234,17 @@ def first_guess(cell: Cell) -> int:
     config, has = LlamaConfig.preset(cell.model), memory_gib(cell.topology)
     wide = config.intermediate_size / config.hidden_size
     arrays = {"ring": 6, "blockwise feed-forward": 18}.get(cell.column, 18 + 8 * wide)
-    context = MOST
-    while context > LEAST:
-        job = cell.job(context, cell.ways()[0])
+
+    def fits(context, way):
+        job = cell.job(context, way)
         parts = parts_gib(job, config, cell.devices)
-        row = context if cell.column != "ring" else context / cell.devices
-        scores = 12 * config.num_attention_heads * row**2 / GIB if cell.column == "vanilla" else 0
-        array = 2 * row * config.hidden_size / GIB
-        on_host = config.num_hidden_layers * array / 2 if cell.memory == "ours" else 0
-        if sum(parts.values()) + parts["parameters"] + scores + arrays * array <= has and on_host <= cell.host_gib:
-            break
+        tokens = job.context * job.batch / cell.devices
+        scores = 12 * config.num_attention_heads * tokens**2 if cell.column == "vanilla" else 0
+        needs = sum(parts.values()) + parts["parameters"] + (scores + arrays * 2 * tokens * config.hidden_size) / GIB
+        return needs <= has and cell.on_host_gib(context, way) <= cell.host_gib
+
+    context = MOST
+    while context > LEAST and not any(fits(context, way) for way in cell.ways()):
         context //= 2
     return context
 
