@@ -17,7 +17,7 @@ from trainer.compiled.communication import communication
 from trainer.compiled.text import arrays_with
 from trainer.compiled.transfers import collectives
 from trainer.mesh import make_mesh
-from trainer.plan import DoesNotFit, Job, compile_step, parts_gib
+from trainer.plan import DoesNotFit, Job, _refusal, compile_step, parts_gib
 from trainer.plan_search import search, ways
 from trainer.schema import MeshConfig
 from trainer.topology import memory_gib, topology_devices
@@ -103,6 +103,12 @@ def test_what_does_not_fit_is_an_answer(capsys):
     said = capsys.readouterr().err
     needs, has = re.search(r"needs ([\d.]+) GiB of ([\d.]+); of it products [\d.]+, attention outputs", said).groups()
     assert float(needs) > float(has) == 15.75
+
+
+def test_too_much_for_the_host_is_a_refusal_too():
+    """The compiler's words for 80 layers' inputs at 8M tokens on 256 chips of v5e."""
+    refusal = _refusal("RESOURCE_EXHAUSTED: Allocation (size=171798691840) would exceed memory (size=137438953472) :: %s0 = ...")
+    assert (refusal.needs_gib, refusal.has_gib) == (160.0, 128.0)
 
 
 def test_the_search_ends_at_the_longest_context_that_fits(monkeypatch):
