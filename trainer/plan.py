@@ -115,7 +115,8 @@ def compile_step(config: LlamaConfig, devices, context: int, *, remat="save_atte
 
 def _refusal(text: str) -> DoesNotFit:
     """The TPU compiler's out-of-memory text as numbers."""
-    if found := re.search(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\)", text):  # what `offload` puts on the host
+    # What `offload` puts on the host.
+    if found := re.search(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\)", text):
         return DoesNotFit(*(int(size) / GIB for size in found.groups()))
     units = {"K": 2**-20, "M": 2**-10, "G": 1.0, "T": 2.0**10}
     found = re.search(r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)", text)
