@@ -94,8 +94,9 @@ class _Training:
         logging, wandb = config.logging, None
         if logging.wandb:
             wandb = {"project": logging.wandb, "name": config.name, "config": resolved(config)}
-        with MetricsLog(run, steps=steps, start_step=self.step, tensorboard=logging.tensorboard, console=logging.console,
-                        write=jax.process_index() == 0, wandb=wandb) as log, \
+        with MetricsLog(run, steps=steps, start_step=self.step, evaluated=self.evaluated,
+                        tensorboard=logging.tensorboard, console=logging.console, write=jax.process_index() == 0,
+                        wandb=wandb) as log, \
                 Profiler(run.profile, logging.profile_steps, self.meter.paused) as profiler, notices() as last:
             if self.step >= steps:
                 log.say(f"already trained to step {self.step}")

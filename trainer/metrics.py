@@ -204,17 +204,18 @@ class MetricsLog:
     """Writes rows to metrics.jsonl, held_out.jsonl and the boards, and shows a progress bar.
 
     With several processes only the first writes (`write`). `start_step` is the restored step: what the files hold of
-    later steps is cut off before anything is written. wandb: the project, name and config of a `WeightsAndBiases`.
+    later steps is cut off before anything is written, and its own held-out loss where that is still to be measured (not
+    `evaluated`). wandb: the project, name and config of a `WeightsAndBiases`.
     """
 
-    def __init__(self, run: RunDirectory, *, steps: int, start_step: int = 0, tensorboard: bool = True,
+    def __init__(self, run: RunDirectory, *, steps: int, start_step: int = 0, evaluated: bool = True, tensorboard: bool = True,
                  console: bool = True, write: bool = True, wandb: dict[str, Any] | None = None) -> None:  # fmt: skip
         self._files: dict[str, Any] = {}
         self._boards: list[TensorBoard | WeightsAndBiases] = []
         self._bar = None
         if not write:
             return
-        run.cut_back(start_step)
+        run.cut_back(start_step, evaluated)
         run.folder.mkdir(parents=True, exist_ok=True)
         self._files = {
             name: open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()

@@ -76,14 +76,15 @@ class RunDirectory:
         """Results of line retrieval."""
         return self.folder / "evaluation"
 
-    def cut_back(self, step: int) -> None:
+    def cut_back(self, step: int, evaluated: bool = True) -> None:
         """Forget the logged lines after `step`, the one that training goes on from; 0 forgets all.
 
-        Steps that were logged but not saved are run again, and must not be in the files twice.
+        Steps that were logged but not saved are run again, and must not be in the files twice; nor the held-out loss of `step`
+        itself where it is still to be measured (not `evaluated`).
         """
-        for path in (self.metrics, self.held_out):
+        for path, last in ((self.metrics, step), (self.held_out, step if evaluated else step - 1)):
             if path.exists():
-                kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= step]
+                kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= last]
                 _write(path, "".join(line + "\n" for line in kept))
 
 

@@ -109,6 +109,11 @@ def test_cut_back(config):
     run.metrics.write_text("\n".join(lines) + '\n{"step": 6, "lo')
     run.cut_back(3)
     assert run.metrics.read_text() == "\n".join(lines[:3]) + "\n"
-    run.cut_back(0)
-    assert run.metrics.read_text() == ""
     assert not run.held_out.exists()
+    run.held_out.write_text("\n".join(lines))
+    run.cut_back(3)
+    assert run.held_out.read_text() == "\n".join(lines[:3]) + "\n"
+    run.cut_back(3, evaluated=False)
+    assert run.held_out.read_text() == "\n".join(lines[:2]) + "\n", "that of step 3 is measured again"
+    run.cut_back(0)
+    assert run.metrics.read_text() == run.held_out.read_text() == ""
