@@ -111,9 +111,10 @@ def test_bfloat16_moments():
 @pytest.mark.parametrize("options", [{"moments_on_host": True}, {"moments_on_host": True, "parameters_on_host": True}],
                          ids=["moments", "parameters too"])
 def test_what_lies_on_the_host(tmp_path, options):
-    """It comes back to pinned host memory, bitwise what it is on the devices, and a checkpoint restores it there.
+    """It comes back to pinned host memory, but for rounding what it is on the devices, and a checkpoint restores it there.
 
-    Clipping, which looks at all parameters at once, is met.
+    Two compiled programs: with jax 0.10 they agree to the bit, with 0.12 some numbers differ in their last one. Clipping, which
+    looks at all parameters at once, is met.
     """
     batch, optimizer = packed_batch(tiny(), ROWS, LENGTH), dataclasses.replace(OPTIMIZER, clip_norm=0.5, weight_decay=0.1)
     model, builder, step = built("fsdp 8", optimizer=optimizer, **options)
@@ -122,7 +123,8 @@ def test_what_lies_on_the_host(tmp_path, options):
     assert float(metrics["grad_norm"]) > 0.5
     for tree, other in ((here, there), (state, host_state), (metrics, host_metrics)):
         for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
-            np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+            x, y = np.asarray(x), np.asarray(y)
+            np.testing.assert_allclose(y, x, rtol=0, atol=1e-6 * np.abs(x).max())
 
     def kinds(tree):
         return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
