@@ -213,11 +213,12 @@ def gather(shard: jax.Array, spec: PartitionSpec, dtype) -> jax.Array:
     return whole.astype(jnp.float32)
 
 
-def _reduce_scatter(spec: PartitionSpec, dtype, _, gradient: jax.Array):
+def reduce_scatter(spec: PartitionSpec, gradient: jax.Array) -> jax.Array:
+    """The sum over the storage axes of all devices' gradients of a whole parameter: of it this device's shard."""
     for i, axes in reversed(storage_axes_of(spec)):
         for over, groups in _turns(axes):
             gradient = lax.psum_scatter(gradient, over, scatter_dimension=i, axis_index_groups=groups, tiled=True)
-    return (gradient,)
+    return gradient
 
 
 def _turns(axes: tuple[str, ...]) -> list[tuple[str | tuple[str, ...], list | None]]:
@@ -245,4 +246,5 @@ def _device_kind(mesh) -> str:
     return getattr(mesh.abstract_device, "device_kind", "")
 
 
-gather.defvjp(lambda shard, spec, dtype: (gather(shard, spec, dtype), None), _reduce_scatter)
+gather.defvjp(lambda shard, spec, dtype: (gather(shard, spec, dtype), None),
+              lambda spec, dtype, _, gradient: (reduce_scatter(spec, gradient),))
