@@ -97,7 +97,7 @@ class Ring:
 
     def carry_backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, shard, shares, *, ranks, mask,
                        scale):
-        """`backward`; `shard` of all ranks, as forward; and the sum over all ranks of their `shares` [P, ...] in this one's: they
+        """`backward`; `shard` of all ranks, as before; and of all ranks' `shares` [P, ...] the sum that is this one's: they
         are added up as they follow the block that goes round, one hop behind with dK and dV, and home."""
         ways = _Ways.choose(ranks, mask, k.shape[1], self.bidirectional, self.ordered)
         own = (jnp.stack([k, v]), kv_coords)
