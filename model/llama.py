@@ -28,7 +28,7 @@ from .parcels import Parcels
 from .prefetch import Layer, run_layers
 from .remat import scan_layers
 from .rope import apply_rope, attention_scaling, inverse_frequencies
-from .sharding import BATCH_AXES, Parallel, Parameter, Sharding, arrive, gather
+from .sharding import BATCH_AXES, HIDDEN, Parallel, Parameter, Sharding, arrive, gather
 
 TOKENS = PartitionSpec(BATCH_AXES, "sequence")
 # The weights of a layer before attention.
@@ -207,7 +207,8 @@ class Llama:
 
     @functools.cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """As in memory: with the vocabulary and the heads padded to what `tensor` divides."""
+        """As in memory: with the vocabulary and the heads padded to what `tensor` divides, the hidden size to what the ranks do
+        that share the storage."""
         return declare(self.in_memory)
 
     @functools.cached_property
@@ -226,7 +227,7 @@ class Llama:
     @property
     def in_memory(self) -> LlamaConfig:
         """The sizes of `parameters`, padding among them."""
-        return self.parallel.padded(self.config)
+        return self.sharding.padded(self.parallel.padded(self.config))
 
     def init(self, seed: int) -> dict[str, jax.Array]:
         """Fresh parameters, born sharded."""
@@ -238,7 +239,12 @@ class Llama:
 
     def _whole(self, params, names) -> dict:
         """These parameters, gathered from their shards."""
-        return {name: gather(arrive(params[name]), self.specs[name], self.dtype) for name in names}
+        return {name: self._trim(name, gather(arrive(params[name]), self.specs[name], self.dtype)) for name in names}
+
+    def _trim(self, name: str, whole):
+        """A whole parameter (a layer's, of `layers.`) without what fills its hidden axis up in memory."""
+        axes = self.parameters[name].axes[-whole.ndim:]
+        return whole[tuple(slice(self.config.hidden_size) if axis in HIDDEN else slice(None) for axis in axes)]
 
     def _run(self, fn, weights, arrays, labels, chunk, through=None):
         return chunked(fn, weights, arrays, labels, dtype=self.dtype, chunk=chunk, through=through)
@@ -264,8 +270,11 @@ class Llama:
 
     def local_weights(self, shards: dict) -> dict:
         """One layer's weights (names within the layer), whole: gathered once for all that the layer does in one direction."""
-        return {name: gather(arrive(shard), PartitionSpec(*self.specs[f"layers.{name}"][1:]), self.dtype)
+        return {name: self._trim(f"layers.{name}", gather(arrive(shard), self._layer_spec(name), self.dtype))
                 for name, shard in shards.items()}
+
+    def _layer_spec(self, name: str) -> PartitionSpec:
+        return PartitionSpec(*self.specs[f"layers.{name}"][1:])
 
     def _layer_call(self, fn, weights, part, arrays, labels, chunk, through=None):
         """fn over those of a layer's weights that start with one of `part`; run again in the backward chunk by chunk, but
@@ -343,10 +352,11 @@ class Llama:
 
     def _prefetching(self, layers, length: int) -> Layer:
         """How a layer is run while the next one's weights arrive; layers: all layers' shards."""
-        specs = {name: PartitionSpec(*self.specs[f"layers.{name}"][1:]) for name in layers}
+        specs = {name: self._layer_spec(name) for name in layers}
         shapes = {name: w.shape[1:] for name, w in layers.items()}
+        parcels = Parcels.of(specs, shapes, self.mesh.shape["fsdp"], self.mesh.shape["sequence"], self.dtype)
         return Layer(
-            Parcels.of(specs, shapes, self.mesh.shape["fsdp"], self.mesh.shape["sequence"], self.dtype), self.local_weights,
+            parcels, lambda whole: {name: self._trim(f"layers.{name}", w) for name, w in whole.items()}, self.local_weights,
             functools.partial(self.local_project, length=length, through="x"), self.local_finish,
             attending(self.config.head_dim, **self._attention), self.remat == "save_attention", INWARD)
 

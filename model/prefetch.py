@@ -25,13 +25,15 @@ class Layer(NamedTuple):
     """One layer's parts; none closes over a traced value.
 
     Attributes:
-      parcels: of those weights that travel. others: shards of the others -> these, whole.
+      parcels: of those weights that travel; trim: these, whole -> as the layer takes them.
+      others: shards of the others -> these, whole.
       project: (weights, x, positions) -> x, q, k, v; finish: (weights, x, attended) -> the next layer's input.
       how: attention, which carries; keep_attention: whether its output and lse are kept, so that it never runs forward again.
       inward: begins the names of the weights that `project` takes; `finish` takes the others.
     """
 
     parcels: Parcels
+    trim: Callable
     others: Callable
     project: Callable
     finish: Callable
@@ -39,9 +41,9 @@ class Layer(NamedTuple):
     keep_attention: bool
     inward: tuple[str, ...]
 
-    def weights(self, parcels: list, others: dict) -> tuple[dict, dict]:
-        """What `project` and what `finish` takes."""
-        weights = {**self.parcels.unpack(parcels), **others}
+    def parts(self, whole: dict, others: dict) -> tuple[dict, dict]:
+        """What `project` and what `finish` takes, of the weights that travelled and of the others."""
+        weights = {**self.trim(whole), **others}
         inward = {name: weights.pop(name) for name in list(weights) if name.startswith(self.inward)}
         return inward, weights
 
@@ -74,7 +76,7 @@ def run_layers(layer: Layer, shards: dict, x: jax.Array, positions: jax.Array, c
     def forward(shards, x, positions, coords):
         def one(carry, i):
             x, whole, positions, coords = carry
-            inward, outward = layer.weights(whole, layer.others(of_layer(shards, i)[1]))
+            inward, outward = layer.parts(parcels.unpack(whole), layer.others(of_layer(shards, i)[1]))
             _, q, k, v = layer.project(inward, x, positions)
             (out, lse), whole = layer.how.carry_forward(q, k, v, coords, coords, of_layer(shards, i + 1)[0])
             kept = (x, out, lse) if layer.keep_attention else (x,)
@@ -92,8 +94,8 @@ def run_layers(layer: Layer, shards: dict, x: jax.Array, positions: jax.Array, c
         def one(carry, this):
             dx, whole, shares, positions, coords = carry
             i, (x, *attended) = this
-            others, give_back = jax.vjp(layer.others, of_layer(shards, i)[1])
-            inward, outward = layer.weights(whole, others)
+            (inward, outward), give_back = jax.vjp(lambda whole, others: layer.parts(whole, layer.others(others)),
+                                                   parcels.unpack(whole), of_layer(shards, i)[1])
             (_, *qkv), pull = jax.vjp(lambda w, x: layer.project(w, x, positions), inward, x)
             below = of_layer(shards, i - 1)[0]
             if not attended:
@@ -102,10 +104,8 @@ def run_layers(layer: Layer, shards: dict, x: jax.Array, positions: jax.Array, c
             d_outward, dx, dout = jax.vjp(layer.finish, outward, x, attended[0])[1](dx)
             dqkv, arrived, above = layer.how.carry_backward(*qkv, coords, coords, *attended, dout, below, shares)
             d_inward, dx = pull((dx, *dqkv))
-            gradients = {**d_inward, **d_outward}
-            shares = parcels.pack_gradients(gradients)
-            d_others = give_back({name: gradients[name] for name in others})[0]
-            return (dx, whole if below is None else arrived, shares, positions, coords), (
+            travelled, d_others = give_back((d_inward, d_outward))
+            return (dx, whole if below is None else arrived, parcels.pack_gradients(travelled), positions, coords), (
                 parcels.unpack_gradient(above), d_others)
 
         none = [jnp.zeros(x.shape, jnp.float32) for x in whole]

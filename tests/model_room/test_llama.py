@@ -199,6 +199,21 @@ def test_prefetched_weights_do_not_change_the_result(mesh, remat, schedule):
     assert_same(got, loss_and_gradients("one", **changes))
 
 
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_hidden_size_that_the_ranks_do_not_divide_is_filled_up_in_memory(prefetch):
+    """60 on 8 ranks are 64 in memory: every parameter is split over all, what fills it up gets a gradient of exactly zero."""
+    loss, weight, gradients = loss_and_gradients("sequence 8", remat="nothing", prefetch=prefetch, hidden_size=60)
+    expected, own = loss_and_gradients("one", hidden_size=60), {}
+    assert gradients["norm.weight"].shape == (64,) and gradients["layers.mlp.down_proj.weight"].shape == (2, 96, 64)
+    for name, g in gradients.items():
+        part = tuple(map(slice, expected[2][name].shape))
+        own[name] = g[part].copy()
+        g = g.copy()
+        g[part] = 0
+        assert not g.any(), name
+    assert_same((loss, weight, own), expected)
+
+
 @pytest.mark.parametrize(("mesh", "options", "message"), [
     ("sequence 8", {"schedule": "all_gather"}, "schedule all_gather on sequence 8, where it needs ring"),
     ("fsdp 8", {}, "schedule ring on sequence 1, where it needs ring on several devices"),
