@@ -26,7 +26,7 @@ from model.llama import Chunks
 from trainer.costs import Sizes
 from trainer.costs.paper_rows import RING_ATTENTION_COLUMNS as COLUMNS
 from trainer.costs.paper_rows import RING_ATTENTION_CONTEXTS as PAPER
-from trainer.plan import GIB, DoesNotFit, Job, parts_gib, plan
+from trainer.plan import GIB, DoesNotFit, Job, parts_gib, plan, sizes_text
 from trainer.schema import MeshConfig
 from trainer.topology import memory_gib, topology_devices
 
@@ -213,7 +213,7 @@ def compiled(job: Job) -> dict:
     except DoesNotFit as error:
         found = {"fits": False, "needs_gib": error.needs_gib, "has_gib": error.has_gib}
     found["compile_seconds"] = time.perf_counter() - start
-    return {name: round(value, 3) if isinstance(value, float) else value for name, value in found.items()}
+    return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in found.items()}
 
 
 def _share(cell: Cell, tried: dict) -> float:
@@ -225,7 +225,7 @@ def _share(cell: Cell, tried: dict) -> float:
 def _refusal(cell: Cell, tried: dict) -> str:
     if tried["fits"]:
         return f"needs {tried['host_gib']:.2f} GiB of the host's {cell.host_gib}"
-    return f"needs {tried['needs_gib']:.2f} GiB of {tried['has_gib']:.2f}"
+    return sizes_text(tried["needs_gib"], tried["has_gib"])
 
 
 def first_guess(cell: Cell) -> int:

@@ -57,8 +57,8 @@ class Job:
 
     @property
     def policy(self) -> str:
-        """What is kept, and whether heads go in groups, in a few words."""
-        return self.remat + ("" if self.attention_groups == 1 else " in groups")
+        """What is kept, whether heads go in groups and weights are prefetched, in a few words."""
+        return self.remat + ("" if self.attention_groups == 1 else " in groups") + (" prefetched" if self.prefetch else "")
 
     @property
     def axes(self) -> str:
@@ -79,13 +79,20 @@ class Job:
             schedule=self.schedule if mesh.sequence > 1 else "local", layout=layout, causal=causal))
 
 
+def sizes_text(needs_gib: float, has_gib: float) -> str:
+    """What is needed of what there is; less than a MiB is a core's scalar memory."""
+    if has_gib * 2**10 < 1:
+        return f"needs {needs_gib * 2**20:.1f} KiB of {has_gib * 2**20:.1f} of scalar memory"
+    return f"needs {needs_gib:.2f} GiB of {has_gib:.2f}"
+
+
 class DoesNotFit(Exception):
     """The device's memory is too small for a job: `needs_gib` of `has_gib`. `parts`: what is known of it beforehand, in GiB."""
 
     def __init__(self, needs_gib: float, has_gib: float, parts: dict[str, float] | None = None):
         known = sorted((parts or {}).items(), key=lambda item: -item[1])
         of_it = f"; of it {', '.join(f'{name} {size:.2f}' for name, size in known if size)}" if known else ""
-        super().__init__(f"needs {needs_gib:.2f} GiB of {has_gib:.2f}{of_it}")
+        super().__init__(sizes_text(needs_gib, has_gib) + of_it)
         self.needs_gib, self.has_gib = needs_gib, has_gib
 
 
@@ -120,7 +127,9 @@ def _refusal(text: str) -> DoesNotFit:
     if found := re.search(r"Allocation \(size=(\d+)\) would exceed memory \(size=(\d+)\)", text):
         return DoesNotFit(*(int(size) / GIB for size in found.groups()))
     units = {"K": 2**-20, "M": 2**-10, "G": 1.0, "T": 2.0**10}
-    found = re.search(r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)", text)
+    found = (re.search(r"\(([\d.]+)([KMGT])\) exceeds available HBM \(([\d.]+)([KMGT])\)", text)
+             # A kernel's tables of very many tiles, where scalar memory is small (v3).
+             or re.search(r"Ran out of memory in memory space smem. Used ([\d.]+)([KMGT]) of ([\d.]+)([KMGT])", text))
     if not found:
         raise RuntimeError(f"the compiler ran out of memory in words that are not known here: {text[:500]}")
     needs, needs_unit, has, has_unit = found.groups()

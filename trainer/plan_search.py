@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable
 
 from model.config import LlamaConfig
+from model.llama import PREFETCHED
 
 from . import plan as planning
 from .plan import DoesNotFit, Job
@@ -48,7 +49,10 @@ def ways(job: Job) -> list[Job]:
         except ValueError:
             continue
         # Estimates that differ by less than a percent or so are alike: then the schedule named first goes first.
-        found.append((float(f"{estimate.seconds:.2g}") if estimate else POLICIES.index(policy), way))
+        order = float(f"{estimate.seconds:.2g}") if estimate else POLICIES.index(policy)
+        # The model takes weights to arrive under compute; where they can be made to, that way is tried first.
+        prefetch = schedule == "ring" and mesh.sequence > 1 and way.remat in PREFETCHED and way.attention_groups == 1
+        found += [(order, dataclasses.replace(way, prefetch=True))] * prefetch + [(order, way)]
     return [way for _, way in sorted(found, key=lambda pair: pair[0])]
 
 

@@ -109,6 +109,8 @@ def test_too_much_for_the_host_is_a_refusal_too():
     """The compiler's words for 80 layers' inputs at 8M tokens on 256 chips of v5e."""
     refusal = _refusal("RESOURCE_EXHAUSTED: Allocation (size=171798691840) would exceed memory (size=137438953472) :: ...")
     assert (refusal.needs_gib, refusal.has_gib) == (160.0, 128.0)
+    scalars = _refusal("RESOURCE_EXHAUSTED: XLA:TPU ... Ran out of memory in memory space smem. Used 25.2K of 16.0K smem. ...")
+    assert str(scalars) == "needs 25.2 KiB of 16.0 of scalar memory"
 
 
 def test_the_search_ends_at_the_longest_context_that_fits(monkeypatch):
@@ -139,6 +141,8 @@ def test_the_ways_of_a_job():
     found = ways(job)
     meshes = {(way.mesh.fsdp, way.mesh.tensor, way.mesh.sequence) for way in found}
     assert meshes == {(4, 1, 4), (4, 2, 2), (4, 4, 1), (2, 8, 1)}
+    prefetched = {(way.schedule, way.remat, way.mesh.sequence > 1) for way in found if way.prefetch}
+    assert prefetched == {("ring", "save_attention", True), ("ring", "nothing", True)}
     seconds = [way.estimate().seconds for way in found]
     assert all(later > 0.9 * earlier for earlier, later in itertools.pairwise(seconds)), "rounded to two digits"
     assert len(found) > 10 and seconds[-1] > 1.2 * seconds[0]
