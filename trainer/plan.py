@@ -14,7 +14,8 @@ import jax
 
 from model.attention.kernels import get_kernel
 from model.config import LlamaConfig
-from model.llama import Chunks, Llama, declare
+from model.llama import Chunks, Llama
+from model.modules import declare
 from model.sharding import Parallel
 
 from . import costs

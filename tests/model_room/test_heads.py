@@ -3,7 +3,8 @@ import jax
 import numpy as np
 import pytest
 
-from model.llama import Chunks, declare
+from model.llama import Chunks
+from model.modules import declare
 
 from .build import llama, packed_batch, permuted, tiny
 

@@ -17,7 +17,7 @@ from model.attention.kernels import get_kernel
 from model.attention.schedules import Ring
 from model.chunked import chunked, product
 from model.config import LlamaConfig
-from model.llama import declare
+from model.modules import declare
 from model.sharding import Parallel, Parameter, Sharding, gather
 from trainer.huggingface import read_hf
 from trainer.model_source import open_model

@@ -10,7 +10,7 @@ from data.errors import UserError
 from model.attention import get_schedule
 from model.attention.schedules.plan import Block, received
 from model.config import LlamaConfig
-from model.llama import declare
+from model.modules import declare
 from scripts.plan import main, mesh_of, parse
 from trainer.compiled import GIB, memory
 from trainer.compiled.communication import communication
