@@ -24,12 +24,15 @@ from .config import LlamaConfig
 from .feedforward import FeedForward, Projection, RMSNorm, param, rms_norm
 from .head_groups import attend_in_groups
 from .loss import token_losses
+from .parcels import Parcels
+from .prefetch import Layer, run_layers
 from .remat import scan_layers
 from .rope import apply_rope, attention_scaling, inverse_frequencies
-from .sharding import BATCH_AXES, Parallel, Parameter, Sharding, arrive, gather
+from .sharding import BATCH_AXES, HIDDEN, Parallel, Parameter, Sharding, arrive, gather
 
 TOKENS = PartitionSpec(BATCH_AXES, "sequence")
 # The weights of a layer before attention.
+PREFETCHED = ("nothing", "save_attention")  # the policies that go with `prefetch`
 INWARD = ("input_layernorm", "self_attn.q", "self_attn.k", "self_attn.v")
 
 
@@ -152,12 +155,13 @@ class Llama:
       dtype: compute precision; parameters stay float32.
       remat, every_k: a policy of `model.remat`.
       attention_groups: groups of heads that are projected and attend one after the other; divides a tensor rank's key heads.
+      prefetch: the next layer's weights arrive while a layer runs, see `prefetch.py`.
       sequence_parallel: Megatron's: hidden states are split over `tensor` too, along the length (`Parallel.split_tokens`);
         nothing is then computed in chunks.
 
     Raises:
       ValueError: `sequence_parallel` where `tensor` does not split the heads and the feed-forward width; attention groups
-        that do not divide the key heads.
+        that do not divide the key heads; `prefetch` with what it cannot do.
     """
 
     config: LlamaConfig
@@ -171,6 +175,7 @@ class Llama:
     storage_axes: tuple[str, ...] = ("fsdp", "sequence")
     sequence_parallel: bool = False
     attention_groups: int = 1
+    prefetch: bool = False
     mask: Mask = Mask()
 
     def __post_init__(self):
@@ -179,9 +184,22 @@ class Llama:
             good = [n for n in range(1, heads + 1) if heads % n == 0]
             raise ValueError(f"memory.attention_groups: {self.attention_groups} does not divide the {heads} key/value heads of "
                              f"a device; {', '.join(map(str, good))} do")
+        if self.prefetch:
+            self._check_prefetch()
         if self.parallel.split_tokens and not (self.parallel.heads and self.parallel.mlp):
             raise ValueError(f"sequence_parallel: tensor = {self.parallel.tensor} does not divide the heads "
                              f"({self.config.num_attention_heads}) or the width ({self.config.intermediate_size})")
+
+    def _check_prefetch(self):
+        """ValueError naming what does not go with it."""
+        carries = self.mesh.shape["sequence"] > 1 and attending(self.config.head_dim, **self._attention).carries
+        for good, found, other in (
+                (carries, f"schedule {self.schedule} on sequence {self.mesh.shape['sequence']}", "ring on several devices"),
+                (self.remat in PREFETCHED, f"memory.remat {self.remat}", " or ".join(PREFETCHED)),
+                (self.attention_groups == 1, f"memory.attention_groups {self.attention_groups}", "1"),
+                (not self.sequence_parallel, "mesh.sequence_parallel", "false")):
+            if not good:
+                raise ValueError(f"memory.prefetch: found {found}, where it needs {other}")
 
     @functools.cached_property
     def sharding(self) -> Sharding:
@@ -189,7 +207,8 @@ class Llama:
 
     @functools.cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """As in memory: with the vocabulary and the heads padded to what `tensor` divides."""
+        """As in memory: with the vocabulary and the heads padded to what `tensor` divides, the hidden size to what the ranks do
+        that share the storage."""
         return declare(self.in_memory)
 
     @functools.cached_property
@@ -208,7 +227,7 @@ class Llama:
     @property
     def in_memory(self) -> LlamaConfig:
         """The sizes of `parameters`, padding among them."""
-        return self.parallel.padded(self.config)
+        return self.sharding.padded(self.parallel.padded(self.config))
 
     def init(self, seed: int) -> dict[str, jax.Array]:
         """Fresh parameters, born sharded."""
@@ -220,7 +239,12 @@ class Llama:
 
     def _whole(self, params, names) -> dict:
         """These parameters, gathered from their shards."""
-        return {name: gather(arrive(params[name]), self.specs[name], self.dtype) for name in names}
+        return {name: self._trim(name, gather(arrive(params[name]), self.specs[name], self.dtype)) for name in names}
+
+    def _trim(self, name: str, whole):
+        """A whole parameter (a layer's, of `layers.`) without what fills its hidden axis up in memory."""
+        axes = self.parameters[name].axes[-whole.ndim:]
+        return whole[tuple(slice(self.config.hidden_size) if axis in HIDDEN else slice(None) for axis in axes)]
 
     def _run(self, fn, weights, arrays, labels, chunk, through=None):
         return chunked(fn, weights, arrays, labels, dtype=self.dtype, chunk=chunk, through=through)
@@ -246,8 +270,11 @@ class Llama:
 
     def local_weights(self, shards: dict) -> dict:
         """One layer's weights (names within the layer), whole: gathered once for all that the layer does in one direction."""
-        return {name: gather(arrive(shard), PartitionSpec(*self.specs[f"layers.{name}"][1:]), self.dtype)
+        return {name: self._trim(f"layers.{name}", gather(arrive(shard), self._layer_spec(name), self.dtype))
                 for name, shard in shards.items()}
+
+    def _layer_spec(self, name: str) -> PartitionSpec:
+        return PartitionSpec(*self.specs[f"layers.{name}"][1:])
 
     def _layer_call(self, fn, weights, part, arrays, labels, chunk, through=None):
         """fn over those of a layer's weights that start with one of `part`; run again in the backward chunk by chunk, but
@@ -269,15 +296,18 @@ class Llama:
 
     def local_attend(self, weights, x, positions, coords: TokenCoords, length: int, keep_kv: bool):
         """A layer's attention, from whole weights: x itself, the output [B, T, Hq, D], and with keep_kv k and v."""
-        how = {"schedule": self.schedule, "kernel": self.kernel, "axis": "sequence", "size": self.mesh.shape["sequence"],
-               "mask": self.mask}
         if keep_kv or self.attention_groups == 1:
             q, k, v = self.local_project(weights, x, positions, length)
-            return x, attend(q, k, v, coords, coords, **how)[0], (k, v) if keep_kv else None
+            return x, attend(q, k, v, coords, coords, **self._attention)[0], (k, v) if keep_kv else None
         project = functools.partial(self.local_project, length=length, through="x")
         inward = {name: w for name, w in weights.items() if name.startswith(INWARD)}
-        return *attend_in_groups(project, attending(self.config.head_dim, **how), self.attention_groups, inward, x, positions,
-                                 coords, self.dtype), None
+        how = attending(self.config.head_dim, **self._attention)
+        return *attend_in_groups(project, how, self.attention_groups, inward, x, positions, coords, self.dtype), None
+
+    @property
+    def _attention(self) -> dict:
+        return {"schedule": self.schedule, "kernel": self.kernel, "axis": "sequence", "size": self.mesh.shape["sequence"],
+                "mask": self.mask}
 
     def local_finish(self, weights, x, attended):
         """A layer from attention's output to the next layer's input, from whole weights."""
@@ -306,6 +336,8 @@ class Llama:
         """
         layers = self.layer_shards(params)
         length = length or positions.shape[1] * self.mesh.shape["sequence"]
+        if self.prefetch and not keep_kv:
+            return self.parallel.whole(run_layers(self._prefetching(layers, length), layers, x, positions, coords))
 
         def body(carry, shards):
             x, positions, coords = carry
@@ -317,6 +349,16 @@ class Llama:
         (x, _, _), kv = scan_layers(body, (x, positions, coords), layers, self.remat, self.every_k)
         x = self.parallel.whole(x)
         return (x, kv) if keep_kv else x
+
+    def _prefetching(self, layers, length: int) -> Layer:
+        """How a layer is run while the next one's weights arrive; layers: all layers' shards."""
+        specs = {name: self._layer_spec(name) for name in layers}
+        shapes = {name: w.shape[1:] for name, w in layers.items()}
+        parcels = Parcels.of(specs, shapes, self.mesh.shape["fsdp"], self.mesh.shape["sequence"], self.dtype)
+        return Layer(
+            parcels, lambda whole: {name: self._trim(f"layers.{name}", w) for name, w in whole.items()}, self.local_weights,
+            functools.partial(self.local_project, length=length, through="x"), self.local_finish,
+            attending(self.config.head_dim, **self._attention), self.remat == "save_attention", INWARD)
 
     def _head(self, weights, x):
         """Final norm and logits of this tensor rank's vocabulary; minus infinity where it is padded."""

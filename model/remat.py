@@ -57,7 +57,8 @@ def scan_layers(body: Callable, carry, layers, name: str, every_k: int = 1):
     groups = jax.tree.map(lambda x: x.reshape(-1, every_k, *x.shape[1:]), layers)
 
     def group(carry, layers):
-        return lax.scan(body, jax.tree.map(lambda x: checkpoint_name(x, "group_input"), carry), layers)
+        # Hidden states alone: TPU compilers have no way to put labels on the host.
+        return lax.scan(body, jax.tree.map(lambda x: checkpoint_name(x, "group_input") if x.ndim > 2 else x, carry), layers)
 
     kept = _to_host("group_input") if name == "offload_every_k" else jax.checkpoint_policies.nothing_saveable
     group = jax.checkpoint(group, policy=kept, prevent_cse=False)

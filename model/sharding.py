@@ -24,8 +24,8 @@ STORAGE_AXES = ("fsdp", "sequence")
 
 # Logical axis -> which decision of `Parallel` splits it over the tensor axis.
 TENSOR_RULES = {"heads": "heads", "kv_heads": "kv_heads", "mlp": "mlp", "vocab": "vocab"}
-# The axes that storage is split along first; others serve where these do not divide.
-STORAGE_FIRST = ("embed", "norm")
+# The axes of the hidden size: storage is split along them first. Biases, that have none, are split as their sizes allow.
+HIDDEN = ("embed", "norm")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,6 +127,12 @@ class Sharding:
     def parallel(self) -> Parallel:
         return Parallel.of(self.config, self.mesh.shape["tensor"])
 
+    def padded(self, config: LlamaConfig) -> LlamaConfig:
+        """With a hidden size that all ranks divide that share the storage, as in memory: 3,200 on 512 ranks are 3,584.
+        What fills it up is zero, and cut off where a parameter is made whole: no product knows of it."""
+        ranks = math.prod(self.mesh.shape[axis] for axis in self.storage_axes)
+        return dataclasses.replace(config, hidden_size=-(-config.hidden_size // ranks) * ranks)
+
     def spec(self, name: str, parameter: Parameter) -> PartitionSpec:
         """Mesh axes of each axis of a parameter. JAX refuses uneven shards, so a mesh axis goes only where it divides.
 
@@ -148,10 +154,10 @@ class Sharding:
             if logical in TENSOR_RULES:
                 if self.mesh.shape["tensor"] > 1 and getattr(self.parallel, TENSOR_RULES[logical]):
                     place(i, "tensor")
-            elif logical not in (*STORAGE_FIRST, "layers", "head_dim"):
+            elif logical not in (*HIDDEN, "layers", "head_dim"):
                 raise ValueError(f"{name}: no sharding rule for its axis {logical!r}")
         order = sorted((i for i, logical in enumerate(parameter.axes) if logical != "layers"),
-                       key=lambda i: (parameter.axes[i] not in STORAGE_FIRST, -parameter.shape[i]))
+                       key=lambda i: (parameter.axes[i] not in HIDDEN, -parameter.shape[i]))
         for axis in self.storage_axes:
             if self.mesh.shape[axis] > 1:
                 any(place(i, axis) for i in order)
@@ -213,11 +219,12 @@ def gather(shard: jax.Array, spec: PartitionSpec, dtype) -> jax.Array:
     return whole.astype(jnp.float32)
 
 
-def _reduce_scatter(spec: PartitionSpec, dtype, _, gradient: jax.Array):
+def reduce_scatter(spec: PartitionSpec, gradient: jax.Array) -> jax.Array:
+    """The sum over the storage axes of all devices' gradients of a whole parameter: of it this device's shard."""
     for i, axes in reversed(storage_axes_of(spec)):
         for over, groups in _turns(axes):
             gradient = lax.psum_scatter(gradient, over, scatter_dimension=i, axis_index_groups=groups, tiled=True)
-    return (gradient,)
+    return gradient
 
 
 def _turns(axes: tuple[str, ...]) -> list[tuple[str | tuple[str, ...], list | None]]:
@@ -245,4 +252,5 @@ def _device_kind(mesh) -> str:
     return getattr(mesh.abstract_device, "device_kind", "")
 
 
-gather.defvjp(lambda shard, spec, dtype: (gather(shard, spec, dtype), None), _reduce_scatter)
+gather.defvjp(lambda shard, spec, dtype: (gather(shard, spec, dtype), None),
+              lambda spec, dtype, _, gradient: (reduce_scatter(spec, gradient),))

@@ -37,6 +37,7 @@ def parse(argv):
     parser.add_argument("--parameters-on-host", action="store_true", help="so do the parameters")
     parser.add_argument("--attention-groups", type=int, default=1, help="groups of heads that attend one after the other "
                         "(default 1); 0: a group for each key head of a device")
+    parser.add_argument("--prefetch", action="store_true", help="the next layer's weights arrive while a layer runs")
     parser.add_argument("--best", action="store_true", help="chooses mesh, schedule and policy too: of those that fit the one "
                         "that the cost model thinks fastest")
     parser.add_argument("--search", action="store_true", help="the longest context that fits, and the policy (with --best also "
@@ -70,6 +71,7 @@ def of_recipe(path: str | None) -> list[str]:
             "--mesh", ",".join(f"{axis}={size}" for axis, size in axes.items()), "--schedule", attention.schedule,
             "--layout", attention.layout, "--remat", memory.remat, "--every-k", str(memory.every_k),
             "--attention-groups", str(memory.attention_groups),
+            *(["--prefetch"] if memory.prefetch else []),
             *(["--moments-on-host"] if memory.moments_on_host else []),
             *(["--parameters-on-host"] if memory.parameters_on_host else [])]
 
@@ -140,7 +142,7 @@ def run(args) -> int:
     from trainer.plan import DoesNotFit, Job, plan
 
     job = Job(args.model, args.topology, args.context, args.batch, mesh_of(args.mesh), args.schedule, args.remat, args.every_k,
-              args.moments_on_host, args.attention_groups, args.parameters_on_host)
+              args.moments_on_host, args.attention_groups, args.parameters_on_host, args.prefetch)
     try:
         job, found, rest = searched(job, args) if args.search or args.best else (job, plan(job), {})
     except DoesNotFit as error:

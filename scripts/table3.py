@@ -325,7 +325,10 @@ def main(argv=None) -> int:
                 print(f"left out: {error}", file=sys.stderr)
             missing.add(cell.topology)
             continue
-        fill(table, cell, args.compiles)
+        try:
+            fill(table, cell, args.compiles)
+        except jax.errors.JaxRuntimeError as error:  # the compiler's own fault; a flag of it may help
+            print(f"{cell.name}: the compiler failed: {str(error).splitlines()[0][:200]}", file=sys.stderr)
     if not args.show:
         table.save()
     show(table)

@@ -71,6 +71,9 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     need(not attention.global_tokens or attention.kernel not in ("tpu", "gpu"), "attention.kernel",
          "it does not serve attention.global_tokens; auto, xla and reference do")
 
+    need(not (config.memory.prefetch and config.memory.parameters_on_host), "memory.prefetch",
+         "it does not go with memory.parameters_on_host")
+
     schedule = schedule_name(attention)
     need(schedule in SCHEDULES, "attention.schedule",
          f"valid: {', '.join(SCHEDULES)}, or a mapping whose `name` is one of them")  # fmt: skip

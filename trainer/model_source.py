@@ -101,6 +101,7 @@ def _draw_rows(params: dict, model, had: int, seed: int) -> dict:
             old = jax.lax.slice_in_dim(params[name], 0, had, axis=axis)
             shape = (config.vocab_size - had, config.hidden_size)
             noise = config.initializer_range * jax.random.normal(jax.random.fold_in(jax.random.key(seed), axis), shape)
+            noise = jax.numpy.pad(noise, ((0, 0), (0, old.shape[1 - axis] - config.hidden_size)))
             rows = old.mean(axis, keepdims=True) + (noise.T if axis else noise)
             drawn[name] = jax.lax.dynamic_update_slice_in_dim(params[name], rows, had, axis)
         return drawn

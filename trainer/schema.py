@@ -156,6 +156,9 @@ class MemoryConfig:
     attention_groups: int = 1
     """Groups of heads that are projected and attend one after the other, so that queries, keys and values exist for one group
     at a time; a divisor of a device's key/value heads."""
+    prefetch: bool = False
+    """Whether the next layer's weights arrive, and the gradients of the last one leave, along with the keys and values of the
+    ring while a layer runs; with schedule ring and remat nothing or save_attention. Holds two layers' weights at a time."""
     feed_forward_chunk: int = 1024
     """Tokens of a feed-forward chunk; 0 computes all at once."""
     projection_chunk: int = 0

@@ -44,12 +44,32 @@ class Attending:
 
     def backward(self, q, k, v, q_coords, kv_coords, out, lse, dout, dlse):
         """Gradients of q, k and v, in their dtypes, from what `forward` gave and its cotangents."""
-        delta = jnp.einsum("bthd,bthd->bht", dout.astype(jnp.float32), out.astype(jnp.float32))
-        # d lse / d score = weight, and d score = weight * (dweight - delta): lse's own cotangent joins delta.
-        delta = delta - jnp.where(jnp.isneginf(lse), 0.0, dlse)
         gradients = self.schedule.backward(
-            self.kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, **self._options)
+            self.kernel, q, k, v, dout, lse, _delta(out, lse, dout, dlse), q_coords, kv_coords, **self._options)
         return tuple(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True))
+
+    @property
+    def carries(self) -> bool:
+        """Whether other arrays can ride with what the schedule sends."""
+        return hasattr(self.schedule, "carry_forward")
+
+    def carry_forward(self, q, k, v, q_coords, kv_coords, shard):
+        """`forward` (out and lse in one pair), and `shard`, a tree of arrays, of all ranks [P, ...]: it rides along."""
+        partial, gathered = self.schedule.carry_forward(self.kernel, q, k, v, q_coords, kv_coords, shard, **self._options)
+        return (partial.out.astype(q.dtype), partial.lse), gathered
+
+    def carry_backward(self, q, k, v, q_coords, kv_coords, out, lse, dout, shard, shares):
+        """`backward` without a cotangent for lse; `shard` of all ranks; the sum over all ranks of what their `shares` [P, ...]
+        have for this one. Each is a tree, or None."""
+        gradients, gathered, share = self.schedule.carry_backward(
+            self.kernel, q, k, v, dout, lse, _delta(out, lse, dout), q_coords, kv_coords, shard, shares, **self._options)
+        return tuple(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True)), gathered, share
+
+
+def _delta(out, lse, dout, dlse=0.0):
+    """d score = weight * (dweight - delta); d lse / d score = weight, so that lse's own cotangent joins delta."""
+    delta = jnp.einsum("bthd,bthd->bht", dout.astype(jnp.float32), out.astype(jnp.float32))
+    return delta - jnp.where(jnp.isneginf(lse), 0.0, dlse)
 
 
 def keep(out, lse):

@@ -85,12 +85,21 @@ def computations(text):
     return found
 
 
+SMALL = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2)
+
+
+def test_a_bfloat16_step_compiles_for_v3():
+    """Its kernels take no bfloat16 operands: tiles, which come as bfloat16, are made float32 inside."""
+    text = compile_step(SMALL, topology_devices("v3:2x2"), 8 * 1536).as_text()
+    calls = [line for lines in computations(text) for _, _, line in lines if CALL in line]
+    assert len(calls) == 9 and all("bf16[2,1,2,1536,64]" in line for line in calls)
+
+
 def test_a_ring_is_one_kernel_a_round_and_nothing_moves_around_it():
     """A training step on v5e 2x4, 1536 tokens a device, 4 query heads of 64 on 2 key heads."""
-    config = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2,
-                         num_attention_heads=4, num_key_value_heads=2)
     kernel = get_kernel(query_tile=256, key_tile=256)
-    text = compile_step(config, topology_devices("v5e:2x4"), 8 * 1536, kernel=kernel).as_text()
+    text = compile_step(SMALL, topology_devices("v5e:2x4"), 8 * 1536, kernel=kernel).as_text()
     found = computations(text)
     calls = [line for lines in found for operation, _, line in lines if CALL in line]
     # First round, the scan's round and last round; in the backward two kernels each. The forward is never run again.

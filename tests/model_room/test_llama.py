@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers import LlamaConfig as HFConfig
 
 from model.attention.kernels import get_kernel
+from model.attention.schedules import Ring
 from model.chunked import chunked, product
 from model.config import LlamaConfig
 from model.llama import declare
@@ -130,10 +131,10 @@ def smollm2_truth(folder):
 
 @functools.cache
 def loss_and_gradients(mesh, layout="striped", remat="save_attention", schedule="ring", sequence_parallel=False,
-                       attention_groups=1, **changes):
+                       attention_groups=1, prefetch=False, **changes):
     config = tiny(**changes)
     model = llama(config, MESHES[mesh], remat=remat, schedule=schedule, sequence_parallel=sequence_parallel,
-                  attention_groups=attention_groups)
+                  attention_groups=attention_groups, prefetch=prefetch)
     batch, _ = permuted(packed_batch(config), model, layout)
     (loss, weight), gradient = jax.jit(jax.value_and_grad(model.loss, has_aux=True))(model.init(0), batch)
     return float(loss), float(weight), {name: np.asarray(g) for name, g in gradient.items()}
@@ -186,6 +187,41 @@ def test_tokens_split_over_tensor_are_what_is_kept_and_sent():
     assert f"f32[{rows // 2},{length},{config.hidden_size}]" not in "".join(re.findall(r".*all-reduce.*", text))
     with pytest.raises(ValueError, match="sequence_parallel: tensor = 4 does not divide the heads"):
         llama(tiny(num_attention_heads=6, num_key_value_heads=1), MESHES["data 2 x tensor 4"], sequence_parallel=True)
+
+
+@pytest.mark.parametrize(("mesh", "remat", "schedule"), [
+    ("fsdp 2 x tensor 2 x sequence 2", "nothing", "ring"), ("sequence 8", "save_attention", "two ways")])
+def test_prefetched_weights_do_not_change_the_result(mesh, remat, schedule):
+    """Biases, which are not split along the hidden axis as the rest is, stay behind."""
+    changes = {"num_hidden_layers": 4, "attention_bias": True}
+    schedule = Ring(bidirectional=True) if schedule == "two ways" else schedule
+    got = loss_and_gradients(mesh, remat=remat, schedule=schedule, prefetch=True, **changes)
+    assert_same(got, loss_and_gradients("one", **changes))
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_a_hidden_size_that_the_ranks_do_not_divide_is_filled_up_in_memory(prefetch):
+    """60 on 8 ranks are 64 in memory: every parameter is split over all, what fills it up gets a gradient of exactly zero."""
+    loss, weight, gradients = loss_and_gradients("sequence 8", remat="nothing", prefetch=prefetch, hidden_size=60)
+    expected, own = loss_and_gradients("one", hidden_size=60), {}
+    assert gradients["norm.weight"].shape == (64,) and gradients["layers.mlp.down_proj.weight"].shape == (2, 96, 64)
+    for name, g in gradients.items():
+        part = tuple(map(slice, expected[2][name].shape))
+        own[name] = g[part].copy()
+        g = g.copy()
+        g[part] = 0
+        assert not g.any(), name
+    assert_same((loss, weight, own), expected)
+
+
+@pytest.mark.parametrize(("mesh", "options", "message"), [
+    ("sequence 8", {"schedule": "all_gather"}, "schedule all_gather on sequence 8, where it needs ring"),
+    ("fsdp 8", {}, "schedule ring on sequence 1, where it needs ring on several devices"),
+    ("sequence 8", {"remat": "offload"}, "memory.remat offload, where it needs nothing or save_attention"),
+    ("sequence 8", {"attention_groups": 2}, "memory.attention_groups 2, where it needs 1")])
+def test_prefetch_names_what_does_not_go_with_it(mesh, options, message):
+    with pytest.raises(ValueError, match=f"memory.prefetch: found {message}"):
+        llama(tiny(), MESHES[mesh], prefetch=True, **options)
 
 
 @pytest.mark.parametrize("remat", ["every_k", "offload_every_k"])

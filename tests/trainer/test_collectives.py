@@ -21,6 +21,7 @@ from trainer.topology import topology_devices
 # How often a layer's parameter is gathered in a direction; outside the layers, at most in both.
 GATHERS = 1
 MESH = MeshConfig(fsdp=2, tensor=2, sequence=2)
+RING = MeshConfig(tensor=2, sequence=4)
 CONTEXT, ROWS = 8192, 2
 CONFIG = LlamaConfig(vocab_size=1024, hidden_size=512, intermediate_size=1536, num_hidden_layers=4, num_attention_heads=8,
                      num_key_value_heads=4)
@@ -48,6 +49,13 @@ def parameters():
             others[name] = elements
     assert len(layers) == 9 and len(others) == 3
     return layers, others
+
+
+@pytest.fixture(scope="module", params=["nothing", "save_attention"])
+def prefetching(request):
+    """The collectives of a step whose layers' weights ride the ring."""
+    compiled = compile_step(CONFIG, topology_devices("v5e:2x4"), CONTEXT, mesh=RING, remat=request.param, prefetch=True)
+    return crossings(compiled.as_text())
 
 
 def of(step, kind, **wanted):
@@ -98,3 +106,17 @@ def test_the_ring_sends_keys_values_their_gradients_and_coordinates(step):
     # Forward: K and V in one. Backward: the same, and two hops of their gradients, in float32 where sums go on.
     assert Counter(found.backward for found in permutes if found.results[0][0] != "s32") == {False: 1, True: 3}
     assert not of(step, "all-to-all") and {found.kind for found in step} < set(COLLECTIVES)
+
+
+def test_prefetched_weights_and_their_gradients_ride_behind_kernels(prefetching):
+    """No layer gathers or scatters: its weights come with the ring in both directions, and only hops home have no kernel."""
+    assert not [found for found in prefetching if found.kind in ("all-gather", "reduce-scatter") and found.loops]
+    model = Llama(CONFIG, make_mesh(RING, topology_devices("v5e:2x4")))
+    layer = sum(math.prod(parameter.shape[1:]) // (RING.tensor if "tensor" in str(model.specs[name]) else 1)
+                for name, parameter in model.parameters.items() if name.startswith("layers."))
+    shard = layer // RING.sequence
+    for dtype in ("bf16", "f32"):
+        riding = [found for found in of(prefetching, "collective-permute") if found.results == ((dtype, shard),)]
+        behind = [found for found in riding if found.kernels]
+        assert behind and len(riding) - len(behind) <= (dtype == "f32"), [found.results for found in riding]
+    assert {found.backward for found in of(prefetching, "collective-permute", results=(("bf16", shard),))} == {False, True}

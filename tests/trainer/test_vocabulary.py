@@ -17,13 +17,14 @@ from trainer.checkpoint import CheckpointStore, restore, restore_model
 from trainer.huggingface import copy_assets, read_hf
 from trainer.huggingface_write import write_hf
 from trainer.model_source import open_model
-from trainer.padding import PADDED_AXES, VOCABULARY_AXES
+from trainer.padding import HEAD_AXES, HIDDEN_AXES, VOCABULARY_AXES
 
 from ..model_room.build import llama
 from .test_huggingface import make_model, tensors
 
 ROWS = 129  # 129 on one tensor rank, 130 on two, 132 on four, 136 on eight
-HEADS = {"hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 3}  # 8, 4 on 2 and 4 ranks; 16, 8 on 8
+HIDDEN = 42  # 44 on four ranks that share the storage
+HEADS = {"hidden_size": HIDDEN, "num_attention_heads": 6, "num_key_value_heads": 3}  # 8, 4 on 2 and 4 ranks; 16, 8 on 8
 
 
 @pytest.fixture(scope="module", params=["untied", "tied"])
@@ -37,21 +38,23 @@ def folder(request, tmp_path_factory):
 
 def own(name, array):
     """The part of a parameter or moment that is not padding; what is padding must be zero."""
-    padded, axis = next(((padded, axis) for padded, axis in PADDED_AXES.items() if name.endswith(padded)), (None, None))
     array = np.asarray(array)
-    if axis is None or not array.ndim:
-        return array
-    size = ROWS if padded in VOCABULARY_AXES else 3 if ".k_" in padded or ".v_" in padded else 6
-    assert not np.take(array, range(size, array.shape[axis]), axis).any()
-    return np.take(array, range(size), axis)
+    heads = 3 if ".k_" in name or ".v_" in name else 6
+    for table, size in ((VOCABULARY_AXES, ROWS), (HEAD_AXES, heads), (HIDDEN_AXES, HIDDEN)):
+        axis = next((axis for padded, axis in table.items() if name.endswith(padded)), None)
+        if axis is not None and array.ndim:
+            assert not np.take(array, range(size, array.shape[axis]), axis).any()
+            array = np.take(array, range(size), axis)
+    return array
 
 
 def test_padded_in_memory_cut_at_export(tmp_path, folder):
     source = open_model(str(folder))
-    whole, model = llama(source.config), llama(source.config, {"tensor": 4, "sequence": 2})
+    whole, model = llama(source.config), llama(source.config, {"tensor": 2, "sequence": 4})
     params = source.read(model)
-    assert params["embed_tokens.weight"].shape[0] == 132
+    assert params["embed_tokens.weight"].shape[0] == 130
     heads = [params[f"layers.self_attn.{letter}_proj.weight"].shape[2] for letter in "qkv"]
+    assert params["norm.weight"].shape == (44,) and params["layers.mlp.down_proj.weight"].shape[2] == 44
     assert heads == [8, 4, 4] and params["layers.self_attn.o_proj.weight"].shape[1] == 8
     for name, value in source.read(whole).items():
         np.testing.assert_array_equal(own(name, params[name]), value)
@@ -72,8 +75,8 @@ def test_restored_where_another_padding_is_needed(tmp_path, folder):
     state = tx.update(gradient, tx.init(params), params)[1]
     with CheckpointStore(tmp_path / "run") as store:
         store.save(3, model=params, optimizer=state, data={}, assets=tmp_path / "assets")
-    for tensor in (1, 2, 8):
-        other = llama(source.config, {"tensor": tensor})
+    for tensor, shape in ((1, {"sequence": 4}), (2, {"tensor": 2, "fsdp": 4}), (8, {"tensor": 8})):
+        other = llama(source.config, shape)
         abstract = {name: jax.ShapeDtypeStruct(p.shape, np.float32, sharding=other.shardings[name])
                     for name, p in other.parameters.items()}
         moments = jax.eval_shape(tx.init, abstract)
@@ -82,6 +85,7 @@ def test_restored_where_another_padding_is_needed(tmp_path, folder):
             if x.ndim else None), moments)
         found = restore(tmp_path / "run", abstract, placed)
         assert found.model["embed_tokens.weight"].shape[0] == {1: 129, 2: 130, 8: 136}[tensor]
+        assert found.model["layers.self_attn.o_proj.weight"].shape[3] == {1: 44, 2: 44, 8: 42}[tensor]
         assert found.model["layers.self_attn.k_proj.bias"].shape[1] == {1: 3, 2: 4, 8: 8}[tensor]
         again = open_model(str(tmp_path / "run")).read(other)
         for name, value in params.items():
@@ -92,9 +96,9 @@ def test_restored_where_another_padding_is_needed(tmp_path, folder):
     assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     before, after = tensors(folder), tensors(tmp_path / "out")
     assert all(torch.equal(before[name], after[name]) for name in before) and before.keys() == after.keys()
-    with pytest.raises(ValueError, match=r"embed_tokens\.weight is float32\[132, 48\] in the checkpoint"):
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is float32\[132, 42\] in the checkpoint"):
         restore_model(tmp_path / "run", model.shardings, shapes={**{name: p.shape for name, p in model.parameters.items()},
-                                                                 "embed_tokens.weight": (132 + 1024, 48)})
+                                                                 "embed_tokens.weight": (132 + 1024, 42)})
     with pytest.raises(ValueError, match=r"k_proj\.bias is float32\[3, 4, 16\] in the checkpoint.*\[3, 2, 16\]"):
         restore_model(tmp_path / "run", model.shardings, shapes={**{name: p.shape for name, p in model.parameters.items()},
                                                                  "layers.self_attn.k_proj.bias": (3, 2, 16)})
@@ -104,7 +108,7 @@ def test_new_rows_are_near_the_mean_and_the_same_on_every_mesh(folder):
     source = open_model(str(folder))
     grown = dataclasses.replace(source, config=dataclasses.replace(source.config, vocab_size=ROWS + 6))
     before = read_hf(folder, source.config, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    one, many = (grown.read(llama(grown.config, shape), seed=5) for shape in ({}, {"tensor": 4, "sequence": 2}))
+    one, many = (grown.read(llama(grown.config, shape), seed=5) for shape in ({}, {"tensor": 2, "sequence": 4}))
     for name, value in before.items():
         axis = VOCABULARY_AXES.get(name)
         if axis is None:
@@ -112,7 +116,7 @@ def test_new_rows_are_near_the_mean_and_the_same_on_every_mesh(folder):
             continue
         old, rows = np.split(np.asarray(one[name]), [ROWS], axis)
         np.testing.assert_array_equal(old, value)
-        np.testing.assert_allclose(np.take(np.asarray(many[name]), range(ROWS + 6), axis), one[name], atol=1e-6)
+        np.testing.assert_allclose(np.asarray(many[name])[tuple(map(slice, one[name].shape))], one[name], atol=1e-6)
         noise = rows - np.asarray(value, np.float64).mean(axis, keepdims=True)
         assert noise.shape[axis] == 6 and 0.015 < noise.std() < 0.025 and np.abs(noise).max() < 0.1
 

@@ -3,6 +3,8 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
+
 from ..coords import Mask, TokenCoords
 from ..partial import AttentionPartial
 from . import tpu_backward, tpu_forward
@@ -11,7 +13,8 @@ from .tpu_tiles import fitting, pad, tile_size
 
 @dataclasses.dataclass(frozen=True)
 class Tpu:
-    """The kernel with the tile sizes to aim at. On v3, whose matrix units take no bfloat16 from a kernel, operands are float32.
+    """The kernel with the tile sizes to aim at. On a mesh of v3, whose matrix units take no bfloat16 from a kernel, tiles are
+    made float32 before they are multiplied.
 
     Attributes:
       query_tile, key_tile: tokens; rounded to multiples of 128, and less where VMEM asks for it. Lengths that they do not
@@ -53,10 +56,11 @@ class Tpu:
     def _options(self, q, kv, mask, scale):
         if mask.global_tokens:
             raise ValueError(f"kernel: 'tpu' does not serve Mask.global_tokens = {mask.global_tokens}; 'auto' and 'xla' do")
-        query_tile, key_tile = fitting(self.query_tile, self.key_tile, q.shape[3], q.dtype.itemsize)
+        wide = getattr(jax.sharding.get_abstract_mesh().abstract_device, "device_kind", "") == "TPU v3"
+        query_tile, key_tile = fitting(self.query_tile, self.key_tile, q.shape[3], 4 if wide else q.dtype.itemsize)
         q_tile, kv_tile = tile_size(q.shape[1], query_tile), tile_size(kv[0].shape[1], key_tile)
         return q_tile, kv_tile, {"mask": mask, "scale": scale, "interpret": self.interpret, "query_tile": q_tile,
-                                 "key_tile": kv_tile}
+                                 "key_tile": kv_tile, "wide": wide}
 
 
 def _heads_first(x, tile: int):

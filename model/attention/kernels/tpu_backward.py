@@ -18,7 +18,7 @@ def _finite(lse):
     return jnp.where(jnp.isneginf(lse), 0.0, lse)
 
 
-def _dq_kernel(*refs, mask: Mask, scale: float, carried: bool):
+def _dq_kernel(*refs, mask: Mask, scale: float, carried: bool, wide: bool):
     meetings, refs = Meetings(*refs[:2]), refs[2:]
     q_ref, k_ref, v_ref, dout_ref, lse_row, delta_row, q_rows, kv_rows, *refs = refs
     before, (dq_ref, lse_ref, delta_ref, q_index, q_segment) = refs[:carried], refs[carried:]
@@ -31,15 +31,15 @@ def _dq_kernel(*refs, mask: Mask, scale: float, carried: bool):
         dq_ref[...] = jnp.zeros_like(dq_ref)
 
     def differentiate(masked: bool):
-        scores = product(q_ref[...], k_ref[...], 1, 1) * scale
+        scores = product(q_ref[...], k_ref[...], 1, 1, wide) * scale
         tokens = scores.shape[1]
         if masked:
             q_at = spread(q_index[...], tokens), spread(q_segment[...], tokens)
             scores = jnp.where(seen(q_at, (kv_rows[0:1], kv_rows[1:2]), mask), scores, -jnp.inf)
         weights = jnp.exp(scores - spread(lse_ref[...], tokens))
-        dweights = product(dout_ref[...], v_ref[...], 1, 1)
+        dweights = product(dout_ref[...], v_ref[...], 1, 1, wide)
         dscores = weights * (dweights - spread(delta_ref[...], tokens))
-        dq_ref[...] += product(dscores.astype(k_ref.dtype), k_ref[...], 1, 0)
+        dq_ref[...] += product(dscores.astype(k_ref.dtype), k_ref[...], 1, 0, wide)
 
     kind = meetings.kind(row, tile, step, mask, False)
     pl.when(kind == FULL)(lambda: differentiate(False))
@@ -50,7 +50,7 @@ def _dq_kernel(*refs, mask: Mask, scale: float, carried: bool):
         dq_ref[...] = dq_ref[...] * scale + (before[0][...] if carried else 0.0)
 
 
-def _dkv_kernel(*refs, mask: Mask, scale: float):
+def _dkv_kernel(*refs, mask: Mask, scale: float, wide: bool):
     """Scores stand on their side, keys along the sublanes: the queries' statistics are rows as they come."""
     meetings = Meetings(*refs[:2])
     (q_ref, k_ref, v_ref, dout_ref, lse_row, delta_row, q_rows, kv_rows,
@@ -63,16 +63,16 @@ def _dkv_kernel(*refs, mask: Mask, scale: float):
         dkv_ref[...] = jnp.zeros_like(dkv_ref)
 
     def differentiate(masked: bool):
-        scores = product(k_ref[...], q_ref[...], 1, 1) * scale
+        scores = product(k_ref[...], q_ref[...], 1, 1, wide) * scale
         if masked:
             tokens = scores.shape[1]
             kv_at = spread(kv_index[...], tokens), spread(kv_segment[...], tokens)
             scores = jnp.where(seen((q_rows[0:1], q_rows[1:2]), kv_at, mask), scores, -jnp.inf)
         weights = jnp.exp(scores - _finite(lse_row[...]))
-        dkv_ref[1] += product(weights.astype(dout_ref.dtype), dout_ref[...], 1, 0)
-        dweights = product(v_ref[...], dout_ref[...], 1, 1)
+        dkv_ref[1] += product(weights.astype(dout_ref.dtype), dout_ref[...], 1, 0, wide)
+        dweights = product(v_ref[...], dout_ref[...], 1, 1, wide)
         dscores = weights * (dweights - delta_row[...])
-        dkv_ref[0] += product(dscores.astype(q_ref.dtype), q_ref[...], 1, 0)
+        dkv_ref[0] += product(dscores.astype(q_ref.dtype), q_ref[...], 1, 0, wide)
 
     kind = meetings.kind(row, tile, step, mask, True)
     pl.when(kind == FULL)(lambda: differentiate(False))
@@ -84,7 +84,7 @@ def _dkv_kernel(*refs, mask: Mask, scale: float):
 
 
 def dq(carry, q, kv, dout, lse, delta, q_coords: TokenCoords, kv_coords: TokenCoords, *, mask: Mask, scale: float,
-       query_tile: int, key_tile: int, interpret=False) -> jax.Array:
+       query_tile: int, key_tile: int, wide=False, interpret=False) -> jax.Array:
     """The queries' gradient, heads before length: float32 [B, Hq, Tq, D], added to `carry`, whose memory is written over.
 
     q, dout [B, Hq, Tq, D]; kv two of [B, Hkv, Tk, D] or their stack; lse, delta [B, Hq, Tq].
@@ -95,7 +95,7 @@ def dq(carry, q, kv, dout, lse, delta, q_coords: TokenCoords, kv_coords: TokenCo
               coordinate_rows(kv_coords), *before)
     result = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     return pl.pallas_call(
-        functools.partial(_dq_kernel, mask=mask, scale=scale, carried=carry is not None),
+        functools.partial(_dq_kernel, mask=mask, scale=scale, carried=carry is not None, wide=wide),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(of.meetings),
             grid=of.grid,
@@ -114,7 +114,7 @@ def dq(carry, q, kv, dout, lse, delta, q_coords: TokenCoords, kv_coords: TokenCo
 
 
 def dkv(q, kv, dout, lse, delta, q_coords: TokenCoords, kv_coords: TokenCoords, *, mask: Mask, scale: float,
-        query_tile: int, key_tile: int, interpret=False) -> jax.Array:
+        query_tile: int, key_tile: int, wide=False, interpret=False) -> jax.Array:
     """The keys' and values' gradients, stacked, heads before length: float32 [2, B, Hkv, Tk, D], summed over the query heads
     that share a key head. Arguments as of `dq`."""
     batch, kv_heads, kv_length, head_dim = kv[0].shape
@@ -135,7 +135,7 @@ def dkv(q, kv, dout, lse, delta, q_coords: TokenCoords, kv_coords: TokenCoords, 
     keys, key_specs = key_operands(kv, key_tile, lambda b, h, j, *_: (b, h, j, 0))
     result = jax.ShapeDtypeStruct((2, *kv[0].shape), jnp.float32)
     return pl.pallas_call(
-        functools.partial(_dkv_kernel, mask=mask, scale=scale),
+        functools.partial(_dkv_kernel, mask=mask, scale=scale, wide=wide),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(meetings),
             grid=(batch, kv_heads, kv_length // key_tile, group, steps),

@@ -13,7 +13,7 @@ from ..partial import AttentionPartial
 from .tpu_tiles import LOWEST, ByQueryTile, Meetings, column, coordinate_rows, cost, nbytes, product, seen, spread
 
 
-def _kernel(*refs, mask: Mask, scale: float, carried: bool):
+def _kernel(*refs, mask: Mask, scale: float, carried: bool, wide: bool):
     meetings, refs = Meetings(*refs[:2]), refs[2:]
     q_ref, k_ref, v_ref, q_rows, kv_rows, *refs = refs
     before, (out_ref, lse_ref, top_ref, total_ref, q_index, q_segment) = refs[:2 * carried], refs[2 * carried:]
@@ -34,7 +34,7 @@ def _kernel(*refs, mask: Mask, scale: float, carried: bool):
             out_ref[...] = jnp.zeros_like(out_ref)
 
     def attend(masked: bool):
-        scores = product(q_ref[...], k_ref[...], 1, 1) * scale
+        scores = product(q_ref[...], k_ref[...], 1, 1, wide) * scale
         tokens = scores.shape[1]
         if masked:
             q_at = spread(q_index[...], tokens), spread(q_segment[...], tokens)
@@ -44,7 +44,7 @@ def _kernel(*refs, mask: Mask, scale: float, carried: bool):
         shrink = jnp.exp(top_ref[...] - top)
         top_ref[...] = top
         total_ref[...] = total_ref[...] * shrink + weights.sum(1, keepdims=True)
-        seen_here = product(weights.astype(v_ref.dtype), v_ref[...], 1, 0)
+        seen_here = product(weights.astype(v_ref.dtype), v_ref[...], 1, 0, wide)
         out_ref[...] = out_ref[...] * spread(shrink, out_ref.shape[1]) + seen_here
 
     kind = meetings.kind(row, tile, step, mask, False)
@@ -61,7 +61,7 @@ def _kernel(*refs, mask: Mask, scale: float, carried: bool):
 
 
 def forward(carry: AttentionPartial | None, q, kv, q_coords: TokenCoords, kv_coords: TokenCoords, *, mask: Mask, scale: float,
-            query_tile: int, key_tile: int, interpret=False) -> AttentionPartial:
+            query_tile: int, key_tile: int, wide=False, interpret=False) -> AttentionPartial:
     """Attention of one block over one block, heads before length: q [B, Hq, Tq, D], kv two of [B, Hkv, Tk, D] or their stack.
 
     Lengths are multiples of the tiles. `carry` (out [B, Hq, Tq, D], lse [B, Hq, Tq]) is what the queries have seen before:
@@ -73,7 +73,7 @@ def forward(carry: AttentionPartial | None, q, kv, q_coords: TokenCoords, kv_coo
     results = (jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct((batch, heads, 1, length), jnp.float32))
     inputs = (*of.meetings, q, *of.keys, coordinate_rows(q_coords), coordinate_rows(kv_coords), *before)
     out, lse = pl.pallas_call(
-        functools.partial(_kernel, mask=mask, scale=scale, carried=carry is not None),
+        functools.partial(_kernel, mask=mask, scale=scale, carried=carry is not None, wide=wide),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(of.meetings),
             grid=of.grid,

@@ -188,8 +188,9 @@ def seen(q: tuple, kv: tuple, mask: Mask) -> jax.Array:
     return visible
 
 
-def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
-    """Matrix product over these axes of two matrices, accumulated in float32."""
+def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, wide: bool) -> jax.Array:
+    """Matrix product over these axes of two matrices, accumulated in float32; wide: from float32 operands."""
+    a, b = (x.astype(jnp.float32) for x in (a, b)) if wide else (a, b)
     return lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 

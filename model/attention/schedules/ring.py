@@ -2,7 +2,8 @@
 
 Forward: each shard receives 2 T Hkv D numbers and 2 T coordinates a hop, P - 1 times. Backward: the same, and the float32
 dK, dV follow one hop behind, P - 1 times, with one more hop home. With the layout `striped` this is Striped Attention.
-How transfers and kernels overlap is told in `tour.py`.
+How transfers and kernels overlap is told in `tour.py`. Other arrays may ride along, hidden by the same kernels: a gather with K
+and V (`carry_forward`), a reduce-scatter with dK and dV (`carry_backward`); `model/prefetch.py` sends weights that way.
 
 `bidirectional`: the earlier half of every block's tokens goes one way round and the later half the other, so that both
 directions of each link are used at once: as many hops, bytes and kernels, half of the bytes in each direction. A round meets
@@ -76,6 +77,14 @@ class Ring:
     ordered: bool = False
 
     def forward(self, kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale):
+        return self.carry_forward(kernel, q, k, v, q_coords, kv_coords, None, ranks=ranks, mask=mask, scale=scale)[0]
+
+    def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale):
+        return self.carry_backward(kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, None, None, ranks=ranks, mask=mask,
+                                   scale=scale)[0]
+
+    def carry_forward(self, kernel, q, k, v, q_coords, kv_coords, shard, *, ranks, mask, scale):
+        """`forward`, and `shard` (a tree of arrays) of all ranks [P, ...]: it rides with K and V, behind the same kernels."""
         ways = _Ways.choose(ranks, mask, k.shape[1], self.bidirectional, self.ordered)
         own = (jnp.stack([k, v]), kv_coords)
 
@@ -83,9 +92,13 @@ class Ring:
             kv, coords = own if partial is None else _join(parts)
             return kernel.extend(partial, q, kv, q_coords, coords, mask=mask, scale=scale), (), ()
 
-        return tour(ways.deal(own), ways.hops, ways.send, ways.home, visit)[0]
+        partial, _, gathered, _ = _tour(ways, own, visit, shard)
+        return partial, gathered
 
-    def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale):
+    def carry_backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, shard, shares, *, ranks, mask,
+                       scale):
+        """`backward`; `shard` of all ranks, as before; and of all ranks' `shares` [P, ...] the sum that is this one's: they
+        are added up as they follow the block that goes round, one hop behind with dK and dV, and home."""
         ways = _Ways.choose(ranks, mask, k.shape[1], self.bidirectional, self.ordered)
         own = (jnp.stack([k, v]), kv_coords)
 
@@ -95,8 +108,8 @@ class Ring:
             dq, dkv = kernel.gradients(dq, q, kv, dout, lse, delta, q_coords, coords, mask=mask, scale=scale)
             return dq, ways.split(dkv, own=first), ()
 
-        dq, dkv, _ = tour(ways.deal(own), ways.hops, ways.send, ways.home, visit)
-        return dq, *ways.whole(dkv)
+        dq, dkv, gathered, share = _tour(ways, own, visit, shard, shares)
+        return (dq, *ways.whole(dkv)), gathered, share
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
         ways = _Ways.choose(Ranks("", size), mask, block.tokens, self.bidirectional, self.ordered)
@@ -122,6 +135,46 @@ class Ring:
         backward = tuple(one._replace(sends=one.sends + (gradients if stop else ())) for stop, one in enumerate(forward))
         home = plan.Round((), send("dK, dV home", lambda part: part.key_gradients, -ways.hops) if ways.hops else ())
         return plan.Plan(forward, (*backward, home))
+
+
+def _tour(ways: _Ways, own, visit, shard=None, shares=None):
+    """The tour of a block `own`, on which arrays may ride that have nothing to do with attention.
+
+    Args:
+      visit: as `tour`'s.
+      shard: a tree of arrays, this rank's, to be had of all ranks; shares: a tree of [P, ...], this rank's shares of sums,
+        one for each rank. None for nothing.
+
+    Returns:
+      what `visit` found; what the block brought home; `shard` of all ranks [P, ...]; the sums that are this rank's.
+
+    Raises:
+      ValueError: a tour that does not come to all ranks, as in a window's reach.
+    """
+    if shard is None and shares is None:
+        found, left, _ = tour(ways.deal(own), ways.hops, ways.send, ways.home, visit)
+        return found, left, None, None
+    ranks, way = ways.ranks, ways.directions[0]
+    if ways.hops + 1 < ranks.size:
+        raise ValueError(f"ring: what rides must meet all {ranks.size} ranks, and this tour meets {ways.hops + 1}")
+    none = jax.tree.map(lambda x: jnp.zeros((ranks.size, *x.shape), x.dtype), shard)
+
+    def stop(found, block):
+        parts, shard = block
+        found, gathered, owner = (None, none, ranks.index()) if found is None else found
+        found, left, kept = visit(found, parts)
+        gathered = jax.tree.map(lambda all, one: lax.dynamic_update_index_in_dim(all, one, owner, 0), gathered, shard)
+        share = jax.tree.map(lambda all: lax.dynamic_index_in_dim(all, owner, 0, keepdims=False), shares)
+        return (found, gathered, (owner - way) % ranks.size), (left, share), kept
+
+    def send(block):
+        return ways.send(block[0]), ranks.shift(block[1], way)
+
+    def home(left):
+        return ways.home(left[0]), ranks.shift(left[1], -way * ways.hops)
+
+    (found, gathered, _), (left, share), _ = tour((ways.deal(own), shard), ways.hops, send, home, stop)
+    return found, left, gathered, share
 
 
 def _tokens(x) -> int:
