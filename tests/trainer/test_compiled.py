@@ -5,11 +5,13 @@ import itertools
 import numpy as np
 import pytest
 
+from model.attention import Mask, get_schedule
 from model.attention.schedules.plan import Block
-from scripts.bench_schedules import CASES, case, count_bytes, small_step
+from scripts.bench_schedules import CASES, case, compile_pass, count_bytes, small_step
 from trainer.compiled.overlap import crossings
 from trainer.compiled.text import arrays_with, parse
 from trainer.compiled.transfers import groups, received, transfers
+from trainer.topology import topology_devices
 
 BLOCK = Block(batch=1, tokens=1024, query_heads=32, kv_heads=8, head_dim=128)
 SMALL = Block(batch=1, tokens=256, query_heads=8, kv_heads=4, head_dim=128)  # so small that gradients would be all-reduced
@@ -81,6 +83,17 @@ def test_every_transfer_hides_behind_a_kernel_but_the_hop_home(name):
         assert sorted(bare, reverse=True) == expected
         assert all(kernel.startswith("attention_") for one in here for kernel in one.kernels)  # Pallas's
         assert {one.times for one in here} <= {4, 4 * (8 - 2)} and len(here) > len(expected)  # layers; rounds of a scan
+
+
+@pytest.mark.parametrize("topology", ["v4:2x2x2", "v5p:2x2x2"])
+def test_every_transfer_of_a_round_hides_behind_a_kernel_where_rounds_are_short(topology):
+    """512 tokens a rank: the sum of the dK/dV that arrive and a round's own takes as long as K and V are under way."""
+    block = Block(batch=1, tokens=512, query_heads=4, kv_heads=2, head_dim=128)
+    text = compile_pass(get_schedule("ring", 8), Mask(), 8, topology_devices(topology), block, backward=True, kernel="tpu")
+    rounds = [one for one in crossings(text) if one.loops]
+    assert sorted(one.nbytes for one in rounds) == [block.coords, block.keys, block.key_gradients]
+    assert {one.times for one in rounds} == {8 - 2}
+    assert all(one.kernels for one in rounds), [one for one in rounds if not one.kernels]
 
 
 def test_the_step_holds_nothing_of_tokens_times_tokens():
