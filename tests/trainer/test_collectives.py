@@ -51,10 +51,11 @@ def parameters():
     return layers, others
 
 
-@pytest.fixture(scope="module", params=["nothing", "save_attention"])
+@pytest.fixture(scope="module", params=[("v5e:2x4", "nothing"), ("v4:2x2x2", "save_attention")], ids=" ".join)
 def prefetching(request):
     """The collectives of a step whose layers' weights ride the ring."""
-    compiled = compile_step(CONFIG, topology_devices("v5e:2x4"), CONTEXT, mesh=RING, remat=request.param, prefetch=True)
+    topology, remat = request.param
+    compiled = compile_step(CONFIG, topology_devices(topology), CONTEXT, mesh=RING, remat=remat, prefetch=True)
     return crossings(compiled.as_text())
 
 

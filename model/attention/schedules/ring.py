@@ -162,9 +162,11 @@ def _tour(ways: _Ways, own, visit, shard=None, shares=None):
     def stop(found, block):
         parts, shard = block
         found, gathered, owner = (None, none, ranks.index()) if found is None else found
-        found, left, kept = visit(found, parts)
         gathered = jax.tree.map(lambda all, one: lax.dynamic_update_index_in_dim(all, one, owner, 0), gathered, shard)
         share = jax.tree.map(lambda all: lax.dynamic_index_in_dim(all, owner, 0, keepdims=False), shares)
+        # Before the kernels: behind them the compilers take these for long enough to hide a transfer.
+        parts, gathered, share = lax.optimization_barrier((parts, gathered, share))
+        found, left, kept = visit(found, parts)
         return (found, gathered, (owner - way) % ranks.size), (left, share), kept
 
     def send(block):
