@@ -60,5 +60,6 @@ def tour(block, hops: int, send: Callable, home: Callable, visit: Callable, foun
     (found, left, block), kept = lax.scan(stop, carry, None, length=hops - 1)
     arriving = send(left)
     found, left, last_kept = last(found, block)
+    found, left, arriving = lax.optimization_barrier((found, left, arriving))
     kept = jax.tree.map(lambda a, b, c: jnp.concatenate([a[None], b, c[None]]), first_kept, kept, last_kept)
     return found, home(add(arriving, left)), kept
