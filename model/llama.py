@@ -19,11 +19,12 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .attention import Mask, TokenCoords, attend, attending, document_starts
 from .attention.kernels import Kernel, get_kernel
-from .chunked import chunked, chunked_total, product
+from .chunked import Chunks, chunked, chunked_total, product
 from .config import LlamaConfig
 from .feedforward import FeedForward, Projection, RMSNorm, param, rms_norm
 from .head_groups import attend_in_groups
 from .loss import token_losses
+from .query_chunks import InGroups, check, layer_in_chunks
 from .remat import scan_layers
 from .rope import apply_rope, attention_scaling, inverse_frequencies
 from .sharding import BATCH_AXES, Parallel, Parameter, Sharding, arrive, gather
@@ -51,20 +52,24 @@ class SelfAttention(nnx.Module):
         self.o_proj = Projection("bthd,hde->bte", (config.num_attention_heads, size, hidden),
                                  ("heads", "head_dim", "embed"), std, *extra, rngs=rngs)
 
-    def project(self, x, positions, length: int, parallel: Parallel):
-        """x [B, T, E] -> q [B, T, Hq, D], k and v [B, T, Hkv, D], RoPE applied; heads of this tensor rank.
+    def project(self, x, positions, length: int, parallel: Parallel, which: str = "qkv"):
+        """x [B, T, E] -> `which` of q [B, T, Hq, D], k and v [B, T, Hkv, D], RoPE applied; heads of this tensor rank.
 
         length: of the whole row, see `inverse_frequencies`.
         """
-        x = parallel.whole(x)
-        q, k, v = (part.add_bias(part(x)) for part in (self.q_proj, self.k_proj, self.v_proj))
-        if parallel.heads and not parallel.kv_heads:
-            # Fewer key heads than ranks: each rank keeps the one that its query heads share.
-            head = parallel.rank() * k.shape[2] // parallel.tensor
-            k, v = (lax.dynamic_slice_in_dim(t, head, 1, axis=2) for t in (k, v))
-        rope = self.config.rope
+        x, rope = parallel.whole(x), self.config.rope
         turn = (positions, inverse_frequencies(rope, self.config.head_dim, length), attention_scaling(rope))
-        return apply_rope(q, *turn), apply_rope(k, *turn), v
+
+        def one(name):
+            part = getattr(self, f"{name}_proj")
+            heads = part.add_bias(part(x))
+            if name != "q" and parallel.heads and not parallel.kv_heads:
+                # Fewer key heads than ranks: each rank keeps the one that its query heads share.
+                head = parallel.rank() * heads.shape[2] // parallel.tensor
+                heads = lax.dynamic_slice_in_dim(heads, head, 1, axis=2)
+            return heads if name == "v" else apply_rope(heads, *turn)
+
+        return tuple(one(name) for name in which)
 
     def combine(self, attended, parallel: Parallel):
         """[B, T, Hq, D] -> [B, T, E], summed over the tensor ranks."""
@@ -135,15 +140,6 @@ def bind(config: LlamaConfig, weights: dict[str, jax.Array]) -> DecoderLayer:
 
 
 @dataclasses.dataclass(frozen=True)
-class Chunks:
-    """Tokens a device handles at once in position-wise work."""
-
-    projection: int | None = 2048
-    feed_forward: int | None = 2048
-    loss: int | None = 1024
-
-
-@dataclasses.dataclass(frozen=True)
 class Llama:
     """A LLaMA on a mesh. Methods called `local_*` run inside `shard_map`, on a device's shards.
 
@@ -152,12 +148,13 @@ class Llama:
       dtype: compute precision; parameters stay float32.
       remat, every_k: a policy of `model.remat`.
       attention_groups: groups of heads that are projected and attend one after the other; divides a tensor rank's key heads.
+      query_chunks: chunks of a device's tokens, each going through a whole layer by itself; see `query_chunks`.
       sequence_parallel: Megatron's: hidden states are split over `tensor` too, along the length (`Parallel.split_tokens`);
         nothing is then computed in chunks.
 
     Raises:
       ValueError: `sequence_parallel` where `tensor` does not split the heads and the feed-forward width; attention groups
-        that do not divide the key heads.
+        that do not divide the key heads; what chunks of queries cannot go with.
     """
 
     config: LlamaConfig
@@ -171,6 +168,7 @@ class Llama:
     storage_axes: tuple[str, ...] = ("fsdp", "sequence")
     sequence_parallel: bool = False
     attention_groups: int = 1
+    query_chunks: int = 1
     mask: Mask = Mask()
 
     def __post_init__(self):
@@ -179,6 +177,7 @@ class Llama:
             good = [n for n in range(1, heads + 1) if heads % n == 0]
             raise ValueError(f"memory.attention_groups: {self.attention_groups} does not divide the {heads} key/value heads of "
                              f"a device; {', '.join(map(str, good))} do")
+        check(self.query_chunks, self.remat, self.parallel.split_tokens, self.schedule)
         if self.parallel.split_tokens and not (self.parallel.heads and self.parallel.mlp):
             raise ValueError(f"sequence_parallel: tensor = {self.parallel.tensor} does not divide the heads "
                              f"({self.config.num_attention_heads}) or the width ({self.config.intermediate_size})")
@@ -258,26 +257,31 @@ class Llama:
         # A rank's chunks would not be chunks of the tokens that all ranks together hold.
         return self._run(fn, weights, arrays, labels, None if self.parallel.split_tokens else chunk, through)
 
-    def local_project(self, weights, x, positions, length: int, through: str | None = None):
-        """A layer's norm, projections and RoPE, from whole weights: q, k, v (through="x": x, q, k, v, see `chunked`); length is
-        the whole row's."""
+    def local_project(self, weights, x, positions, which: str = "qkv", *, length: int, through: str | None = None):
+        """A layer's norm, projections and RoPE, from whole weights: `which` of q, k, v (through="x": behind x, see `chunked`);
+        length is the whole row's."""
         def project(weights, arrays, labels):
             layer = bind(self.config, weights)
-            return layer.self_attn.project(layer.input_layernorm(arrays["x"]), labels["positions"], length, self.parallel)
+            x = layer.input_layernorm(arrays["x"])
+            return layer.self_attn.project(x, labels["positions"], length, self.parallel, which)
 
-        return self._layer_call(project, weights, INWARD, {"x": x}, {"positions": positions}, self.chunks.projection, through)
+        part = ("input_layernorm", *(f"self_attn.{name}" for name in which))
+        return self._layer_call(project, weights, part, {"x": x}, {"positions": positions}, self.chunks.projection, through)
+
+    @property
+    def _how(self) -> dict:
+        return {"schedule": self.schedule, "kernel": self.kernel, "axis": "sequence", "size": self.mesh.shape["sequence"],
+                "mask": self.mask}
 
     def local_attend(self, weights, x, positions, coords: TokenCoords, length: int, keep_kv: bool):
         """A layer's attention, from whole weights: x itself, the output [B, T, Hq, D], and with keep_kv k and v."""
-        how = {"schedule": self.schedule, "kernel": self.kernel, "axis": "sequence", "size": self.mesh.shape["sequence"],
-               "mask": self.mask}
         if keep_kv or self.attention_groups == 1:
-            q, k, v = self.local_project(weights, x, positions, length)
-            return x, attend(q, k, v, coords, coords, **how)[0], (k, v) if keep_kv else None
+            q, k, v = self.local_project(weights, x, positions, length=length)
+            return x, attend(q, k, v, coords, coords, **self._how)[0], (k, v) if keep_kv else None
         project = functools.partial(self.local_project, length=length, through="x")
         inward = {name: w for name, w in weights.items() if name.startswith(INWARD)}
-        return *attend_in_groups(project, attending(self.config.head_dim, **how), self.attention_groups, inward, x, positions,
-                                 coords, self.dtype), None
+        return *attend_in_groups(project, attending(self.config.head_dim, **self._how), self.attention_groups, inward, x,
+                                 positions, coords, self.dtype), None
 
     def local_finish(self, weights, x, attended):
         """A layer from attention's output to the next layer's input, from whole weights."""
@@ -311,6 +315,11 @@ class Llama:
             x, positions, coords = carry
             x = checkpoint_name(x, "layer_input")
             weights = self.local_weights(shards)
+            if self.query_chunks > 1 and not keep_kv:
+                how = InGroups(attending(self.config.head_dim, **self._how), self.attention_groups)
+                project = functools.partial(self.local_project, length=length, through="x")
+                return (layer_in_chunks(project, self.local_finish, how, self.query_chunks, weights, x, positions, coords,
+                                        self.dtype), positions, coords), None
             x, attended, kv = self.local_attend(weights, x, positions, coords, length, keep_kv)
             return (self.local_finish(weights, x, attended), positions, coords), kv
 

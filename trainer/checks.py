@@ -30,7 +30,7 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     need(sorted(mesh.order) in ([], sorted(axes)), "mesh.order", f"all four axes are needed, each once: {', '.join(axes)}")
     at_least_one = ("data.context_length", "train.steps", "train.batch_size", "train.log_every", "checkpoint.keep",
                     "evaluate.max_new_tokens", "train.accumulation", "memory.every_k",
-                    "memory.attention_groups")  # fmt: skip
+                    "memory.attention_groups", "memory.query_chunks")  # fmt: skip
     not_negative = ("mesh.simulate", "train.evaluate_every", "checkpoint.every", "attention.query_tile",
                     "attention.key_tile", "attention.global_tokens", "memory.feed_forward_chunk", "memory.projection_chunk",
                     "memory.loss_chunk", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_norm")  # fmt: skip
