@@ -97,34 +97,35 @@ def layer_in_chunks(project: Callable, finish: Callable, how: InGroups, chunks: 
 
     def forward(weights, x, positions, coords):
         narrow = cast(weights, dtype)
-        _, k, v = project(cast(narrow, jnp.float32), x, positions, "kv")
+        _, *keys = project(cast(narrow, jnp.float32), x, positions, "kv")
 
-        def one(_, part):
-            x, positions, mine = part
+        def one(keys, part):
+            keys, (x, positions, mine) = lax.optimization_barrier((keys, part))
             wide = cast(narrow, jnp.float32)
             _, q = project(wide, x, positions, "q")
-            return (), finish(wide, x, how.forward(q, k, v, mine, coords)[0])
+            return keys, finish(wide, x, how.forward(q, *keys, mine, coords)[0])
 
-        return over_chunks(one, (), (x, positions, coords), size)[1], (narrow, x, positions, coords)
+        # The keys are carried: else what the first chunk sends of each group of them is kept for all others.
+        return over_chunks(one, keys, (x, positions, coords), size)[1], (narrow, x, positions, coords)
 
     def backward(residuals, dy):
         narrow, x, positions, coords = residuals
-        (_, k, v), pull_keys = jax.vjp(lambda w, x: project(w, x, positions, "kv"), cast(narrow, jnp.float32), x)
+        (_, *keys), pull_keys = jax.vjp(lambda w, x: project(w, x, positions, "kv"), cast(narrow, jnp.float32), x)
 
         def one(sums, part):
-            dw, dkv = sums
-            x, positions, mine, dy = part
+            dw, dkv, keys = sums
+            keys, (x, positions, mine, dy) = lax.optimization_barrier((keys, part))
             wide = cast(narrow, jnp.float32)
             (_, q), pull_queries = jax.vjp(lambda w, x: project(w, x, positions, "q"), wide, x)
-            out, lse = how.forward(q, k, v, mine, coords)
+            out, lse = how.forward(q, *keys, mine, coords)
             here, dx, dout = jax.vjp(finish, wide, x, out)[1](dy)
-            dkv, dq = how.gradients(dkv, q, k, v, mine, coords, out, lse, dout)
+            dkv, dq = how.gradients(dkv, q, *keys, mine, coords, out, lse, dout)
             more, dx = pull_queries((dx, dq))
-            return (jax.tree.map(lambda *parts: sum(parts), dw, here, more), dkv), dx
+            return (jax.tree.map(lambda *parts: sum(parts), dw, here, more), dkv, keys), dx
 
-        empty = {name: jnp.zeros(w.shape, jnp.float32) for name, w in narrow.items()}, (jnp.zeros(k.shape, jnp.float32),) * 2
-        (dw, dkv), dx = over_chunks(one, empty, (x, positions, coords, dy), size)
-        more, dx = pull_keys((dx, *(d.astype(k.dtype) for d in dkv)))
+        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (narrow, tuple(keys)))
+        (dw, dkv, _), dx = over_chunks(one, (*empty, keys), (x, positions, coords, dy), size)
+        more, dx = pull_keys((dx, *(d.astype(k.dtype) for d, k in zip(dkv, keys, strict=True))))
         return jax.tree.map(jnp.add, dw, more), dx, None, None
 
     run.defvjp(forward, backward)
