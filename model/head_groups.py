@@ -29,10 +29,6 @@ def attend_in_groups(project: Callable, how: Attending, groups: int, weights: di
         their last axis but one: [E, H, D], [H, D].
       x: the layer's input [B, T, E]; positions: int32 [B, T].
     """
-    def group(weights, i):
-        return {name: take(w, i, w.ndim - 2, groups) if "proj" in name else w
-                for name, w in cast(weights, jnp.float32).items()}
-
     @jax.custom_vjp
     def run(*arrays):
         return forward(*arrays)[0]
@@ -41,7 +37,7 @@ def attend_in_groups(project: Callable, how: Attending, groups: int, weights: di
         weights = cast(weights, dtype)
 
         def one(i):
-            _, q, k, v = project(group(weights, i), x, positions)
+            _, q, k, v = project(group_of(weights, i, groups), x, positions)
             return how.forward(q, k, v, coords, coords)
 
         def add(kept, i):
@@ -59,7 +55,7 @@ def attend_in_groups(project: Callable, how: Attending, groups: int, weights: di
 
         def add(carry, i):
             dx, dw = carry
-            (_, *qkv), pull = jax.vjp(lambda w, x: project(w, x, positions), group(weights, i), x)
+            (_, *qkv), pull = jax.vjp(lambda w, x: project(w, x, positions), group_of(weights, i, groups), x)
             mine = (take(out, i, 2, groups), take(lse, i, 1, groups), take(dout, i, 2, groups))
             more, dx = pull((dx, *how.backward(*qkv, coords, coords, *mine, 0.0)))
             return (dx, {name: put(dw[name], g, i, g.ndim - 2) if "proj" in name else dw[name] + g
@@ -71,6 +67,11 @@ def attend_in_groups(project: Callable, how: Attending, groups: int, weights: di
 
     run.defvjp(forward, backward)
     return run(weights, x, positions, coords)
+
+
+def group_of(weights: dict, i, groups: int) -> dict:
+    """The weights of group i, float32 by type, from those of all heads in the compute precision."""
+    return {name: take(w, i, w.ndim - 2, groups) if "proj" in name else w for name, w in cast(weights, jnp.float32).items()}
 
 
 def all_heads(part, axis: int, groups: int) -> jax.Array:

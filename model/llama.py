@@ -24,7 +24,7 @@ from .config import LlamaConfig
 from .feedforward import FeedForward, Projection, RMSNorm, param, rms_norm
 from .head_groups import attend_in_groups
 from .loss import token_losses
-from .query_chunks import InGroups, check, layer_in_chunks
+from .query_chunks import check, layer_in_chunks
 from .remat import scan_layers
 from .rope import apply_rope, attention_scaling, inverse_frequencies
 from .sharding import BATCH_AXES, Parallel, Parameter, Sharding, arrive, gather
@@ -268,20 +268,21 @@ class Llama:
         part = ("input_layernorm", *(f"self_attn.{name}" for name in which))
         return self._layer_call(project, weights, part, {"x": x}, {"positions": positions}, self.chunks.projection, through)
 
-    @property
-    def _how(self) -> dict:
-        return {"schedule": self.schedule, "kernel": self.kernel, "axis": "sequence", "size": self.mesh.shape["sequence"],
-                "mask": self.mask}
-
-    def local_attend(self, weights, x, positions, coords: TokenCoords, length: int, keep_kv: bool):
-        """A layer's attention, from whole weights: x itself, the output [B, T, Hq, D], and with keep_kv k and v."""
-        if keep_kv or self.attention_groups == 1:
+    def local_layer(self, weights, x, positions, coords: TokenCoords, length: int, keep_kv: bool):
+        """A layer, from whole weights: its output [B, T, E], and with keep_kv k and v."""
+        how = {"schedule": self.schedule, "kernel": self.kernel, "axis": "sequence", "size": self.mesh.shape["sequence"],
+               "mask": self.mask}
+        if keep_kv or self.attention_groups == self.query_chunks == 1:
             q, k, v = self.local_project(weights, x, positions, length=length)
-            return x, attend(q, k, v, coords, coords, **self._how)[0], (k, v) if keep_kv else None
+            return self.local_finish(weights, x, attend(q, k, v, coords, coords, **how)[0]), (k, v) if keep_kv else None
+        how = attending(self.config.head_dim, **how)
         project = functools.partial(self.local_project, length=length, through="x")
+        if self.query_chunks > 1:
+            return layer_in_chunks(project, self.local_finish, how, self.query_chunks, self.attention_groups, weights, x,
+                                   positions, coords, self.dtype), None
         inward = {name: w for name, w in weights.items() if name.startswith(INWARD)}
-        return *attend_in_groups(project, attending(self.config.head_dim, **self._how), self.attention_groups, inward, x,
-                                 positions, coords, self.dtype), None
+        found = attend_in_groups(project, how, self.attention_groups, inward, x, positions, coords, self.dtype)
+        return self.local_finish(weights, *found), None
 
     def local_finish(self, weights, x, attended):
         """A layer from attention's output to the next layer's input, from whole weights."""
@@ -315,13 +316,8 @@ class Llama:
             x, positions, coords = carry
             x = checkpoint_name(x, "layer_input")
             weights = self.local_weights(shards)
-            if self.query_chunks > 1 and not keep_kv:
-                how = InGroups(attending(self.config.head_dim, **self._how), self.attention_groups)
-                project = functools.partial(self.local_project, length=length, through="x")
-                return (layer_in_chunks(project, self.local_finish, how, self.query_chunks, weights, x, positions, coords,
-                                        self.dtype), positions, coords), None
-            x, attended, kv = self.local_attend(weights, x, positions, coords, length, keep_kv)
-            return (self.local_finish(weights, x, attended), positions, coords), kv
+            x, kv = self.local_layer(weights, x, positions, coords, length, keep_kv)
+            return (x, positions, coords), kv
 
         (x, _, _), kv = scan_layers(body, (x, positions, coords), layers, self.remat, self.every_k)
         x = self.parallel.whole(x)

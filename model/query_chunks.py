@@ -11,7 +11,6 @@ long as a chunk's take longer than its transfers: with long contexts.
 """
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 import jax
@@ -21,7 +20,7 @@ from jax import lax
 from .attention import Attending, TokenCoords
 from .attention.schedules import SCHEDULES
 from .chunked import cast, over_chunks
-from .head_groups import all_heads, put, take
+from .head_groups import all_heads, group_of, put, take
 
 POLICIES = ("nothing", "offload", "every_k", "offload_every_k")
 
@@ -38,51 +37,19 @@ def check(chunks: int, remat: str, sequence_parallel: bool, schedule) -> None:
     while schedule is not None:
         if getattr(schedule, "ordered", False) and isinstance(schedule, SCHEDULES["balanced"]):
             others = ", ".join(name for name in SCHEDULES if name not in ("balanced", "local"))
-            raise ValueError(f"{field}: balanced, over a contiguous layout, trades queries for as many keys; other layouts can, "
-                             f"and {others}")
+            raise ValueError(f"{field}: balanced, over a contiguous layout, trades queries for as many keys; other layouts do, "
+                             f"and so do {others}")
         schedule = getattr(schedule, "inner", None)
 
 
-@dataclasses.dataclass(frozen=True)
-class InGroups:
-    """Attention of a shard's queries in groups of heads, one after the other: one group's keys and values travel at a time."""
-
-    how: Attending
-    groups: int
-
-    def forward(self, q, k, v, *coords):
-        """As `Attending.forward`."""
-        def one(i):
-            return self.how.forward(*(take(x, i, 2, self.groups) for x in (q, k, v)), *coords)
-
-        def add(found, i):
-            out, lse = one(i)
-            return (put(found[0], out, i, 2), put(found[1], lse, i, 1)), None
-
-        out, lse = jax.eval_shape(one, 0)
-        return lax.scan(add, (all_heads(out, 2, self.groups), all_heads(lse, 1, self.groups)), jnp.arange(self.groups))[0]
-
-    def gradients(self, dkv, q, k, v, q_coords, kv_coords, out, lse, dout):
-        """(dk, dv) added to `dkv`, float32, and dq in q's dtype."""
-        def add(found, i):
-            *dkv, dq = found
-            *qkv, here, dhere = (take(x, i, 2, self.groups) for x in (q, k, v, out, dout))
-            more = self.how.gradients(*qkv, q_coords, kv_coords, here, take(lse, i, 1, self.groups), dhere, 0.0)
-            dkv = (put(x, take(x, i, 2, self.groups) + y, i, 2) for x, y in zip(dkv, more[1:], strict=True))
-            return (*dkv, put(dq, more[0].astype(dq.dtype), i, 2)), None
-
-        *dkv, dq = lax.scan(add, (*dkv, jnp.zeros_like(q)), jnp.arange(self.groups))[0]
-        return tuple(dkv), dq
-
-
-def layer_in_chunks(project: Callable, finish: Callable, how: InGroups, chunks: int, weights: dict, x: jax.Array,
+def layer_in_chunks(project: Callable, finish: Callable, how: Attending, chunks: int, groups: int, weights: dict, x: jax.Array,
                     positions: jax.Array, coords: TokenCoords, dtype) -> jax.Array:
     """A layer's output [B, T, E] (inside `shard_map`).
 
     Args:
-      project: (weights, x, positions, which) -> x and those of q, k, v that `which` names.
+      project: (weights, x, positions, which) -> x, and of q, k, v those that `which` names, with the heads of the weights.
       finish: (weights, x, attention's output) -> the layer's output. Both are position-wise and close over no traced value.
-      chunks: how many; divides T.
+      chunks: how many; divides T. groups: as of `attend_in_groups`.
       weights: the layer's, whole, float32 by type, with values of the compute precision `dtype`.
       x: the layer's input [B, T, E]; positions: int32 [B, T].
 
@@ -91,41 +58,76 @@ def layer_in_chunks(project: Callable, finish: Callable, how: InGroups, chunks: 
     """
     size = chunk_size(x.shape[1], chunks)
 
+    def source(narrow, x, positions, coords):
+        """What the chunks take keys, values and coordinates from: with groups x, of which each group's are projected anew."""
+        held = project(cast(narrow, jnp.float32), x, positions, "kv")[1:] if groups == 1 else (x, positions)
+        return held, coords
+
+    def keys(narrow, held, i):
+        return held if groups == 1 else project(group_of(narrow, i, groups), *held, "kv")[1:]
+
+    def attended(narrow, source, q, mine):
+        """out and lse of all heads, for a chunk of queries."""
+        held, coords = source
+
+        def one(i):
+            return how.forward(take(q, i, 2, groups), *keys(narrow, held, i), mine, coords)
+
+        def add(found, i):
+            out, lse = one(i)
+            return (put(found[0], out, i, 2), put(found[1], lse, i, 1)), None
+
+        out, lse = jax.eval_shape(one, 0)
+        return lax.scan(add, (all_heads(out, 2, groups), all_heads(lse, 1, groups)), jnp.arange(groups))[0]
+
+    def gradients(dkv, narrow, source, q, mine, out, lse, dout):
+        """The chunk's dk and dv added to `dkv`, float32, and its dq, in q's dtype."""
+        held, coords = source
+
+        def add(found, i):
+            dkv, dq = found
+            part = (take(out, i, 2, groups), take(lse, i, 1, groups), take(dout, i, 2, groups))
+            dq_here, *here = how.gradients(take(q, i, 2, groups), *keys(narrow, held, i), mine, coords, *part, 0.0)
+            dkv = [put(total, take(total, i, 2, groups) + g, i, 2) for total, g in zip(dkv, here, strict=True)]
+            return (dkv, put(dq, dq_here.astype(q.dtype), i, 2)), None
+
+        return lax.scan(add, (dkv, jnp.zeros_like(q)), jnp.arange(groups))[0]
+
     @jax.custom_vjp
     def run(*arrays):
         return forward(*arrays)[0]
 
     def forward(weights, x, positions, coords):
         narrow = cast(weights, dtype)
-        _, *keys = project(cast(narrow, jnp.float32), x, positions, "kv")
 
-        def one(keys, part):
-            keys, (x, positions, mine) = lax.optimization_barrier((keys, part))
+        def one(source, part):
+            # Behind the barrier, nothing of the keys is the same for all chunks: differentiation would keep what is.
+            source, (x, positions, mine) = lax.optimization_barrier((source, part))
             wide = cast(narrow, jnp.float32)
             _, q = project(wide, x, positions, "q")
-            return keys, finish(wide, x, how.forward(q, *keys, mine, coords)[0])
+            return source, finish(wide, x, attended(narrow, source, q, mine)[0])
 
-        # The keys are carried: else what the first chunk sends of each group of them is kept for all others.
-        return over_chunks(one, keys, (x, positions, coords), size)[1], (narrow, x, positions, coords)
+        residuals = (narrow, x, positions, coords)
+        return over_chunks(one, source(*residuals), residuals[1:], size)[1], residuals
 
     def backward(residuals, dy):
         narrow, x, positions, coords = residuals
-        (_, *keys), pull_keys = jax.vjp(lambda w, x: project(w, x, positions, "kv"), cast(narrow, jnp.float32), x)
 
         def one(sums, part):
-            dw, dkv, keys = sums
-            keys, (x, positions, mine, dy) = lax.optimization_barrier((keys, part))
+            dw, dkv, source = sums
+            source, (x, positions, mine, dy) = lax.optimization_barrier((source, part))
             wide = cast(narrow, jnp.float32)
-            (_, q), pull_queries = jax.vjp(lambda w, x: project(w, x, positions, "q"), wide, x)
-            out, lse = how.forward(q, *keys, mine, coords)
-            here, dx, dout = jax.vjp(finish, wide, x, out)[1](dy)
-            dkv, dq = how.gradients(dkv, q, *keys, mine, coords, out, lse, dout)
-            more, dx = pull_queries((dx, dq))
-            return (jax.tree.map(lambda *parts: sum(parts), dw, here, more), dkv, keys), dx
+            (_, q), pull = jax.vjp(lambda w, x: project(w, x, positions, "q"), wide, x)
+            out, lse = attended(narrow, source, q, mine)
+            finished, dx, dout = jax.vjp(finish, wide, x, out)[1](dy)
+            dkv, dq = gradients(dkv, narrow, source, q, mine, out, lse, dout)
+            projected, dx = pull((dx, dq))
+            return (jax.tree.map(lambda *parts: sum(parts), dw, finished, projected), dkv, source), dx
 
-        empty = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (narrow, tuple(keys)))
-        (dw, dkv, _), dx = over_chunks(one, (*empty, keys), (x, positions, coords, dy), size)
-        more, dx = pull_keys((dx, *(d.astype(k.dtype) for d, k in zip(dkv, keys, strict=True))))
+        (_, *kv), pull = jax.vjp(lambda w, x: project(w, x, positions, "kv"), cast(narrow, jnp.float32), x)
+        dw, dkv = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (narrow, kv))
+        (dw, dkv, _), dx = over_chunks(one, (dw, dkv, source(*residuals)), (x, positions, coords, dy), size)
+        more, dx = pull((dx, *(d.astype(k.dtype) for d, k in zip(dkv, kv, strict=True))))
         return jax.tree.map(jnp.add, dw, more), dx, None, None
 
     run.defvjp(forward, backward)

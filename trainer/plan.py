@@ -37,7 +37,8 @@ class Job:
       model: a preset; topology: see `topology_devices`; context: tokens in a row; batch: rows.
       mesh: None puts all devices on the sequence axis.
       schedule, kernel: see `model.attention`; remat, every_k: see `model.remat`; chunks, query_chunks,
-        attention_groups: see `Llama`, 0 groups are one for each key head of a device; moments_on_host, parameters_on_host: see `StepBuilder`.
+        attention_groups: see `Llama`, 0 groups are one for each key head of a device; moments_on_host, parameters_on_host: see
+        `StepBuilder`.
     """
 
     model: str

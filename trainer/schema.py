@@ -157,9 +157,9 @@ class MemoryConfig:
     """Groups of heads that are projected and attend one after the other, so that queries, keys and values exist for one group
     at a time; a divisor of a device's key/value heads."""
     query_chunks: int = 1
-    """Chunks of a device's tokens that go through a layer one after the other, so that queries and attention's outputs exist for
-    one chunk at a time, and keys and values travel once for each; a divisor of a device's tokens. Not with remat save_attention
-    or everything."""
+    """Chunks of a device's tokens that go through a layer one after the other, so that queries and attention's output exist for
+    one chunk at a time; keys and values travel once for each. A divisor of a device's tokens; not with remat save_attention or
+    everything."""
     feed_forward_chunk: int = 1024
     """Tokens of a feed-forward chunk; 0 computes all at once."""
     projection_chunk: int = 0
