@@ -22,9 +22,9 @@ from .attention.kernels import Kernel, get_kernel
 from .chunked import Chunks, chunked, chunked_total, product
 from .config import LlamaConfig
 from .feedforward import FeedForward, Projection, RMSNorm, param, rms_norm
-from .head_groups import attend_in_groups
+from .head_groups import attend_in_groups, check_groups
 from .loss import token_losses
-from .query_chunks import check, layer_in_chunks
+from .query_chunks import check_chunks, layer_in_chunks
 from .remat import scan_layers
 from .rope import apply_rope, attention_scaling, inverse_frequencies
 from .sharding import BATCH_AXES, Parallel, Parameter, Sharding, arrive, gather
@@ -172,12 +172,8 @@ class Llama:
     mask: Mask = Mask()
 
     def __post_init__(self):
-        heads = self.parallel.local_key_heads
-        if heads % self.attention_groups:
-            good = [n for n in range(1, heads + 1) if heads % n == 0]
-            raise ValueError(f"memory.attention_groups: {self.attention_groups} does not divide the {heads} key/value heads of "
-                             f"a device; {', '.join(map(str, good))} do")
-        check(self.query_chunks, self.remat, self.parallel.split_tokens, self.schedule)
+        check_groups(self.attention_groups, self.parallel.local_key_heads)
+        check_chunks(self.query_chunks, self.remat, self.parallel.split_tokens, self.schedule)
         if self.parallel.split_tokens and not (self.parallel.heads and self.parallel.mlp):
             raise ValueError(f"sequence_parallel: tensor = {self.parallel.tensor} does not divide the heads "
                              f"({self.config.num_attention_heads}) or the width ({self.config.intermediate_size})")

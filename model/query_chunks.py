@@ -4,7 +4,11 @@ fused, after Blockwise Parallel Transformer and Ring Attention's Algorithm 1.
 Keys and values of all of a device's tokens are projected first. A chunk of tokens then meets the keys of all shards and goes on
 through the feed-forward, and its output takes the place of its input: queries, attention's output and the gradients of both
 never exist for more than a chunk. Kept for the backward is the layer's input alone; there each chunk is projected and attends
-once more, and what it leaves for the keys and values is added up in float32.
+once more, and what it leaves for the keys and values is added up in float32. Those sums take 8 bytes for each token and number
+of a key head, output and gradient together took 4 for each of a query head: memory is spared where more than two of these share
+a key head.
+
+With groups of heads (`head_groups.py`) a chunk attends group by group, and each group's keys and values are projected again.
 
 The price is traffic: keys and values (backward also their gradients) go round once for each chunk. The kernels hide that as
 long as a chunk's take longer than its transfers: with long contexts.
@@ -25,20 +29,20 @@ from .head_groups import all_heads, group_of, put, take
 POLICIES = ("nothing", "offload", "every_k", "offload_every_k")
 
 
-def check(chunks: int, remat: str, sequence_parallel: bool, schedule) -> None:
+def check_chunks(chunks: int, remat: str, sequence_parallel: bool, schedule) -> None:
     """ValueError, in one line, for what cannot go with chunks of queries."""
     if chunks == 1:
         return
-    field = f"memory.query_chunks: {chunks} chunks"
     if remat not in POLICIES:
-        raise ValueError(f"{field} keep nothing of attention, so memory.remat {remat} cannot be; {', '.join(POLICIES)} can")
+        raise ValueError(f"memory.remat: found {remat!r}; with memory.query_chunks = {chunks} nothing of attention is kept; "
+                         f"valid: {', '.join(POLICIES)}")
     if sequence_parallel:
-        raise ValueError(f"{field} need all of a rank's tokens, which mesh.sequence_parallel splits; use one of the two")
+        raise ValueError(f"memory.query_chunks: found {chunks}; with mesh.sequence_parallel only 1 can be")
     while schedule is not None:
-        if getattr(schedule, "ordered", False) and isinstance(schedule, SCHEDULES["balanced"]):
+        if isinstance(schedule, SCHEDULES["balanced"]) and schedule.ordered:
             others = ", ".join(name for name in SCHEDULES if name not in ("balanced", "local"))
-            raise ValueError(f"{field}: balanced, over a contiguous layout, trades queries for as many keys; other layouts do, "
-                             f"and so do {others}")
+            raise ValueError(f"memory.query_chunks: found {chunks}; balanced trades queries for as many keys over a contiguous "
+                             f"layout; over others it serves them, as do {others} over any")
         schedule = getattr(schedule, "inner", None)
 
 
@@ -56,7 +60,9 @@ def layer_in_chunks(project: Callable, finish: Callable, how: Attending, chunks:
     Raises:
       ValueError: chunks that do not divide T.
     """
-    size = chunk_size(x.shape[1], chunks)
+    size, rest = divmod(x.shape[1], chunks)
+    if rest:
+        raise ValueError(f"memory.query_chunks: {chunks} does not divide the {x.shape[1]} tokens of a device")
 
     def source(narrow, x, positions, coords):
         """What the chunks take keys, values and coordinates from: with groups x, of which each group's are projected anew."""
@@ -132,12 +138,3 @@ def layer_in_chunks(project: Callable, finish: Callable, how: Attending, chunks:
 
     run.defvjp(forward, backward)
     return run(weights, x, positions, coords)
-
-
-def chunk_size(tokens: int, chunks: int) -> int:
-    """Tokens in each of so many chunks."""
-    if tokens % chunks:
-        good = [n for n in range(1, min(tokens, 64) + 1) if tokens % n == 0]
-        raise ValueError(f"memory.query_chunks: {chunks} does not divide the {tokens} tokens of a device; "
-                         f"{', '.join(map(str, good))} do")
-    return tokens // chunks

@@ -71,6 +71,11 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     need(not attention.global_tokens or attention.kernel not in ("tpu", "gpu"), "attention.kernel",
          "it does not serve attention.global_tokens; auto, xla and reference do")
 
+    memory = config.memory
+    kept = ("nothing", "offload", "every_k", "offload_every_k")
+    need(memory.query_chunks == 1 or memory.remat in kept, "memory.remat",
+         f"with memory.query_chunks nothing of attention is kept; valid: {', '.join(kept)}")
+
     schedule = schedule_name(attention)
     need(schedule in SCHEDULES, "attention.schedule",
          f"valid: {', '.join(SCHEDULES)}, or a mapping whose `name` is one of them")  # fmt: skip
@@ -84,6 +89,8 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     need(length % shards == 0, "data.context_length",
          f"it must be a multiple of {'2 * ' if twice else ''}mesh.sequence = {shards}{' (zigzag)' if twice else ''}; "
          f"the next good length is {up}{below}")  # fmt: skip
+    need(length // mesh.sequence % memory.query_chunks == 0, "memory.query_chunks",
+         f"a divisor of a device's {length // mesh.sequence} tokens is needed")
     parts = mesh.sequence * mesh.tensor
     need(not mesh.sequence_parallel or length % parts == 0, "data.context_length",
          f"with mesh.sequence_parallel it must be a multiple of mesh.sequence * mesh.tensor = {parts}")  # fmt: skip
