@@ -8,12 +8,22 @@ Weights are float32 *by type*: `sharding.gather` sent them in the compute precis
 """
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunks:
+    """Tokens a device handles at once in position-wise work."""
+
+    projection: int | None = 2048
+    feed_forward: int | None = 2048
+    loss: int | None = 1024
 
 
 def largest_divisor(length: int, at_most: int | None) -> int:
@@ -49,8 +59,9 @@ def _slice(tree, i, size):
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * size, size, 1), tree)
 
 
-def _over_chunks(step: Callable, arrays, size: int):
-    """`step(chunk of arrays) -> (summands, results)` over all chunks: the sums, and the results joined along the length.
+def over_chunks(step: Callable, carry, arrays, size: int):
+    """`step(carry, chunk of arrays) -> (carry, results)` over all chunks, one after the other: the last carry, and the results
+    joined along the length.
 
     A result is written over the last of `arrays` that has its shape and type, chunk by chunk: it needs memory of its own only
     where that array is still needed behind the loop.
@@ -58,9 +69,8 @@ def _over_chunks(step: Callable, arrays, size: int):
     leaves, structure = jax.tree.flatten(arrays)
     length = leaves[0].shape[1]
     if size == length:
-        return step(arrays)
-    sums, joined = jax.eval_shape(step, _slice(arrays, 0, size))
-    joined, results = jax.tree.flatten(joined)
+        return step(carry, arrays)
+    joined, results = jax.tree.flatten(jax.eval_shape(step, carry, _slice(arrays, 0, size))[1])
     free = list(reversed(range(len(leaves))))
     places = []  # for each result the number of its array; what finds none has a new one behind the others
     for result in joined:
@@ -73,18 +83,30 @@ def _over_chunks(step: Callable, arrays, size: int):
             free.remove(place)
         places.append(place)
 
-    def one(carry, i):
-        sums, leaves = carry
+    def one(state, i):
+        carry, leaves = state
         # Behind the barrier a chunk is read once, before its place is written: no copy of the whole array is needed.
         part = lax.optimization_barrier(_slice(leaves[:structure.num_leaves], i, size))
-        more, found = step(jax.tree.unflatten(structure, part))
+        carry, found = step(carry, jax.tree.unflatten(structure, part))
         for place, value in zip(places, jax.tree.leaves(found), strict=True):
             leaves[place] = lax.dynamic_update_slice_in_dim(leaves[place], value, i * size, 1)
-        return (jax.tree.map(jnp.add, sums, more), leaves), None
+        return (carry, leaves), None
 
-    sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
-    sums, leaves = lax.scan(one, (sums, leaves), jnp.arange(length // size))[0]
-    return sums, jax.tree.unflatten(results, [leaves[place] for place in places])
+    carry, leaves = lax.scan(one, (carry, leaves), jnp.arange(length // size))[0]
+    return carry, jax.tree.unflatten(results, [leaves[place] for place in places])
+
+
+def _sum_over_chunks(step: Callable, arrays, size: int):
+    """`step(chunk of arrays) -> (summands, results)` over all chunks: the sums, and the results as of `over_chunks`."""
+    if size == jax.tree.leaves(arrays)[0].shape[1]:
+        return step(arrays)
+
+    def add(sums, part):
+        more, found = step(part)
+        return jax.tree.map(jnp.add, sums, more), found
+
+    sums = jax.eval_shape(step, _slice(arrays, 0, size))[0]
+    return over_chunks(add, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums), arrays, size)
 
 
 def cast(weights: dict, dtype) -> dict:
@@ -111,7 +133,7 @@ def chunked(fn: Callable, weights: dict, arrays: dict, labels: dict, *, dtype, c
     @jax.custom_vjp
     def run(weights, arrays, labels):
         narrow = cast(weights, dtype)
-        y = _over_chunks(lambda part: ((), fn(cast(narrow, jnp.float32), *part)), (arrays, labels), size)[1]
+        y = _sum_over_chunks(lambda part: ((), fn(cast(narrow, jnp.float32), *part)), (arrays, labels), size)[1]
         return (arrays[through], *y) if through else y
 
     def forward(weights, arrays, labels):
@@ -126,7 +148,7 @@ def chunked(fn: Callable, weights: dict, arrays: dict, labels: dict, *, dtype, c
             dw, dx = jax.vjp(lambda w, a: fn(w, a, labels), cast(narrow, jnp.float32), arrays)[1](dy)
             return dw, {**dx, through: passed + dx[through]} if through else dx
 
-        return *_over_chunks(step, (arrays, labels, dy), size), None
+        return *_sum_over_chunks(step, (arrays, labels, dy), size), None
 
     run.defvjp(forward, backward)
     return run(weights, arrays, labels)
@@ -152,7 +174,7 @@ def chunked_total(fn: Callable, weights: dict, arrays: dict, labels: dict, share
     @jax.custom_vjp
     def run(weights, arrays, labels, shares):
         narrow = cast(weights, dtype)
-        return _over_chunks(lambda part: total(cast(narrow, jnp.float32), *part), (arrays, labels, shares), size)
+        return _sum_over_chunks(lambda part: total(cast(narrow, jnp.float32), *part), (arrays, labels, shares), size)
 
     def forward(weights, arrays, labels, shares):
         narrow = cast(weights, dtype)
@@ -163,7 +185,7 @@ def chunked_total(fn: Callable, weights: dict, arrays: dict, labels: dict, share
             dw, dx = pull(jnp.ones_like(value))
             return (value, dw), (values, dx)
 
-        (value, dw), (values, dx) = _over_chunks(step, (arrays, labels, shares), size)
+        (value, dw), (values, dx) = _sum_over_chunks(step, (arrays, labels, shares), size)
         return (value, values), (dw, dx)
 
     def backward(residuals, cotangents):

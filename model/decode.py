@@ -136,7 +136,7 @@ class Generator:
         def layer(x, given):
             shards, (prompt_k, prompt_v), (new_k, new_v) = given
             weights = model.local_weights(shards)
-            q, k, v = model.local_project(weights, x, index, self._row)
+            q, k, v = model.local_project(weights, x, index, length=self._row)
             new_k = lax.dynamic_update_slice_in_dim(new_k, k, step, 1)
             new_v = lax.dynamic_update_slice_in_dim(new_v, v, step, 1)
             prompt = merge_over(attend(q, prompt_k, prompt_v, here, coords), "sequence")

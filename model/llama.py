@@ -18,14 +18,15 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .attention import Mask, TokenCoords, attend, attending, document_starts
 from .attention.kernels import Kernel, get_kernel
-from .chunked import chunked, chunked_total, product
+from .chunked import Chunks, chunked, chunked_total, product
 from .config import LlamaConfig
 from .feedforward import rms_norm
-from .head_groups import attend_in_groups
+from .head_groups import attend_in_groups, check_groups
 from .loss import token_losses
 from .modules import bind, declare, init
 from .parcels import Parcels
 from .prefetch import Layer, run_layers
+from .query_chunks import check_chunks, layer_in_chunks
 from .remat import scan_layers
 from .sharding import BATCH_AXES, HIDDEN, Parallel, Parameter, Sharding, arrive, gather
 
@@ -33,15 +34,6 @@ TOKENS = PartitionSpec(BATCH_AXES, "sequence")
 PREFETCHED = ("nothing", "save_attention")  # the policies that go with `prefetch`
 # The weights of a layer before attention.
 INWARD = ("input_layernorm", "self_attn.q", "self_attn.k", "self_attn.v")
-
-
-@dataclasses.dataclass(frozen=True)
-class Chunks:
-    """Tokens a device handles at once in position-wise work."""
-
-    projection: int | None = 2048
-    feed_forward: int | None = 2048
-    loss: int | None = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,12 +46,13 @@ class Llama:
       remat, every_k: a policy of `model.remat`.
       attention_groups: groups of heads that are projected and attend one after the other; divides a tensor rank's key heads.
       prefetch: the next layer's weights arrive while a layer runs, see `prefetch.py`.
+      query_chunks: chunks of a device's tokens, each going through a whole layer by itself; see `query_chunks`.
       sequence_parallel: Megatron's: hidden states are split over `tensor` too, along the length (`Parallel.split_tokens`);
         nothing is then computed in chunks.
 
     Raises:
       ValueError: `sequence_parallel` where `tensor` does not split the heads and the feed-forward width; attention groups
-        that do not divide the key heads; `prefetch` with what it cannot do.
+        that do not divide the key heads; what `prefetch` and chunks of queries cannot go with.
     """
 
     config: LlamaConfig
@@ -73,15 +66,13 @@ class Llama:
     storage_axes: tuple[str, ...] = ("fsdp", "sequence")
     sequence_parallel: bool = False
     attention_groups: int = 1
+    query_chunks: int = 1
     prefetch: bool = False
     mask: Mask = Mask()
 
     def __post_init__(self):
-        heads = self.parallel.local_key_heads
-        if heads % self.attention_groups:
-            good = [n for n in range(1, heads + 1) if heads % n == 0]
-            raise ValueError(f"memory.attention_groups: {self.attention_groups} does not divide the {heads} key/value heads of "
-                             f"a device; {', '.join(map(str, good))} do")
+        check_groups(self.attention_groups, self.parallel.local_key_heads)
+        check_chunks(self.query_chunks, self.remat, self.parallel.split_tokens, self.schedule)
         if self.prefetch:
             self._check_prefetch()
         if self.parallel.split_tokens and not (self.parallel.heads and self.parallel.mlp):
@@ -95,6 +86,7 @@ class Llama:
                 (carries, f"schedule {self.schedule} on sequence {self.mesh.shape['sequence']}", "ring on several devices"),
                 (self.remat in PREFETCHED, f"memory.remat {self.remat}", " or ".join(PREFETCHED)),
                 (self.attention_groups == 1, f"memory.attention_groups {self.attention_groups}", "1"),
+                (self.query_chunks == 1, f"memory.query_chunks {self.query_chunks}", "1"),
                 (not self.sequence_parallel, "mesh.sequence_parallel", "false")):
             if not good:
                 raise ValueError(f"memory.prefetch: found {found}, where it needs {other}")
@@ -183,24 +175,31 @@ class Llama:
         # A rank's chunks would not be chunks of the tokens that all ranks together hold.
         return self._run(fn, weights, arrays, labels, None if self.parallel.split_tokens else chunk, through)
 
-    def local_project(self, weights, x, positions, length: int, through: str | None = None):
-        """A layer's norm, projections and RoPE, from whole weights: q, k, v (through="x": x, q, k, v, see `chunked`); length is
-        the whole row's."""
+    def local_project(self, weights, x, positions, which: str = "qkv", *, length: int, through: str | None = None):
+        """A layer's norm, projections and RoPE, from whole weights: `which` of q, k, v (through="x": behind x, see `chunked`);
+        length is the whole row's."""
         def project(weights, arrays, labels):
             layer = bind(self.config, weights)
-            return layer.self_attn.project(layer.input_layernorm(arrays["x"]), labels["positions"], length, self.parallel)
+            x = layer.input_layernorm(arrays["x"])
+            return layer.self_attn.project(x, labels["positions"], length, self.parallel, which)
 
-        return self._layer_call(project, weights, INWARD, {"x": x}, {"positions": positions}, self.chunks.projection, through)
+        part = ("input_layernorm", *(f"self_attn.{name}" for name in which))
+        return self._layer_call(project, weights, part, {"x": x}, {"positions": positions}, self.chunks.projection, through)
 
-    def local_attend(self, weights, x, positions, coords: TokenCoords, length: int, keep_kv: bool):
-        """A layer's attention, from whole weights: x itself, the output [B, T, Hq, D], and with keep_kv k and v."""
-        if keep_kv or self.attention_groups == 1:
-            q, k, v = self.local_project(weights, x, positions, length)
-            return x, attend(q, k, v, coords, coords, **self._attention)[0], (k, v) if keep_kv else None
-        project = functools.partial(self.local_project, length=length, through="x")
-        inward = {name: w for name, w in weights.items() if name.startswith(INWARD)}
+    def local_layer(self, weights, x, positions, coords: TokenCoords, length: int, keep_kv: bool):
+        """A layer, from whole weights: its output [B, T, E], and with keep_kv k and v."""
+        if keep_kv or self.attention_groups == self.query_chunks == 1:
+            q, k, v = self.local_project(weights, x, positions, length=length)
+            attended, _ = attend(q, k, v, coords, coords, **self._attention)
+            return self.local_finish(weights, x, attended), (k, v) if keep_kv else None
         how = attending(self.config.head_dim, **self._attention)
-        return *attend_in_groups(project, how, self.attention_groups, inward, x, positions, coords, self.dtype), None
+        project = functools.partial(self.local_project, length=length, through="x")
+        if self.query_chunks > 1:
+            return layer_in_chunks(project, self.local_finish, how, self.query_chunks, self.attention_groups, weights, x,
+                                   positions, coords, self.dtype), None
+        inward = {name: w for name, w in weights.items() if name.startswith(INWARD)}
+        found = attend_in_groups(project, how, self.attention_groups, inward, x, positions, coords, self.dtype)
+        return self.local_finish(weights, *found), None
 
     @property
     def _attention(self) -> dict:
@@ -241,8 +240,8 @@ class Llama:
             x, positions, coords = carry
             x = checkpoint_name(x, "layer_input")
             weights = self.local_weights(shards)
-            x, attended, kv = self.local_attend(weights, x, positions, coords, length, keep_kv)
-            return (self.local_finish(weights, x, attended), positions, coords), kv
+            x, kv = self.local_layer(weights, x, positions, coords, length, keep_kv)
+            return (x, positions, coords), kv
 
         (x, _, _), kv = scan_layers(body, (x, positions, coords), layers, self.remat, self.every_k)
         x = self.parallel.whole(x)

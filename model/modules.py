@@ -33,20 +33,24 @@ class SelfAttention(nnx.Module):
         self.o_proj = Projection("bthd,hde->bte", (config.num_attention_heads, size, hidden),
                                  ("heads", "head_dim", "embed"), std, *extra, rngs=rngs)
 
-    def project(self, x, positions, length: int, parallel: Parallel):
-        """x [B, T, E] -> q [B, T, Hq, D], k and v [B, T, Hkv, D], RoPE applied; heads of this tensor rank.
+    def project(self, x, positions, length: int, parallel: Parallel, which: str = "qkv"):
+        """x [B, T, E] -> `which` of q [B, T, Hq, D], k and v [B, T, Hkv, D], RoPE applied; heads of this tensor rank.
 
         length: of the whole row, see `inverse_frequencies`.
         """
-        x = parallel.whole(x)
-        q, k, v = (part.add_bias(part(x)) for part in (self.q_proj, self.k_proj, self.v_proj))
-        if parallel.heads and not parallel.kv_heads:
-            # Fewer key heads than ranks: each rank keeps the one that its query heads share.
-            head = parallel.rank() * k.shape[2] // parallel.tensor
-            k, v = (lax.dynamic_slice_in_dim(t, head, 1, axis=2) for t in (k, v))
-        rope = self.config.rope
+        x, rope = parallel.whole(x), self.config.rope
         turn = (positions, inverse_frequencies(rope, self.config.head_dim, length), attention_scaling(rope))
-        return apply_rope(q, *turn), apply_rope(k, *turn), v
+
+        def one(name):
+            part = getattr(self, f"{name}_proj")
+            heads = part.add_bias(part(x))
+            if name != "q" and parallel.heads and not parallel.kv_heads:
+                # Fewer key heads than ranks: each rank keeps the one that its query heads share.
+                head = parallel.rank() * heads.shape[2] // parallel.tensor
+                heads = lax.dynamic_slice_in_dim(heads, head, 1, axis=2)
+            return heads if name == "v" else apply_rope(heads, *turn)
+
+        return tuple(one(name) for name in which)
 
     def combine(self, attended, parallel: Parallel):
         """[B, T, Hq, D] -> [B, T, E], summed over the tensor ranks."""

@@ -38,6 +38,8 @@ def parse(argv):
     parser.add_argument("--attention-groups", type=int, default=1, help="groups of heads that attend one after the other "
                         "(default 1); 0: a group for each key head of a device")
     parser.add_argument("--prefetch", action="store_true", help="the next layer's weights arrive while a layer runs")
+    parser.add_argument("--query-chunks", type=int, default=1, help="chunks of a device's tokens that go through a layer one "
+                        "after the other (default 1)")
     parser.add_argument("--best", action="store_true", help="chooses mesh, schedule and policy too: of those that fit the one "
                         "that the cost model thinks fastest")
     parser.add_argument("--search", action="store_true", help="the longest context that fits, and the policy (with --best also "
@@ -70,7 +72,7 @@ def of_recipe(path: str | None) -> list[str]:
     return ["--context", str(config.data.context_length), "--batch", str(config.train.batch_size),
             "--mesh", ",".join(f"{axis}={size}" for axis, size in axes.items()), "--schedule", attention.schedule,
             "--layout", attention.layout, "--remat", memory.remat, "--every-k", str(memory.every_k),
-            "--attention-groups", str(memory.attention_groups),
+            "--attention-groups", str(memory.attention_groups), "--query-chunks", str(memory.query_chunks),
             *(["--prefetch"] if memory.prefetch else []),
             *(["--moments-on-host"] if memory.moments_on_host else []),
             *(["--parameters-on-host"] if memory.parameters_on_host else [])]
@@ -142,7 +144,7 @@ def run(args) -> int:
     from trainer.plan import DoesNotFit, Job, plan
 
     job = Job(args.model, args.topology, args.context, args.batch, mesh_of(args.mesh), args.schedule, args.remat, args.every_k,
-              args.moments_on_host, args.attention_groups, args.parameters_on_host, args.prefetch)
+              args.moments_on_host, args.attention_groups, args.parameters_on_host, args.query_chunks, args.prefetch)
     try:
         job, found, rest = searched(job, args) if args.search or args.best else (job, plan(job), {})
     except DoesNotFit as error:

@@ -30,7 +30,7 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     need(sorted(mesh.order) in ([], sorted(axes)), "mesh.order", f"all four axes are needed, each once: {', '.join(axes)}")
     at_least_one = ("data.context_length", "train.steps", "train.batch_size", "train.log_every", "checkpoint.keep",
                     "evaluate.max_new_tokens", "train.accumulation", "memory.every_k",
-                    "memory.attention_groups")  # fmt: skip
+                    "memory.attention_groups", "memory.query_chunks")  # fmt: skip
     not_negative = ("mesh.simulate", "train.evaluate_every", "checkpoint.every", "attention.query_tile",
                     "attention.key_tile", "attention.global_tokens", "memory.feed_forward_chunk", "memory.projection_chunk",
                     "memory.loss_chunk", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_norm")  # fmt: skip
@@ -71,8 +71,12 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     need(not attention.global_tokens or attention.kernel not in ("tpu", "gpu"), "attention.kernel",
          "it does not serve attention.global_tokens; auto, xla and reference do")
 
-    need(not (config.memory.prefetch and config.memory.parameters_on_host), "memory.prefetch",
+    memory = config.memory
+    need(not (memory.prefetch and memory.parameters_on_host), "memory.prefetch",
          "it does not go with memory.parameters_on_host")
+    kept = ("nothing", "offload", "every_k", "offload_every_k")
+    need(memory.query_chunks == 1 or memory.remat in kept, "memory.remat",
+         f"with memory.query_chunks nothing of attention is kept; valid: {', '.join(kept)}")
 
     schedule = schedule_name(attention)
     need(schedule in SCHEDULES, "attention.schedule",
@@ -87,6 +91,8 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     need(length % shards == 0, "data.context_length",
          f"it must be a multiple of {'2 * ' if twice else ''}mesh.sequence = {shards}{' (zigzag)' if twice else ''}; "
          f"the next good length is {up}{below}")  # fmt: skip
+    need(length // mesh.sequence % memory.query_chunks == 0, "memory.query_chunks",
+         f"a divisor of a device's {length // mesh.sequence} tokens is needed")
     parts = mesh.sequence * mesh.tensor
     need(not mesh.sequence_parallel or length % parts == 0, "data.context_length",
          f"with mesh.sequence_parallel it must be a multiple of mesh.sequence * mesh.tensor = {parts}")  # fmt: skip

@@ -66,7 +66,8 @@ def build_llama(config: RunConfig, model_config, mesh: Mesh, storage_axes=("fsdp
         kernel=get_kernel(attention.kernel, query_tile=attention.query_tile, key_tile=attention.key_tile),
         dtype=np.dtype(config.model.compute_dtype) if config.model.compute_dtype == "float32" else _bfloat16(),
         remat=chunks.remat, every_k=chunks.every_k, storage_axes=storage_axes,
-        sequence_parallel=config.mesh.sequence_parallel, attention_groups=chunks.attention_groups, prefetch=chunks.prefetch,
+        sequence_parallel=config.mesh.sequence_parallel, attention_groups=chunks.attention_groups,
+        query_chunks=chunks.query_chunks, prefetch=chunks.prefetch,
         mask=Mask(window=attention.window, global_tokens=attention.global_tokens),
         chunks=Chunks(chunks.projection_chunk or None, chunks.feed_forward_chunk or None, chunks.loss_chunk or None))
 

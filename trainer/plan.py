@@ -37,8 +37,9 @@ class Job:
     Attributes:
       model: a preset; topology: see `topology_devices`; context: tokens in a row; batch: rows.
       mesh: None puts all devices on the sequence axis.
-      schedule, kernel: see `model.attention`; remat, every_k: see `model.remat`; chunks, attention_groups, prefetch: see
-        `Llama`, 0 groups are one for each key head of a device; moments_on_host, parameters_on_host: see `StepBuilder`.
+      schedule, kernel: see `model.attention`; remat, every_k: see `model.remat`; chunks, query_chunks, prefetch,
+        attention_groups: see `Llama`, 0 groups are one for each key head of a device; moments_on_host, parameters_on_host: see
+        `StepBuilder`.
     """
 
     model: str
@@ -52,14 +53,16 @@ class Job:
     moments_on_host: bool = False
     attention_groups: int = 1
     parameters_on_host: bool = False
+    query_chunks: int = 1
     prefetch: bool = False
     kernel: str = "auto"
     chunks: Chunks | None = None
 
     @property
     def policy(self) -> str:
-        """What is kept, whether heads go in groups and weights are prefetched, in a few words."""
-        return self.remat + ("" if self.attention_groups == 1 else " in groups") + (" prefetched" if self.prefetch else "")
+        """What is kept, whether heads go in groups, queries in chunks and weights ahead, in a few words."""
+        return (self.remat + ("" if self.attention_groups == 1 else " in groups")
+                + ("" if self.query_chunks == 1 else " in chunks") + (" prefetched" if self.prefetch else ""))
 
     @property
     def axes(self) -> str:
@@ -99,7 +102,7 @@ class DoesNotFit(Exception):
 
 def compile_step(config: LlamaConfig, devices, context: int, *, remat="save_attention", every_k=2, batch=1, mesh=None,
                  schedule="ring", kernel=None, moments_on_host=False, attention_groups=1, parameters_on_host=False,
-                 prefetch=False, chunks=None, flags=None):
+                 query_chunks=1, prefetch=False, chunks=None, flags=None):
     """The compiled training step of a model on these devices; all on the sequence axis unless `mesh` says otherwise.
 
     flags: {name: value} of the compiler, for this step alone.
@@ -110,7 +113,8 @@ def compile_step(config: LlamaConfig, devices, context: int, *, remat="save_atte
     axes = mesh or MeshConfig(sequence=len(devices))
     mesh = make_mesh(axes, devices, schedule)
     model = Llama(config, mesh, remat=remat, every_k=every_k, schedule=schedule, kernel=kernel or get_kernel(),
-                  sequence_parallel=axes.sequence_parallel, chunks=chunks or Chunks(), prefetch=prefetch,
+                  sequence_parallel=axes.sequence_parallel, chunks=chunks or Chunks(), query_chunks=query_chunks,
+                  prefetch=prefetch,
                   attention_groups=attention_groups or Parallel.of(config, axes.tensor).local_key_heads)
     builder = StepBuilder(model, model.loss, tuple(model.parameters), text_batch(batch, context, mesh),
                           OptimizerConfig(), 1000, moments_on_host=moments_on_host, parameters_on_host=parameters_on_host)
@@ -147,7 +151,8 @@ def plan(job: Job) -> dict:
         compiled = compile_step(config, devices, job.context, batch=job.batch, mesh=job.mesh, remat=job.remat,
                                 every_k=job.every_k, schedule=job.schedule, kernel=get_kernel(job.kernel), chunks=job.chunks,
                                 moments_on_host=job.moments_on_host, attention_groups=job.attention_groups,
-                                parameters_on_host=job.parameters_on_host, prefetch=job.prefetch)
+                                parameters_on_host=job.parameters_on_host, query_chunks=job.query_chunks,
+                                prefetch=job.prefetch)
     except DoesNotFit as error:
         raise DoesNotFit(error.needs_gib, error.has_gib, parts) from None
     seconds = time.perf_counter() - start
@@ -160,7 +165,7 @@ def plan(job: Job) -> dict:
         "mesh": dataclasses.asdict(job.mesh or MeshConfig(sequence=len(devices))), "schedule": str(job.schedule),
         "tokens_per_device": job.context * job.batch // len(devices), "remat": job.remat,
         **({"every_k": job.every_k} if job.remat.endswith("every_k") else {}), "prefetch": job.prefetch,
-        "attention_groups": job.attention_groups, "moments_on_host": job.moments_on_host,
+        "attention_groups": job.attention_groups, "query_chunks": job.query_chunks, "moments_on_host": job.moments_on_host,
         "parameters_on_host": job.parameters_on_host, "compile_seconds": seconds,
         **{f"{name}_gib": size for name, size in sizes.items()},
         **{f"of_it_{name.replace(' ', '_')}_gib": size for name, size in parts.items()}, "device_gib": has,

@@ -156,6 +156,10 @@ class MemoryConfig:
     attention_groups: int = 1
     """Groups of heads that are projected and attend one after the other, so that queries, keys and values exist for one group
     at a time; a divisor of a device's key/value heads."""
+    query_chunks: int = 1
+    """Chunks of a device's tokens that go through a layer one after the other, so that queries and attention's output exist for
+    one chunk at a time; keys and values travel once for each. A divisor of a device's tokens; not with remat save_attention or
+    everything."""
     prefetch: bool = False
     """Whether the next layer's weights arrive, and the gradients of the last one leave, along with the keys and values of the
     ring while a layer runs; with schedule ring and remat nothing or save_attention. Holds two layers' weights at a time."""

@@ -42,11 +42,14 @@ class Attending:
         partial = self.schedule.forward(self.kernel, q, k, v, q_coords, kv_coords, **self._options)
         return partial.out.astype(q.dtype), partial.lse
 
-    def backward(self, q, k, v, q_coords, kv_coords, out, lse, dout, dlse):
-        """Gradients of q, k and v, in their dtypes, from what `forward` gave and its cotangents."""
-        gradients = self.schedule.backward(
+    def backward(self, q, k, v, *rest):
+        """Gradients of q, k and v as of `gradients`, in their dtypes."""
+        return tuple(g.astype(x.dtype) for g, x in zip(self.gradients(q, k, v, *rest), (q, k, v), strict=True))
+
+    def gradients(self, q, k, v, q_coords, kv_coords, out, lse, dout, dlse):
+        """Gradients of q, k and v, float32, from what `forward` gave and its cotangents."""
+        return self.schedule.backward(
             self.kernel, q, k, v, dout, lse, _delta(out, lse, dout, dlse), q_coords, kv_coords, **self._options)
-        return tuple(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True))
 
     @property
     def carries(self) -> bool:

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers import LlamaConfig as HFConfig
 
 from model.attention.kernels import get_kernel
-from model.attention.schedules import Ring
+from model.attention.schedules import Attention2D, Balanced, Ring, Ulysses
 from model.chunked import chunked, product
 from model.config import LlamaConfig
 from model.modules import declare
@@ -131,10 +131,10 @@ def smollm2_truth(folder):
 
 @functools.cache
 def loss_and_gradients(mesh, layout="striped", remat="save_attention", schedule="ring", sequence_parallel=False,
-                       attention_groups=1, prefetch=False, **changes):
+                       attention_groups=1, query_chunks=1, prefetch=False, **changes):
     config = tiny(**changes)
     model = llama(config, MESHES[mesh], remat=remat, schedule=schedule, sequence_parallel=sequence_parallel,
-                  attention_groups=attention_groups, prefetch=prefetch)
+                  attention_groups=attention_groups, query_chunks=query_chunks, prefetch=prefetch)
     batch, _ = permuted(packed_batch(config), model, layout)
     (loss, weight), gradient = jax.jit(jax.value_and_grad(model.loss, has_aux=True))(model.init(0), batch)
     return float(loss), float(weight), {name: np.asarray(g) for name, g in gradient.items()}
@@ -152,18 +152,30 @@ def test_every_mesh_gives_the_same_loss_and_gradients(mesh):
     assert_same(loss_and_gradients(mesh), loss_and_gradients("one"))
 
 
-@pytest.mark.parametrize(("layout", "remat", "schedule", "groups"), [
-    ("contiguous", "nothing", "ring", 1), ("zigzag", "offload", "all_gather", 2), ("zigzag", "everything", "ring", 1)])
-def test_layout_remat_schedule_and_groups_of_heads_do_not_change_the_result(layout, remat, schedule, groups):
-    got = loss_and_gradients("sequence 8", layout, remat, schedule, attention_groups=groups)
+@pytest.mark.parametrize(("layout", "remat", "schedule", "groups", "chunks"), [
+    ("contiguous", "nothing", "ring", 1, 1), ("zigzag", "offload", "all_gather", 2, 1), ("zigzag", "everything", "ring", 1, 1),
+    ("striped", "nothing", "ring", 1, 2), ("zigzag", "offload", "all_gather", 2, 4)])
+def test_layout_remat_schedule_groups_of_heads_and_chunks_of_queries_do_not_change_the_result(layout, remat, schedule, groups,
+                                                                                              chunks):
+    got = loss_and_gradients("sequence 8", layout, remat, schedule, attention_groups=groups, query_chunks=chunks)
     assert_same(got, loss_and_gradients("one"))
 
 
-def test_groups_of_a_tensor_ranks_heads_do_not_change_the_result():
+@pytest.mark.parametrize("chunks", [1, 2])
+def test_groups_of_a_tensor_ranks_heads_do_not_change_the_result(chunks):
     """Biases too: they and the weights are cut along their heads, the norm before them is shared by the groups."""
     changes = {"num_key_value_heads": 4, "attention_bias": True}
-    got = loss_and_gradients("tensor 2 x sequence 4", attention_groups=2, **changes)
+    got = loss_and_gradients("tensor 2 x sequence 4", remat="nothing", attention_groups=2, query_chunks=chunks, **changes)
     assert_same(got, loss_and_gradients("one", **changes))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [Ring(bidirectional=True), "balanced", Balanced(split=True), "ulysses",
+                                      Ulysses(degree=2), "attention2d", Attention2D(columns=2, overlap=True),
+                                      "ring_self_attention"], ids=str)
+def test_every_schedule_serves_chunks_of_queries(schedule):
+    got = loss_and_gradients("tensor 2 x sequence 4", remat="nothing", schedule=schedule, query_chunks=2)
+    assert_same(got, loss_and_gradients("one"))
 
 
 def test_groups_must_divide_a_devices_key_heads():

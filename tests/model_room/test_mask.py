@@ -15,6 +15,7 @@ from .build import llama, packed_batch, permuted, tiny
 from .test_llama import saved_by_transformers
 
 WINDOW, BOTH = Mask(window=9), Mask(window=9, global_tokens=3)
+CHUNKS = {"query_chunks": 2, "remat": "nothing"}
 
 
 def dense_logits(truth, mask, tokens, index, segment_ids, positions) -> np.ndarray:
@@ -39,11 +40,12 @@ def model_of(tmp_path):
     return make
 
 
-@pytest.mark.parametrize(("mask", "schedule", "layout"), [
-    (WINDOW, "ring", "striped"), (WINDOW, Ring(ordered=True), "contiguous"), (BOTH, "ring", "striped"),
-    (BOTH, "all_gather", "zigzag")], ids=str)
-def test_logits_of_packed_documents_are_the_dense_masks(model_of, mask, schedule, layout):
-    truth, model, params = model_of(mask, {"tensor": 2, "sequence": 4}, schedule=schedule)
+@pytest.mark.parametrize(("mask", "schedule", "layout", "options"), [
+    (WINDOW, "ring", "striped", {}), (WINDOW, Ring(ordered=True), "contiguous", {}), (BOTH, "ring", "striped", {}),
+    (BOTH, "all_gather", "zigzag", {}), (WINDOW, Ring(ordered=True), "contiguous", CHUNKS), (BOTH, "ring", "striped", CHUNKS)],
+    ids=str)
+def test_logits_of_packed_documents_are_the_dense_masks(model_of, mask, schedule, layout, options):
+    truth, model, params = model_of(mask, {"tensor": 2, "sequence": 4}, schedule=schedule, **options)
     batch = packed_batch(model.config, rows=2, length=64)
     given = [batch[name] for name in ("tokens", "index", "segment_ids", "positions")]
     expected = dense_logits(truth, mask, *given)

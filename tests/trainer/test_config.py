@@ -98,6 +98,8 @@ def test_model_path_replaces_the_scratch_model(tmp_path):
         ("--train.accumulation 4 --train.batch_size 6", ["train.batch_size is 6", "train.accumulation = 4", "8"]),
         ("--train.accumulation 0", ["train.accumulation is 0"]),
         ("--memory.every_k 0", ["memory.every_k is 0"]),
+        ("--memory.query_chunks 2", ["memory.remat is 'save_attention'", "valid: nothing, offload"]),
+        ("--memory.query_chunks 3 --memory.remat nothing --data.context_length 64", ["memory.query_chunks is 3", "64 tokens"]),
         ("--logging.profile_steps [3]", ["logging.profile_steps is (3,)", "first and the last", "[]"]),
         ("--logging.profile_steps [4,9] --train.steps 8", ["logging.profile_steps is (4, 9)", "train.steps = 8"]),
         ("--optimizer.moment_dtype bfloat16 --optimizer.beta2 0.999", ["optimizer.beta2 is 0.999", "at most 0.99"]),

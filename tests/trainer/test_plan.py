@@ -92,6 +92,20 @@ def test_parameters_and_moments_on_the_host_are_never_whole_on_a_device():
     assert plan["arguments"] * 2**30 <= 64 * 4096  # the batch: six arrays of 4 bytes a token
 
 
+@pytest.mark.slow
+def test_chunks_of_queries_hold_no_queries_of_all_tokens():
+    """Attention's output and its gradient, each tokens x hidden size in bfloat16, are not there; nor are queries."""
+    config = LlamaConfig(vocab_size=1024, hidden_size=1024, intermediate_size=1024, num_hidden_layers=2,
+                         num_attention_heads=8, num_key_value_heads=2)
+    tokens = 16384
+    groups, chunks = (compile_step(config, topology_devices("v5e:2x2"), 4 * tokens, remat="nothing", attention_groups=2,
+                                   query_chunks=count) for count in (1, 8))
+    spared = memory(groups)["temporaries"] - memory(chunks)["temporaries"]
+    assert spared * 2**30 >= 2 * tokens * 1024 * 2
+    of_all = f"bf16[1,{tokens},8,128]"
+    assert of_all in groups.as_text() and of_all not in chunks.as_text()
+
+
 def test_an_unknown_topology_is_one_line(capsys):
     assert main(["--model", "llama-7b", "--topology", "v9:1x1", "--context", "1024"]) == 2
     assert "write generation:shape" in capsys.readouterr().err
