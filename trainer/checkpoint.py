@@ -312,9 +312,12 @@ def _fits(folder: Path, name: str, found: tuple[int, ...], wanted: tuple[int, ..
     """Equal shapes, or equal but for padding, which Orbax may add or leave out; nothing of the model itself is left out."""
     if found == wanted or not fits(name, found, wanted):
         return found == wanted
-    assets = folder / "assets"
-    layout = hf_layout(LlamaConfig.from_hf(assets)) if (assets / "config.json").exists() else ()
-    return fits(name, found, wanted, next((entry.shape for entry in layout if name.endswith(entry.name)), None))
+    try:
+        layout = hf_layout(LlamaConfig.from_hf(folder / "assets"))
+    except ValueError:  # no model of ours: what would be padding is not known
+        return False
+    own = next((entry.shape for entry in layout if name.endswith(entry.name)), None)
+    return own is not None and fits(name, found, wanted, own)
 
 
 def _stored(folder: Path, item: str) -> dict[str, jax.ShapeDtypeStruct]:
