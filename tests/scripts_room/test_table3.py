@@ -49,6 +49,7 @@ def small(monkeypatch):
     return compiled
 
 
+@pytest.mark.slow
 def test_a_compiled_cell_is_the_one_found_by_trying_every_context(small, monkeypatch, tmp_path):
     """The ring of a tiny model on four chips, by the TPU compiler: from 32K to the second that does not fit."""
     contexts = CONTEXTS[5:]
