@@ -98,14 +98,17 @@ def run_layers(layer: Layer, shards: dict, x: jax.Array, positions: jax.Array, c
                                                    parcels.unpack(whole), of_layer(shards, i)[1])
             (_, *qkv), pull = jax.vjp(lambda w, x: layer.project(w, x, positions), inward, x)
             below = of_layer(shards, i - 1)[0]
+            # What arrives rides with attention's forward where that runs again, else with its backward.
+            arrived = None
             if not attended:
-                attended, whole = layer.how.carry_forward(*qkv, coords, coords, below)
-                below = None
+                attended, arrived = layer.how.carry_forward(*qkv, coords, coords, below)
             d_outward, dx, dout = jax.vjp(layer.finish, outward, x, attended[0])[1](dx)
-            dqkv, arrived, above = layer.how.carry_backward(*qkv, coords, coords, *attended, dout, below, shares)
+            rides = below if arrived is None else None
+            dqkv, with_backward, above = layer.how.carry_backward(*qkv, coords, coords, *attended, dout, rides, shares)
             d_inward, dx = pull((dx, *dqkv))
             travelled, d_others = give_back((d_inward, d_outward))
-            return (dx, whole if below is None else arrived, parcels.pack_gradients(travelled), positions, coords), (
+            whole = with_backward if arrived is None else arrived
+            return (dx, whole, parcels.pack_gradients(travelled), positions, coords), (
                 parcels.unpack_gradient(above), d_others)
 
         none = [jnp.zeros(x.shape, jnp.float32) for x in whole]

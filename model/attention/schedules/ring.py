@@ -157,11 +157,11 @@ def _tour(ways: _Ways, own, visit, shard=None, shares=None):
     ranks, way = ways.ranks, ways.directions[0]
     if ways.hops + 1 < ranks.size:
         raise ValueError(f"ring: what rides must meet all {ranks.size} ranks, and this tour meets {ways.hops + 1}")
-    none = jax.tree.map(lambda x: jnp.zeros((ranks.size, *x.shape), x.dtype), shard)
+    no_rank = jax.tree.map(lambda x: jnp.zeros((ranks.size, *x.shape), x.dtype), shard)
 
     def stop(found, block):
         parts, shard = block
-        found, gathered, owner = (None, none, ranks.index()) if found is None else found
+        found, gathered, owner = (None, no_rank, ranks.index()) if found is None else found
         gathered = jax.tree.map(lambda all, one: lax.dynamic_update_index_in_dim(all, one, owner, 0), gathered, shard)
         share = jax.tree.map(lambda all: lax.dynamic_index_in_dim(all, owner, 0, keepdims=False), shares)
         # Before the kernels: behind them the compilers take these for long enough to hide a transfer.
