@@ -63,7 +63,7 @@ create() {
       SUSPENDED | FAILED) say "$name is $now (preempted, or no capacity): another is asked for"; delete ;;
       ABSENT)
         say "asking for $type as $name"
-        queued create "$name" --node-id "$name" --accelerator-type "$type" --runtime-version "$version" "${spot[@]}" ;;
+        queued create "$name" --node-id "$name" --accelerator-type "$type" --runtime-version "$version" ${spot[@]+"${spot[@]}"} ;;
       *) say "$name is $now"; sleep "$poll" ;;
     esac
   done
@@ -71,13 +71,15 @@ create() {
 
 # In `run` these two are conditions, where bash ignores `set -e`: hence the returns.
 install() {
-  local archive root
+  local archive root sent=''
   root=$(dirname "${BASH_SOURCE[0]}")/..
   [[ -z $setup ]] || workers "$setup" || return
   archive=$(mktemp "${TMPDIR:-/tmp}/longstripe.XXXXXX")
-  git -C "$root" ls-files -z | tar --null -C "$root" -czf "$archive" --files-from - || return
-  gcloud compute tpus tpu-vm scp "$archive" "$name:longstripe.tar.gz" "${where[@]}" --worker=all || return
+  if git -C "$root" ls-files -z | tar --null -C "$root" -czf "$archive" --files-from -; then
+    gcloud compute tpus tpu-vm scp "$archive" "$name:longstripe.tar.gz" "${where[@]}" --worker=all && sent=1
+  fi
   rm -f "$archive"
+  [[ $sent ]] || return
   workers 'mkdir -p longstripe && tar -xzf longstripe.tar.gz -C longstripe && cd longstripe && make install PLATFORM=tpu'
 }
 

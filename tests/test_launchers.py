@@ -7,11 +7,15 @@ import stat
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 import yaml
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tests.conftest import REPOSITORY
 from trainer import xla_flags
+from trainer.topology import topology_devices
 
 SCRIPTS = sorted(path for path in [*(REPOSITORY / "scripts").rglob("*.sh"), *(REPOSITORY / "scripts").glob("*.sbatch"),
                                    REPOSITORY / ".ci/run"])
@@ -155,15 +159,22 @@ def test_what_the_workers_run_trains_stops_and_tells_its_exit_code(launch, tmp_p
     assert code.read_text() == "130\n" and not pid.exists() and (home / "longstripe/saved").exists(), "stop waits"
 
 
-def test_slurm_starts_one_process_a_node_under_the_gpus_flags(tmp_path):
-    executable(tmp_path / "srun", f"#!/bin/bash\nprintf '%s\\n' \"$XLA_FLAGS\" \"$@\" > {tmp_path}/told\n")
+def test_slurm_starts_one_process_a_node_with_all_its_gpus_under_their_flags(tmp_path):
+    """JAX, asked under Slurm's variables, would give each task the GPU of its number in the node: the first one."""
+    ask = ("import jax; from trainer.cluster import join; from trainer.schema import DistributedConfig\n"
+           "join(DistributedConfig(), False); print(jax.config.values['jax_cuda_visible_devices'])")
+    executable(tmp_path / "srun", f"#!/bin/bash\nprintf '%s\\n' \"$XLA_FLAGS\" \"$@\" > {tmp_path}/told\n"
+               f"JAX_PLATFORMS=cpu \"$PYTHON\" -c {shlex.quote(ask)} > {tmp_path}/found\n")
     script = REPOSITORY / "scripts/launch_slurm.sbatch"
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(REPOSITORY),
-           "PYTHON": sys.executable, "XLA_FLAGS": "--xla_dump_to=/dev/null"}
+           "PYTHON": sys.executable, "XLA_FLAGS": "--xla_dump_to=/dev/null", "SLURM_GPUS_ON_NODE": "4",
+           "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "1", "SLURM_PROCID": "0",
+           "SLURM_LOCALID": "0"}
     subprocess.run([script, "--config", "a b.yaml"], env=env, check=True, timeout=60)
     flags, *command = (tmp_path / "told").read_text().splitlines()
     assert command == ["--kill-on-bad-exit=1", sys.executable, "train.py", "--config", "a b.yaml"]
     assert flags.split() == [*map(str, xla_flags.FLAGS["gpu"]), "--xla_dump_to=/dev/null"], "the user's flags come last"
+    assert (tmp_path / "found").read_text() == "0,1,2,3\n"
     assert "#SBATCH --ntasks-per-node=1" in script.read_text() and "#SBATCH --requeue" in script.read_text()
 
 
@@ -172,7 +183,7 @@ def test_slurm_queues_again_what_saved_on_sigterm_and_nothing_else(tmp_path):
     executable(tmp_path / "scontrol", f"#!/bin/bash\necho \"$@\" >> {tmp_path}/told\n")
     script = REPOSITORY / "scripts/launch_slurm.sbatch"
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(REPOSITORY),
-           "PYTHON": sys.executable, "SLURM_JOB_ID": "17"}
+           "PYTHON": sys.executable, "SLURM_JOB_ID": "17", "SLURM_GPUS_ON_NODE": "8"}
     for code in (0, 2, 137, 143):
         done = subprocess.run([script, "--config", "c"], env={**env, "CODE": str(code)}, check=False, timeout=60)
         assert done.returncode == code
@@ -212,11 +223,33 @@ def test_the_compilers_know_every_flag(platform):
     # The CPU's jaxlib reads the GPU's flags as well; libtpu reads its own when the compiler is asked for.
     ask = "import jax; jax.devices()" if platform != "tpu" else (
         "from jax.experimental import topologies; topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x2')")
-    line = subprocess.run([sys.executable, "-m", "trainer.xla_flags", platform], cwd=REPOSITORY, capture_output=True, text=True,
-                          check=True).stdout
-    for spoil, code in (("", 0), (f"; export {xla_flags.VARIABLES[platform]}=\"--xla_no_such_flag=1\"", None)):
-        command = f"{line.strip()}{spoil}; {shlex.quote(sys.executable)} -c {shlex.quote(ask)}"
-        env = {**os.environ, "TPU_SKIP_MDS_QUERY": "1"}
-        found = subprocess.run(["bash", "-c", command], env=env, capture_output=True, text=True, check=False)
-        assert (found.returncode == 0) == (code == 0), found.stderr[-500:]
+    given = " ".join(map(str, xla_flags.FLAGS[platform]))
+    for flags, known in ((given, True), ("--xla_no_such_flag=1", False)):
+        env = {**os.environ, "TPU_SKIP_MDS_QUERY": "1", xla_flags.VARIABLES[platform]: flags}
+        found = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=False)
+        assert (found.returncode == 0) == known, found.stderr[-500:]
     assert all(flag.why and flag.name.startswith("xla_") for flag in xla_flags.FLAGS[platform])
+
+
+@pytest.mark.parametrize("slice_", ["v3:4x4", "v4:2x2x2", "v5e:4x4", "v5p:2x2x2", "v6e:4x4"])
+def test_each_generations_compiler_takes_its_flags(slice_):
+    """Names known to libtpu are not enough: what v5e's compiler does by itself ends each compile for a v5p."""
+    devices = topology_devices(slice_)
+    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=NamedSharding(Mesh(devices, "x"), PartitionSpec("x")))
+    gathered = NamedSharding(Mesh(devices, "x"), PartitionSpec())
+    lowered = jax.jit(lambda x: x @ x, out_shardings=gathered).lower(x)
+    lowered.compile(compiler_options={flag.name: flag.value for flag in xla_flags.flags("tpu", slice_.split(":")[0])})
+    for flag in xla_flags.FLAGS["tpu"]:
+        assert not flag.only or set(flag.only) <= set(xla_flags.GENERATIONS)
+
+
+def test_a_host_says_which_chips_it_has(tmp_path):
+    assert xla_flags.generation(tmp_path) is None
+    for place, vendor, device in (("0000:00:01.0", "0x8086", "0x0062"), ("0000:00:05.0", "0x1ae0", "0x0062")):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "vendor").write_text(vendor + "\n")
+        (tmp_path / place / "device").write_text(device + "\n")
+        assert xla_flags.generation(tmp_path) == ("v5p" if vendor == "0x1ae0" else None)
+    line = xla_flags.shell_line("tpu", "--mine=1", "v5p")
+    assert "sparse_core" in line and "xla_enable_async_all_gather" not in line and line.endswith("--mine=1'")
+    assert "only" not in line and len(xla_flags.flags("tpu")) < len(xla_flags.flags("tpu", "v4"))

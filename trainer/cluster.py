@@ -1,8 +1,10 @@
 """Several processes as one program: how a process finds the others, and that none outlives them."""
 from __future__ import annotations
 
+import contextlib
+
 import jax
-from jax._src import distributed  # as Orbax does: jax.distributed has no barrier
+from jax._src import distributed, xla_bridge  # as Orbax does: jax.distributed has no barrier, and nothing else can tell
 
 from data.errors import UserError
 
@@ -38,15 +40,10 @@ def join(config: DistributedConfig, simulated: bool) -> int:
         _initialize(coordinator_address=config.coordinator, process_id=config.process_id,
                     num_processes=config.num_processes, cluster_detection_method="deactivate")
         return config.num_processes
-    if not simulated:
-        try:
+    # A second training in one process, or one in a notebook that has used JAX: what is joined by now stays so.
+    if not (simulated or jax.distributed.is_initialized() or xla_bridge.backends_are_initialized()):
+        with contextlib.suppress(ValueError):  # no cluster around us: this process is alone
             _initialize()
-        except ValueError:
-            pass  # no cluster around us: this process is alone
-        except RuntimeError as error:
-            # A second training in one process, or one in a notebook that has used JAX: what is joined by now stays so.
-            if not any(words in str(error) for words in ("called before any JAX calls", "only be called once")):
-                raise
     return 1
 
 

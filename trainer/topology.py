@@ -105,7 +105,9 @@ def _gpus(name: str, chip: str, shape: str):
         raise ValueError(f"topology: found {name!r}; write {chip}:8 for 8 GPUs of one host, {chip}:4x8 for 4 hosts of 8")
     # Nothing can be tried out on a GPU that is not there; the scheduler that overlaps transfers is what a run would use.
     flags = "--xla_gpu_autotune_level=0 --xla_gpu_enable_latency_hiding_scheduler=true"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
+    given = os.environ.get("XLA_FLAGS", "")
+    if flags not in given:
+        os.environ["XLA_FLAGS"] = f"{flags} {given}"  # what the user has set comes last, and so wins
     try:
         return topologies.get_topology_desc(platform="cuda", topology_name=chip, target_config=GPUS[chip].target(),
                                             topology=f"1x{hosts or 1}x{each}").devices

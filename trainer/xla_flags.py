@@ -1,8 +1,9 @@
 """The compiler's flags for each platform, and why: python -m trainer.xla_flags tpu | gpu | cpu prints them for a shell.
 
 Only the launchers apply them, before Python starts (`eval "$(python -m trainer.xla_flags tpu)"`): an import changes nothing,
-and who starts train.py by hand has the compiler's own defaults. What the user has set already comes last, and so wins. Their
-names are tested against the compilers; what they bring is to be measured on the machine at hand.
+and who starts train.py by hand has the compiler's own defaults. What the user has set already comes last, and so wins. What one
+generation of TPUs needs the compiler refuses for another: the chips of this host say which it is, or --generation. The tests
+compile with each generation's flags; how much time they save is to be measured on the machine at hand.
 """
 from __future__ import annotations
 
@@ -11,15 +12,17 @@ import os
 import shlex
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
 class Flag:
-    """name=value of the compiler, and why we set it."""
+    """name=value of the compiler, and why we set it; `only` for these generations of TPUs, if any are named."""
 
     name: str
     value: str
     why: str
+    only: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"--{self.name}={self.value}"
@@ -27,18 +30,21 @@ class Flag:
 
 # Where each platform's compiler reads its flags.
 VARIABLES = {"tpu": "LIBTPU_INIT_ARGS", "gpu": "XLA_FLAGS", "cpu": "XLA_FLAGS"}
+GENERATIONS = ("v3", "v4", "v5e", "v5p", "v6e")
+# Chips with SparseCores: the compilers overlap no gather there that the TensorCore drives.
+_SPARSE_CORES = ("v5p", "v6e")
 FLAGS = {
     "tpu": (
-        Flag("xla_tpu_enable_async_collective_fusion", "true",
-             "gathers and scatters of weights run inside fusions with the matrix products beside them"),
-        Flag("xla_tpu_enable_async_collective_fusion_fuse_all_gather", "true",
-             "so do FSDP's all-gathers, the most frequent of them"),
-        Flag("xla_tpu_enable_async_collective_fusion_multiple_steps", "true",
-             "a gather may spread over several fusions: one product is too short for a layer's weights"),
-        Flag("xla_tpu_overlap_compute_collective_tc", "true", "the TensorCore computes while it drives such a collective"),
-        Flag("xla_enable_async_all_gather", "true", "all-gathers outside of fusions are split into start and done"),
         Flag("xla_max_concurrent_async_collective_permutes", "8",
              "a round of `balanced`, or of the ring both ways, has six transfers under way; by default five may be"),
+        Flag("xla_enable_async_all_gather", "true",
+             "FSDP's gathers run beside the matrix products; v5e's compiler does that by itself", ("v3", "v4")),
+        Flag("xla_tpu_enable_sparse_core_collective_offload_all_gather", "true",
+             "FSDP's gathers are driven by the SparseCores, beside the matrix products", _SPARSE_CORES),
+        Flag("xla_tpu_enable_sparse_core_collective_offload_reduce_scatter", "true", "so are the gradients' reduce-scatters",
+             _SPARSE_CORES),
+        Flag("xla_tpu_use_tc_device_shape_on_sc", "true", "the SparseCores see the slice as the TensorCores do", _SPARSE_CORES),
+        Flag("xla_sc_disable_megacore_partitioning", "true", "a collective is the work of one SparseCore", _SPARSE_CORES),
     ),
     "gpu": (
         Flag("xla_gpu_enable_latency_hiding_scheduler", "true",
@@ -56,10 +62,28 @@ FLAGS = {
 }
 
 
-def shell_line(platform: str, given: str = "") -> str:
+# What Google's chips call themselves on the PCI bus (v5e's and v5p's hosts are told apart by nothing else).
+_GOOGLE, _CHIPS = "0x1ae0", {"0x0027": "v3", "0x005e": "v4", "0x0062": "v5p", "0x0063": "v5e", "0x006f": "v6e"}
+
+
+def generation(bus: Path = Path("/sys/bus/pci/devices")) -> str | None:
+    """Of this host's TPUs; None where it has none, or they are not known here."""
+    for device in bus.glob("*"):
+        vendor, chip = ((device / name).read_text().strip() for name in ("vendor", "device"))
+        if vendor == _GOOGLE and chip in _CHIPS:
+            return _CHIPS[chip]
+    return None
+
+
+def flags(platform: str, generation: str | None = None) -> list[Flag]:
+    """The platform's flags; of a TPU of unknown generation those that all have in common."""
+    return [flag for flag in FLAGS[platform] if not flag.only or generation in flag.only]
+
+
+def shell_line(platform: str, given: str = "", generation: str | None = None) -> str:
     """The line that sets the platform's flags in a shell, before those `given` by the user."""
-    flags = " ".join([*map(str, FLAGS[platform]), *filter(None, [given])])
-    return f"export {VARIABLES[platform]}={shlex.quote(flags)}"
+    words = " ".join([*map(str, flags(platform, generation)), *filter(None, [given])])
+    return f"export {VARIABLES[platform]}={shlex.quote(words)}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,13 +91,14 @@ def main(argv: list[str] | None = None) -> int:
     about = __doc__.splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m trainer.xla_flags", description=about, allow_abbrev=False)
     parser.add_argument("platform", choices=sorted(FLAGS))
-    parser.add_argument("--why", action="store_true", help="print each flag with its reason instead")
+    parser.add_argument("--generation", choices=GENERATIONS, default=generation(), help="of the TPUs (default: this host's)")
+    parser.add_argument("--why", action="store_true", help="print each flag with its reason instead, those of all generations")
     args = parser.parse_args(argv)
-    if args.why:
-        for flag in FLAGS[args.platform]:
-            print(f"{flag}\n    {flag.why}")
-    else:
-        print(shell_line(args.platform, os.environ.get(VARIABLES[args.platform], "")))
+    if not args.why:
+        print(shell_line(args.platform, os.environ.get(VARIABLES[args.platform], ""), args.generation))
+        return 0
+    for flag in FLAGS[args.platform]:
+        print(f"{flag}{' (' + ', '.join(flag.only) + ')' if flag.only else ''}\n    {flag.why}")
     return 0
 
 

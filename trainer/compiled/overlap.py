@@ -14,6 +14,8 @@ from .text import ArrayType, Instruction, Module, arrays, parse
 from .transfers import COLLECTIVES, results
 
 PRODUCTS = ("dot", "convolution")
+# What a collective may stand in: the TPU's async-collective fusions, reduce-scatter as one, and what a SparseCore runs.
+WRAPPERS = ("fusion", "async-start", "custom-call-start")
 KERNEL_TARGETS = ("tpu_custom_call", "__gpu$xla.gpu.triton", "mosaic_gpu", "mosaic_gpu_v2")
 
 
@@ -74,7 +76,7 @@ class _Reader:
         self.module = module
         self.contents = functools.cache(self._contents)
         self.fused = {called for instructions in module.computations.values() for one in instructions
-                      if one.opcode in ("fusion", "async-start") for called in one.called}
+                      if one.opcode in WRAPPERS for called in one.called}
 
     def _contents(self, computation: str) -> frozenset[str]:
         """Opcodes in a computation and all that it calls; of custom calls the targets."""
@@ -91,8 +93,8 @@ class _Reader:
 
     def kind(self, one: Instruction) -> str | None:
         """The collective that an instruction starts (or is); None for any other instruction."""
-        if one.opcode in ("fusion", "async-start"):  # the TPU's async-collective fusions, and reduce-scatter as one
-            if "-done" in one.name or one.called[0].startswith("async_collective_fusion"):
+        if one.opcode in WRAPPERS:
+            if "-done" in one.name or not one.called or one.called[0].startswith("async_collective_fusion"):
                 return None  # the latter carry a transfer that has started before them
             inside = {name.removesuffix("-start") for name in self._inside(one)} & set(COLLECTIVES)
             return min(inside) if inside else None
@@ -104,7 +106,9 @@ class _Reader:
                    if one.opcode.removesuffix("-start") == kind]  # a fusion's own name may be its neighbour's
         origin = re.search(r'op_name="([^"]*)"', (written or [start.rest])[0])
         given = results(start)
-        if start.opcode in ("fusion", "async-start") and "-start" in start.opcode + start.name:
+        if start.opcode == "custom-call-start":  # its own type is of its queues
+            given = arrays(self.module.computations[start.called[0]][-1].type)
+        elif start.opcode in WRAPPERS and "-start" in start.opcode + start.name:
             given = arrays(start.type)[1:2]  # (what goes in, what comes out, flags)
         return Crossing(kind, start.name, computation, origin[1] if origin else "", self.module.loops[computation],
                         tuple(given), self.module.runs[computation],
@@ -121,7 +125,7 @@ class _Reader:
                 continue
             if "-done" in one.opcode + one.name:
                 return instructions[start.at + 1:one.at]
-            if one.opcode in ("get-tuple-element", "fusion"):
+            if one.opcode in ("get-tuple-element", "fusion") or one.opcode.endswith("-update"):
                 under_way.add(one.name)
         return []
 
