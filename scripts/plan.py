@@ -4,86 +4,105 @@
     python -m scripts.plan --model llama-7b --topology v5e:16x16 --context 1048576 --search --output plan
     python -m scripts.plan --config configs/sharegpt_llama7b_1m.yaml --model llama-7b --topology v4:4x4x4
 
-With --config a recipe's context, mesh and memory are planned; what stands beside it wins. With --search it doubles the context,
-under the remat policies from the fastest to the one that keeps least, until none fits; with --best it tries meshes, schedules
+With --config a recipe is planned; what stands beside it wins. With --search it doubles the context,
+under the policies from the fastest to the one that keeps least, until none fits; with --best it tries meshes, schedules
 and policies in the order of their estimated time, and takes the first that fits.
 Memory and collectives are the compiler's own; step time, MFU, hours and money are estimates of the cost model.
 """
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
 
-
-def parse(argv):
-    """The command line, checked."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.plan", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("--config", help="a recipe: its context, mesh, batch, schedule, layout and remat are planned")
-    parser.add_argument("--model", required=True, help="a preset, such as llama-7b")
-    parser.add_argument("--topology", required=True, help="such as v4:4x4x4, 2xv5e:16x16 (2 slices), h100:8, "
-                        "a100:4x8 (4 hosts of 8)")
-    parser.add_argument("--context", type=int, required=True, help="tokens in a row; with --search the first one tried")
-    parser.add_argument("--mesh", default="", help="such as fsdp=8,sequence=8 or tensor=8,sequence_parallel=1; "
-                        "all devices on sequence unless given")
-    parser.add_argument("--batch", type=int, default=1, help="rows (default 1)")
-    parser.add_argument("--schedule", default="ring", help="see model.attention (default ring)")
-    parser.add_argument("--layout", default="striped", help="for the estimates (default striped)")
-    parser.add_argument("--remat", default="save_attention", help="what layers keep for the backward (default save_attention)",
-                        choices=["nothing", "save_attention", "offload", "every_k", "offload_every_k", "everything"])
-    parser.add_argument("--every-k", type=int, default=2, help="layers between the inputs that the remats of this name keep")
-    parser.add_argument("--moments-on-host", action="store_true", help="the optimizer's moments lie in the host's memory")
-    parser.add_argument("--parameters-on-host", action="store_true", help="so do the parameters")
-    parser.add_argument("--attention-groups", type=int, default=1, help="groups of heads that attend one after the other "
-                        "(default 1); 0: a group for each key head of a device")
-    parser.add_argument("--prefetch", action="store_true", help="the next layer's weights arrive while a layer runs")
-    parser.add_argument("--query-chunks", type=int, default=1, help="chunks of a device's tokens that go through a layer one "
-                        "after the other (default 1)")
-    parser.add_argument("--best", action="store_true", help="chooses mesh, schedule and policy too: of those that fit the one "
-                        "that the cost model thinks fastest")
-    parser.add_argument("--search", action="store_true", help="the longest context that fits, and the policy (with --best also "
-                        "mesh and schedule) that holds it")
-    parser.add_argument("--tokens", type=float, help="tokens to train on: adds hours")
-    parser.add_argument("--price-per-device-hour", type=float, help="adds money to the hours")
-    parser.add_argument("--output", help="also write the plan to this JSON file; with --search to this folder, with a picture")
-    argv = sys.argv[1:] if argv is None else list(argv)
-    recipe = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    recipe.add_argument("--config")
-    return parser.parse_args([*of_recipe(recipe.parse_known_args(argv)[0].config), *argv])
+import yaml
 
 
-def of_recipe(path: str | None) -> list[str]:
-    """The arguments that a recipe stands for. Raises UserError for one that is wrong, or that no plan can be made of."""
-    if path is None:
-        return []
+def parser() -> argparse.ArgumentParser:
+    """The options; what is not given is the recipe's, or as train.py has it."""
+    found = argparse.ArgumentParser(prog="python -m scripts.plan", description=__doc__.splitlines()[0], allow_abbrev=False)
+    found.add_argument("--config", help="a recipe")
+    found.add_argument("--model", help="a preset such as llama-7b, or a model's folder (its config.json is enough); "
+                       "the recipe's own unless given")
+    found.add_argument("--topology", required=True, help="such as v4:4x4x4, 2xv5e:16x16 (2 slices), h100:8, "
+                       "a100:4x8 (4 hosts of 8)")
+    found.add_argument("--context", type=int, help="tokens in a row; with --search the first one tried")
+    found.add_argument("--mesh", help="such as fsdp=8,sequence=8 or tensor=8,sequence_parallel=1; "
+                       "all devices on sequence unless given")
+    found.add_argument("--batch", type=int, help="rows (default 1)")
+    found.add_argument("--schedule", type=yaml.safe_load, help="as a recipe's attention.schedule (default ring)")
+    found.add_argument("--layout", choices=["contiguous", "striped", "zigzag"], help="(default striped)")
+    found.add_argument("--remat", help="what layers keep for the backward (default save_attention)",
+                       choices=["nothing", "save_attention", "offload", "every_k", "offload_every_k", "everything"])
+    found.add_argument("--every-k", type=int, help="layers between the inputs that the remats of this name keep (default 2)")
+    switch = {"action": "store_const", "const": True}
+    found.add_argument("--moments-on-host", help="the optimizer's moments lie in the host's memory", **switch)
+    found.add_argument("--parameters-on-host", help="so do the parameters", **switch)
+    found.add_argument("--attention-groups", type=int, help="groups of heads that attend one after the other "
+                       "(default 1); 0: a group for each key head of a device")
+    found.add_argument("--prefetch", help="the next layer's weights arrive while a layer runs", **switch)
+    found.add_argument("--query-chunks", type=int, help="chunks of a device's tokens that go through a layer one "
+                       "after the other (default 1)")
+    found.add_argument("--host-gib", type=float, help="of the host's memory for each device; what needs more does not fit "
+                       "(default: what such hosts have)")
+    found.add_argument("--best", action="store_true", help="chooses mesh, schedule and policy too: of those that fit the one "
+                       "that the cost model thinks fastest")
+    found.add_argument("--search", action="store_true", help="the longest context that fits, and the policy (with --best also "
+                       "mesh and schedule) that holds it")
+    found.add_argument("--tokens", type=float, help="tokens to train on: adds hours")
+    found.add_argument("--price-per-device-hour", type=float, help="adds money to the hours")
+    found.add_argument("--output", help="also write the plan to this JSON file; with --search to this folder, with a picture")
+    return found
+
+
+def job_of(args):
+    """The job that the options describe. Raises UserError, ValueError for what is wrong in them."""
     from data.errors import UserError
-    from model.llama import Chunks
     from trainer.config import load
+    from trainer.model_source import choose_model, open_model
+    from trainer.plan import MEMORY, PLAIN, Job
+    from trainer.topology import host_gib
 
     # What a plan does not ask for, and a recipe may leave to the command line.
-    config = load(["--config", path, "--model.path", "any", "--data.path", "any"])
-    mesh, memory, attention = config.mesh, config.memory, config.attention
-    chunks = Chunks(memory.projection_chunk, memory.feed_forward_chunk, memory.loss_chunk)
-    if chunks != Chunks() or not isinstance(attention.schedule, str):
-        raise UserError(f"{path}: planned are {Chunks()} and schedules without options, not {chunks}, {attention.schedule}")
-    axes = {**{axis: getattr(mesh, axis) for axis in ("data", "fsdp", "tensor", "sequence")},
-            **{f"dcn.{axis}": factor for axis, factor in mesh.dcn.items()}, "sequence_parallel": int(mesh.sequence_parallel)}
-    return ["--context", str(config.data.context_length), "--batch", str(config.train.batch_size),
-            "--mesh", ",".join(f"{axis}={size}" for axis, size in axes.items()), "--schedule", attention.schedule,
-            "--layout", attention.layout, "--remat", memory.remat, "--every-k", str(memory.every_k),
-            "--attention-groups", str(memory.attention_groups), "--query-chunks", str(memory.query_chunks),
-            *(["--prefetch"] if memory.prefetch else []),
-            *(["--moments-on-host"] if memory.moments_on_host else []),
-            *(["--parameters-on-host"] if memory.parameters_on_host else [])]
+    if args.config:
+        flags = ["--data.path", "any", *(["--model.path", "any"] if args.model else [])]
+        try:
+            recipe = load(["--config", args.config, *flags])
+        except UserError as error:
+            raise UserError(str(error).replace("--model.path HF_DIR", "--model with a preset or a model's folder")) from None
+    else:
+        recipe = PLAIN
+        for option in ("model", "context"):
+            if getattr(args, option) is None:
+                raise UserError(f"--{option}: missing; only a recipe (--config) goes without")
+    config = None
+    if args.model is None:
+        config = choose_model(recipe.model).config
+    elif Path(args.model).expanduser().is_dir():
+        config = open_model(args.model).config
+    layout = args.layout or recipe.attention.layout
+    recipe = dataclasses.replace(recipe, attention=dataclasses.replace(recipe.attention, layout=layout))
+
+    def told(name, otherwise):
+        given = getattr(args, name)
+        return otherwise if given is None else given
+
+    own_mesh = dataclasses.replace(recipe.mesh, simulate=0) if args.config else None
+    return Job(args.model or recipe.model.path or recipe.model.preset or recipe.name, args.topology,
+               told("context", recipe.data.context_length), told("batch", recipe.train.batch_size),
+               mesh_of(args.mesh) or own_mesh, told("schedule", recipe.attention.schedule), kernel=recipe.attention.kernel,
+               recipe=recipe, config=config, host_gib=told("host_gib", host_gib(args.topology)),
+               **{name: told(name, getattr(recipe.memory, name)) for name in MEMORY})
 
 
-def mesh_of(text: str):
+def mesh_of(text: str | None):
     """fsdp=8,sequence=8 -> MeshConfig; dcn.data=2 is a factor of mesh.dcn; None for nothing."""
     from trainer.schema import MeshConfig
 
-    axes = dict(part.split("=") for part in text.split(",") if part)
     try:
+        axes = dict(part.split("=") for part in (text or "").split(",") if part)
         dcn = {axis.removeprefix("dcn."): int(axes.pop(axis)) for axis in list(axes) if axis.startswith("dcn.")}
         return MeshConfig(**{axis: int(size) for axis, size in axes.items()}, dcn=dcn) if axes else None
     except (TypeError, ValueError):
@@ -92,7 +111,7 @@ def mesh_of(text: str):
 
 def estimates(plan: dict, job, args) -> dict:
     """What the cost model says of a planned job; nothing where it does not know the hardware."""
-    found = job.estimate(args.layout)
+    found = job.estimate()
     if found is None:
         return {}
     told = {"estimated_step_seconds": found.seconds, "estimated_mfu": found.mfu,
@@ -105,13 +124,15 @@ def estimates(plan: dict, job, args) -> dict:
 
 
 def show(plan: dict) -> None:
-    """A plan as a table."""
-    plan = dict(plan)
-    for kind, figures in (plan.pop("communication") or {}).items():
-        print(f"{kind:28} {figures['times']:,.0f} times, {figures['received_gib']:.3f} GiB received, "
-              f"{figures['hidden']:.1%} of it beside compute")
-    for name, value in plan.items():
-        print(f"{name:28} {value:,.3f}" if isinstance(value, float) else f"{name:28} {value}")
+    """A plan as a table: whether it fits, what it is made of, what is sent."""
+    device = f" of {plan['device_gib']:.2f}" if plan["device_gib"] else ""
+    print(f"fits: {plan['peak_gib']:.2f}{device} GiB of each device, {plan['host_gib']:.2f} GiB of its host")
+    mesh = ", ".join(f"{name} {size}" for name, size in plan["mesh"].items() if size and size != 1) or "one device"
+    sent = {kind: f"{figures['times']:,.0f} times, {figures['received_gib']:.3f} GiB received, "
+                  f"{figures['hidden']:.1%} of it beside compute" for kind, figures in (plan["communication"] or {}).items()}
+    for name, value in {**plan, "mesh": mesh, **sent}.items():
+        if name != "communication" and not (name.startswith("of_it") and not value):
+            print(f"{name:28} {value:,.3f}" if isinstance(value, float) else f"{name:28} {value}")
 
 
 def draw(tries: list[dict], plan: dict, path: Path) -> None:
@@ -141,10 +162,12 @@ def run(args) -> int:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from trainer.plan import DoesNotFit, Job, plan
+    from trainer.plan import DoesNotFit, plan
 
-    job = Job(args.model, args.topology, args.context, args.batch, mesh_of(args.mesh), args.schedule, args.remat, args.every_k,
-              args.moments_on_host, args.attention_groups, args.parameters_on_host, args.query_chunks, args.prefetch)
+    job = job_of(args)
+    if args.output:  # refused now, not after the compiler's minutes
+        (Path(args.output) if args.search else Path(args.output).parent).mkdir(parents=True, exist_ok=True)
+    print(f"compiling {job.model}, {job.context:,} tokens, {job.axes} of {job.topology} (minutes for a pod)", file=sys.stderr)
     try:
         job, found, rest = searched(job, args) if args.search or args.best else (job, plan(job), {})
     except DoesNotFit as error:
@@ -154,7 +177,6 @@ def run(args) -> int:
     show(found)
     if args.output and args.search:
         folder = Path(args.output)
-        folder.mkdir(parents=True, exist_ok=True)
         (folder / "plan.json").write_text(json.dumps({"longest": found, **rest}, indent=2) + "\n", encoding="utf-8")
         draw(rest["tries"], found, folder / "plan.png")
     elif args.output:
@@ -189,8 +211,8 @@ def main(argv=None) -> int:
     from data.errors import UserError
 
     try:
-        return run(parse(argv))
-    except (ValueError, UserError) as error:
+        return run(parser().parse_args(argv))
+    except (ValueError, OSError, UserError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
 

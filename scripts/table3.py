@@ -26,13 +26,11 @@ from model.llama import Chunks
 from trainer.costs import Sizes
 from trainer.costs.paper_rows import RING_ATTENTION_COLUMNS as COLUMNS
 from trainer.costs.paper_rows import RING_ATTENTION_CONTEXTS as PAPER
-from trainer.plan import GIB, DoesNotFit, Job, parts_gib, plan, sizes_text
+from trainer.plan import GIB, DoesNotFit, Job, host_parts_gib, parts_gib, plan, sizes_text
 from trainer.schema import MeshConfig
-from trainer.topology import memory_gib, topology_devices
+from trainer.topology import host_gib, memory_gib, topology_devices
 
 MEMORIES = ("device", "ours")
-# GiB of host memory for each device. A v3 device is one of a chip's two cores; a DGX A100 has 2 TB for eight.
-HOST_GIB = {"a100": 240, "v3": 42, "v4": 100, "v5e": 48}
 LEAST, MOST = 1 << 10, 1 << 30
 
 
@@ -62,7 +60,7 @@ class Cell:
 
     @property
     def host_gib(self) -> float:
-        return HOST_GIB[self.topology.split(":")[0]]
+        return host_gib(self.topology)
 
     def ways(self) -> list[dict]:
         """Fields of `Job` that spare memory, of the host in later ones; a context fits where one of them does."""
@@ -78,13 +76,8 @@ class Cell:
         return [way | heads for way in ways]
 
     def on_host_gib(self, context: int, way: dict) -> float:
-        """What the host holds for each device, known without compiling: layers' inputs in bfloat16, parameters and moments."""
-        config = LlamaConfig.preset(self.model)
-        layers, k = config.num_hidden_layers, way.get("every_k", 1)
-        inputs = {"offload": layers, "offload_every_k": layers / k + k}.get(way["remat"], 0)
-        tokens = context / self.devices if self.column == "ring" else context
-        state = (8 * way.get("moments_on_host", 0) + 4 * way.get("parameters_on_host", 0)) * Sizes.of(config).parameters
-        return (inputs * 2 * tokens * config.hidden_size + state / self.devices) / GIB
+        """What the host holds for each device, known without compiling."""
+        return sum(host_parts_gib(self.job(context, way), LlamaConfig.preset(self.model), self.devices).values())
 
     def job(self, context: int, way: dict) -> Job:
         """The column's configuration of our step."""

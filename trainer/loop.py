@@ -55,10 +55,7 @@ class _Training:
         self.config, self.objective, self.store = config, objective, store
         model = objective.model
         self.trained, self.fixed = split_trainable(model.parameters, config.model.trainable)
-        self.builder = StepBuilder(model, objective.loss, tuple(self.trained), objective.abstract_batch(),
-                                   config.optimizer, config.train.steps, config.train.accumulation,
-                                   config.train.non_finite == "skip", config.memory.moments_on_host, objective.sources,
-                                   config.memory.parameters_on_host)
+        self.builder = StepBuilder.of(config, model, objective.loss, objective.abstract_batch(), objective.sources)
         self.meter = Meter(model.config, model.mesh.devices.flat, mask=model.mask)
         self.step = self._restore()
 

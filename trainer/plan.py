@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import re
 import time
 
 import jax
 
-from model.attention.kernels import get_kernel
 from model.config import LlamaConfig
-from model.llama import Chunks, Llama
+from model.llama import Chunks
 from model.modules import declare
-from model.sharding import Parallel
+from model.sharding import MESH_AXES, Parallel
 
 from . import costs
+from .checks import check
 from .compiled import GIB, memory
 from .compiled.communication import communication
 from .mesh import make_mesh
-from .schema import MeshConfig, OptimizerConfig
+from .objective import build_llama
+from .schema import DataConfig, MeshConfig, ModelConfig, RunConfig, SourceConfig
 from .step import StepBuilder, text_batch
 from .topology import memory_gib, topology_devices
 
@@ -30,16 +32,24 @@ from .topology import memory_gib, topology_devices
 GPU_HARDWARE = {"a100": ("a100-nvlink", "a100-infiniband"), "h100": ("h100-infiniband", "h100-infiniband")}
 
 
+# A run of which nothing is said; that it has some model and data is all that a plan needs to know of them.
+PLAIN = RunConfig(model=ModelConfig(path="-"), data=DataConfig(sources=(SourceConfig("-"),)))
+# What a job says of memory, named as in a recipe.
+MEMORY = ("remat", "every_k", "moments_on_host", "parameters_on_host", "attention_groups", "query_chunks", "prefetch")
+
+
 @dataclasses.dataclass(frozen=True)
 class Job:
     """A training step to be planned.
 
     Attributes:
-      model: a preset; topology: see `topology_devices`; context: tokens in a row; batch: rows.
+      model: a preset, or the name of `config`; topology: see `topology_devices`; context: tokens in a row; batch: rows.
       mesh: None puts all devices on the sequence axis.
-      schedule, kernel: see `model.attention`; remat, every_k: see `model.remat`; chunks, query_chunks, prefetch,
-        attention_groups: see `Llama`, 0 groups are one for each key head of a device; moments_on_host, parameters_on_host: see
-        `StepBuilder`.
+      schedule, kernel: as in a recipe's section `attention`; those of MEMORY: as in its section `memory`, but that 0
+        attention_groups are one for each key head of a device; chunks: in place of the recipe's.
+      recipe: all else: layout, window, precision, what is trained, accumulation, ...
+      config: the model, where it is no preset.
+      host_gib: of the host's memory for each device; what needs more does not fit. None asks for nothing.
     """
 
     model: str
@@ -57,6 +67,26 @@ class Job:
     prefetch: bool = False
     kernel: str = "auto"
     chunks: Chunks | None = None
+    recipe: RunConfig = PLAIN
+    config: LlamaConfig | None = None
+    host_gib: float | None = None
+
+    @property
+    def llama(self) -> LlamaConfig:
+        """The model's shape."""
+        return self.config or LlamaConfig.preset(self.model)
+
+    @property
+    def whole_mesh(self) -> MeshConfig:
+        """The mesh, said or not."""
+        return self.mesh or MeshConfig(sequence=len(topology_devices(self.topology)))
+
+    def compile(self):
+        """The compiled step. Raises as `compile_step`."""
+        recipe = dataclasses.replace(self.recipe, attention=dataclasses.replace(self.recipe.attention, kernel=self.kernel))
+        return compile_step(self.llama, topology_devices(self.topology), self.context, batch=self.batch, mesh=self.mesh,
+                            schedule=self.schedule, chunks=self.chunks, recipe=recipe,
+                            **{name: getattr(self, name) for name in MEMORY})
 
     @property
     def policy(self) -> str:
@@ -67,20 +97,22 @@ class Job:
     @property
     def axes(self) -> str:
         """The mesh in a few words."""
-        mesh = self.mesh or MeshConfig(sequence=len(topology_devices(self.topology)))
-        sizes = {axis: getattr(mesh, axis) for axis in ("data", "fsdp", "tensor", "sequence")}
-        return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
+        return " x ".join(f"{axis} {size}" for axis, size in self._sizes.items() if size > 1) or "one device"
 
-    def estimate(self, layout: str = "striped", causal: bool = True) -> costs.Estimate | None:
-        """What the cost model says of it; None where it does not know the hardware. causal False counts every pair."""
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {axis: getattr(self.whole_mesh, axis) for axis in MESH_AXES}
+
+    def estimate(self, causal: bool = True) -> costs.Estimate | None:
+        """What the cost model says of it; None where it does not know the hardware. causal False counts every pair; a window
+        is not known to it."""
         generation, _, shape = self.topology.partition(":")
         one_box, several = GPU_HARDWARE.get(generation, (generation, generation))
         hardware = costs.HARDWARE.get(several if "x" in shape else one_box)
-        mesh = self.mesh or MeshConfig(sequence=len(topology_devices(self.topology)))
-        axes = {axis: getattr(mesh, axis) for axis in ("data", "fsdp", "tensor", "sequence")}
         return hardware and costs.estimate(costs.Job(
-            costs.Sizes.of(LlamaConfig.preset(self.model)), hardware, self.context, self.batch, **axes, remat=self.remat,
-            schedule=self.schedule if mesh.sequence > 1 else "local", layout=layout, causal=causal))
+            costs.Sizes.of(self.llama), hardware, self.context, self.batch, **self._sizes, remat=self.remat,
+            schedule=self.schedule if self.whole_mesh.sequence > 1 else "local", layout=self.recipe.attention.layout,
+            causal=causal))
 
 
 def sizes_text(needs_gib: float, has_gib: float) -> str:
@@ -91,33 +123,47 @@ def sizes_text(needs_gib: float, has_gib: float) -> str:
 
 
 class DoesNotFit(Exception):
-    """The device's memory is too small for a job: `needs_gib` of `has_gib`. `parts`: what is known of it beforehand, in GiB."""
+    """The memory of the device (or `of` the host's) is too small for a job: `needs_gib` of `has_gib`. `parts`: what is known of
+    it beforehand, in GiB."""
 
-    def __init__(self, needs_gib: float, has_gib: float, parts: dict[str, float] | None = None):
+    def __init__(self, needs_gib: float, has_gib: float, parts: dict[str, float] | None = None, of: str = ""):
         known = sorted((parts or {}).items(), key=lambda item: -item[1])
         of_it = f"; of it {', '.join(f'{name} {size:.2f}' for name, size in known if size)}" if known else ""
-        super().__init__(sizes_text(needs_gib, has_gib) + of_it)
+        super().__init__(sizes_text(needs_gib, has_gib) + of + of_it)
         self.needs_gib, self.has_gib = needs_gib, has_gib
 
 
-def compile_step(config: LlamaConfig, devices, context: int, *, remat="save_attention", every_k=2, batch=1, mesh=None,
-                 schedule="ring", kernel=None, moments_on_host=False, attention_groups=1, parameters_on_host=False,
-                 query_chunks=1, prefetch=False, chunks=None, flags=None):
-    """The compiled training step of a model on these devices; all on the sequence axis unless `mesh` says otherwise.
+def compile_step(config: LlamaConfig, devices, context: int, *, batch=1, mesh=None, schedule="ring", kernel=None, chunks=None,
+                 recipe=PLAIN, flags=None, **memory):
+    """The training step of a model that a run would compile on these devices; all on the sequence axis unless `mesh` says
+    otherwise.
 
-    flags: {name: value} of the compiler, for this step alone.
+    Args:
+      kernel: a Kernel, in place of the recipe's.
+      chunks: in place of the recipe's, as `memory`, which has fields of MemoryConfig (0 attention_groups are one for each of a
+        device's key heads).
+      recipe: a RunConfig with all else.
+      flags: {name: value} of the compiler, for this step alone.
 
     Raises:
-      DoesNotFit: by the compiler's own account; ValueError: a mesh or a length that cannot be.
+      DoesNotFit: by the compiler's own account; UserError, ValueError: a mesh or a length that cannot be.
     """
     axes = mesh or MeshConfig(sequence=len(devices))
+    if memory.get("attention_groups") == 0:
+        memory["attention_groups"] = Parallel.of(config, axes.tensor).local_key_heads
+    if chunks:
+        memory |= {f"{name}_chunk": size or 0 for name, size in dataclasses.asdict(chunks).items()}
+    run = dataclasses.replace(
+        recipe, data=dataclasses.replace(recipe.data, context_length=context), mesh=axes,
+        train=dataclasses.replace(recipe.train, batch_size=batch), memory=dataclasses.replace(recipe.memory, **memory),
+        attention=dataclasses.replace(recipe.attention, schedule=schedule))
+    if isinstance(schedule, (str, dict)):
+        check(run, "plan")
     mesh = make_mesh(axes, devices, schedule)
-    model = Llama(config, mesh, remat=remat, every_k=every_k, schedule=schedule, kernel=kernel or get_kernel(),
-                  sequence_parallel=axes.sequence_parallel, chunks=chunks or Chunks(), query_chunks=query_chunks,
-                  prefetch=prefetch,
-                  attention_groups=attention_groups or Parallel.of(config, axes.tensor).local_key_heads)
-    builder = StepBuilder(model, model.loss, tuple(model.parameters), text_batch(batch, context, mesh),
-                          OptimizerConfig(), 1000, moments_on_host=moments_on_host, parameters_on_host=parameters_on_host)
+    model = build_llama(run, config, mesh)
+    if kernel:
+        model = dataclasses.replace(model, kernel=kernel)
+    builder = StepBuilder.of(run, model, model.loss, text_batch(batch, context, mesh))
     try:
         return builder.lower_train().compile(compiler_options=flags)
     except jax.errors.JaxRuntimeError as error:
@@ -145,24 +191,22 @@ def plan(job: Job) -> dict:
     """A job's plan as a flat dictionary; sizes in GiB a device. Raises as `compile_step`."""
     devices = topology_devices(job.topology)
     start = time.perf_counter()
-    config = LlamaConfig.preset(job.model)
-    parts = parts_gib(job, config, len(devices))
+    parts = parts_gib(job, job.llama, len(devices))
     try:
-        compiled = compile_step(config, devices, job.context, batch=job.batch, mesh=job.mesh, remat=job.remat,
-                                every_k=job.every_k, schedule=job.schedule, kernel=get_kernel(job.kernel), chunks=job.chunks,
-                                moments_on_host=job.moments_on_host, attention_groups=job.attention_groups,
-                                parameters_on_host=job.parameters_on_host, query_chunks=job.query_chunks,
-                                prefetch=job.prefetch)
+        compiled = job.compile()
     except DoesNotFit as error:
         raise DoesNotFit(error.needs_gib, error.has_gib, parts) from None
     seconds = time.perf_counter() - start
     sizes, has = memory(compiled), memory_gib(job.topology)
     if has and sizes["peak"] > has:  # the CUDA compiler does not refuse what is too large
         raise DoesNotFit(sizes["peak"], has, parts)
+    if job.host_gib is not None and sizes["host"] > job.host_gib:
+        raise DoesNotFit(sizes["host"], job.host_gib, of=" of the host's memory")
     return {
-        "jax": jax.__version__, "model": job.model, "topology": job.topology, "devices": len(devices),
+        "jax": jax.__version__, **({"compiler_flags": flags} if (flags := os.environ.get("LIBTPU_INIT_ARGS")) else {}),
+        "model": job.model, "topology": job.topology, "devices": len(devices),
         "context": job.context, "batch": job.batch,
-        "mesh": dataclasses.asdict(job.mesh or MeshConfig(sequence=len(devices))), "schedule": str(job.schedule),
+        "mesh": dataclasses.asdict(job.whole_mesh), "schedule": str(job.schedule),
         "tokens_per_device": job.context * job.batch // len(devices), "remat": job.remat,
         **({"every_k": job.every_k} if job.remat.endswith("every_k") else {}), "prefetch": job.prefetch,
         "attention_groups": job.attention_groups, "query_chunks": job.query_chunks, "moments_on_host": job.moments_on_host,
@@ -177,7 +221,7 @@ def parts_gib(job: Job, config: LlamaConfig, devices: int) -> dict[str, float]:
     """What is known of a device's memory before compiling, in GiB: float32 parameters and moments as if split evenly, and what
     the layers keep for the backward (design: per layer, for c tokens a device, the input 2 c E bytes in bfloat16, ...)."""
     mesh = job.mesh or MeshConfig(sequence=devices)
-    tokens = job.context * job.batch / (mesh.data * mesh.fsdp * mesh.sequence)
+    tokens = job.context * job.batch / (mesh.data * mesh.fsdp * mesh.sequence) / job.recipe.train.accumulation
     count = sum(math.prod(parameter.shape) for parameter in declare(config).values()) / (devices / mesh.data)
     heads = config.num_attention_heads / mesh.tensor
     layers = config.num_hidden_layers
@@ -188,4 +232,17 @@ def parts_gib(job: Job, config: LlamaConfig, devices: int) -> dict[str, float]:
              "layer inputs": inputs * 2 * tokens * config.hidden_size,
              "attention outputs": kept * tokens * heads * (2 * config.head_dim + 4),
              "products": layers * 2 * tokens * (wide + config.hidden_size) if job.remat == "everything" else 0}
+    return {name: size / GIB for name, size in parts.items()}
+
+
+def host_parts_gib(job: Job, config: LlamaConfig, devices: int) -> dict[str, float]:
+    """What is known of the host's memory for each device before compiling, in GiB: layers' inputs in bfloat16, float32
+    parameters and moments."""
+    mesh = job.mesh or MeshConfig(sequence=devices)
+    layers, k = config.num_hidden_layers, job.every_k
+    inputs = {"offload": layers, "offload_every_k": layers / k + k}.get(job.remat, 0)
+    tokens = job.context * job.batch / (mesh.data * mesh.fsdp * mesh.sequence) / job.recipe.train.accumulation
+    count = sum(math.prod(parameter.shape) for parameter in declare(config).values()) / (devices / mesh.data)
+    parts = {"layer inputs": inputs * 2 * tokens * config.hidden_size, "parameters": 4 * count * job.parameters_on_host,
+             "moments": 8 * count * job.moments_on_host}
     return {name: size / GIB for name, size in parts.items()}

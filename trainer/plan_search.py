@@ -17,15 +17,24 @@ from .plan import DoesNotFit, Job
 from .schema import MeshConfig
 from .topology import memory_gib, topology_devices
 
-# From the fastest to the one that takes least; `offload` needs the host's memory. 0 groups are one for each key head.
-POLICIES = ({"remat": "everything"}, {"remat": "save_attention"}, {"remat": "nothing"}, {"remat": "offload"},
-            {"remat": "offload", "attention_groups": 0})
 SCHEDULES = ("ring", "ulysses", "attention2d")
+QUERY_CHUNKS = 8
 
 
 def policies(job: Job) -> list[Job]:
-    """The job under each policy, the fastest first."""
-    return [dataclasses.replace(job, **policy) for policy in POLICIES]
+    """The job under each policy, from the fastest to the one that takes the least of the device's memory."""
+    layers = job.llama.num_hidden_layers
+    k = min((k for k in range(1, layers + 1) if layers % k == 0), key=lambda k: layers / k + k)
+    groups = {"attention_groups": 0}  # one for each key head
+    every_k = {"remat": "offload_every_k", "every_k": k, **groups}
+    told = [{"remat": "everything"}, {"remat": "save_attention"}, {"remat": "nothing"}, {"remat": "offload"},
+            {"remat": "offload", **groups}, {"remat": "offload", **groups, "moments_on_host": True}, every_k,
+            {**every_k, "moments_on_host": True}, {**every_k, "moments_on_host": True, "parameters_on_host": True}]
+    found = [dataclasses.replace(job, **policy) for policy in told]
+    tokens = job.context // job.whole_mesh.sequence
+    if tokens % QUERY_CHUNKS == 0 and job.schedule == "ring":
+        found.append(dataclasses.replace(found[-1], query_chunks=QUERY_CHUNKS))
+    return found
 
 
 def ways(job: Job) -> list[Job]:
@@ -35,25 +44,32 @@ def ways(job: Job) -> list[Job]:
     no rule for. Tensor parallelism splits key heads evenly, rows go to fsdp before a row is split.
     """
     found = []
-    has = memory_gib(job.topology)
     devices = len(topology_devices(job.topology))
-    config = LlamaConfig.preset(job.model)
-    for mesh, schedule, policy in itertools.product(_meshes(job, config, devices), SCHEDULES, POLICIES):
+    for mesh, schedule in itertools.product(_meshes(job, job.llama, devices), SCHEDULES):
         if mesh.sequence == 1 and schedule != SCHEDULES[0]:
             continue
-        way = dataclasses.replace(job, mesh=mesh, schedule=schedule, **policy)
-        if has and sum(planning.parts_gib(way, config, devices).values()) > has:
-            continue
-        try:
-            estimate = way.estimate()
-        except ValueError:
-            continue
-        # Estimates that differ by less than a percent or so are alike: then the schedule named first goes first.
-        order = float(f"{estimate.seconds:.2g}") if estimate else POLICIES.index(policy)
-        # The model takes weights to arrive under compute; where they can be made to, that way is tried first.
-        prefetch = schedule == "ring" and mesh.sequence > 1 and way.remat in PREFETCHED and way.attention_groups == 1
-        found += [(order, dataclasses.replace(way, prefetch=True))] * prefetch + [(order, way)]
+        for number, way in enumerate(policies(dataclasses.replace(job, mesh=mesh, schedule=schedule))):
+            if not _may_fit(way, devices):
+                continue
+            try:
+                estimate = way.estimate()
+            except ValueError:
+                continue
+            # Estimates that differ by less than a percent or so are alike: then the policy that holds more goes first, and
+            # the schedule named first.
+            order = float(f"{estimate.seconds:.2g}") if estimate else 0, number
+            # The model takes weights to arrive under compute; where they can be made to, that way is tried first.
+            prefetch = schedule == "ring" and mesh.sequence > 1 and way.remat in PREFETCHED
+            found += [(order, dataclasses.replace(way, prefetch=True))] * prefetch + [(order, way)]
     return [way for _, way in sorted(found, key=lambda pair: pair[0])]
+
+
+def _may_fit(way: Job, devices: int) -> bool:
+    """Whether what is known beforehand fits, of the device and of the host."""
+    for parts, has in ((planning.parts_gib, memory_gib(way.topology)), (planning.host_parts_gib, way.host_gib)):
+        if has is not None and sum(parts(way, way.llama, devices).values()) > has:
+            return False
+    return True
 
 
 def _meshes(job: Job, config: LlamaConfig, devices: int) -> list[MeshConfig]:

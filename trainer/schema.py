@@ -163,9 +163,9 @@ class MemoryConfig:
     prefetch: bool = False
     """Whether the next layer's weights arrive, and the gradients of the last one leave, along with the keys and values of the
     ring while a layer runs; with schedule ring and remat nothing or save_attention. Holds two layers' weights at a time."""
-    feed_forward_chunk: int = 1024
+    feed_forward_chunk: int = 2048
     """Tokens of a feed-forward chunk; 0 computes all at once."""
-    projection_chunk: int = 0
+    projection_chunk: int = 2048
     """Tokens of a chunk of the query, key, value and output projections; 0 computes all at once."""
     loss_chunk: int = 1024
     """Tokens whose logits exist at a time; 0 computes all at once."""

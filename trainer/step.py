@@ -18,7 +18,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from model.sharding import BATCH_AXES, OnHost
 
 from .mesh import batch_sharding
-from .optimizer import clipping, learning_rate, make_optimizer, optimizer_shardings
+from .optimizer import clipping, learning_rate, make_optimizer, optimizer_shardings, split_trainable
+from .schema import RunConfig
 from .streaming import chosen, in_host_memory, streamed_update
 
 LABELS = ("tokens", "targets", "index", "segment_ids", "positions")
@@ -53,6 +54,13 @@ class StepBuilder:
     moments_on_host: bool = False
     sources: tuple[str, ...] = ()
     parameters_on_host: bool = False
+
+    @classmethod
+    def of(cls, config: RunConfig, model, loss: Callable, batch: dict, sources: tuple[str, ...] = ()) -> StepBuilder:
+        """As a run's configuration wants it; `batch` as abstract_batch."""
+        trained, _ = split_trainable(model.parameters, config.model.trainable)
+        return cls(model, loss, tuple(trained), batch, config.optimizer, config.train.steps, config.train.accumulation,
+                   config.train.non_finite == "skip", config.memory.moments_on_host, sources, config.memory.parameters_on_host)
 
     @functools.cached_property
     def optimizer(self):

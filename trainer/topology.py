@@ -5,9 +5,11 @@ of the machine. TPUs need the `libtpu` wheel, GPUs jax's CUDA plugin and its com
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import re
+import sys
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +57,20 @@ GPUS = {
 TPU_MEMORY_GIB = {"v3": 15.48, "v4": 30.75, "v5e": 15.75, "v5p": 95.73, "v6e": 31.24}
 
 
+# Of the host's memory for each device, by Google's documentation of its TPU hosts; a v3 device is one of a chip's two cores.
+TPU_HOST_GIB = {"v3": 42, "v4": 100, "v5e": 48, "v5p": 112, "v6e": 180}
+DGX_HOST_GIB = 1920  # of the 2 TB of NVIDIA's DGX, for all of its GPUs that are used
+
+
+def host_gib(topology: str) -> float | None:
+    """Of the host's memory for each device of this topology, in GiB; None where it is not known here."""
+    generation, _, shape = topology.partition(":")
+    generation = _slices(generation)[1]
+    if generation in GPUS:
+        return DGX_HOST_GIB / int(shape.rpartition("x")[2])
+    return TPU_HOST_GIB.get(generation)
+
+
 def memory_gib(topology: str) -> float | None:
     """What a device of this topology has, in GiB; None where it is not known here."""
     generation = _slices(topology.split(":")[0])[1]
@@ -89,12 +105,27 @@ def _tpus(name: str, generation: str, shape: str):
     slices, generation = _slices(generation)
     options = {"chip_config_name": "megacore"} if generation == "v4" else {}
     try:
-        return topologies.get_topology_desc(platform="tpu", topology_name=f"{generation}:{shape}", num_slices=slices,
-                                            **options).devices
+        with _unheard():
+            return topologies.get_topology_desc(platform="tpu", topology_name=f"{generation}:{shape}", num_slices=slices,
+                                                **options).devices
     except Exception as error:
         raise ValueError(f"topology: {name!r} is not known to the TPU compiler ({str(error).splitlines()[0]}); write "
                          "generation:shape, such as v4:4x4x4 or v5e:16x16 (the compiler comes with `libtpu`), or "
                          f"chip:number for GPUs ({', '.join(GPUS)})") from None
+
+
+@contextlib.contextmanager
+def _unheard():
+    """What the TPU compiler writes to stderr of a machine without a TPU looks like a failure, and is none."""
+    sys.stderr.flush()
+    own, nowhere = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(nowhere, 2)
+        yield
+    finally:
+        os.dup2(own, 2)
+        os.close(own)
+        os.close(nowhere)
 
 
 def _gpus(name: str, chip: str, shape: str):

@@ -1,28 +1,33 @@
 """The TPU compiler's plan of the real step: LLaMA-7B at a million tokens fits, and nothing of length x length is kept."""
 import dataclasses
 import itertools
+import json
 import math
 import re
 
+import jax
 import pytest
+import yaml
 
-from data.errors import UserError
 from model.attention import get_schedule
 from model.attention.schedules.plan import Block, received
 from model.config import LlamaConfig
 from model.modules import declare
-from scripts.plan import main, mesh_of, parse
+from scripts.plan import job_of, main, mesh_of, parser
 from trainer.compiled import GIB, memory
 from trainer.compiled.communication import communication
 from trainer.compiled.text import arrays_with
 from trainer.compiled.transfers import collectives
+from trainer.config import load
 from trainer.mesh import make_mesh
-from trainer.plan import DoesNotFit, Job, _refusal, compile_step, parts_gib
+from trainer.plan import DoesNotFit, Job, _refusal, compile_step, host_parts_gib, parts_gib, plan
 from trainer.plan_search import search, ways
-from trainer.schema import MeshConfig
+from trainer.schema import MeshConfig, TrainConfig
 from trainer.topology import memory_gib, topology_devices
 
 CONTEXT = 1_048_576
+SMALL = LlamaConfig(vocab_size=1024, hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=4,
+                    num_key_value_heads=2)
 
 
 @pytest.fixture(scope="module")
@@ -63,33 +68,78 @@ def test_what_the_step_sends_and_what_hides_it(compiled):
     assert found["all-reduce"]["received_gib"] < 0.1 * found["all-gather"]["received_gib"]
 
 
-def test_offload_keeps_the_layers_inputs_in_the_hosts_memory():
-    """Layers x tokens a device x hidden size in bfloat16, to the byte: 8 x 4096 x 512 x 2."""
-    config = LlamaConfig(vocab_size=1024, hidden_size=512, intermediate_size=1024, num_hidden_layers=8,
-                         num_attention_heads=4, num_key_value_heads=2)
-    plan = memory(compile_step(config, topology_devices("v5e:2x2"), 4 * 4096, remat="offload"))
-    assert plan["host"] * 2**30 == 8 * 4096 * 512 * 2
+def test_offload_keeps_the_layers_inputs_in_the_hosts_memory(monkeypatch):
+    """Layers x tokens a device x hidden size in bfloat16, to the byte: 8 x 4096 x 512 x 2; a host of less is refused."""
+    job = Job("small", "v5e:2x2", 4 * 4096, remat="offload", config=SMALL)
+    compiled, on_host = job.compile(), 8 * 4096 * 512 * 2
+    assert memory(compiled)["host"] * GIB == on_host == pytest.approx(sum(host_parts_gib(job, SMALL, 4).values()) * GIB)
+    monkeypatch.setattr(Job, "compile", lambda job: compiled)
+    assert plan(dataclasses.replace(job, host_gib=on_host / GIB))["host_gib"] * GIB == on_host
+    with pytest.raises(DoesNotFit, match=r"needs 0.03 GiB of 0.03 of the host's memory") as refusal:
+        plan(dataclasses.replace(job, host_gib=0.99 * on_host / GIB))
+    assert refusal.value.needs_gib * GIB == on_host
+
+
+def planned(*argv) -> Job:
+    return job_of(parser().parse_args([str(word) for word in argv]))
 
 
 def test_a_recipe_is_planned_as_it_is_written(repository):
+    """And what stands beside it wins; all of them, whatever their chunks, masks and schedules."""
     where = ["--model", "llama-7b", "--topology", "v4:4x4x4"]
-    args = parse(["--config", str(repository / "configs/sharegpt_llama7b_1m.yaml"), *where, "--batch", "2"])
-    assert (args.context, args.batch, args.remat, args.schedule) == (1_048_576, 2, "nothing", "ring"), "what is given too wins"
-    assert mesh_of(args.mesh) == MeshConfig(sequence=64)
-    assert mesh_of("data=4,fsdp=8,dcn.data=2") == MeshConfig(data=4, fsdp=8, dcn={"data": 2})
-    with pytest.raises(UserError, match=r"books\.yaml: planned are Chunks"):
-        parse(["--config", str(repository / "configs/books.yaml"), *where])
+    job = planned("--config", repository / "configs/sharegpt_llama7b_1m.yaml", *where, "--batch", 2, "--remat", "offload")
+    assert (job.context, job.batch, job.remat, job.schedule) == (1_048_576, 2, "offload", "ring")
+    assert job.mesh == MeshConfig(sequence=64) and job.host_gib == 100
+    for recipe in sorted((repository / "configs").glob("*.yaml")):
+        job, run = planned("--config", recipe, *where), yaml.safe_load(recipe.read_text())
+        assert job.context == run["data"]["context_length"] and job.llama == LlamaConfig.preset("llama-7b")
+        assert job.recipe.attention.window == run.get("attention", {}).get("window")
+        assert job.recipe.memory.loss_chunk == run.get("memory", {}).get("loss_chunk", 1024)
+        assert job.schedule == run["attention"]["schedule"]
+    own = planned("--config", repository / "configs/quickstart.yaml", "--topology", "v4:2x2x2")
+    assert own.llama.hidden_size == yaml.safe_load((repository / "configs/quickstart.yaml").read_text())["model"][
+        "overrides"]["hidden_size"]
+
+
+def test_the_planned_step_is_the_one_that_train_runs(repository):
+    """Whatever a recipe says that has no option here: precision, parts of a batch, what is trained."""
+    recipe = load(["--config", str(repository / "configs/quickstart.yaml"), "--model.compute_dtype", "float32",
+                   "--train.accumulation", "2", "--model.trainable", "norm.weight"])
+    config = LlamaConfig.preset("tiny")
+    compiled = compile_step(config, jax.devices()[:2], 64, batch=2, mesh=MeshConfig(sequence=2), recipe=recipe, remat="nothing")
+    moved = compiled.out_info[0]
+    assert set(moved) == {"norm.weight"} and "bf16[" not in compiled.as_text()
+    assert compiled.as_text() != compile_step(config, jax.devices()[:2], 64, batch=2, mesh=MeshConfig(sequence=2),
+                                              recipe=dataclasses.replace(recipe, train=TrainConfig(batch_size=2)),
+                                              remat="nothing").as_text(), "no parts"
+
+
+def test_a_models_folder_is_a_model(tmp_path):
+    config = dataclasses.replace(LlamaConfig.preset("smollm2-135m"), num_hidden_layers=3)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    assert planned("--model", tmp_path, "--topology", "v5e:2x2", "--context", 64).llama.num_hidden_layers == 3
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    (("--context", "4097"), "data.context_length is 4097; it must be a multiple of mesh.sequence = 4"),
+    (("--context", "4096", "--mesh", "fsdp=4"), "train.batch_size is 1; it must be a multiple of"),
+    (("--context", "4096", "--mesh", "fsdp"), "--mesh: found 'fsdp'; write axis=size"),
+    (("--context", "4096", "--mesh", "tensor=3"), "mesh: data 1 x fsdp 1 x tensor 3 x sequence 1 is 3 devices, found 4"),
+    ((), "--context: missing"),
+])
+def test_what_cannot_be_planned_is_one_line(argv, said, capsys):
+    assert main(["--model", "smollm2-135m", "--topology", "v5e:2x2", *argv]) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert len(error) == 1 and said in error[0]
 
 
 def test_parameters_and_moments_on_the_host_are_never_whole_on_a_device():
     """The host holds 12 bytes a parameter beside the layers' inputs, once: what a step moves lies where it lay."""
-    config = LlamaConfig(vocab_size=1024, hidden_size=512, intermediate_size=1024, num_hidden_layers=8,
-                         num_attention_heads=4, num_key_value_heads=2)
-    plan = memory(compile_step(config, topology_devices("v5e:2x2"), 4 * 4096, remat="offload", attention_groups=2,
+    sizes = memory(compile_step(SMALL, topology_devices("v5e:2x2"), 4 * 4096, remat="offload", attention_groups=2,
                                moments_on_host=True, parameters_on_host=True))
-    count = sum(math.prod(parameter.shape) for parameter in declare(config).values())
-    assert plan["host"] * 2**30 == pytest.approx(8 * 4096 * 512 * 2 + 12 * count / 4, rel=0.01)
-    assert plan["arguments"] * 2**30 <= 64 * 4096  # the batch: six arrays of 4 bytes a token
+    count = sum(math.prod(parameter.shape) for parameter in declare(SMALL).values())
+    assert sizes["host"] * 2**30 == pytest.approx(8 * 4096 * 512 * 2 + 12 * count / 4, rel=0.01)
+    assert sizes["arguments"] * 2**30 <= 64 * 4096  # the batch: six arrays of 4 bytes a token
 
 
 @pytest.mark.slow
@@ -125,6 +175,10 @@ def test_too_much_for_the_host_is_a_refusal_too():
     assert (refusal.needs_gib, refusal.has_gib) == (160.0, 128.0)
     scalars = _refusal("RESOURCE_EXHAUSTED: XLA:TPU ... Ran out of memory in memory space smem. Used 25.2K of 16.0K smem. ...")
     assert str(scalars) == "needs 25.2 KiB of 16.0 of scalar memory"
+
+
+def test_meshes_in_words():
+    assert mesh_of("data=4,fsdp=8,dcn.data=2") == MeshConfig(data=4, fsdp=8, dcn={"data": 2})
 
 
 def test_the_search_ends_at_the_longest_context_that_fits(monkeypatch):
