@@ -3,10 +3,13 @@
 import json
 import pickle
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from data import packing
 from data.batch import permute
 from data.clean import CleanConfig
 from data.errors import UserError
@@ -157,6 +160,27 @@ def test_weighted_sources_and_held_out_sources(small, tokenizer, tmp_path):
     rows = [len(loader._plan(epoch)) for epoch in range(4)]
     assert loader.place(sum(rows[:3]) + 1) == (3, 1) and loader.place(rows[0] - 1) == (0, rows[0] - 1)
     assert loader.batch(40)["tokens"].shape == (2, 512)
+
+
+@pytest.mark.parametrize("weight", [1.0, 2.5])
+def test_threads_that_ask_at_once_are_told_the_same_and_make_each_plan_once(small, tokenizer, tmp_path, weight, monkeypatch):
+    made = prepare([Source(str(small), weight=weight)], tokenizer, LENGTH, tmp_path, progress=False)
+    plans = [packing.plan(made.train.lengths, LENGTH, 0, epoch, made.train.weights) for epoch in range(3)]
+    expected = [(epoch, row) for epoch, plan in enumerate(plans) for row in range(len(plan))]
+    planned = []
+
+    def slowly(lengths, context_length, seed, epoch, weights):
+        planned.append(epoch)
+        time.sleep(0.02)
+        return plans[epoch]
+
+    monkeypatch.setattr(packing, "plan", slowly)
+    loader = Loader(made, LENGTH, 4, seed=0)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(loader.place, range(len(expected))))
+        rows = list(pool.map(lambda place: loader._plan(place[0]).row(place[1]), found))
+    assert found == expected and rows == [plan.row(row) for plan in plans for row in range(len(plan))]
+    assert sorted(planned) == [0, 1, 2]
 
 
 def _documents(split):
