@@ -151,6 +151,15 @@ def test_prepared_folder_is_reused_by_content_and_made_anew_by_any_change(prepar
     assert not list(folder.glob(".*"))  # nothing half-made is left
 
 
+def test_what_another_process_prepared_is_opened_without_its_sources(prepared, tokenizer, tmp_path):
+    gone, folder = [Source(str(tmp_path / "gone.json"))], prepared.folder
+    found = prepare(gone, tokenizer, LENGTH, folder.parent, **OPTIONS, key=folder.name)
+    assert found.folder == folder and found.train.fingerprint == prepared.train.fingerprint
+    np.testing.assert_array_equal(found.train[3].tokens, prepared.train[3].tokens)
+    with pytest.raises(UserError, match=rf"{tmp_path}/{folder.name}: not seen here"):
+        prepare(gone, tokenizer, LENGTH, tmp_path, **OPTIONS, key=folder.name)
+
+
 def test_weighted_sources_and_held_out_sources(small, tokenizer, tmp_path):
     sources = [Source(str(small)), Source(str(FIXTURES / "dirty.json"), weight=0.5)]
     held_out = [Source(str(FIXTURES / "conversations_held_out.json"))]
