@@ -175,7 +175,7 @@ class _Job:
         encoder = Encoder(templates, self.tokenizer, self.context_length, self.clean.split, self.train_on)
         for number, source in enumerate(self.sources):
             size = sum(file.size() for file in source.files())
-            processes = (os.cpu_count() or 1) if source.format != "tokens" and size >= WORTH_PROCESSES else 1
+            processes = _cores() if source.format != "tokens" and size >= WORTH_PROCESSES else 1
             items = sources_room.read(source, report, number, bar.update, self.clean)
             for item, made in encode_all(encoder, items, processes):
                 account = report.sources[-1]
@@ -296,6 +296,11 @@ def _open(final: Path, sources: list[Source], context_length: int) -> Prepared:
     return Prepared(
         final, train, Documents(final, np.flatnonzero(held_out), index, weights, "held_out"), report, context_length
     )
+
+
+def _cores() -> int:
+    """Those that this process may use: Slurm, containers and taskset give it a share of the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _template(source: Source, tokenizer: Tokenizer) -> str | None:

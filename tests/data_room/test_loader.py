@@ -1,6 +1,7 @@
 """Prepared folders and the loader: rows against a plain re-telling, reuse, and a place that is only a number."""
 
 import json
+import os
 import pickle
 import shutil
 import time
@@ -235,6 +236,19 @@ def test_texts_and_tokens_come_through_the_same_door(small, tokenizer, tmp_path)
     ]  # fmt: skip
     assert str(made.report.dropped_file) in made.report.summary()
     assert made.report.sources[1].repaired == {"longer than context_length, cut": 1}
+
+
+def test_a_process_is_started_for_each_core_that_is_ours(small, tokenizer, tmp_path, monkeypatch):
+    started, ours = [], os.sched_getaffinity(0)
+    monkeypatch.setattr("data.prepare.WORTH_PROCESSES", 1)
+    monkeypatch.setattr("data.prepare.encode_all", lambda encoder, items, processes: (
+        started.append(processes) or ((item, encoder.encode(item)) for item in items)))
+    os.sched_setaffinity(0, {min(ours)})
+    try:
+        prepare([Source(str(small))], tokenizer, LENGTH, tmp_path, progress=False)
+    finally:
+        os.sched_setaffinity(0, ours)
+    assert started == [1]
 
 
 @pytest.mark.parametrize("name", ["tiny_tokenizer", "tiny.model"])
