@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import threading
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 
@@ -43,7 +45,10 @@ class Loader:
         self.arrays = {**ARRAYS, **({"source_ids": np.int32} if with_sources else {})}
         # Once each is the common case, and then every epoch has the same number of rows (best fit sees lengths alone).
         self._weights = None if np.all(documents.weights == 1.0) else documents.weights
-        self._plan = lru_cache(maxsize=2)(self._make_plan)
+        # The loop asks while grain's threads read ahead: one at a time makes a plan, or tells where epochs end.
+        self._lock = threading.RLock()
+        # Epoch 0, which tells an epoch's length, and two more where what is read ahead has passed the end of one.
+        self._plans = lru_cache(maxsize=3)(self._make_plan)
         self._ends: list[int] = []  # rows up to the end of each epoch, as far as known; only with weights
         parts = {
             "rules": [RULES, packing.RULES],
@@ -57,6 +62,10 @@ class Loader:
 
     def _make_plan(self, epoch: int) -> packing.Plan:
         return packing.plan(self.documents.lengths, self.context_length, self.seed, epoch, self._weights)
+
+    def _plan(self, epoch: int) -> packing.Plan:
+        with self._lock:  # lru_cache lets each thread that misses make the plan
+            return self._plans(epoch)
 
     def __len__(self) -> int:
         return len(self._plan(0))
@@ -72,13 +81,14 @@ class Loader:
             raise ValueError(f"row {number} is below 0")
         if self._weights is None:
             return divmod(number, len(self))
-        while not self._ends or self._ends[-1] <= number:
-            before = self._ends[-1] if self._ends else 0
-            self._ends.append(before + len(self._plan(len(self._ends))))
-            if len(self._ends) > 100 and self._ends[-1] == 0:
-                raise UserError("the sources' weights leave no document in 100 epochs; larger weights would work")
-        epoch = int(np.searchsorted(self._ends, number, side="right"))
-        return epoch, number - (self._ends[epoch - 1] if epoch else 0)
+        with self._lock:
+            while not self._ends or self._ends[-1] <= number:
+                before = self._ends[-1] if self._ends else 0
+                self._ends.append(before + len(self._plan(len(self._ends))))
+                if len(self._ends) > 100 and self._ends[-1] == 0:
+                    raise UserError("the sources' weights leave no document in 100 epochs; larger weights would work")
+            epoch = bisect_right(self._ends, number)
+            return epoch, number - (self._ends[epoch - 1] if epoch else 0)
 
     def row(self, number: int, places: np.ndarray | None = None) -> dict[str, np.ndarray]:
         """Global row `number` (endless) as arrays [L] of data.batch.ARRAYS' dtypes, in natural order; or only these of its

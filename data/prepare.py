@@ -99,6 +99,7 @@ def prepare(
     clean: CleanConfig = CleanConfig(),
     train_on: str = "all",
     progress: bool = True,
+    key: str | None = None,
 ) -> Prepared:
     """Tokenizes all sources into `folder`/HASH, or reuses it: the hash is of contents, templates, tokenizer and rules.
 
@@ -108,7 +109,9 @@ def prepare(
     held_out_fraction of the records, chosen by a hash of their ids, and all of held_out_sources (numbered on after
     `sources`) are the split held_out. Several processes may prepare the same folder at once. A folder in a store (gs://,
     s3://) is filled from, and read through, one in the cache.
-    Raises UserError: a bad file (see data.sources.read), a template that does not fit, nothing to train on.
+    key: HASH as another process found it, which has prepared that folder: it is opened, and no source is read.
+    Raises UserError: a bad file (see data.sources.read), a template that does not fit, nothing to train on; with a key, no
+    such folder.
     """
     if not sources:
         raise UserError("no data: data.sources is empty; --data.path FILE.json would work")
@@ -120,11 +123,14 @@ def prepare(
     for source in everything:
         _template(source, tokenizer)  # a wrong name fails before an hour of reading
     job = _Job(everything, len(sources), tokenizer, context_length, held_out_fraction, clean, train_on)
-    key = job.key()
-    final, there = paths.local_folder(folder) / key, f"{str(folder).rstrip('/')}/{key}"
+    name = key or job.key()
+    final, there = paths.local_folder(folder) / name, f"{str(folder).rstrip('/')}/{name}"
     if not (final / INDEX).exists() and paths.is_remote(folder):
         paths.download(there, final, INDEX)
     if not (final / INDEX).exists():
+        if key:
+            raise UserError(f"{there}: not seen here, where another process has prepared it; a data.prepared that all "
+                            "processes share would work")
         _build(job, final, progress)
         if paths.is_remote(folder):
             paths.upload(final, there, INDEX)
@@ -169,7 +175,7 @@ class _Job:
         encoder = Encoder(templates, self.tokenizer, self.context_length, self.clean.split, self.train_on)
         for number, source in enumerate(self.sources):
             size = sum(file.size() for file in source.files())
-            processes = (os.cpu_count() or 1) if source.format != "tokens" and size >= WORTH_PROCESSES else 1
+            processes = _cores() if source.format != "tokens" and size >= WORTH_PROCESSES else 1
             items = sources_room.read(source, report, number, bar.update, self.clean)
             for item, made in encode_all(encoder, items, processes):
                 account = report.sources[-1]
@@ -290,6 +296,11 @@ def _open(final: Path, sources: list[Source], context_length: int) -> Prepared:
     return Prepared(
         final, train, Documents(final, np.flatnonzero(held_out), index, weights, "held_out"), report, context_length
     )
+
+
+def _cores() -> int:
+    """Those that this process may use: Slurm, containers and taskset give it a share of the machine's."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _template(source: Source, tokenizer: Tokenizer) -> str | None:

@@ -63,7 +63,7 @@ class Generator:
             if not 0 < len(prompt) <= self.length:
                 raise ValueError(f"prompt: found {len(prompt)} tokens; needs 1 to {self.length}")
         tokens = np.zeros((self.rows, self.length), np.int32)
-        lengths = np.ones(self.rows, np.int32)
+        lengths = np.zeros(self.rows, np.int32)  # of a row that no prompt fills: 0
         for row, prompt in enumerate(prompts):
             tokens[row, :len(prompt)] = prompt
             lengths[row] = len(prompt)
@@ -116,7 +116,7 @@ class Generator:
             x, new_kv = self._token(params, token, lengths[:, None] + step, step, coords, prompt_kv, new_kv)
             return step + 1, self._choose(params, x), new_kv, generated, going
 
-        state = (jnp.int32(0), token, new_kv, generated, jnp.ones(rows, bool))
+        state = (jnp.int32(0), token, new_kv, generated, lengths > 0)
         return lax.while_loop(unfinished, one_step, state)[3]
 
     def _choose(self, params, x):

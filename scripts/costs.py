@@ -15,6 +15,7 @@ import sys
 from model.attention.layout import LAYOUTS
 from model.attention.schedules import SCHEDULES as NAMES
 from model.config import LlamaConfig
+from trainer import entry
 from trainer.costs import HARDWARE, Job, Sizes, estimate
 from trainer.costs.step import REMAT
 
@@ -47,10 +48,11 @@ def main(argv=None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.costs", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", required=True, help="a preset, such as llama-7b")
     parser.add_argument("--hardware", required=True, choices=HARDWARE)
-    parser.add_argument("--context", type=int, required=True, help="tokens in a row")
-    parser.add_argument("--batch", type=int, default=1, help="rows (default 1)")
+    parser.add_argument("--context", type=entry.at_least_one, required=True, help="tokens in a row")
+    parser.add_argument("--batch", type=entry.at_least_one, default=1, help="rows (default 1)")
     for axis in ("data", "fsdp", "tensor", "sequence"):
-        parser.add_argument(f"--{axis}", type=int, default=1, help="devices along this axis of the mesh (default 1)")
+        parser.add_argument(f"--{axis}", type=entry.at_least_one, default=1,
+                            help="devices along this axis of the mesh (default 1)")
     parser.add_argument("--schedule", choices=SCHEDULES, help="all of them unless given")
     parser.add_argument("--layout", choices=LAYOUTS, help="all of them unless given")
     parser.add_argument("--remat", default="save_attention", choices=REMAT, help="default save_attention")

@@ -193,7 +193,8 @@ def find_checkpoint(path: str | Path) -> Path:
     if (path / "config.json").exists():
         raise ForeignError(
                 f"{path}: a Hugging Face folder, not a checkpoint; python -m scripts.import_hf makes one of it")
-    raise ForeignError(f"{path}: neither a checkpoint (no {MANIFEST}) nor a run directory with {CHECKPOINTS}/")
+    raise ForeignError(f"{path}: no {MANIFEST} (a checkpoint), no {CHECKPOINTS}/ (a run) and no config.json (a Hugging Face "
+                       "model) is in this folder")
 
 
 def assets_dir(path: str | Path) -> Path:

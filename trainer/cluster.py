@@ -2,6 +2,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
+import json
+from collections.abc import Callable
+from typing import TypeVar
 
 import jax
 from jax._src import distributed, xla_bridge  # as Orbax does: jax.distributed has no barrier, and nothing else can tell
@@ -14,6 +18,12 @@ from .schema import DistributedConfig
 HEARTBEAT_SECONDS = 30
 # A process that ends by an error does not wait longer than this for the others, which may wait for it.
 SHUTDOWN_SECONDS = 30
+# So long a process waits for the others, who may have hours of data to prepare. Those that are gone end it much sooner.
+WAIT_MILLISECONDS = 24 * 3_600_000
+
+_turns = itertools.count()  # of `first_then_others`, the same in every process: nothing is told twice under one name
+
+T = TypeVar("T")
 
 
 def join(config: DistributedConfig, simulated: bool) -> int:
@@ -48,10 +58,36 @@ def join(config: DistributedConfig, simulated: bool) -> int:
 
 
 def meet(name: str) -> None:
-    """Waits until every process is here, for an hour at most, and without a collective: these wait for each other 30 seconds
+    """Waits until every process is here, for a day at most, and without a collective: these wait for each other 30 seconds
     only (gloo), and compiling may take one process that much longer than another."""
     if jax.process_count() > 1:
-        distributed.global_state.client.wait_at_barrier(name, timeout_in_ms=3_600_000)
+        distributed.global_state.client.wait_at_barrier(name, timeout_in_ms=WAIT_MILLISECONDS)
+
+
+def first_then_others(work: Callable[[str | None], T], tell: Callable[[T], str]) -> T:
+    """`work(None)` by process 0 alone, and when that is done `work(what process 0 tells of its result)` by each of the others;
+    gives each its own result when all have theirs. By all processes, in the same order.
+
+    Raises:
+      whatever `work` raises; UserError in the others, with the same message, if process 0 failed.
+    """
+    if jax.process_count() == 1:
+        return work(None)
+    client, name = distributed.global_state.client, f"turn {next(_turns)}"
+    if jax.process_index() == 0:
+        try:
+            made = work(None)
+        except BaseException as error:
+            client.key_value_set(name, json.dumps({"error": str(error) or type(error).__name__}))
+            raise
+        client.key_value_set(name, json.dumps({"made": tell(made)}))
+    else:
+        told = json.loads(client.blocking_key_value_get(name, WAIT_MILLISECONDS))
+        if "error" in told:
+            raise UserError(told["error"])
+        made = work(told["made"])
+    meet(name)
+    return made
 
 
 def _initialize(**how) -> None:

@@ -1,12 +1,23 @@
 """What every command does around its work: one line for an error that a user can mend, and compiled programs kept."""
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from data.errors import UserError
+
+
+def at_least_one(text: str) -> int:
+    """A flag's type for what there is one of at least: devices, rows, tokens."""
+    try:
+        if (number := int(text)) >= 1:
+            return number
+    except ValueError:
+        pass
+    raise argparse.ArgumentTypeError(f"found {text}; a whole number, at least 1, is needed")
 
 
 def keep_compiled(folder: str | None = None) -> None:

@@ -112,13 +112,13 @@ def _draw_rows(params: dict, model, had: int, seed: int) -> dict:
 
 
 def open_model(path: str) -> ModelSource:
-    """The model at a Hugging Face folder, org/name@revision, checkpoint or run folder.
+    """The model at a Hugging Face folder, org/name@revision, or at what `find_checkpoint` takes.
 
     Raises:
       ValueError: there is none, or none that this project computes; one line that says what would work.
     """
     folder = Path(path).expanduser()
-    if (folder / "manifest.json").exists() or (folder / "checkpoints").is_dir():
+    if folder.is_dir() and not (folder / "config.json").exists():
         assets = assets_dir(folder)
         return ModelSource(LlamaConfig.from_hf(assets), "checkpoint", assets.parent, assets, trained_mask(assets))
     folder = resolve_model_path(path)

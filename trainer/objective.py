@@ -27,6 +27,7 @@ from model.attention.schedules import get_schedule
 from model.llama import Chunks, Llama
 
 from . import config as configuration
+from .cluster import first_then_others
 from .config import RunConfig
 from .mesh import Part, part_here, wanted
 from .model_source import choose_model, for_templates
@@ -78,14 +79,14 @@ def _bfloat16():
     return jnp.dtype(jnp.bfloat16)
 
 
-def prepare_text(config: RunConfig, tokenizer: Tokenizer, progress: bool = True) -> Prepared:
-    """The data of a run, tokenized or found so; progress shows a bar on a terminal."""
+def prepare_text(config: RunConfig, tokenizer: Tokenizer, progress: bool = True, key: str | None = None) -> Prepared:
+    """The data of a run, tokenized or found so, or with a key opened; progress shows a bar on a terminal."""
     data = config.data
     sources = [Source(s.path, s.format, s.template or data.template, s.weight) for s in data.sources]
     held_out = [Source(data.held_out_path, sources[0].format, data.template)] if data.held_out_path else []
     return prepare(sources, tokenizer, data.context_length, data.prepared, held_out_sources=held_out, clean=data.clean,
                    train_on=data.train_on, held_out_fraction=0.0 if held_out else data.held_out_fraction,
-                   progress=progress and sys.stderr.isatty())
+                   progress=progress and sys.stderr.isatty(), key=key)
 
 
 def source_names(config: RunConfig) -> tuple[str, ...]:
@@ -120,7 +121,9 @@ class TextObjective:
         self.sources = source_names(self.config)
         self.loss = functools.partial(self.model.loss, sources=len(self.sources)) if self.sources else self.model.loss
         first = jax.process_index() == 0
-        self.prepared = prepare_text(self.config, self.tokenizer, first and self.config.logging.console)
+        # One process reads and tokenizes the sources for all.
+        prepare = functools.partial(prepare_text, self.config, self.tokenizer, self.config.logging.console)
+        self.prepared = first_then_others(lambda key: prepare(key=key), lambda prepared: prepared.folder.name)
         if first:
             print(self.prepared.report.summary(), flush=True)
         rows = self.config.train.batch_size

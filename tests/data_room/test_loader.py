@@ -1,12 +1,16 @@
 """Prepared folders and the loader: rows against a plain re-telling, reuse, and a place that is only a number."""
 
 import json
+import os
 import pickle
 import shutil
+import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
+from data import packing
 from data.batch import permute
 from data.clean import CleanConfig
 from data.errors import UserError
@@ -148,6 +152,15 @@ def test_prepared_folder_is_reused_by_content_and_made_anew_by_any_change(prepar
     assert not list(folder.glob(".*"))  # nothing half-made is left
 
 
+def test_what_another_process_prepared_is_opened_without_its_sources(prepared, tokenizer, tmp_path):
+    gone, folder = [Source(str(tmp_path / "gone.json"))], prepared.folder
+    found = prepare(gone, tokenizer, LENGTH, folder.parent, **OPTIONS, key=folder.name)
+    assert found.folder == folder and found.train.fingerprint == prepared.train.fingerprint
+    np.testing.assert_array_equal(found.train[3].tokens, prepared.train[3].tokens)
+    with pytest.raises(UserError, match=rf"{tmp_path}/{folder.name}: not seen here"):
+        prepare(gone, tokenizer, LENGTH, tmp_path, **OPTIONS, key=folder.name)
+
+
 def test_weighted_sources_and_held_out_sources(small, tokenizer, tmp_path):
     sources = [Source(str(small)), Source(str(FIXTURES / "dirty.json"), weight=0.5)]
     held_out = [Source(str(FIXTURES / "conversations_held_out.json"))]
@@ -157,6 +170,27 @@ def test_weighted_sources_and_held_out_sources(small, tokenizer, tmp_path):
     rows = [len(loader._plan(epoch)) for epoch in range(4)]
     assert loader.place(sum(rows[:3]) + 1) == (3, 1) and loader.place(rows[0] - 1) == (0, rows[0] - 1)
     assert loader.batch(40)["tokens"].shape == (2, 512)
+
+
+@pytest.mark.parametrize("weight", [1.0, 2.5])
+def test_threads_that_ask_at_once_are_told_the_same_and_make_each_plan_once(small, tokenizer, tmp_path, weight, monkeypatch):
+    made = prepare([Source(str(small), weight=weight)], tokenizer, LENGTH, tmp_path, progress=False)
+    plans = [packing.plan(made.train.lengths, LENGTH, 0, epoch, made.train.weights) for epoch in range(3)]
+    expected = [(epoch, row) for epoch, plan in enumerate(plans) for row in range(len(plan))]
+    planned = []
+
+    def slowly(lengths, context_length, seed, epoch, weights):
+        planned.append(epoch)
+        time.sleep(0.02)
+        return plans[epoch]
+
+    monkeypatch.setattr(packing, "plan", slowly)
+    loader = Loader(made, LENGTH, 4, seed=0)
+    with ThreadPoolExecutor(8) as pool:
+        found = list(pool.map(loader.place, range(len(expected))))
+        rows = list(pool.map(lambda place: loader._plan(place[0]).row(place[1]), found))
+    assert found == expected and rows == [plan.row(row) for plan in plans for row in range(len(plan))]
+    assert sorted(planned) == [0, 1, 2]
 
 
 def _documents(split):
@@ -202,6 +236,19 @@ def test_texts_and_tokens_come_through_the_same_door(small, tokenizer, tmp_path)
     ]  # fmt: skip
     assert str(made.report.dropped_file) in made.report.summary()
     assert made.report.sources[1].repaired == {"longer than context_length, cut": 1}
+
+
+def test_a_process_is_started_for_each_core_that_is_ours(small, tokenizer, tmp_path, monkeypatch):
+    started, ours = [], os.sched_getaffinity(0)
+    monkeypatch.setattr("data.prepare.WORTH_PROCESSES", 1)
+    monkeypatch.setattr("data.prepare.encode_all", lambda encoder, items, processes: (
+        started.append(processes) or ((item, encoder.encode(item)) for item in items)))
+    os.sched_setaffinity(0, {min(ours)})
+    try:
+        prepare([Source(str(small))], tokenizer, LENGTH, tmp_path, progress=False)
+    finally:
+        os.sched_setaffinity(0, ours)
+    assert started == [1]
 
 
 @pytest.mark.parametrize("name", ["tiny_tokenizer", "tiny.model"])

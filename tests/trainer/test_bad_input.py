@@ -227,7 +227,8 @@ def test_damaged_checkpoint_as_model(refused, run_copy, tmp_path, capfd):
 def test_foreign_folder_as_checkpoint(refused, run_copy, tmp_path, capfd):
     foreign = tmp_path / "foreign"
     foreign.mkdir()
-    assert f"{foreign}: no config.json" in refused("--model.path", str(foreign))
+    assert f"{foreign}: no manifest.json (a checkpoint), no checkpoints/ (a run) and no config.json" in refused(
+        "--model.path", str(foreign))
     write(foreign / "manifest.json", '{"icons": []}')
     assert f"{foreign}: not a checkpoint of this project" in refused("--model.path", str(foreign))
     for step in ("35", "40"):

@@ -33,6 +33,14 @@ def test_errors_are_one_line(wrong, told, capsys):
     assert told in error and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("flag", ["context", "batch", "data", "fsdp", "tensor", "sequence"])
+@pytest.mark.parametrize("wrong", ["0", "-4", "two"])
+def test_sizes_are_at_least_one(flag, wrong, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        costs.main([*ARGUMENTS, f"--{flag}", wrong])
+    assert f"argument --{flag}: found {wrong}; a whole number, at least 1, is needed" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_activation_memory_does_not_grow_with_the_ring(tmp_path):
     """Ring Attention, Table 1: eight times as many chips and tokens, the same memory on each within 2%."""

@@ -1,13 +1,18 @@
 """Several real processes on this machine train as one does; one that is lost ends the others, and the next start goes on."""
 
+import itertools
 import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
+from jax._src.lib import _jax
 
 import train
 from data.batch import permute
@@ -29,11 +34,20 @@ SMALLER = ("--mesh.tensor", "1", "--mesh.simulate", "4", "--attention.kernel", "
 
 
 def test_two_processes_train_as_one_does_and_what_they_saved_one_goes_on_with(whole_run, small_recipe, repository):
-    """8 devices in 2 processes, fsdp 2 x tensor 2 x sequence 2; process 1 is killed after the first checkpoint."""
+    """8 devices in 2 processes, fsdp 2 x tensor 2 x sequence 2; one of them prepares the data; process 1 is killed after the
+    first checkpoint."""
     run = small_recipe.parent / "two processes"
-    running = launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(run)])
+    prepared, building = run.with_name("prepared by two"), set()
+
+    def saved():
+        building.update(prepared.glob(".*"))
+        return list(run.glob("checkpoints/[0-9]*/manifest.json"))
+
+    running = launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(run), "--data.prepared", str(prepared)])
     try:
-        wait_for(lambda: list(run.glob("checkpoints/[0-9]*/manifest.json")), running)
+        wait_for(saved, running)
+        [made] = prepared.iterdir()
+        assert len(building) <= 1 and (whole_run.with_name("prepared") / made.name).is_dir()
         running[1].kill()
         killed = time.monotonic()
         assert launch_local.wait(running) == 128 + 9
@@ -161,6 +175,55 @@ def test_the_launcher_ends_all_with_the_first_that_fails(capsys):
     assert "process 1 ended with 3" in capsys.readouterr().err
     assert launch_local.wait(processes("import os; os.kill(os.getpid(), 9)", slow)) == 137
     assert "process 0 was lost (signal 9)" in capsys.readouterr().err and time.monotonic() - start < 20
+
+
+@pytest.fixture
+def as_two(monkeypatch):
+    """Calls a function with 0 and 1 in threads that take themselves for two processes, joined by JAX's own service; gives
+    their futures."""
+    here, address = threading.local(), f"127.0.0.1:{launch_local.free_port()}"
+    service = _jax.get_distributed_runtime_service(address, 2)
+    clients = [_jax.get_distributed_runtime_client(address, number) for number in range(2)]
+    monkeypatch.setattr(cluster, "distributed", SimpleNamespace(global_state=here))
+    monkeypatch.setattr(cluster, "_turns", itertools.repeat(0))  # which two processes count each
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: here.number)
+    with ThreadPoolExecutor(2) as pool:
+        def call(work):
+            def process(number):
+                here.number, here.client = number, clients[number]
+                return work(number)
+
+            return [pool.submit(process, number) for number in range(2)]
+
+        list(pool.map(lambda client: client.connect(), clients))
+        yield call
+        list(pool.map(lambda client: client.shutdown(), clients))
+    service.shutdown()
+
+
+def test_the_first_process_works_before_the_others_which_are_told(as_two):
+    done = []
+
+    def work(told):
+        time.sleep(0.5 if told is None else 0)
+        done.append(told)
+        return len(done)
+
+    found = as_two(lambda number: cluster.first_then_others(work, lambda made: f"made {made}"))
+    assert [future.result() for future in found] == [1, 2] and done == [None, "made 1"]
+
+
+def test_an_error_of_the_first_process_is_all_processes(as_two):
+    def work(told):
+        assert told is None, "the others have nothing to work on"
+        raise OSError("gone: no such file")
+
+    first, other = as_two(lambda number: cluster.first_then_others(work, str))
+    with pytest.raises(OSError, match="gone: no such file"):
+        first.result()
+    with pytest.raises(UserError, match="gone: no such file"):
+        other.result()
 
 
 @pytest.mark.parametrize(("given", "words"), [
