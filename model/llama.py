@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .attention import Mask, TokenCoords, attend, attending, document_starts
 from .attention.kernels import Kernel, get_kernel
+from .attention.schedules import get_schedule
 from .chunked import Chunks, chunked, chunked_total, product
 from .config import LlamaConfig
 from .feedforward import rms_norm
@@ -51,8 +52,9 @@ class Llama:
         nothing is then computed in chunks.
 
     Raises:
-      ValueError: `sequence_parallel` where `tensor` does not split the heads and the feed-forward width; attention groups
-        that do not divide the key heads; what `prefetch` and chunks of queries cannot go with.
+      ValueError: a schedule that cannot serve the sequence axis; `sequence_parallel` where `tensor` does not split the heads
+        and the feed-forward width; attention groups that do not divide the key heads; what `prefetch` and chunks of queries
+        cannot go with.
     """
 
     config: LlamaConfig
@@ -71,6 +73,7 @@ class Llama:
     mask: Mask = Mask()
 
     def __post_init__(self):
+        get_schedule(self.schedule, self.mesh.shape["sequence"])
         check_groups(self.attention_groups, self.parallel.local_key_heads)
         check_chunks(self.query_chunks, self.remat, self.parallel.split_tokens, self.schedule)
         if self.prefetch:

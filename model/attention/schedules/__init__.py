@@ -1,6 +1,6 @@
 """Schedules: who meets whom on the sequence axis, and what travels.
 
-A schedule is a frozen dataclass with two methods over a kernel, run inside `shard_map`:
+A schedule is a frozen dataclass, a `Schedule` (`schedule.py`), with two methods over a kernel, run inside `shard_map`:
 
     forward (kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale)                   -> AttentionPartial
     backward(kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale) -> dq, dk, dv (float32)
@@ -22,17 +22,18 @@ from .local import Local
 from .ranks import Ranks
 from .ring import Ring
 from .ring_self_attention import RingSelfAttention
+from .schedule import Schedule
 from .ulysses import Ulysses
 
-__all__ = ["SCHEDULES", "AllGather", "Attention2D", "Balanced", "Local", "Ranks", "Ring", "RingSelfAttention", "Ulysses",
-           "get_schedule"]
+__all__ = ["SCHEDULES", "AllGather", "Attention2D", "Balanced", "Local", "Ranks", "Ring", "RingSelfAttention", "Schedule",
+           "Ulysses", "get_schedule"]
 SCHEDULES = {
     "local": Local, "ring": Ring, "all_gather": AllGather, "balanced": Balanced, "ulysses": Ulysses, "attention2d": Attention2D,
     "ring_self_attention": RingSelfAttention,
 }
 
 
-def get_schedule(schedule, size: int, layout: str = ""):
+def get_schedule(schedule, size: int, layout: str = "") -> Schedule:
     """The schedule of this name (or the given one), checked against the number of shards.
 
     Args:
@@ -41,7 +42,7 @@ def get_schedule(schedule, size: int, layout: str = ""):
         `ring` and `balanced` leave out ranks beyond a window's reach.
 
     Raises:
-      ValueError: an unknown name or option, or `local` for a sequence axis longer than 1.
+      ValueError: an unknown name or option, or a schedule, at any depth, that cannot serve as many shards (`local` serves one).
     """
     if isinstance(schedule, str):
         schedule = {"name": schedule}
@@ -51,8 +52,7 @@ def get_schedule(schedule, size: int, layout: str = ""):
         schedule = _ordered(schedule)
     if size == 1:
         return Local()
-    if isinstance(schedule, Local):
-        raise ValueError(f"schedule: 'local' serves a sequence axis of 1, found {size}; 'ring' and 'all_gather' serve any")
+    schedule.check(size)
     return schedule
 
 
