@@ -42,12 +42,10 @@ def get_schedule(schedule, size: int, layout: str = "") -> Schedule:
         `ring` and `balanced` leave out ranks beyond a window's reach.
 
     Raises:
-      ValueError: an unknown name or option, or a schedule, at any depth, that cannot serve as many shards (`local` serves one).
+      ValueError: an unknown name or option, an option that makes no sense, or a schedule, at any depth, that cannot serve as
+        many shards (`local` serves one alone).
     """
-    if isinstance(schedule, str):
-        schedule = {"name": schedule}
-    if isinstance(schedule, Mapping):
-        schedule = _from_options(dict(schedule))
+    schedule = _from_options(schedule)
     if layout == "contiguous":
         schedule = _ordered(schedule)
     if size == 1:
@@ -63,15 +61,18 @@ def _ordered(schedule):
     return dataclasses.replace(schedule, **told, **inner)
 
 
-def _from_options(options: dict):
+def _from_options(schedule, where: str = "schedule") -> Schedule:
+    """A schedule from its name, from a mapping, or as it is; `where` it stands in a recipe."""
+    if isinstance(schedule, Schedule):
+        return schedule
+    options = dict(schedule) if isinstance(schedule, Mapping) else {"name": schedule}
     name = options.pop("name", None)
-    if name not in SCHEDULES:
-        raise ValueError(f"schedule: found {name!r}; known: {', '.join(SCHEDULES)}")
+    if not isinstance(name, str) or name not in SCHEDULES:
+        raise ValueError(f"{where}: found {name!r}; known: {', '.join(SCHEDULES)}")
     known = [field.name for field in dataclasses.fields(SCHEDULES[name]) if field.name != "ordered"]
     for option in options:
         if option not in known:
-            raise ValueError(f"schedule.{option}: {name} has no such option; it has: {', '.join(known) or 'none'}")
-    if isinstance(options.get("inner"), (str, Mapping)):
-        inner = options["inner"]
-        options["inner"] = _from_options({"name": inner} if isinstance(inner, str) else dict(inner))
+            raise ValueError(f"{where}.{option}: {name} has no such option; it has: {', '.join(known) or 'none'}")
+    if "inner" in options:
+        options["inner"] = _from_options(options["inner"], f"{where}.inner")
     return SCHEDULES[name](**options)
