@@ -261,12 +261,13 @@ class Llama:
             attending(self.config.head_dim, **self._attention), self.remat == "save_attention", INWARD)
 
     def _head(self, weights, x):
-        """Final norm and logits of this tensor rank's vocabulary; minus infinity where it is padded."""
+        """Final norm, and logits of this tensor rank's vocabulary, float32; minus infinity where it is padded."""
         norm = rms_norm(x, weights["norm.weight"], self.config.rms_norm_eps)
+        # Rounded to bfloat16, a logit above 8 would be off by up to 0.03, and so would its token's loss.
         if self.config.tie_word_embeddings:
-            logits = product("bte,ve->btv", norm, weights["embed_tokens.weight"])
+            logits = product("bte,ve->btv", norm, weights["embed_tokens.weight"], jnp.float32)
         else:
-            logits = product("bte,ev->btv", norm, weights["lm_head.weight"])
+            logits = product("bte,ev->btv", norm, weights["lm_head.weight"], jnp.float32)
         if self.parallel.vocab_size == self.config.vocab_size:
             return logits
         ids = self.parallel.rank() * logits.shape[-1] + jnp.arange(logits.shape[-1])
@@ -282,7 +283,7 @@ class Llama:
             logits = self._head(weights, arrays["x"])
             if self.parallel.tensor > 1:
                 logits = lax.all_gather(logits, "tensor", axis=2, tiled=True)[..., :self.config.vocab_size]
-            return logits.astype(jnp.float32)
+            return logits
 
         return self._run(head, self._whole(params, self._head_names), {"x": x}, {}, None)
 
