@@ -49,7 +49,7 @@ class Llama:
       prefetch: the next layer's weights arrive while a layer runs, see `prefetch.py`.
       query_chunks: chunks of a device's tokens, each going through a whole layer by itself; see `query_chunks`.
       sequence_parallel: Megatron's: hidden states are split over `tensor` too, along the length (`Parallel.split_tokens`);
-        nothing is then computed in chunks.
+        layers are then not computed in chunks, the loss still is.
 
     Raises:
       ValueError: a schedule that cannot serve the sequence axis; `sequence_parallel` where `tensor` does not split the heads
