@@ -33,18 +33,22 @@ def largest_divisor(length: int, at_most: int | None) -> int:
     return next(size for size in range(min(length, at_most), 0, -1) if length % size == 0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def product(equation: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """einsum of activations with a weight that is float32 by type, in x's dtype; the weight's gradient is a float32 sum."""
-    return jnp.einsum(equation, x, w.astype(x.dtype))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def product(equation: str, x: jax.Array, w: jax.Array, dtype=None) -> jax.Array:
+    """einsum of activations with a weight that is float32 by type; the weight's gradient is a float32 sum.
+
+    Operands have x's dtype, backward too; so has the result, unless `dtype` asks for more of the sums' own float32.
+    """
+    return jnp.einsum(equation, x, w.astype(x.dtype), preferred_element_type=dtype)
 
 
-def _product_forward(equation, x, w):
-    return product(equation, x, w), (x, w)
+def _product_forward(equation, x, w, dtype):
+    return product(equation, x, w, dtype), (x, w)
 
 
-def _product_backward(equation, residuals, dy):
+def _product_backward(equation, _, residuals, dy):
     x, w = residuals
+    dy = dy.astype(x.dtype)
     inputs, y_axes = equation.split("->")
     x_axes, w_axes = inputs.split(",")
     dx = jnp.einsum(f"{y_axes},{w_axes}->{x_axes}", dy, w.astype(x.dtype))

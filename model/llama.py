@@ -18,6 +18,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .attention import Mask, TokenCoords, attend, attending, document_starts
 from .attention.kernels import Kernel, get_kernel
+from .attention.schedules import get_schedule
 from .chunked import Chunks, chunked, chunked_total, product
 from .config import LlamaConfig
 from .feedforward import rms_norm
@@ -48,11 +49,12 @@ class Llama:
       prefetch: the next layer's weights arrive while a layer runs, see `prefetch.py`.
       query_chunks: chunks of a device's tokens, each going through a whole layer by itself; see `query_chunks`.
       sequence_parallel: Megatron's: hidden states are split over `tensor` too, along the length (`Parallel.split_tokens`);
-        nothing is then computed in chunks.
+        layers are then not computed in chunks, the loss still is.
 
     Raises:
-      ValueError: `sequence_parallel` where `tensor` does not split the heads and the feed-forward width; attention groups
-        that do not divide the key heads; what `prefetch` and chunks of queries cannot go with.
+      ValueError: a schedule that cannot serve the sequence axis; `sequence_parallel` where `tensor` does not split the heads
+        and the feed-forward width; attention groups that do not divide the key heads; what `prefetch` and chunks of queries
+        cannot go with.
     """
 
     config: LlamaConfig
@@ -71,6 +73,7 @@ class Llama:
     mask: Mask = Mask()
 
     def __post_init__(self):
+        get_schedule(self.schedule, self.mesh.shape["sequence"])
         check_groups(self.attention_groups, self.parallel.local_key_heads)
         check_chunks(self.query_chunks, self.remat, self.parallel.split_tokens, self.schedule)
         if self.prefetch:
@@ -258,12 +261,13 @@ class Llama:
             attending(self.config.head_dim, **self._attention), self.remat == "save_attention", INWARD)
 
     def _head(self, weights, x):
-        """Final norm and logits of this tensor rank's vocabulary; minus infinity where it is padded."""
+        """Final norm, and logits of this tensor rank's vocabulary, float32; minus infinity where it is padded."""
         norm = rms_norm(x, weights["norm.weight"], self.config.rms_norm_eps)
+        # Rounded to bfloat16, a logit above 8 would be off by up to 0.03, and so would its token's loss.
         if self.config.tie_word_embeddings:
-            logits = product("bte,ve->btv", norm, weights["embed_tokens.weight"])
+            logits = product("bte,ve->btv", norm, weights["embed_tokens.weight"], jnp.float32)
         else:
-            logits = product("bte,ev->btv", norm, weights["lm_head.weight"])
+            logits = product("bte,ev->btv", norm, weights["lm_head.weight"], jnp.float32)
         if self.parallel.vocab_size == self.config.vocab_size:
             return logits
         ids = self.parallel.rank() * logits.shape[-1] + jnp.arange(logits.shape[-1])
@@ -279,7 +283,7 @@ class Llama:
             logits = self._head(weights, arrays["x"])
             if self.parallel.tensor > 1:
                 logits = lax.all_gather(logits, "tensor", axis=2, tiled=True)[..., :self.config.vocab_size]
-            return logits.astype(jnp.float32)
+            return logits
 
         return self._run(head, self._whole(params, self._head_names), {"x": x}, {}, None)
 

@@ -36,10 +36,10 @@ class SelfAttention(nnx.Module):
     def project(self, x, positions, length: int, parallel: Parallel, which: str = "qkv"):
         """x [B, T, E] -> `which` of q [B, T, Hq, D], k and v [B, T, Hkv, D], RoPE applied; heads of this tensor rank.
 
-        length: of the whole row, see `inverse_frequencies`.
+        length: of the whole row, see `model.rope`.
         """
         x, rope = parallel.whole(x), self.config.rope
-        turn = (positions, inverse_frequencies(rope, self.config.head_dim, length), attention_scaling(rope))
+        turn = (positions, inverse_frequencies(rope, self.config.head_dim, length), attention_scaling(rope), length)
 
         def one(name):
             part = getattr(self, f"{name}_proj")

@@ -22,8 +22,8 @@ MESH_AXES = ("data", "fsdp", "tensor", "sequence")
 BATCH_AXES = ("data", "fsdp")
 STORAGE_AXES = ("fsdp", "sequence")
 
-# Logical axis -> which decision of `Parallel` splits it over the tensor axis.
-TENSOR_RULES = {"heads": "heads", "kv_heads": "kv_heads", "mlp": "mlp", "vocab": "vocab"}
+# The axes that are split over `tensor` where `Parallel` says so, under the same names.
+TENSOR_SPLIT = ("heads", "kv_heads", "mlp", "vocab")
 # The axes of the hidden size: storage is split along them first. Biases, that have none, are split as their sizes allow.
 HIDDEN = ("embed", "norm")
 
@@ -50,8 +50,8 @@ class Parallel:
 
     Attributes:
       tensor: size of the tensor axis.
-      heads, kv_heads, mlp, vocab: whether that is split. With `heads` and not `kv_heads`, each rank computes with
-        the one key/value head that its query heads share.
+      heads, kv_heads, mlp, vocab: whether that is split; the vocabulary always is. With `heads` and not `kv_heads`, each rank
+        computes with the one key/value head that its query heads share.
       vocab_size, query_heads, key_heads: in memory, padding among them.
       split_tokens: between attention and feed-forward, each rank keeps its own tokens of the hidden states (Korthikanti et al.,
         Reducing Activation Recomputation in Large Transformer Models, section 4.2): gathered before a product over a split
@@ -62,11 +62,11 @@ class Parallel:
     heads: bool
     kv_heads: bool
     mlp: bool
-    vocab: bool
     vocab_size: int
     query_heads: int
     key_heads: int
     split_tokens: bool = False
+    vocab = True
 
     @classmethod
     def of(cls, config: LlamaConfig, tensor: int) -> Parallel:
@@ -77,7 +77,7 @@ class Parallel:
             group, key = query // key, -(-key // tensor) * tensor
             query = group * key
         kv_heads = key % tensor == 0
-        return cls(tensor, kv_heads or shared, kv_heads, config.intermediate_size % tensor == 0, True,
+        return cls(tensor, kv_heads or shared, kv_heads, config.intermediate_size % tensor == 0,
                    -(-config.vocab_size // tensor) * tensor, query, key)
 
     @property
@@ -151,8 +151,8 @@ class Sharding:
             return True
 
         for i, logical in enumerate(parameter.axes):
-            if logical in TENSOR_RULES:
-                if self.mesh.shape["tensor"] > 1 and getattr(self.parallel, TENSOR_RULES[logical]):
+            if logical in TENSOR_SPLIT:
+                if self.mesh.shape["tensor"] > 1 and getattr(self.parallel, logical):
                     place(i, "tensor")
             elif logical not in (*HIDDEN, "layers", "head_dim"):
                 raise ValueError(f"{name}: no sharding rule for its axis {logical!r}")

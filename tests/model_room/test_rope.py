@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,7 +11,10 @@ import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from model.config import LlamaConfig, RopeConfig
-from model.rope import apply_rope, attention_scaling, inverse_frequencies
+from model.modules import bind
+from model.rope import FLOAT32_LENGTH, angles, apply_rope, attention_scaling, inverse_frequencies
+
+from .build import llama, tiny
 
 POSITIONS = np.array([[0, 1, 2, 1000, 8191, 8192, 32767, 65536, 131071], [0, 0, 1, 1, 2, 2, 0, 1, 8192]], np.int32)
 
@@ -120,6 +124,57 @@ def test_dynamic_is_one_embedding_for_a_whole_row():
     assert (table[8192][1:] < table[4096][1:]).all() and (table[16384][1:] < table[8192][1:]).all()
     with pytest.raises(ValueError, match="original_max_position_embeddings"):
         inverse_frequencies(RopeConfig("dynamic", factor=2.0), 64, 8192)
+
+
+# Of the exact product of position and frequency: the phase, at most half a turn, is rounded to float32, multiplied by a rounded
+# unit, and that is rounded; then the sum. The rest's three roundings are of at most 2^-33 turns a position.
+HALF_ULP = 2.0**-24
+LONGEST = 1 << 27
+ANGLE_ERROR = 4 * np.pi * HALF_ULP + 3 * HALF_ULP * LONGEST * 2 * np.pi * 2.0**-33
+
+
+@pytest.mark.parametrize("rule", ["default", *RULES])
+def test_far_positions_are_exact_by_every_rule(rule):
+    """Against float64, up to 2^27 tokens: beyond 2^24 a float32 knows no odd position."""
+    config = LlamaConfig.from_hf_dict(BASE | ({} if rule == "default" else {"rope_scaling": dict(RULES[rule])}))
+    frequencies, scaling = inverse_frequencies(config.rope, config.head_dim, LONGEST), attention_scaling(config.rope)
+    rng = np.random.default_rng(0)
+    near = [2**n + step for n in range(17, 27) for step in (-1, 0, 1)]
+    positions = np.array([[*range(9), *near, *rng.integers(0, LONGEST, 160), LONGEST - 1]], np.int32)
+    exact = positions.astype(np.float64)[..., None] * frequencies.astype(np.float64)
+    found = np.asarray(jax.jit(lambda p: angles(p, frequencies, LONGEST))(positions), np.float64)
+    assert np.abs((found - exact + np.pi) % (2 * np.pi) - np.pi).max() <= ANGLE_ERROR
+    x = rng.standard_normal((*positions.shape, 1, config.head_dim)).astype(np.float32)
+    turn = np.exp(1j * exact)[:, :, None] * scaling * (x[..., :64] + 1j * x[..., 64:])
+    got = jax.jit(lambda x, p: apply_rope(x, p, frequencies, scaling, LONGEST))(x, positions)
+    # Cosine, sine, temperature, two products and their sum: each rounded once, of a vector as long as x's longest.
+    tolerance = (ANGLE_ERROR + 6 * HALF_ULP) * np.abs(turn).max()
+    np.testing.assert_allclose(got, np.concatenate([turn.real, turn.imag], -1), rtol=0, atol=tolerance)
+
+
+def test_up_to_a_length_angles_are_transformers_own():
+    """Bit by bit, whatever is known of the length; a token more, and they are exact."""
+    frequencies = inverse_frequencies(RopeConfig(), 128)
+    theirs = POSITIONS.astype(np.float32)[..., None] * frequencies
+    for length in (None, 1, FLOAT32_LENGTH):
+        np.testing.assert_array_equal(angles(jnp.asarray(POSITIONS), frequencies, length), theirs)
+    assert np.abs(np.cos(angles(jnp.asarray(POSITIONS), frequencies, FLOAT32_LENGTH + 1)) - np.cos(theirs)).max() > 1e-4
+
+
+def test_in_a_model_scores_depend_on_distance_alone_however_far_the_tokens():
+    """Queries and keys as a layer projects them: the same scores at the row's beginning and 100 million tokens on."""
+    model = llama(tiny(head_dim=32))
+    weights = {name: w[0] for name, w in model.layer_shards(model.init(0)).items()}
+    x = np.random.default_rng(1).standard_normal((1, 12, model.config.hidden_size)).astype(np.float32)
+    places = np.array([[0, 1, 2, 3, 5, 8, 13, 100, 1000, 10001, 100003, 131071]], np.int32)
+
+    @jax.jit
+    def scores(positions):
+        q, k, _ = bind(model.config, weights).self_attn.project(x, positions, LONGEST, model.parallel)
+        return jnp.einsum("bqgrd,bkgd->bgrqk", q.reshape(1, 12, 2, 4, 32), k)
+
+    near = scores(places)
+    np.testing.assert_allclose(scores(places + 100_000_001), near, atol=1e-5 * np.abs(near).max())
 
 
 def test_bfloat16_is_rounded_once():

@@ -1,6 +1,6 @@
 """Schedules: who meets whom on the sequence axis, and what travels.
 
-A schedule is a frozen dataclass with two methods over a kernel, run inside `shard_map`:
+A schedule is a frozen dataclass, a `Schedule` (`schedule.py`), with two methods over a kernel, run inside `shard_map`:
 
     forward (kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale)                   -> AttentionPartial
     backward(kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale) -> dq, dk, dv (float32)
@@ -22,17 +22,18 @@ from .local import Local
 from .ranks import Ranks
 from .ring import Ring
 from .ring_self_attention import RingSelfAttention
+from .schedule import Schedule
 from .ulysses import Ulysses
 
-__all__ = ["SCHEDULES", "AllGather", "Attention2D", "Balanced", "Local", "Ranks", "Ring", "RingSelfAttention", "Ulysses",
-           "get_schedule"]
+__all__ = ["SCHEDULES", "AllGather", "Attention2D", "Balanced", "Local", "Ranks", "Ring", "RingSelfAttention", "Schedule",
+           "Ulysses", "get_schedule"]
 SCHEDULES = {
     "local": Local, "ring": Ring, "all_gather": AllGather, "balanced": Balanced, "ulysses": Ulysses, "attention2d": Attention2D,
     "ring_self_attention": RingSelfAttention,
 }
 
 
-def get_schedule(schedule, size: int, layout: str = ""):
+def get_schedule(schedule, size: int, layout: str = "") -> Schedule:
     """The schedule of this name (or the given one), checked against the number of shards.
 
     Args:
@@ -41,18 +42,15 @@ def get_schedule(schedule, size: int, layout: str = ""):
         `ring` and `balanced` leave out ranks beyond a window's reach.
 
     Raises:
-      ValueError: an unknown name or option, or `local` for a sequence axis longer than 1.
+      ValueError: an unknown name or option, an option that makes no sense, or a schedule, at any depth, that cannot serve as
+        many shards (`local` serves one alone).
     """
-    if isinstance(schedule, str):
-        schedule = {"name": schedule}
-    if isinstance(schedule, Mapping):
-        schedule = _from_options(dict(schedule))
+    schedule = _from_options(schedule)
     if layout == "contiguous":
         schedule = _ordered(schedule)
     if size == 1:
         return Local()
-    if isinstance(schedule, Local):
-        raise ValueError(f"schedule: 'local' serves a sequence axis of 1, found {size}; 'ring' and 'all_gather' serve any")
+    schedule.check(size)
     return schedule
 
 
@@ -63,15 +61,18 @@ def _ordered(schedule):
     return dataclasses.replace(schedule, **told, **inner)
 
 
-def _from_options(options: dict):
+def _from_options(schedule, where: str = "schedule") -> Schedule:
+    """A schedule from its name, from a mapping, or as it is; `where` it stands in a recipe."""
+    if isinstance(schedule, Schedule):
+        return schedule
+    options = dict(schedule) if isinstance(schedule, Mapping) else {"name": schedule}
     name = options.pop("name", None)
-    if name not in SCHEDULES:
-        raise ValueError(f"schedule: found {name!r}; known: {', '.join(SCHEDULES)}")
+    if not isinstance(name, str) or name not in SCHEDULES:
+        raise ValueError(f"{where}: found {name!r}; known: {', '.join(SCHEDULES)}")
     known = [field.name for field in dataclasses.fields(SCHEDULES[name]) if field.name != "ordered"]
     for option in options:
         if option not in known:
-            raise ValueError(f"schedule.{option}: {name} has no such option; it has: {', '.join(known) or 'none'}")
-    if isinstance(options.get("inner"), (str, Mapping)):
-        inner = options["inner"]
-        options["inner"] = _from_options({"name": inner} if isinstance(inner, str) else dict(inner))
+            raise ValueError(f"{where}.{option}: {name} has no such option; it has: {', '.join(known) or 'none'}")
+    if "inner" in options:
+        options["inner"] = _from_options(options["inner"], f"{where}.inner")
     return SCHEDULES[name](**options)

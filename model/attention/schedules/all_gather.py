@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from ..coords import Mask, TokenCoords
 from . import plan
+from .schedule import Schedule
 
 
 def _gathered(k, v, coords, ranks):
@@ -22,7 +23,7 @@ def _gathered(k, v, coords, ranks):
 
 
 @dataclasses.dataclass(frozen=True)
-class AllGather:
+class AllGather(Schedule):
     """K/V of all shards on each, once per pass."""
 
     def forward(self, kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale):

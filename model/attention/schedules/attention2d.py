@@ -28,22 +28,22 @@ from ..partial import AttentionPartial, merge, per_row
 from . import plan
 from .ranks import Ranks
 from .ring import Ring
+from .schedule import Schedule
 from .tour import tour
 
 
 @dataclasses.dataclass(frozen=True)
-class Attention2D:
+class Attention2D(Schedule):
     """Rows x columns; `columns` 0 chooses the grid with the fewest bytes for these heads. overlap: tiled, see above."""
 
     columns: int = 0
     overlap: bool = False
 
+    def check(self, size: int) -> None:
+        self._divides("columns", size)
+
     def _columns(self, size: int, query_heads: int, kv_heads: int, itemsize: int) -> int:
-        columns = self.columns or fewest_bytes(size, query_heads, kv_heads, itemsize)
-        if size % columns:
-            good = [c for c in range(1, size + 1) if size % c == 0]
-            raise ValueError(f"attention2d.columns: {columns} does not divide {size} sequence shards; those do: {good}")
-        return columns
+        return self.columns or fewest_bytes(size, query_heads, kv_heads, itemsize)
 
     def _grid(self, ranks: Ranks, q, k):
         column, row = ranks.split(self._columns(ranks.size, q.shape[2], k.shape[2], q.dtype.itemsize))

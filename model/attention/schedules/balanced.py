@@ -27,11 +27,12 @@ from ..coords import Mask
 from ..partial import AttentionPartial
 from . import plan
 from .ranks import Ranks
+from .schedule import Schedule
 from .tour import add
 
 
 @dataclasses.dataclass(frozen=True)
-class Balanced:
+class Balanced(Schedule):
     """DistFlashAttn. split: for even P, owner and helper share the last round; ordered: shards hold runs of tokens."""
 
     split: bool = False

@@ -23,6 +23,7 @@ from jax import lax
 from ..coords import Mask
 from . import plan
 from .ranks import Ranks
+from .schedule import Schedule
 from .tour import tour
 
 
@@ -70,7 +71,7 @@ class _Ways:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ring:
+class Ring(Schedule):
     """K/V round the ring. bidirectional: half of each block either way; ordered: shards hold runs of tokens, in their order."""
 
     bidirectional: bool = False

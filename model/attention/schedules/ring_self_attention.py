@@ -18,11 +18,12 @@ from jax import lax
 from ..coords import Mask, visible
 from ..partial import AttentionPartial
 from . import plan
+from .schedule import Schedule
 from .tour import tour
 
 
 @dataclasses.dataclass(frozen=True)
-class RingSelfAttention:
+class RingSelfAttention(Schedule):
     """RSA: scores of the whole row on each rank."""
 
     def forward(self, kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale):

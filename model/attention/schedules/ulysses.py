@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,6 +21,7 @@ from . import plan
 from .local import Local
 from .ranks import Ranks
 from .ring import Ring
+from .schedule import Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,18 +49,19 @@ class _Heads:
 
 
 @dataclasses.dataclass(frozen=True)
-class Ulysses:
+class Ulysses(Schedule):
     """Heads for sequence over `degree` neighbours (0: all ranks); `inner` joins the groups (USP)."""
 
     degree: int = 0
-    inner: Any = dataclasses.field(default_factory=Ring)
+    inner: Schedule = dataclasses.field(default_factory=Ring)
+
+    def check(self, size: int) -> None:
+        self._divides("degree", size)
+        if 0 < self.degree < size:
+            self.inner.check(size // self.degree)
 
     def _lines(self, ranks: Ranks):
-        degree = self.degree or ranks.size
-        if ranks.size % degree:
-            good = [d for d in range(1, ranks.size + 1) if ranks.size % d == 0]
-            raise ValueError(f"ulysses.degree: {degree} does not divide {ranks.size} sequence shards; those do: {good}")
-        outer, line = ranks.split(degree)
+        outer, line = ranks.split(self.degree or ranks.size)
         return line, outer, self.inner if outer.size > 1 else Local()
 
     def forward(self, kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale):

@@ -1,0 +1,56 @@
+"""What recipes and commands accept by name, and what there is: lists in several rooms that must not drift apart."""
+import re
+import typing
+
+import pytest
+
+from model import query_chunks, remat
+from model.attention.kernels import KERNELS
+from model.attention.layout import LAYOUTS
+from model.attention.schedules import SCHEDULES
+from model.llama import PREFETCHED
+from model.sharding import MESH_AXES, TENSOR_SPLIT, Parallel
+from scripts import plan
+from trainer import plan_search, schema
+from trainer.costs.step import REMAT
+
+
+def accepted(section, field):
+    """The literals of a field of a recipe, those within a tuple too."""
+    kind = typing.get_type_hints(section)[field]
+    while typing.get_origin(kind) is not typing.Literal:
+        kind = typing.get_args(kind)[0]
+    return typing.get_args(kind)
+
+
+@pytest.mark.parametrize(("section", "field", "there"), [
+    (schema.MemoryConfig, "remat", remat.POLICIES), (schema.AttentionConfig, "kernel", KERNELS),
+    (schema.AttentionConfig, "layout", LAYOUTS), (schema.MeshConfig, "order", MESH_AXES)])
+def test_a_recipe_accepts_what_there_is(section, field, there):
+    assert sorted(accepted(section, field)) == sorted(there)
+
+
+def test_schedules_are_those_of_the_table():
+    assert tuple(SCHEDULES) == schema.SCHEDULES
+    assert set(plan_search.SCHEDULES) < set(SCHEDULES)
+    for name, schedule in SCHEDULES.items():
+        assert schedule.__module__ == f"model.attention.schedules.{name}", "errors name a schedule's options by its file"
+
+
+def test_the_plan_accepts_every_policy_and_no_other(capsys):
+    job = ["--model", "tiny", "--topology", "v4:2x2x1", "--context", "1024", "--remat"]
+    assert [plan.parse([*job, name]).remat for name in remat.POLICIES] == list(remat.POLICIES)
+    with pytest.raises(SystemExit):
+        plan.parse([*job, "some"])
+    listed = re.search(r"choose from (.*)\)", capsys.readouterr().err)[1]
+    assert sorted(re.findall(r"\w+", listed)) == sorted(remat.POLICIES)
+
+
+def test_policies_named_elsewhere_are_policies():
+    assert set(REMAT) == set(remat.POLICIES)
+    assert {one["remat"] for one in plan_search.POLICIES} | {*query_chunks.POLICIES, *PREFETCHED} <= set(remat.POLICIES)
+
+
+def test_axes_split_over_tensor_are_decisions_of_parallel():
+    parallel = Parallel(2, True, False, True, 128, 8, 2)
+    assert [getattr(parallel, axis) for axis in TENSOR_SPLIT] == [True, False, True, True]
