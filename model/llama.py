@@ -27,7 +27,7 @@ from .modules import bind, declare, init
 from .parcels import Parcels
 from .prefetch import Layer, run_layers
 from .query_chunks import check_chunks, layer_in_chunks
-from .remat import scan_layers
+from .remat import check_policy, scan_layers
 from .sharding import BATCH_AXES, HIDDEN, Parallel, Parameter, Sharding, arrive, gather
 
 TOKENS = PartitionSpec(BATCH_AXES, "sequence")
@@ -52,7 +52,8 @@ class Llama:
 
     Raises:
       ValueError: `sequence_parallel` where `tensor` does not split the heads and the feed-forward width; attention groups
-        that do not divide the key heads; what `prefetch` and chunks of queries cannot go with.
+        that do not divide the key heads; `every_k` that does not divide the layers; what `prefetch` and chunks of queries
+        cannot go with.
     """
 
     config: LlamaConfig
@@ -71,6 +72,7 @@ class Llama:
     mask: Mask = Mask()
 
     def __post_init__(self):
+        check_policy(self.remat, self.every_k, self.config.num_hidden_layers)
         check_groups(self.attention_groups, self.parallel.local_key_heads)
         check_chunks(self.query_chunks, self.remat, self.parallel.split_tokens, self.schedule)
         if self.prefetch:

@@ -44,7 +44,8 @@ def train(config: RunConfig) -> Path:
     objective = TextObjective(config, mesh)
     with CheckpointStore(folder, keep=config.checkpoint.keep) as store:
         training = _Training(config, objective, store)
-        # Only now is the folder this run's: after data or a model that cannot be read, another try may use it.
+        training.compile()
+        # Only now is the folder this run's: after data, a model or a step that is refused, another try may use it.
         return training.run(open_run(config, write=first))
 
 
@@ -88,6 +89,18 @@ class _Training:
         self.trainable = {name: params[name] for name in self.trained}
         self.frozen = {name: params[name] for name in self.fixed}
 
+    def compile(self) -> None:
+        """The steps, unless the run is at its end already."""
+        if self.step >= self.config.train.steps:
+            return
+        with self.meter.compiling():
+            lowered = self.builder.lower_train()  # what refuses a step speaks here, and within seconds
+            if self.config.logging.console and jax.process_index() == 0:
+                print(f"compiling for {self.objective.model.mesh.size} devices", file=sys.stderr)
+            self.train_step = lowered.compile()
+            self.evaluate_step = self.builder.lower_evaluate().compile()
+            meet("compiled")
+
     def run(self, run: RunDirectory) -> Path:
         """Trains to the last step; gives its checkpoint's folder."""
         config, steps = self.config, self.config.train.steps
@@ -101,18 +114,13 @@ class _Training:
             if self.step >= steps:
                 log.say(f"already trained to step {self.step}")
                 return self.store.path(self.step)
-            log.say(f"compiling for {self.objective.model.mesh.size} devices")
-            with self.meter.compiling():
-                train_step = self.builder.lower_train().compile()
-                self.evaluate_step = self.builder.lower_evaluate().compile()
-                meet("compiled")
             if not self.evaluated:
                 self._evaluate(log)
             batches = self.objective.batches(self.step)
             self.meter.start()
             while self.step < steps:
                 with profiler.step(self.step + 1):
-                    self._train_one(train_step, batches, log)
+                    self._train_one(batches, log)
                 self.evaluated = not self._due(config.train.evaluate_every)
                 if last(self.step) and self.step < steps:
                     # Before the held-out loss, for which there may be no time: the next start begins with it.
@@ -136,11 +144,11 @@ class _Training:
     def _place(self, host: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         return place_batch(host, self.objective.model.mesh, self.objective.part)
 
-    def _train_one(self, train_step, batches, log) -> None:
+    def _train_one(self, batches, log) -> None:
         with self.meter.waiting_for_data():
             host = next(batches)
         batch = self._place(host)
-        self.trainable, self.optimizer_state, metrics = train_step(
+        self.trainable, self.optimizer_state, metrics = self.train_step(
             self.trainable, self.frozen, self.optimizer_state, batch, np.int32(self.step))
         metrics = {name: float(value) for name, value in metrics.items()}
         # 0 / 0 where the step has no target of a source: that source has no loss.

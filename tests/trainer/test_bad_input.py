@@ -185,6 +185,19 @@ def test_no_recipe(refused, tmp_path):
 # Run directories and checkpoints
 
 
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--memory.remat", "every_k", "--memory.every_k", "3"], ["memory.every_k: 3 does not divide 2 layers; 1, 2 do"]),
+        (["--attention.schedule", "{name: ulysses, degree: 3}"], ["degree", "3"]),
+    ],
+)
+def test_what_a_step_cannot_be_made_of_leaves_the_folder_to_the_next_try(refused, tmp_path, flags, words):
+    said = refused(*flags)
+    assert all(word in said for word in words), said
+    assert not (tmp_path / "run").exists()
+
+
 def test_run_directory_of_another_run(refused, whole_run):
     said = refused("--optimizer.learning_rate", "0.5", run=whole_run)
     assert "optimizer.learning_rate is 0.002 there and 0.5 now" in said and "another --run_dir" in said
