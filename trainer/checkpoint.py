@@ -6,7 +6,7 @@ A checkpoint is a folder:
 
     model/          Orbax: the flat dictionary of parameters
     optimizer/      Orbax: the optimizer's arrays, flat, by their path in the state            (from training)
-    data/data.json  where it stands: step, the data's fingerprint, is the held-out loss logged  (from training)
+    data/data.json  where it stands: step, fingerprints of data and first model, is the held-out loss logged  (from training)
     assets/         plain files: config.json, tokenizer, chat template, run configuration, source dtype
     manifest.json   size and sha256 of every file above; written last
 

@@ -77,13 +77,19 @@ class _Training:
             self.evaluated = False
             return 0
         restored = self.store.restore(latest, self.builder.abstract_params, self.builder.abstract_optimizer)
-        if restored.data["fingerprint"] != self.objective.fingerprint:
-            raise UserError(f"{self.store.path(latest)}: was trained on other data (fingerprint "
-                            f"{restored.data['fingerprint']}, now {self.objective.fingerprint}); give the files that the run "
-                            "began with, or another --run_dir")
+        for what, here in self._origins.items():
+            if (there := restored.data.get(what, here)) != here:
+                other = "was trained on other data" if what == "fingerprint" else "began with another model"
+                raise UserError(f"{self.store.path(latest)}: {other} (fingerprint {there}, now {here}); give the files that "
+                                "the run began with, or another --run_dir")
         self._take(restored.model)
         self.optimizer_state, self.evaluated = restored.optimizer, restored.data.get("evaluated", True)
         return restored.data["step"]
+
+    @property
+    def _origins(self) -> dict[str, str]:
+        """What a checkpoint tells of the files that its run was made from, wherever these lie."""
+        return {"fingerprint": self.objective.fingerprint, "model": self.objective.origin}
 
     def _take(self, params) -> None:
         self.trainable = {name: params[name] for name in self.trained}
@@ -192,7 +198,7 @@ class _Training:
         try:
             self.objective.write_assets(assets)
             self.store.save(self.step, model={**self.trainable, **self.frozen}, optimizer=self.optimizer_state,
-                            data={"step": self.step, "fingerprint": self.objective.fingerprint, "evaluated": self.evaluated},
+                            data={"step": self.step, **self._origins, "evaluated": self.evaluated},
                             assets=assets)
         finally:
             shutil.rmtree(assets, ignore_errors=True)

@@ -63,6 +63,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return content
 
 
+def fingerprint(folder: Path) -> str:
+    """Changes with the contents of a checkpoint. Raises as read_manifest."""
+    return _checksum(read_manifest(folder))[:32]
+
+
 def verify(folder: Path, items: list[str] | None = None) -> dict[str, Any]:
     """Reads every file that the manifest lists (of `items`, or all) and compares. Returns the manifest.
 

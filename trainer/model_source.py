@@ -16,7 +16,8 @@ from model.config import LlamaConfig
 
 from .checkpoint import assets_dir, restore_model
 from .config import DataConfig, ModelConfig
-from .huggingface import copy_assets, read_hf, resolve_model_path, trained_mask, write_source_dtype
+from .huggingface import copy_assets, read_hf, resolve_model_path, trained_mask, weights_fingerprint, write_source_dtype
+from .manifest import fingerprint
 from .padding import VOCABULARY_AXES
 
 
@@ -54,6 +55,13 @@ class ModelSource:
             params = restore_model(self.folder, model.shardings, dtype="float32", shapes=shapes)
         grown = stored.vocab_size < model.config.vocab_size
         return _draw_rows(params, model, stored.vocab_size, seed) if grown else params
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the weights to begin with, not with where their files lie; nothing from scratch."""
+        if self.kind == "scratch":
+            return ""
+        return weights_fingerprint(self.folder) if self.kind == "huggingface" else fingerprint(self.folder)
 
     def with_vocabulary(self, tokenizer: Tokenizer, end_ids: tuple[int, ...]) -> ModelSource:
         """This model with a row of vocabulary for each of the tokenizer's ids, stopping at `end_ids` too."""

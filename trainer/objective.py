@@ -38,12 +38,14 @@ class Objective(Protocol):
 
     Attributes:
       model: has `parameters`, `shardings`, `mesh`, `config` and `mask`; fingerprint: changes whenever a batch would.
+      origin: changes with the parameters to begin with, where they are read.
       sources: names of the sources that the loss tells apart, none if it is one number.
       part: what of a batch lies on this process's devices, and all that it makes of one.
     """
 
     model: object
     fingerprint: str
+    origin: str
     sources: tuple[str, ...]
     part: Part
 
@@ -129,7 +131,7 @@ class TextObjective:
         self.loader = load()
         self._held_out = load(split="held_out") if len(self.prepared.held_out) else None
         order = permutation(data.context_length, self.mesh.shape["sequence"], self.config.attention.layout)
-        self.fingerprint = self.loader.fingerprint
+        self.fingerprint, self.origin = self.loader.fingerprint, self.source.fingerprint
         self.part = part_here(self.mesh, rows, data.context_length)
         places, self.order = wanted(self.part, order)
         self.here = {"rows": self.part.rows, "places": places}

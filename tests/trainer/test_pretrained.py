@@ -1,0 +1,66 @@
+"""A run that begins from a pretrained model: what it takes from the model's files and when, and how it knows them again."""
+
+import json
+import pathlib
+import shutil
+
+import pytest
+import yaml
+
+import train
+from trainer.huggingface import weights_fingerprint
+
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def recipe(small_recipe, tmp_path_factory):
+    """Three steps that compile fast, each row on a device of its own; without held-out data."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    written = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
+    written["model"] = {"compute_dtype": "float32"}
+    written["data"] |= {"held_out_path": None, "held_out_fraction": 0.0}
+    written |= {"mesh": {"data": 8, "simulate": 8}, "attention": {"kernel": "reference"}}
+    written["train"] = {"steps": STEPS, "batch_size": 8}
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(written), encoding="utf-8")
+    return path
+
+
+def command(recipe: pathlib.Path, model: pathlib.Path, *flags: str) -> list[str]:
+    return ["--config", str(recipe), "--run_dir", str(recipe.parent / "run"), "--model.path", str(model), *flags]
+
+
+@pytest.fixture(scope="module")
+def run(recipe, hf_model):
+    """The run's folder."""
+    model = pathlib.Path(shutil.copytree(hf_model, recipe.parent / "model"))
+    assert train.main(command(recipe, model)) == 0
+    return recipe.parent / "run"
+
+
+def test_a_moved_model_and_moved_data_are_known_again(run, recipe, hf_model, small_recipe, tmp_path, capfd):
+    data = shutil.copyfile(small_recipe.parent / "conversations.json", tmp_path / "moved.json")
+    assert train.main(command(recipe, hf_model, "--data.path", str(data), "--checkpoint.every", "1")) == 0
+    assert f"already trained to step {STEPS}" in capfd.readouterr().err
+
+
+def spoil_weights(folder: pathlib.Path) -> None:
+    """Turns every bit of one tensor of many."""
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:8 + size])
+    start, end = (8 + size + offset for offset in header["model.layers.1.mlp.up_proj.weight"]["data_offsets"])
+    content[start:end] = bytes(byte ^ 255 for byte in content[start:end])
+    path.write_bytes(content)
+
+
+def test_another_model_of_the_same_shape_is_refused(run, recipe, hf_model, tmp_path, capfd):
+    other = pathlib.Path(shutil.copytree(hf_model, tmp_path / "other"))
+    assert weights_fingerprint(other) == weights_fingerprint(hf_model)
+    spoil_weights(other)
+    capfd.readouterr()
+    assert train.main(command(recipe, other)) == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and f"checkpoints/{STEPS}: began with another model" in said and "--run_dir" in said
