@@ -4,6 +4,7 @@ import math
 import re
 
 from data.errors import UserError
+from model.config import POSITIONS
 
 from .schema import SCHEDULES, VERSION, AttentionConfig, MeshConfig, RunConfig
 
@@ -56,7 +57,8 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
         if not source.weight > 0:
             raise UserError(f"{where}: data.sources[{number}].weight is {source.weight!r}; a positive number is needed")
     need(not (model.path and model.preset), "model.preset", "model.path is given too; keep one of them")
-    need(not (model.path and model.overrides), "model.overrides", "model.path fixes the shape; leave overrides out")
+    need(not model.path or set(model.overrides) <= set(POSITIONS), "model.overrides",
+         f"model.path fixes all but {', '.join(POSITIONS)}; leave the others out")
     need(bool(model.path or model.preset or model.overrides), "model.path",
          "no model: give --model.path HF_DIR, or for a model from scratch model.preset or model.overrides")  # fmt: skip
     need(bool(model.path or model.tokenizer), "model.tokenizer", "a model from scratch needs a tokenizer's folder")

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from data.errors import UserError
+from model.config import POSITIONS
 
 from .checks import check, check_devices, schedule_name
 from .schema import (
@@ -248,8 +249,9 @@ def _replace_shorthands(written: Row, given: set[str]) -> None:
     if "data.sources" in given:
         data_section.pop("path", None)
     if "model.path" in given:
-        model_section.pop("preset", None)
-        model_section.pop("overrides", None)
+        overrides = model_section.get("overrides")
+        if model_section.pop("preset", None) or not isinstance(overrides, dict) or not set(overrides) <= set(POSITIONS):
+            model_section.pop("overrides", None)  # they make a shape
         if "model.tokenizer" not in given:
             model_section.pop("tokenizer", None)
 

@@ -12,7 +12,7 @@ from data.errors import UserError
 from data.templates import end_ids, missing_controls
 from data.tokenizer import Tokenizer
 from model.attention import Mask
-from model.config import LlamaConfig
+from model.config import POSITIONS, LlamaConfig
 
 from .checkpoint import assets_dir, restore_model
 from .config import DataConfig, ModelConfig
@@ -141,7 +141,8 @@ def choose_model(config: ModelConfig) -> ModelSource:
     """
     if config.path:
         source = open_model(config.path)
-        return dataclasses.replace(source, tokenizer_path=Path(config.tokenizer)) if config.tokenizer else source
+        return dataclasses.replace(source, config=source.config.with_positions(**config.overrides),
+                                   tokenizer_path=Path(config.tokenizer or source.tokenizer_path))
     if not config.preset and not config.overrides:
         raise UserError("model: neither model.path (a pretrained model) nor model.preset (a shape) is given; "
                         "add --model.path HF_DIR")
@@ -150,15 +151,14 @@ def choose_model(config: ModelConfig) -> ModelSource:
     shape = LlamaConfig.preset(config.preset) if config.preset else LlamaConfig.preset("tiny")
     tokenizer = Tokenizer.load(config.tokenizer)
     ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
-    names = {field.name for field in dataclasses.fields(LlamaConfig)} - {"rope"} | {"rope_theta"}
+    names = {field.name for field in dataclasses.fields(LlamaConfig)} - {"rope"} | set(POSITIONS)
     unknown = sorted(set(config.overrides) - names)
     if unknown:
         raise UserError(f"model.overrides: unknown field {unknown[0]!r}; valid: {', '.join(sorted(names))}")
     derived = {"head_dim": None, "num_key_value_heads": None} if "num_attention_heads" in config.overrides else {}
-    overrides = {**config.overrides}
-    if "rope_theta" in overrides:
-        overrides["rope"] = dataclasses.replace(shape.rope, theta=overrides.pop("rope_theta"))
-    shape = dataclasses.replace(shape, **{**ids, **derived, **overrides})
+    positions = {name: value for name, value in config.overrides.items() if name in POSITIONS}
+    sizes = {name: value for name, value in config.overrides.items() if name not in POSITIONS}
+    shape = dataclasses.replace(shape, **{**ids, **derived, **sizes}).with_positions(**positions)
     return ModelSource(shape, "scratch", None, Path(config.tokenizer))
 
 

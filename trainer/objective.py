@@ -114,7 +114,9 @@ class TextObjective:
 
     def __post_init__(self):
         data = self.config.data
-        self.source, self.tokenizer = for_templates(choose_model(self.config.model), data)
+        source, self.tokenizer = for_templates(choose_model(self.config.model), data)
+        # What is learned at this length is not beyond the trained one: an export and evaluation go by that number.
+        self.source = dataclasses.replace(source, config=source.config.with_length(data.context_length))
         if self.tokenizer.vocab_size > self.source.config.vocab_size:
             raise UserError(f"model: vocab_size is {self.source.config.vocab_size}, but the tokenizer has ids up to "
                             f"{self.tokenizer.vocab_size - 1}; another tokenizer or a larger vocab_size would work")

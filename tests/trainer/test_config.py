@@ -67,6 +67,17 @@ def test_model_path_replaces_the_scratch_model(tmp_path):
     assert (model.path, model.preset, model.tokenizer, model.overrides) == ("hf", None, None, {})
 
 
+def test_a_pretrained_model_may_get_other_positions_and_nothing_else(tmp_path):
+    """Overrides of positions alone are no model from scratch: a recipe's stay when the model is named."""
+    positions = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 8192}
+    recipe = {"model": {"preset": None, "tokenizer": None, "overrides": positions}}
+    assert load(["--config", write(tmp_path, recipe), "--model.path", "hf"]).model.overrides == positions
+    flags = ["--model.path", "hf", "--model.overrides", '{"rope_scaling": {"rope_type": "linear", "factor": 2.0}}']
+    assert load(["--config", write(tmp_path), *flags]).model.overrides["rope_scaling"]["factor"] == 2.0
+    with pytest.raises(UserError, match=r"hidden_size.*model\.path fixes all but rope_theta, rope_scaling, max_position_emb"):
+        load(["--config", write(tmp_path), "--model.path", "hf", "--model.overrides.hidden_size", "64"])
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

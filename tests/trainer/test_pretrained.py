@@ -5,12 +5,18 @@ import pathlib
 import shutil
 
 import pytest
+import transformers
 import yaml
 
 import train
+from scripts import export_hf
 from trainer.huggingface import weights_fingerprint
+from trainer.model_source import open_model
 
 STEPS = 3
+LENGTH = 128
+OWN_LENGTH = 64
+THETA = 50_000.0
 
 
 @pytest.fixture(scope="module")
@@ -18,8 +24,8 @@ def recipe(small_recipe, tmp_path_factory):
     """Three steps that compile fast, each row on a device of its own; without held-out data."""
     folder = tmp_path_factory.mktemp("pretrained")
     written = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
-    written["model"] = {"compute_dtype": "float32"}
-    written["data"] |= {"held_out_path": None, "held_out_fraction": 0.0}
+    written["model"] = {"compute_dtype": "float32", "overrides": {"rope_theta": THETA}}
+    written["data"] |= {"held_out_path": None, "held_out_fraction": 0.0, "context_length": LENGTH}
     written |= {"mesh": {"data": 8, "simulate": 8}, "attention": {"kernel": "reference"}}
     written["train"] = {"steps": STEPS, "batch_size": 8}
     path = folder / "recipe.yaml"
@@ -33,10 +39,19 @@ def command(recipe: pathlib.Path, model: pathlib.Path, *flags: str) -> list[str]
 
 @pytest.fixture(scope="module")
 def run(recipe, hf_model):
-    """The run's folder."""
+    """The run's folder; the model was made for half its length."""
     model = pathlib.Path(shutil.copytree(hf_model, recipe.parent / "model"))
+    written = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps({**written, "max_position_embeddings": OWN_LENGTH}), encoding="utf-8")
     assert train.main(command(recipe, model)) == 0
     return recipe.parent / "run"
+
+
+def test_export_and_evaluation_see_the_trained_length_and_the_new_base(run, tmp_path):
+    assert export_hf.main([str(run), str(tmp_path / "hf")]) == 0
+    exported = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
+    assert exported.max_position_embeddings == LENGTH > OWN_LENGTH and exported.rope_parameters["rope_theta"] == THETA
+    assert open_model(str(run)).config.max_position_embeddings == LENGTH
 
 
 def test_a_moved_model_and_moved_data_are_known_again(run, recipe, hf_model, small_recipe, tmp_path, capfd):
