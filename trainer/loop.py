@@ -4,7 +4,6 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -120,6 +119,9 @@ class _Training:
             if self.step >= steps:
                 log.say(f"already trained to step {self.step}")
                 return self.store.path(self.step)
+            if jax.process_index() == 0:  # once: the files that the model came from may be gone when it is saved
+                shutil.rmtree(run.assets, ignore_errors=True)
+                self.objective.write_assets(run.assets)
             if not self.evaluated:
                 self._evaluate(log)
             batches = self.objective.batches(self.step)
@@ -130,7 +132,7 @@ class _Training:
                 self.evaluated = not self._due(config.train.evaluate_every)
                 if last(self.step) and self.step < steps:
                     # Before the held-out loss, for which there may be no time: the next start begins with it.
-                    self._save()
+                    self._save(run)
                     self.store.wait()
                     raise Preempted(f"preempted (SIGTERM): saved {self.store.path(self.step)}; the same command goes on")
                 if not self.evaluated:
@@ -138,7 +140,7 @@ class _Training:
                         self._evaluate(log)
                 if self._due(config.checkpoint.every):
                     with self.meter.paused():
-                        self._save()
+                        self._save(run)
             self.store.wait()
             log.say(f"saved {self.store.path(self.step)}")
         return self.store.path(self.step)
@@ -193,12 +195,6 @@ class _Training:
                           **{f"held_out_{BY_SOURCE}{name}": sums[i] / weights[i] for sums, weights in by_source
                              for i, name in enumerate(self.objective.sources) if weights[i]}})
 
-    def _save(self) -> None:
-        assets = Path(tempfile.mkdtemp(prefix="longstripe-assets-"))
-        try:
-            self.objective.write_assets(assets)
-            self.store.save(self.step, model={**self.trainable, **self.frozen}, optimizer=self.optimizer_state,
-                            data={"step": self.step, **self._origins, "evaluated": self.evaluated},
-                            assets=assets)
-        finally:
-            shutil.rmtree(assets, ignore_errors=True)
+    def _save(self, run: RunDirectory) -> None:
+        self.store.save(self.step, model={**self.trainable, **self.frozen}, optimizer=self.optimizer_state,
+                        data={"step": self.step, **self._origins, "evaluated": self.evaluated}, assets=run.assets)

@@ -80,7 +80,7 @@ class ModelSource:
         if self.kind == "huggingface":
             copy_assets(self.folder, assets)
         elif self.kind == "checkpoint":
-            shutil.copytree(assets_dir(self.folder), assets, dirs_exist_ok=True)
+            shutil.copytree(self.folder / "assets", assets)  # verified when it was opened
         else:
             assets.mkdir(parents=True, exist_ok=True)
             write_source_dtype(assets, "float32")

@@ -6,6 +6,7 @@
     RUN/tensorboard/          the same figures for TensorBoard
     RUN/wandb/                the same for Weights & Biases, where it is asked for
     RUN/profile/              what the devices did in logging.profile_steps
+    RUN/assets/               what each checkpoint holds beside arrays, as gathered by the last start
     RUN/checkpoints/STEP/     model/ assets/ optimizer/ data/ manifest.json
     RUN/evaluation/           what line retrieval found, where the recipe evaluates
 
@@ -67,6 +68,11 @@ class RunDirectory:
     def profile(self) -> pathlib.Path:
         """Profiles of chosen steps."""
         return self.folder / "profile"
+
+    @property
+    def assets(self) -> pathlib.Path:
+        """What each checkpoint holds beside arrays."""
+        return self.folder / "assets"
 
     @property
     def checkpoints(self) -> pathlib.Path:

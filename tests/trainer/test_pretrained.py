@@ -12,6 +12,7 @@ import train
 from scripts import export_hf
 from trainer.huggingface import weights_fingerprint
 from trainer.model_source import open_model
+from trainer.objective import TextObjective
 
 STEPS = 3
 LENGTH = 128
@@ -39,12 +40,28 @@ def command(recipe: pathlib.Path, model: pathlib.Path, *flags: str) -> list[str]
 
 @pytest.fixture(scope="module")
 def run(recipe, hf_model):
-    """The run's folder; the model was made for half its length."""
+    """The run's folder; the model was made for half its length, and its files vanish as soon as training begins."""
     model = pathlib.Path(shutil.copytree(hf_model, recipe.parent / "model"))
     written = json.loads((model / "config.json").read_text(encoding="utf-8"))
     (model / "config.json").write_text(json.dumps({**written, "max_position_embeddings": OWN_LENGTH}), encoding="utf-8")
-    assert train.main(command(recipe, model)) == 0
+    batches = TextObjective.batches
+
+    def vanishing(objective, step):
+        shutil.rmtree(model)
+        return batches(objective, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TextObjective, "batches", vanishing)
+        assert train.main(command(recipe, model, "--checkpoint.every", "1", "--checkpoint.keep", str(STEPS))) == 0
     return recipe.parent / "run"
+
+
+def test_saves_need_nothing_of_a_model_that_has_vanished_since_the_start(run, hf_model):
+    saved = sorted((run / "checkpoints").iterdir())
+    assert [path.name for path in saved] == [str(step + 1) for step in range(STEPS)]
+    for checkpoint in saved:
+        assert json.loads((checkpoint / "assets" / "source_dtype.json").read_text(encoding="utf-8"))["dtype"] == "float32"
+        assert (checkpoint / "assets" / "tokenizer.json").read_bytes() == (hf_model / "tokenizer.json").read_bytes()
 
 
 def test_export_and_evaluation_see_the_trained_length_and_the_new_base(run, tmp_path):
