@@ -17,8 +17,9 @@ from model.config import POSITIONS, LlamaConfig
 from .checkpoint import assets_dir, restore_model
 from .config import DataConfig, ModelConfig
 from .huggingface import copy_assets, read_hf, resolve_model_path, trained_mask, weights_fingerprint, write_source_dtype
-from .manifest import fingerprint
+from .manifest import MANIFEST, fingerprint
 from .padding import VOCABULARY_AXES
+from .saving import CHECKPOINTS
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +32,7 @@ class ModelSource:
       folder: where its files are; None from scratch.
       tokenizer_path: what `Tokenizer.load` takes.
       mask: what its attention saw when it was trained here.
+      verified: whether all of the checkpoint has been compared with its manifest.
     """
 
     config: LlamaConfig
@@ -38,6 +40,7 @@ class ModelSource:
     folder: Path | None
     tokenizer_path: Path
     mask: Mask = Mask()
+    verified: bool = False
 
     def read(self, model, seed: int = 0) -> dict:
         """float32 parameters on the mesh of `model` (a Llama), each device reading its own part; fresh ones from scratch.
@@ -52,7 +55,7 @@ class ModelSource:
         else:
             stored = LlamaConfig.from_hf(self.folder / "assets")
             shapes = {name: parameter.shape for name, parameter in model.parameters.items()}
-            params = restore_model(self.folder, model.shardings, dtype="float32", shapes=shapes)
+            params = restore_model(self.folder, model.shardings, dtype="float32", shapes=shapes, verified=self.verified)
         grown = stored.vocab_size < model.config.vocab_size
         return _draw_rows(params, model, stored.vocab_size, seed) if grown else params
 
@@ -126,9 +129,10 @@ def open_model(path: str) -> ModelSource:
       ValueError: there is none, or none that this project computes; one line that says what would work.
     """
     folder = Path(path).expanduser()
-    if (folder / "manifest.json").exists() or (folder / "checkpoints").is_dir():
+    if (itself := (folder / MANIFEST).exists()) or (folder / CHECKPOINTS).is_dir():
         assets = assets_dir(folder)
-        return ModelSource(LlamaConfig.from_hf(assets), "checkpoint", assets.parent, assets, trained_mask(assets))
+        return ModelSource(LlamaConfig.from_hf(assets), "checkpoint", assets.parent, assets, trained_mask(assets),
+                           verified=not itself)  # the newest of a run is chosen by comparing
     folder = resolve_model_path(path)
     return ModelSource(LlamaConfig.from_hf(folder), "huggingface", folder, folder)
 

@@ -14,8 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from trainer import manifest
 from trainer.checkpoint import (
     CheckpointStore,
     assets_dir,
@@ -25,6 +27,7 @@ from trainer.checkpoint import (
     restore,
     restore_model,
     save_checkpoint,
+    stored_parameters,
 )
 from trainer.manifest import DamagedError, ForeignError
 
@@ -122,6 +125,43 @@ def test_one_flipped_bit_in_any_file_is_found(run):
             assert CheckpointStore(run).latest_good() == 10
         file.write_bytes(original)
     assert CheckpointStore(run).latest_good() == 20
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The files that are compared with the manifest, one for each time."""
+    paths, digest = [], manifest._digest
+    monkeypatch.setattr(manifest, "_digest", lambda path: paths.append(path) or digest(path))
+    return paths
+
+
+def restore_all(path):
+    return restore(path, abstract(placed((1, 2), values())))
+
+
+@pytest.mark.parametrize("use", [restore_model, stored_parameters, restore_all])
+def test_every_file_is_compared_once(run, read, use):
+    for path in (run, run / "checkpoints/20"):
+        read.clear()
+        use(path)
+        assert run / "checkpoints/20/assets/config.json" in read and len(read) == len(set(read)), path
+
+
+def test_one_process_compares_for_all(run, read, monkeypatch):
+    """Process 1 reads no file: it believes what process 0 says."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    said = [20, 0]
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda mine: np.array(said))
+    assert find_checkpoint(run) == run / "checkpoints/20"
+    assert find_checkpoint(run / "checkpoints/10", ["model"]) == run / "checkpoints/10"
+    said[:] = [-1, 0]
+    assert CheckpointStore(run).latest_good() is None
+    said[:] = [0, 1]
+    for path in (run, run / "checkpoints/10"):
+        with pytest.raises(ValueError, match="process 0 tells why"):
+            find_checkpoint(path, ["model"])
+    assert not read
 
 
 def test_damaged_by_path_and_all_damaged(run):

@@ -4,15 +4,20 @@ import json
 import pathlib
 import shutil
 
+import numpy as np
 import pytest
 import transformers
 import yaml
 
 import train
+from model.llama import Llama
 from scripts import export_hf
+from trainer import manifest
 from trainer.huggingface import weights_fingerprint
+from trainer.mesh import make_mesh
 from trainer.model_source import open_model
 from trainer.objective import TextObjective
+from trainer.schema import MeshConfig
 
 STEPS = 3
 LENGTH = 128
@@ -69,6 +74,17 @@ def test_export_and_evaluation_see_the_trained_length_and_the_new_base(run, tmp_
     exported = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
     assert exported.max_position_embeddings == LENGTH > OWN_LENGTH and exported.rope_parameters["rope_theta"] == THETA
     assert open_model(str(run)).config.max_position_embeddings == LENGTH
+
+
+@pytest.mark.parametrize("name", ["", f"checkpoints/{STEPS}"], ids=["a run", "a checkpoint"])
+def test_a_model_that_was_trained_here_is_compared_once(run, name, monkeypatch):
+    """With its manifest, on the way from its name to its arrays."""
+    compared, digest = [], manifest._digest
+    monkeypatch.setattr(manifest, "_digest", lambda path: compared.append(path) or digest(path))
+    source = open_model(str(run / name))
+    params = source.read(Llama(source.config, make_mesh(MeshConfig(data=8))))
+    parts = [path for path in compared if "model" in path.relative_to(run).parts]
+    assert parts and len(parts) == len(set(parts)) and all(np.isfinite(x).all() for x in params.values())
 
 
 def test_a_moved_model_and_moved_data_are_known_again(run, recipe, hf_model, small_recipe, tmp_path, capfd):
