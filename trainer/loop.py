@@ -103,7 +103,8 @@ class _Training:
             if self.config.logging.console and jax.process_index() == 0:
                 print(f"compiling for {self.objective.model.mesh.size} devices", file=sys.stderr)
             self.train_step = lowered.compile()
-            self.evaluate_step = self.builder.lower_evaluate().compile()
+            if self.objective.has_held_out:
+                self.evaluate_step = self.builder.lower_evaluate().compile()
             meet("compiled")
 
     def run(self, run: RunDirectory) -> Path:

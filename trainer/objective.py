@@ -40,6 +40,7 @@ class Objective(Protocol):
       model: has `parameters`, `shardings`, `mesh`, `config` and `mask`; fingerprint: changes whenever a batch would.
       origin: changes with the parameters to begin with, where they are read.
       sources: names of the sources that the loss tells apart, none if it is one number.
+      has_held_out: whether `held_out` gives any batch.
       part: what of a batch lies on this process's devices, and all that it makes of one.
     """
 
@@ -47,6 +48,7 @@ class Objective(Protocol):
     fingerprint: str
     origin: str
     sources: tuple[str, ...]
+    has_held_out: bool
     part: Part
 
     def loss(self, params, batch): """(mean loss in nats, sum of weights) of a global batch, and with sources their sums."""
@@ -131,7 +133,8 @@ class TextObjective:
         load = functools.partial(Loader, self.prepared, data.context_length, rows, data.seed,
                                  with_sources=bool(self.sources))
         self.loader = load()
-        self._held_out = load(split="held_out") if len(self.prepared.held_out) else None
+        self.has_held_out = len(self.prepared.held_out) > 0
+        self._held_out = load(split="held_out") if self.has_held_out else None
         order = permutation(data.context_length, self.mesh.shape["sequence"], self.config.attention.layout)
         self.fingerprint, self.origin = self.loader.fingerprint, self.source.fingerprint
         self.part = part_here(self.mesh, rows, data.context_length)
@@ -152,7 +155,7 @@ class TextObjective:
         return self.loader.record_ids(step)
 
     def held_out(self):
-        for batch in self._held_out.epoch_batches(**self.here) if self._held_out else ():
+        for batch in self._held_out.epoch_batches(**self.here) if self.has_held_out else ():
             yield permute(batch, self.order)
 
     def read_params(self):

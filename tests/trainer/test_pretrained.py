@@ -18,6 +18,7 @@ from trainer.mesh import make_mesh
 from trainer.model_source import open_model
 from trainer.objective import TextObjective
 from trainer.schema import MeshConfig
+from trainer.step import StepBuilder
 
 STEPS = 3
 LENGTH = 128
@@ -45,7 +46,8 @@ def command(recipe: pathlib.Path, model: pathlib.Path, *flags: str) -> list[str]
 
 @pytest.fixture(scope="module")
 def run(recipe, hf_model):
-    """The run's folder; the model was made for half its length, and its files vanish as soon as training begins."""
+    """The run's folder. The model was made for half its length, and its files vanish as soon as training begins; a step to
+    evaluate is not asked for, since there is nothing held out."""
     model = pathlib.Path(shutil.copytree(hf_model, recipe.parent / "model"))
     written = json.loads((model / "config.json").read_text(encoding="utf-8"))
     (model / "config.json").write_text(json.dumps({**written, "max_position_embeddings": OWN_LENGTH}), encoding="utf-8")
@@ -55,8 +57,12 @@ def run(recipe, hf_model):
         shutil.rmtree(model)
         return batches(objective, step)
 
+    def compiled_for_nothing(builder):
+        pytest.fail("there are no held-out data")
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TextObjective, "batches", vanishing)
+        patch.setattr(StepBuilder, "lower_evaluate", compiled_for_nothing)
         assert train.main(command(recipe, model, "--checkpoint.every", "1", "--checkpoint.keep", str(STEPS))) == 0
     return recipe.parent / "run"
 
