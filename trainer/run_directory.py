@@ -8,7 +8,7 @@
     RUN/profile/              what the devices did in logging.profile_steps
     RUN/assets/               what each checkpoint holds beside arrays, as gathered by the last start
     RUN/checkpoints/STEP/     model/ assets/ optimizer/ data/ manifest.json
-    RUN/evaluation/           what line retrieval found, where the recipe evaluates
+    RUN/evaluation/           what line retrieval found, where `make quickstart` evaluated
 
 A run *is* its resolved configuration without what cannot change its result: logging, how often is saved and measured, where
 files lie, and placement on hardware (see PLACEMENT). So a run may be continued on another mesh or with other tiles, and after

@@ -240,10 +240,10 @@ class LoggingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateConfig:
-    """Line retrieval after training, for recipes that end with it."""
+    """What `make quickstart` asks eval.line_retrieval for after training; train.py itself does not evaluate line retrieval."""
 
     line_cases: tuple[str, ...] = ()
-    """Case files (JSONL) to evaluate on."""
+    """Case files (JSONL) to evaluate on; of any other recipe's model: python -m eval.line_retrieval --cases FILE.jsonl."""
     max_new_tokens: int = 100
     """Tokens generated for an answer."""
 

@@ -198,6 +198,7 @@ def test_help_documents_every_field(repository):
         assert f"--{leaf}" in text
     for section, cls in configuration.SECTIONS.items():
         assert f"--{section}." in text and cls.__doc__.rstrip(".")[:40] in words
+    assert "train.py itself does not evaluate line retrieval" in words
     # A field without a docstring would show its type at once.
     assert "CONTEXT_LENGTH Tokens in a packed row" in words and "LEARNING_RATE Peak learning rate" in words
     for leaf in configuration.LEAVES:
