@@ -239,12 +239,16 @@ class LlamaConfig:
         return dataclasses.replace(self, max_position_embeddings=length)
 
     @classmethod
-    def preset(cls, name: str) -> LlamaConfig:
-        """The preset called `name`. Raises ValueError that lists the names for an unknown one."""
+    def preset(cls, name: str, **changes: Any) -> LlamaConfig:
+        """The preset called `name`, with `changes` in place of its own fields.
+
+        What neither names, key heads and head_dim, follows from what they do. Raises ValueError that lists the names for an
+        unknown one.
+        """
         presets = _presets()
         if name not in presets:
             raise ValueError(f"unknown model preset {name!r}; presets are {', '.join(presets)}")
-        return cls(**presets[name])
+        return cls(**{**presets[name], **changes})
 
 
 def _rope_from_hf(config: dict[str, Any], max_position_embeddings: int) -> RopeConfig:

@@ -152,17 +152,15 @@ def choose_model(config: ModelConfig) -> ModelSource:
                         "add --model.path HF_DIR")
     if not config.tokenizer:
         raise UserError("model.tokenizer: a model from scratch needs a tokenizer; give its folder or .model file")
-    shape = LlamaConfig.preset(config.preset) if config.preset else LlamaConfig.preset("tiny")
     tokenizer = Tokenizer.load(config.tokenizer)
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
     names = {field.name for field in dataclasses.fields(LlamaConfig)} - {"rope"} | set(POSITIONS)
     unknown = sorted(set(config.overrides) - names)
     if unknown:
         raise UserError(f"model.overrides: unknown field {unknown[0]!r}; valid: {', '.join(sorted(names))}")
-    derived = {"head_dim": None, "num_key_value_heads": None} if "num_attention_heads" in config.overrides else {}
-    positions = {name: value for name, value in config.overrides.items() if name in POSITIONS}
-    sizes = {name: value for name, value in config.overrides.items() if name not in POSITIONS}
-    shape = dataclasses.replace(shape, **{**ids, **derived, **sizes}).with_positions(**positions)
+    changes = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id,
+               **config.overrides}
+    positions = {name: changes.pop(name) for name in POSITIONS if name in changes}
+    shape = LlamaConfig.preset(config.preset or "llama-7b", **changes).with_positions(**positions)
     return ModelSource(shape, "scratch", None, Path(config.tokenizer))
 
 

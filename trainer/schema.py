@@ -23,8 +23,9 @@ class ModelConfig:
     tokenizer: str | None = None
     """Folder or file of the tokenizer; needed from scratch, otherwise the model's own unless given."""
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """LlamaConfig fields set over the preset for a model from scratch, rope_theta and rope_scaling among them (as in Hugging
-    Face's config.json). Of a pretrained model rope_theta, rope_scaling and max_position_embeddings alone can be set."""
+    """LlamaConfig fields set over the preset (llama-7b where none is given) for a model from scratch, rope_theta and
+    rope_scaling among them, as in Hugging Face's config.json; key heads and head_dim follow where neither names them. Of a
+    pretrained model rope_theta, rope_scaling and max_position_embeddings alone can be set."""
     trainable: str = ".*"
     """Regular expression: parameters whose whole name it matches are trained, the others stay frozen."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
