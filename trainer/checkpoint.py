@@ -214,11 +214,6 @@ def read_data(path: str | Path) -> dict[str, Any] | None:
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
 
-def model_shapes(path: str | Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Name -> shape and dtype of the checkpoint's parameters, without reading them."""
-    return _stored(find_checkpoint(path), "model")
-
-
 def restore(
     path: str | Path, abstract_model: Mapping[str, Any], abstract_optimizer: Any = None, *, verified: bool = False,
 ) -> Restored:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -68,18 +69,12 @@ def build_llama(config: RunConfig, model_config, mesh: Mesh, storage_axes=("fsdp
     return Llama(
         model_config, mesh, schedule=schedule,
         kernel=get_kernel(attention.kernel, query_tile=attention.query_tile, key_tile=attention.key_tile),
-        dtype=np.dtype(config.model.compute_dtype) if config.model.compute_dtype == "float32" else _bfloat16(),
+        dtype=jnp.dtype(config.model.compute_dtype),
         remat=chunks.remat, every_k=chunks.every_k, storage_axes=storage_axes,
         sequence_parallel=config.mesh.sequence_parallel, attention_groups=chunks.attention_groups,
         query_chunks=chunks.query_chunks, prefetch=chunks.prefetch,
         mask=Mask(window=attention.window, global_tokens=attention.global_tokens),
         chunks=Chunks(chunks.projection_chunk or None, chunks.feed_forward_chunk or None, chunks.loss_chunk or None))
-
-
-def _bfloat16():
-    import jax.numpy as jnp
-
-    return jnp.dtype(jnp.bfloat16)
 
 
 def prepare_text(config: RunConfig, tokenizer: Tokenizer, progress: bool = True) -> Prepared:

@@ -158,6 +158,7 @@ def test_no_recipe(refused, tmp_path):
     ("flags", "words"),
     [
         (["--memory.remat", "every_k", "--memory.every_k", "3"], ["memory.every_k: 3 does not divide 2 layers; 1, 2 do"]),
+        (["--memory.query_chunks", "2"], ["memory.remat: found 'save_attention'", "valid: nothing, offload"]),
         (["--attention.schedule", "{name: ulysses, degree: 3}"], ["degree", "3"]),
     ],
 )

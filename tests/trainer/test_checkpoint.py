@@ -22,7 +22,6 @@ from trainer.checkpoint import (
     CheckpointStore,
     assets_dir,
     find_checkpoint,
-    model_shapes,
     read_data,
     restore,
     restore_model,
@@ -237,7 +236,6 @@ def test_an_imported_model_has_no_optimizer(tmp_path, assets):
     assert same_bits(restore_model(tmp_path / "ck", {k: v.sharding for k, v in model.items()}), model)
     assert read_data(tmp_path / "ck") is None
     assert (assets_dir(tmp_path / "ck") / "config.json").exists()
-    assert model_shapes(tmp_path / "ck")["layers.w.weight"].shape == (3, 8, 4)
     with pytest.raises(ForeignError, match="no optimizer"):
         restore(tmp_path / "ck", abstract(model), abstract(TX.init(model)))
     with pytest.raises(ValueError, match="not an empty folder"):

@@ -12,9 +12,9 @@ from model.attention.schedules.plan import Block, received
 from model.config import LlamaConfig
 from model.modules import declare
 from scripts.plan import main, mesh_of, parse
+from tests.trainer.compiled_text import arrays_with
 from trainer.compiled import GIB, memory
 from trainer.compiled.communication import communication
-from trainer.compiled.text import arrays_with
 from trainer.compiled.transfers import collectives
 from trainer.mesh import make_mesh
 from trainer.plan import DoesNotFit, Job, _refusal, compile_step, parts_gib
