@@ -23,6 +23,8 @@ _ROPE_MAY = {
              "truncate": True},
 }
 ROPE_RULES = tuple(_ROPE_NEEDS)
+# What of a model may change while its weights stay: Hugging Face's names.
+POSITIONS = ("rope_theta", "rope_scaling", "max_position_embeddings")
 
 
 @dataclass(frozen=True)
@@ -217,13 +219,36 @@ class LlamaConfig:
             "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": rope.theta},
         }
 
+    def with_positions(self, **changes: Any) -> LlamaConfig:
+        """This model with other POSITIONS, written as Hugging Face writes them: `rope_scaling` is a dict or None.
+
+        Where `rope_scaling` does not name the original length, it is this model's own. Errors as from_hf_dict's.
+        """
+        if isinstance(scaling := changes.get("rope_scaling"), dict):
+            own = self.rope.original_max_position_embeddings or self.max_position_embeddings
+            changes["rope_scaling"] = {"original_max_position_embeddings": own, **scaling}
+        return self.from_hf_dict({**self.to_hf(), "rope_parameters": None, **changes})
+
+    def with_length(self, length: int) -> LlamaConfig:
+        """This model said to have learned `length` positions, if that is more; the embedding of none of them changes.
+
+        Under the rule `dynamic` it stays as it is: there max_position_embeddings is the length that the base grows from.
+        """
+        if self.rope.rule == "dynamic" or length <= self.max_position_embeddings:
+            return self
+        return dataclasses.replace(self, max_position_embeddings=length)
+
     @classmethod
-    def preset(cls, name: str) -> LlamaConfig:
-        """The preset called `name`. Raises ValueError that lists the names for an unknown one."""
+    def preset(cls, name: str, **changes: Any) -> LlamaConfig:
+        """The preset called `name`, with `changes` in place of its own fields.
+
+        What neither names, key heads and head_dim, follows from what they do. Raises ValueError that lists the names for an
+        unknown one.
+        """
         presets = _presets()
         if name not in presets:
             raise ValueError(f"unknown model preset {name!r}; presets are {', '.join(presets)}")
-        return cls(**presets[name])
+        return cls(**{**presets[name], **changes})
 
 
 def _rope_from_hf(config: dict[str, Any], max_position_embeddings: int) -> RopeConfig:

@@ -28,7 +28,7 @@ from .modules import bind, declare, init
 from .parcels import Parcels
 from .prefetch import Layer, run_layers
 from .query_chunks import check_chunks, layer_in_chunks
-from .remat import scan_layers
+from .remat import check_policy, scan_layers
 from .sharding import BATCH_AXES, HIDDEN, Parallel, Parameter, Sharding, arrive, gather
 
 TOKENS = PartitionSpec(BATCH_AXES, "sequence")
@@ -53,8 +53,8 @@ class Llama:
 
     Raises:
       ValueError: a schedule that cannot serve the sequence axis; `sequence_parallel` where `tensor` does not split the heads
-        and the feed-forward width; attention groups that do not divide the key heads; what `prefetch` and chunks of queries
-        cannot go with.
+        and the feed-forward width; attention groups that do not divide the key heads; `every_k` that does not divide the
+        layers; what `prefetch` and chunks of queries cannot go with.
     """
 
     config: LlamaConfig
@@ -74,6 +74,7 @@ class Llama:
 
     def __post_init__(self):
         get_schedule(self.schedule, self.mesh.shape["sequence"])
+        check_policy(self.remat, self.every_k, self.config.num_hidden_layers)
         check_groups(self.attention_groups, self.parallel.local_key_heads)
         check_chunks(self.query_chunks, self.remat, self.parallel.split_tokens, self.schedule)
         if self.prefetch:

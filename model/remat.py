@@ -10,6 +10,15 @@ from jax.ad_checkpoint import checkpoint_name
 POLICIES = ("nothing", "save_attention", "offload", "every_k", "offload_every_k", "everything")
 
 
+def check_policy(name: str, every_k: int, layers: int) -> None:
+    """ValueError, in one line, for an unknown name, or a number of layers that `every_k` is to divide and does not."""
+    if name not in POLICIES:
+        raise ValueError(f"memory.remat: found {name!r}; known: {', '.join(POLICIES)}")
+    if name.endswith("every_k") and layers % every_k:
+        good = [k for k in range(1, layers + 1) if layers % k == 0]
+        raise ValueError(f"memory.every_k: {every_k} does not divide {layers} layers; {', '.join(map(str, good))} do")
+
+
 def _to_host(name: str):
     return jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[], names_which_can_be_offloaded=[name], offload_src="device", offload_dst="pinned_host")
@@ -41,19 +50,11 @@ def scan_layers(body: Callable, carry, layers, name: str, every_k: int = 1):
     Args:
       body: as scan's; names its input `layer_input`, its attention `attention_out` and `attention_lse`.
       layers: a tree of arrays with the layers on the leading axis.
-
-    Raises:
-      ValueError: an unknown name, or layers that `every_k` does not divide.
+      name, every_k: as `check_policy` lets pass.
     """
-    if name not in POLICIES:
-        raise ValueError(f"memory.remat: found {name!r}; known: {', '.join(POLICIES)}")
     body = jax.checkpoint(body, policy=_policy(name), prevent_cse=False)
     if not name.endswith("every_k"):
         return lax.scan(body, carry, layers)
-    count = jax.tree.leaves(layers)[0].shape[0]
-    if count % every_k:
-        good = [k for k in range(1, count + 1) if count % k == 0]
-        raise ValueError(f"memory.every_k: {every_k} does not divide {count} layers; {', '.join(map(str, good))} do")
     groups = jax.tree.map(lambda x: x.reshape(-1, every_k, *x.shape[1:]), layers)
 
     def group(carry, layers):

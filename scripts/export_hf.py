@@ -31,8 +31,8 @@ def main(argv: list[str] | None = None) -> int:
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
 
     def work():
-        checkpoint = find_checkpoint(arguments.checkpoint)
-        params = stored_parameters(checkpoint)  # first: it says of a folder of somebody else's what it is
+        checkpoint = find_checkpoint(arguments.checkpoint, ["model", "assets"])
+        params = stored_parameters(checkpoint, verified=True)
         write_hf(params, LlamaConfig.from_hf(checkpoint / "assets"), checkpoint / "assets", arguments.hf_dir)
         print(f"{arguments.hf_dir}: from {checkpoint}")
 

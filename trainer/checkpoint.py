@@ -6,7 +6,7 @@ A checkpoint is a folder:
 
     model/          Orbax: the flat dictionary of parameters
     optimizer/      Orbax: the optimizer's arrays, flat, by their path in the state            (from training)
-    data/data.json  where it stands: step, the data's fingerprint, is the held-out loss logged  (from training)
+    data/data.json  where it stands: step, fingerprints of data and first model, is the held-out loss logged  (from training)
     assets/         plain files: config.json, tokenizer, chat template, run configuration, source dtype
     manifest.json   size and sha256 of every file above; written last
 
@@ -20,7 +20,7 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -108,21 +108,7 @@ class CheckpointStore:
         are checkpoints and none is good.
         """
         self.wait()
-        step = -1
-        if jax.process_index() == 0:
-            step, error = None, None
-            try:
-                step = self._latest_good()
-            except ValueError as found:
-                error = found
-            if jax.process_count() == 1 and error is not None:
-                raise error
-            step = -2 if error is not None else -1 if step is None else step
-        if jax.process_count() > 1:
-            # Reading a checkpoint is dear: one process verifies for all.
-            step = int(multihost_utils.broadcast_one_to_all(np.int32(step)))
-            if step == -2:
-                raise ValueError(f"{self.folder}: no good checkpoint; process 0 tells why")
+        step = _by_first(lambda: -1 if (found := self._latest_good()) is None else found, self.folder)
         return None if step == -1 else step
 
     def _latest_good(self) -> int | None:
@@ -170,17 +156,38 @@ def save_checkpoint(
     Saving(path, model, optimizer, data, Path(assets), copy=False).wait()
 
 
-def find_checkpoint(path: str | Path) -> Path:
+def _by_first(work: Callable[[], int], what: Path) -> int:
+    """The number that `work` gives. With several processes the first works for all: reading a checkpoint is dear.
+
+    Raises what `work` raises, a ValueError; the other processes one that says where to look.
+    """
+    if jax.process_count() == 1:
+        return work()
+    found, error = 0, None
+    if jax.process_index() == 0:
+        try:
+            found = work()
+        except ValueError as raised:
+            error = raised
+    found, failed = multihost_utils.broadcast_one_to_all(np.array([found, error is not None], np.int32))
+    if failed:
+        raise error or ValueError(f"{what}: cannot be used; process 0 tells why")
+    return int(found)
+
+
+def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
     """The checkpoint folder that `path` means: itself, or the newest good one of a run folder.
 
-    A checkpoint named itself is not verified here.
+    Its `items` are verified: of a checkpoint named itself only they, in that of a run folder all.
 
-    Raises ForeignError (a ValueError) if it is neither.
+    Raises ForeignError (a ValueError) if it is neither, and DamagedError.
     """
     path = Path(path).expanduser().absolute()
     if not path.is_dir():
         raise ForeignError(f"{path}: no such folder")
     if (path / MANIFEST).exists():
+        if items:
+            _by_first(lambda: len(verify(path, items)), path)
         return path
     run = path.parent if path.name == CHECKPOINTS else path
     store = CheckpointStore(run)
@@ -198,21 +205,14 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def assets_dir(path: str | Path) -> Path:
-    """The assets folder of the checkpoint or run at `path`, verified. Errors as find_checkpoint and verify."""
-    folder = find_checkpoint(path)
-    verify(folder, ["assets"])
-    return folder / "assets"
+    """The assets folder of the checkpoint or run at `path`, verified. Errors as find_checkpoint's."""
+    return find_checkpoint(path, ["assets"]) / "assets"
 
 
 def read_data(path: str | Path) -> dict[str, Any] | None:
     """The `data` item of the checkpoint at `path`, or None if it has none."""
     file = find_checkpoint(path) / "data" / "data.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
-
-
-def model_shapes(path: str | Path) -> dict[str, jax.ShapeDtypeStruct]:
-    """Name -> shape and dtype of the checkpoint's parameters, without reading them."""
-    return _stored(find_checkpoint(path), "model")
 
 
 def restore(
@@ -224,10 +224,8 @@ def restore(
     of the same, of the state's structure (None: the moments are not read). A leaf without sharding comes back as numpy.
     Raises ForeignError, DamagedError, and ValueError that names the parameter whose name, shape or dtype differs.
     """
-    folder = find_checkpoint(path)
     items = ["model", "data", "assets", *(["optimizer"] if abstract_optimizer is not None else [])]
-    if not verified:
-        verify(folder, items)
+    folder = find_checkpoint(path, [] if verified else items)
     model = _restore_item(folder, "model", dict(abstract_model))
     optimizer = None
     if abstract_optimizer is not None:
@@ -240,16 +238,15 @@ def restore(
 
 def restore_model(
     path: str | Path, shardings: Mapping[str, Any] | jax.sharding.Sharding | None = None, *, dtype: Any = None,
-    shapes: Mapping[str, tuple[int, ...]] | None = None,
+    shapes: Mapping[str, tuple[int, ...]] | None = None, verified: bool = False,
 ) -> dict[str, Any]:
-    """The parameters alone, verified: for evaluation and export, which never read moments.
+    """The parameters alone, verified unless they are `verified`: for evaluation and export, which never read moments.
 
     `shardings`: by name (a sharding, or a ShapeDtypeStruct that has one), one for all, or None for numpy arrays on the
     host. `shapes`: by name, where vocabulary or heads are padded for another mesh than the one it was saved from. Errors as
     restore's.
     """
-    folder = find_checkpoint(path)
-    verify(folder, ["model", "assets"])
+    folder = find_checkpoint(path, [] if verified else ["model", "assets"])
     abstract = {}
     for name, stored in _stored(folder, "model").items():
         sharding = shardings.get(name) if isinstance(shardings, Mapping) else shardings
@@ -268,16 +265,15 @@ def restore_model(
     return params if dtype is None else {name: value.astype(dtype) for name, value in params.items()}
 
 
-def stored_parameters(path: str | Path) -> dict[str, tensorstore.TensorStore]:
+def stored_parameters(path: str | Path, *, verified: bool = False) -> dict[str, tensorstore.TensorStore]:
     """`stored_arrays` of the parameters. For export, which needs one layer's tensor at a time."""
-    return stored_arrays(path, "model")
+    return stored_arrays(path, "model", verified=verified)
 
 
-def stored_arrays(path: str | Path, item: str) -> dict[str, tensorstore.TensorStore]:
+def stored_arrays(path: str | Path, item: str, *, verified: bool = False) -> dict[str, tensorstore.TensorStore]:
     """An item's arrays (model, optimizer) by name as they lie on disk, verified: with shape and dtype, of which a part is read
     when it is taken (`numpy.asarray(found[name][layer])`). Errors as restore's."""
-    folder = find_checkpoint(path)
-    verify(folder, [item, "assets"])
+    folder = find_checkpoint(path, [] if verified else [item, "assets"])
     base = (folder / item).as_uri() + "/"
     return {name: tensorstore.open({"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}},
                                    open=True, read=True).result() for name in _stored(folder, item)}

@@ -4,6 +4,7 @@ import math
 import re
 
 from data.errors import UserError
+from model.config import POSITIONS
 
 from .schema import SCHEDULES, VERSION, AttentionConfig, MeshConfig, RunConfig
 
@@ -56,7 +57,8 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
         if not source.weight > 0:
             raise UserError(f"{where}: data.sources[{number}].weight is {source.weight!r}; a positive number is needed")
     need(not (model.path and model.preset), "model.preset", "model.path is given too; keep one of them")
-    need(not (model.path and model.overrides), "model.overrides", "model.path fixes the shape; leave overrides out")
+    need(not model.path or set(model.overrides) <= set(POSITIONS), "model.overrides",
+         f"model.path fixes all but {', '.join(POSITIONS)}; leave the others out")
     need(bool(model.path or model.preset or model.overrides), "model.path",
          "no model: give --model.path HF_DIR, or for a model from scratch model.preset or model.overrides")  # fmt: skip
     need(bool(model.path or model.tokenizer), "model.tokenizer", "a model from scratch needs a tokenizer's folder")
@@ -74,9 +76,6 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     memory = config.memory
     need(not (memory.prefetch and memory.parameters_on_host), "memory.prefetch",
          "it does not go with memory.parameters_on_host")
-    kept = ("nothing", "offload", "every_k", "offload_every_k")
-    need(memory.query_chunks == 1 or memory.remat in kept, "memory.remat",
-         f"with memory.query_chunks nothing of attention is kept; valid: {', '.join(kept)}")
 
     schedule = schedule_name(attention)
     need(schedule in SCHEDULES, "attention.schedule",
@@ -108,17 +107,6 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
 def schedule_name(attention: AttentionConfig) -> str | None:
     """The schedule's name, whether given plainly or in a mapping."""
     return attention.schedule.get("name") if isinstance(attention.schedule, dict) else attention.schedule
-
-
-def check_devices(config: RunConfig, n: int) -> None:
-    """UserError unless the mesh takes just the `n` devices there are (simulated ones may be more)."""
-    mesh = config.mesh
-    if mesh.devices == n or (mesh.simulate and mesh.devices <= n):
-        return
-    raise UserError(
-        f"mesh: {_product(mesh)} devices are asked for, {n} found; change --mesh.data, --mesh.fsdp, --mesh.tensor or "
-        f"--mesh.sequence so that their product is {n}, or try it on the CPU with --mesh.simulate {mesh.devices}"
-    )
 
 
 def _product(mesh: MeshConfig) -> str:

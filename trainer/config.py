@@ -10,8 +10,9 @@ from typing import Any
 import yaml
 
 from data.errors import UserError
+from model.config import POSITIONS
 
-from .checks import check, check_devices, schedule_name
+from .checks import check, schedule_name
 from .schema import (
     SCHEDULES,
     VERSION,
@@ -33,7 +34,7 @@ from .schema import (
 __all__ = [
     "SCHEDULES", "VERSION", "AttentionConfig", "CheckpointConfig", "DataConfig", "EvaluateConfig", "LoggingConfig",
     "MemoryConfig", "MeshConfig", "ModelConfig", "OptimizerConfig", "RunConfig", "SourceConfig", "TrainConfig", "check",
-    "check_devices", "dump", "from_resolved", "load", "resolved", "schedule_name", "upgraded",
+    "dump", "load", "resolved", "schedule_name", "upgraded",
 ]
 
 
@@ -81,15 +82,6 @@ def load(argv: list[str] | None = None) -> RunConfig:
 def resolved(config: RunConfig) -> Row:
     """The configuration as plain dicts, lists and scalars, every default filled in: what config.yaml holds."""
     return _plain(dataclasses.asdict(config))
-
-
-def from_resolved(written: Row, where: str = "config.yaml") -> RunConfig:
-    """The RunConfig that `resolved` made a dict of, as checkpoints keep it."""
-    written = upgraded(written, where)
-    _check_names(written, where)
-    parser = _parser()
-    config = parser.instantiate_classes(_parse(lambda: parser.parse_object(written), where))
-    return check(RunConfig(**{field.name: config[field.name] for field in dataclasses.fields(RunConfig)}), where)
 
 
 def dump(config: RunConfig) -> str:
@@ -248,8 +240,9 @@ def _replace_shorthands(written: Row, given: set[str]) -> None:
     if "data.sources" in given:
         data_section.pop("path", None)
     if "model.path" in given:
-        model_section.pop("preset", None)
-        model_section.pop("overrides", None)
+        overrides = model_section.get("overrides")
+        if model_section.pop("preset", None) or not isinstance(overrides, dict) or not set(overrides) <= set(POSITIONS):
+            model_section.pop("overrides", None)  # they make a shape
         if "model.tokenizer" not in given:
             model_section.pop("tokenizer", None)
 

@@ -28,6 +28,17 @@ def keep_compiled(folder: str | None = None) -> None:
     jax.config.update("jax_compilation_cache_dir", folder or str(root / "xla"))
 
 
+def _out_of_memory(error: RuntimeError) -> str | None:
+    """What to do about it, with the compiler's or the runtime's own words on what is needed; None for other errors."""
+    _, found, words = str(error).partition("RESOURCE_EXHAUSTED:")
+    if not found:
+        return None
+    needed = words.strip().partition("\n")[0].rstrip(".")
+    return (f"out of memory: {needed}; less is taken with memory.remat nothing, every_k or offload, with chunks "
+            "(memory.query_chunks, memory.feed_forward_chunk, memory.loss_chunk) and over a larger mesh.sequence; "
+            "python -m scripts.plan tells beforehand what fits")
+
+
 def run(work: Callable[[], object]) -> int:
     """Runs a command's work; 2 and one line on standard error for an error that its user can mend, 143 after SIGTERM."""
     from trainer.preemption import Preempted
@@ -37,10 +48,11 @@ def run(work: Callable[[], object]) -> int:
     except Preempted as told:
         print(told, file=sys.stderr)
         return told.EXIT_CODE
-    except (UserError, ValueError, OSError) as error:
-        if os.environ.get("LONGSTRIPE_TRACEBACK"):
+    except (UserError, ValueError, OSError, RuntimeError) as error:
+        said = _out_of_memory(error) if isinstance(error, RuntimeError) else error
+        if said is None or os.environ.get("LONGSTRIPE_TRACEBACK"):
             raise
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {said}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)

@@ -4,7 +4,6 @@ from __future__ import annotations
 import math
 import shutil
 import sys
-import tempfile
 import warnings
 from pathlib import Path
 
@@ -44,7 +43,8 @@ def train(config: RunConfig) -> Path:
     objective = TextObjective(config, mesh)
     with CheckpointStore(folder, keep=config.checkpoint.keep) as store:
         training = _Training(config, objective, store)
-        # Only now is the folder this run's: after data or a model that cannot be read, another try may use it.
+        training.compile()
+        # Only now is the folder this run's: after data, a model or a step that is refused, another try may use it.
         return training.run(open_run(config, write=first))
 
 
@@ -73,17 +73,36 @@ class _Training:
             self.evaluated = False
             return 0
         restored = self.store.restore(latest, self.builder.abstract_params, self.builder.abstract_optimizer)
-        if restored.data["fingerprint"] != self.objective.fingerprint:
-            raise UserError(f"{self.store.path(latest)}: was trained on other data (fingerprint "
-                            f"{restored.data['fingerprint']}, now {self.objective.fingerprint}); give the files that the run "
-                            "began with, or another --run_dir")
+        for what, here in self._origins.items():
+            if (there := restored.data.get(what, here)) != here:
+                other = "was trained on other data" if what == "fingerprint" else "began with another model"
+                raise UserError(f"{self.store.path(latest)}: {other} (fingerprint {there}, now {here}); give the files that "
+                                "the run began with, or another --run_dir")
         self._take(restored.model)
         self.optimizer_state, self.evaluated = restored.optimizer, restored.data.get("evaluated", True)
         return restored.data["step"]
 
+    @property
+    def _origins(self) -> dict[str, str]:
+        """What a checkpoint tells of the files that its run was made from, wherever these lie."""
+        return {"fingerprint": self.objective.fingerprint, "model": self.objective.origin}
+
     def _take(self, params) -> None:
         self.trainable = {name: params[name] for name in self.trained}
         self.frozen = {name: params[name] for name in self.fixed}
+
+    def compile(self) -> None:
+        """The steps, unless the run is at its end already."""
+        if self.step >= self.config.train.steps:
+            return
+        with self.meter.compiling():
+            lowered = self.builder.lower_train()  # what refuses a step speaks here, and within seconds
+            if self.config.logging.console and jax.process_index() == 0:
+                print(f"compiling for {self.objective.model.mesh.size} devices", file=sys.stderr)
+            self.train_step = lowered.compile()
+            if self.objective.has_held_out:
+                self.evaluate_step = self.builder.lower_evaluate().compile()
+            meet("compiled")
 
     def run(self, run: RunDirectory) -> Path:
         """Trains to the last step; gives its checkpoint's folder."""
@@ -98,22 +117,20 @@ class _Training:
             if self.step >= steps:
                 log.say(f"already trained to step {self.step}")
                 return self.store.path(self.step)
-            log.say(f"compiling for {self.objective.model.mesh.size} devices")
-            with self.meter.compiling():
-                train_step = self.builder.lower_train().compile()
-                self.evaluate_step = self.builder.lower_evaluate().compile()
-                meet("compiled")
+            if jax.process_index() == 0:  # once: the files that the model came from may be gone when it is saved
+                shutil.rmtree(run.assets, ignore_errors=True)
+                self.objective.write_assets(run.assets)
             if not self.evaluated:
                 self._evaluate(log)
             batches = self.objective.batches(self.step)
             self.meter.start()
             while self.step < steps:
                 with profiler.step(self.step + 1):
-                    self._train_one(train_step, batches, log)
+                    self._train_one(batches, log)
                 self.evaluated = not self._due(config.train.evaluate_every)
                 if last(self.step) and self.step < steps:
                     # Before the held-out loss, for which there may be no time: the next start begins with it.
-                    self._save()
+                    self._save(run)
                     self.store.wait()
                     raise Preempted(f"preempted (SIGTERM): saved {self.store.path(self.step)}; the same command goes on")
                 if not self.evaluated:
@@ -121,7 +138,7 @@ class _Training:
                         self._evaluate(log)
                 if self._due(config.checkpoint.every):
                     with self.meter.paused():
-                        self._save()
+                        self._save(run)
             self.store.wait()
             log.say(f"saved {self.store.path(self.step)}")
         return self.store.path(self.step)
@@ -133,11 +150,11 @@ class _Training:
     def _place(self, host: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         return place_batch(host, self.objective.model.mesh, self.objective.part)
 
-    def _train_one(self, train_step, batches, log) -> None:
+    def _train_one(self, batches, log) -> None:
         with self.meter.waiting_for_data():
             host = next(batches)
         batch = self._place(host)
-        self.trainable, self.optimizer_state, metrics = train_step(
+        self.trainable, self.optimizer_state, metrics = self.train_step(
             self.trainable, self.frozen, self.optimizer_state, batch, np.int32(self.step))
         metrics = {name: float(value) for name, value in metrics.items()}
         # 0 / 0 where the step has no target of a source: that source has no loss.
@@ -176,12 +193,6 @@ class _Training:
                           **{f"held_out_{BY_SOURCE}{name}": sums[i] / weights[i] for sums, weights in by_source
                              for i, name in enumerate(self.objective.sources) if weights[i]}})
 
-    def _save(self) -> None:
-        assets = Path(tempfile.mkdtemp(prefix="longstripe-assets-"))
-        try:
-            self.objective.write_assets(assets)
-            self.store.save(self.step, model={**self.trainable, **self.frozen}, optimizer=self.optimizer_state,
-                            data={"step": self.step, "fingerprint": self.objective.fingerprint, "evaluated": self.evaluated},
-                            assets=assets)
-        finally:
-            shutil.rmtree(assets, ignore_errors=True)
+    def _save(self, run: RunDirectory) -> None:
+        self.store.save(self.step, model={**self.trainable, **self.frozen}, optimizer=self.optimizer_state,
+                        data={"step": self.step, **self._origins, "evaluated": self.evaluated}, assets=run.assets)

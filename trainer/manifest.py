@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,12 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     return content
 
 
-def verify(folder: Path, items: list[str] | None = None) -> dict[str, Any]:
+def fingerprint(folder: Path) -> str:
+    """Changes with the contents of a checkpoint. Raises as read_manifest."""
+    return _checksum(read_manifest(folder))[:32]
+
+
+def verify(folder: Path, items: Sequence[str] | None = None) -> dict[str, Any]:
     """Reads every file that the manifest lists (of `items`, or all) and compares. Returns the manifest.
 
     Raises ForeignError or DamagedError naming the first file, in order of name, that is missing or differs. Files that

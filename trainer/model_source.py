@@ -12,11 +12,12 @@ from data.errors import UserError
 from data.templates import end_ids, missing_controls
 from data.tokenizer import Tokenizer
 from model.attention import Mask
-from model.config import LlamaConfig
+from model.config import POSITIONS, LlamaConfig
 
 from .checkpoint import assets_dir, restore_model
 from .config import DataConfig, ModelConfig
-from .huggingface import copy_assets, read_hf, resolve_model_path, trained_mask, write_source_dtype
+from .huggingface import copy_assets, read_hf, resolve_model_path, trained_mask, weights_fingerprint, write_source_dtype
+from .manifest import MANIFEST, fingerprint
 from .padding import VOCABULARY_AXES
 
 
@@ -30,6 +31,7 @@ class ModelSource:
       folder: where its files are; None from scratch.
       tokenizer_path: what `Tokenizer.load` takes.
       mask: what its attention saw when it was trained here.
+      verified: whether all of the checkpoint has been compared with its manifest.
     """
 
     config: LlamaConfig
@@ -37,6 +39,7 @@ class ModelSource:
     folder: Path | None
     tokenizer_path: Path
     mask: Mask = Mask()
+    verified: bool = False
 
     def read(self, model, seed: int = 0) -> dict:
         """float32 parameters on the mesh of `model` (a Llama), each device reading its own part; fresh ones from scratch.
@@ -51,9 +54,16 @@ class ModelSource:
         else:
             stored = LlamaConfig.from_hf(self.folder / "assets")
             shapes = {name: parameter.shape for name, parameter in model.parameters.items()}
-            params = restore_model(self.folder, model.shardings, dtype="float32", shapes=shapes)
+            params = restore_model(self.folder, model.shardings, dtype="float32", shapes=shapes, verified=self.verified)
         grown = stored.vocab_size < model.config.vocab_size
         return _draw_rows(params, model, stored.vocab_size, seed) if grown else params
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes with the weights to begin with, not with where their files lie; nothing from scratch."""
+        if self.kind == "scratch":
+            return ""
+        return weights_fingerprint(self.folder) if self.kind == "huggingface" else fingerprint(self.folder)
 
     def with_vocabulary(self, tokenizer: Tokenizer, end_ids: tuple[int, ...]) -> ModelSource:
         """This model with a row of vocabulary for each of the tokenizer's ids, stopping at `end_ids` too."""
@@ -72,7 +82,7 @@ class ModelSource:
         if self.kind == "huggingface":
             copy_assets(self.folder, assets)
         elif self.kind == "checkpoint":
-            shutil.copytree(assets_dir(self.folder), assets, dirs_exist_ok=True)
+            shutil.copytree(self.folder / "assets", assets)  # verified when it was opened
         else:
             assets.mkdir(parents=True, exist_ok=True)
             write_source_dtype(assets, "float32")
@@ -120,7 +130,8 @@ def open_model(path: str) -> ModelSource:
     folder = Path(path).expanduser()
     if folder.is_dir() and not (folder / "config.json").exists():
         assets = assets_dir(folder)
-        return ModelSource(LlamaConfig.from_hf(assets), "checkpoint", assets.parent, assets, trained_mask(assets))
+        return ModelSource(LlamaConfig.from_hf(assets), "checkpoint", assets.parent, assets, trained_mask(assets),
+                           verified=not (folder / MANIFEST).exists())  # the newest of a run is chosen by comparing
     folder = resolve_model_path(path)
     return ModelSource(LlamaConfig.from_hf(folder), "huggingface", folder, folder)
 
@@ -133,24 +144,22 @@ def choose_model(config: ModelConfig) -> ModelSource:
     """
     if config.path:
         source = open_model(config.path)
-        return dataclasses.replace(source, tokenizer_path=Path(config.tokenizer)) if config.tokenizer else source
+        return dataclasses.replace(source, config=source.config.with_positions(**config.overrides),
+                                   tokenizer_path=Path(config.tokenizer or source.tokenizer_path))
     if not config.preset and not config.overrides:
         raise UserError("model: neither model.path (a pretrained model) nor model.preset (a shape) is given; "
                         "add --model.path HF_DIR")
     if not config.tokenizer:
         raise UserError("model.tokenizer: a model from scratch needs a tokenizer; give its folder or .model file")
-    shape = LlamaConfig.preset(config.preset) if config.preset else LlamaConfig.preset("tiny")
     tokenizer = Tokenizer.load(config.tokenizer)
-    ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id}
-    names = {field.name for field in dataclasses.fields(LlamaConfig)} - {"rope"} | {"rope_theta"}
+    names = {field.name for field in dataclasses.fields(LlamaConfig)} - {"rope"} | set(POSITIONS)
     unknown = sorted(set(config.overrides) - names)
     if unknown:
         raise UserError(f"model.overrides: unknown field {unknown[0]!r}; valid: {', '.join(sorted(names))}")
-    derived = {"head_dim": None, "num_key_value_heads": None} if "num_attention_heads" in config.overrides else {}
-    overrides = {**config.overrides}
-    if "rope_theta" in overrides:
-        overrides["rope"] = dataclasses.replace(shape.rope, theta=overrides.pop("rope_theta"))
-    shape = dataclasses.replace(shape, **{**ids, **derived, **overrides})
+    changes = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id,
+               **config.overrides}
+    positions = {name: changes.pop(name) for name in POSITIONS if name in changes}
+    shape = LlamaConfig.preset(config.preset or "llama-7b", **changes).with_positions(**positions)
     return ModelSource(shape, "scratch", None, Path(config.tokenizer))
 
 

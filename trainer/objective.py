@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -39,13 +40,17 @@ class Objective(Protocol):
 
     Attributes:
       model: has `parameters`, `shardings`, `mesh`, `config` and `mask`; fingerprint: changes whenever a batch would.
+      origin: changes with the parameters to begin with, where they are read.
       sources: names of the sources that the loss tells apart, none if it is one number.
+      has_held_out: whether `held_out` gives any batch.
       part: what of a batch lies on this process's devices, and all that it makes of one.
     """
 
     model: object
     fingerprint: str
+    origin: str
     sources: tuple[str, ...]
+    has_held_out: bool
     part: Part
 
     def loss(self, params, batch): """(mean loss in nats, sum of weights) of a global batch, and with sources their sums."""
@@ -65,18 +70,12 @@ def build_llama(config: RunConfig, model_config, mesh: Mesh, storage_axes=("fsdp
     return Llama(
         model_config, mesh, schedule=schedule,
         kernel=get_kernel(attention.kernel, query_tile=attention.query_tile, key_tile=attention.key_tile),
-        dtype=np.dtype(config.model.compute_dtype) if config.model.compute_dtype == "float32" else _bfloat16(),
+        dtype=jnp.dtype(config.model.compute_dtype),
         remat=chunks.remat, every_k=chunks.every_k, storage_axes=storage_axes,
         sequence_parallel=config.mesh.sequence_parallel, attention_groups=chunks.attention_groups,
         query_chunks=chunks.query_chunks, prefetch=chunks.prefetch,
         mask=Mask(window=attention.window, global_tokens=attention.global_tokens),
         chunks=Chunks(chunks.projection_chunk or None, chunks.feed_forward_chunk or None, chunks.loss_chunk or None))
-
-
-def _bfloat16():
-    import jax.numpy as jnp
-
-    return jnp.dtype(jnp.bfloat16)
 
 
 def prepare_text(config: RunConfig, tokenizer: Tokenizer, progress: bool = True, key: str | None = None) -> Prepared:
@@ -113,7 +112,9 @@ class TextObjective:
 
     def __post_init__(self):
         data = self.config.data
-        self.source, self.tokenizer = for_templates(choose_model(self.config.model), data)
+        source, self.tokenizer = for_templates(choose_model(self.config.model), data)
+        # What is learned at this length is not beyond the trained one: an export and evaluation go by that number.
+        self.source = dataclasses.replace(source, config=source.config.with_length(data.context_length))
         if self.tokenizer.vocab_size > self.source.config.vocab_size:
             raise UserError(f"model: vocab_size is {self.source.config.vocab_size}, but the tokenizer has ids up to "
                             f"{self.tokenizer.vocab_size - 1}; another tokenizer or a larger vocab_size would work")
@@ -130,9 +131,10 @@ class TextObjective:
         load = functools.partial(Loader, self.prepared, data.context_length, rows, data.seed,
                                  with_sources=bool(self.sources))
         self.loader = load()
-        self._held_out = load(split="held_out") if len(self.prepared.held_out) else None
+        self.has_held_out = len(self.prepared.held_out) > 0
+        self._held_out = load(split="held_out") if self.has_held_out else None
         order = permutation(data.context_length, self.mesh.shape["sequence"], self.config.attention.layout)
-        self.fingerprint = self.loader.fingerprint
+        self.fingerprint, self.origin = self.loader.fingerprint, self.source.fingerprint
         self.part = part_here(self.mesh, rows, data.context_length)
         places, self.order = wanted(self.part, order)
         self.here = {"rows": self.part.rows, "places": places}
@@ -151,7 +153,7 @@ class TextObjective:
         return self.loader.record_ids(step)
 
     def held_out(self):
-        for batch in self._held_out.epoch_batches(**self.here) if self._held_out else ():
+        for batch in self._held_out.epoch_batches(**self.here) if self.has_held_out else ():
             yield permute(batch, self.order)
 
     def read_params(self):

@@ -6,12 +6,14 @@
     RUN/tensorboard/          the same figures for TensorBoard
     RUN/wandb/                the same for Weights & Biases, where it is asked for
     RUN/profile/              what the devices did in logging.profile_steps
+    RUN/assets/               what each checkpoint holds beside arrays, as gathered by the last start
     RUN/checkpoints/STEP/     model/ assets/ optimizer/ data/ manifest.json
-    RUN/evaluation/           what line retrieval found, where the recipe evaluates
+    RUN/evaluation/           what line retrieval found, where `make quickstart` evaluated
 
-A run *is* its resolved configuration without what cannot change its result: logging, where logs and prepared data lie,
-and placement on hardware (see PLACEMENT). So a run may be continued on another mesh or with other tiles. Another
-configuration in the same folder is refused. `step` counts finished optimizer steps everywhere.
+A run *is* its resolved configuration without what cannot change its result: logging, how often is saved and measured, where
+files lie, and placement on hardware (see PLACEMENT). So a run may be continued on another mesh or with other tiles, and after
+its files have moved: what they hold is told by fingerprints in its checkpoints. Another configuration in the same folder is
+refused. `step` counts finished optimizer steps everywhere.
 """
 
 import dataclasses
@@ -29,7 +31,8 @@ from trainer.config import RunConfig
 # Sections and fields that do not make another run: a resumed run may change them.
 PLACEMENT = (
     "name", "run_dir", "data.prepared", "compile_cache",  # where things lie
-    "logging", "train.log_every", "train.accumulation",
+    "model.path", "model.tokenizer", "data.sources.path", "data.held_out_path",  # their contents have fingerprints
+    "logging", "checkpoint", "evaluate", "train.log_every", "train.evaluate_every", "train.accumulation",
     "train.non_finite",  # what a run that stopped may be continued with
     "mesh", "distributed", "memory", "attention.kernel", "attention.query_tile", "attention.key_tile",
 )  # fmt: skip
@@ -65,6 +68,11 @@ class RunDirectory:
     def profile(self) -> pathlib.Path:
         """Profiles of chosen steps."""
         return self.folder / "profile"
+
+    @property
+    def assets(self) -> pathlib.Path:
+        """What each checkpoint holds beside arrays."""
+        return self.folder / "assets"
 
     @property
     def checkpoints(self) -> pathlib.Path:
@@ -162,6 +170,9 @@ def _identity(written: dict[str, Any]) -> dict[str, Any]:
         if section in configuration.SECTIONS:
             fields = {f"{section}.{name}": inner for name, inner in value.items()}
         flat |= {name: inner for name, inner in fields.items() if section not in PLACEMENT and name not in PLACEMENT}
+    if "data.sources" in flat:
+        flat["data.sources"] = [{name: value for name, value in source.items() if f"data.sources.{name}" not in PLACEMENT}
+                                for source in flat["data.sources"]]
     return flat
 
 

@@ -17,13 +17,15 @@ class ModelConfig:
 
     path: str | None = None
     """Pretrained model: a Hugging Face folder, org/name@revision, or a Longstripe checkpoint. On the command line it
-    replaces the recipe's preset and overrides."""
+    replaces the recipe's preset and the overrides of a model from scratch."""
     preset: str | None = None
     """Shape of a model trained from scratch: a name of LlamaConfig.preset, such as llama-7b or tiny."""
     tokenizer: str | None = None
     """Folder or file of the tokenizer; needed from scratch, otherwise the model's own unless given."""
     overrides: dict[str, Any] = dataclasses.field(default_factory=dict)
-    """LlamaConfig fields set over the preset, or its rope_theta, for a model from scratch."""
+    """LlamaConfig fields set over the preset (llama-7b where none is given) for a model from scratch, rope_theta and
+    rope_scaling among them, as in Hugging Face's config.json; key heads and head_dim follow where neither names them. Of a
+    pretrained model rope_theta, rope_scaling and max_position_embeddings alone can be set."""
     trainable: str = ".*"
     """Regular expression: parameters whose whole name it matches are trained, the others stay frozen."""
     compute_dtype: Literal["bfloat16", "float32"] = "bfloat16"
@@ -239,10 +241,10 @@ class LoggingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateConfig:
-    """Line retrieval after training, for recipes that end with it."""
+    """What `make quickstart` asks eval.line_retrieval for after training; train.py itself does not evaluate line retrieval."""
 
     line_cases: tuple[str, ...] = ()
-    """Case files (JSONL) to evaluate on."""
+    """Case files (JSONL) to evaluate on; of any other recipe's model: python -m eval.line_retrieval --cases FILE.jsonl."""
     max_new_tokens: int = 100
     """Tokens generated for an answer."""
 

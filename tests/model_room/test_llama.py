@@ -242,11 +242,10 @@ def test_keeping_every_second_layers_input_does_not_change_the_result(remat):
     assert_same(got, loss_and_gradients("one", num_hidden_layers=4))
 
 
-def test_every_k_names_the_divisors():
-    model = llama(tiny(num_hidden_layers=4), remat="every_k", every_k=3)
-    batch = packed_batch(model.config)
+@pytest.mark.parametrize("remat", ["every_k", "offload_every_k"])
+def test_every_k_names_the_divisors_before_anything_is_traced(remat):
     with pytest.raises(ValueError, match=r"memory\.every_k: 3 does not divide 4 layers; 1, 2, 4 do"):
-        jax.eval_shape(model.loss, model.init(0), batch)
+        llama(tiny(num_hidden_layers=4), remat=remat, every_k=3)
 
 
 def test_the_loss_is_the_global_mean():

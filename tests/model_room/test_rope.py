@@ -116,6 +116,42 @@ def float64_frequencies(rope: RopeConfig, head_dim: int, length: int) -> np.ndar
     return plain
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_a_greater_trained_length_changes_no_embedding(rule):
+    """For us and for transformers, which reads what is written of it; `dynamic` grows from that length, so it stays."""
+    config = LlamaConfig.from_hf_dict({**BASE, "rope_scaling": dict(RULES[rule])})
+    longer = config.with_length(2**20)
+    assert longer.max_position_embeddings == (4096 if rule == "dynamic" else 2**20) and longer.rope == config.rope
+    assert config.with_length(4096) == config.with_length(100) == config
+    x = torch.zeros(1, 1, 2, config.head_dim)
+    before, after = theirs(config), theirs(longer)
+    for reference in (before, after):
+        reference(x, torch.tensor([[131071]]))
+    np.testing.assert_array_equal(after.inv_freq.numpy(), before.inv_freq.numpy())
+    assert after.attention_scaling == before.attention_scaling
+
+
+@pytest.mark.parametrize(("name", "changes", "written"), [
+    ("llama-7b", {"rope_theta": 5e5}, {"rope_theta": 5e5}),
+    ("llama-7b", {"rope_scaling": {"rope_type": "yarn", "factor": 16.0}, "max_position_embeddings": 32768},
+     {"rope_scaling": {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 2048},
+      "max_position_embeddings": 32768}),
+    ("llama-3.1-8b", {"rope_scaling": {"rope_type": "llama3", "factor": 64.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}},
+     {"rope_scaling": {**RULES["llama3"], "factor": 64.0}}),
+    ("llama-3.1-8b", {"rope_scaling": None}, {"rope_scaling": None}),
+], ids=str)
+def test_other_positions_are_as_transformers_reads_them(name, changes, written):
+    """A rule that names no original length grows from the model's own, whatever its new length."""
+    config = LlamaConfig.preset(name)
+    changed = config.with_positions(**changes)
+    hf = {key: value for key, value in config.to_hf().items() if key != "rope_parameters"} | written
+    reference = LlamaRotaryEmbedding(transformers.LlamaConfig(**hf))
+    np.testing.assert_allclose(inverse_frequencies(changed.rope, changed.head_dim), reference.inv_freq.numpy(), rtol=6e-7)
+    assert attention_scaling(changed.rope) == reference.attention_scaling
+    assert changed.max_position_embeddings == changes.get("max_position_embeddings", config.max_position_embeddings)
+    assert (changed.hidden_size, changed.num_key_value_heads) == (config.hidden_size, config.num_key_value_heads)
+
+
 def test_dynamic_is_one_embedding_for_a_whole_row():
     config = LlamaConfig.from_hf_dict({**BASE, "rope_scaling": RULES["dynamic"]})
     table = {length: inverse_frequencies(config.rope, config.head_dim, length) for length in (1, 4096, 8192, 16384)}

@@ -5,18 +5,11 @@ import os
 import pathlib
 import shutil
 
-import numpy as np
 import pytest
-import yaml
 from safetensors.numpy import load_file, save_file
 
 import train
-from data.templates import jinja_template
-from data.tokenizer import Tokenizer
-from model.config import LlamaConfig
 from scripts import export_hf, import_hf
-from trainer.huggingface import hf_layout, write_source_dtype
-from trainer.huggingface_write import write_hf
 
 
 @pytest.fixture
@@ -31,24 +24,6 @@ def refused(small_recipe, tmp_path, capfd):
         return said[0]
 
     return call
-
-
-@pytest.fixture(scope="module")
-def hf_model(tmp_path_factory, repository):
-    """A Hugging Face folder of a very small LLaMA."""
-    folder = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(vocab_size=1024, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                         num_key_value_heads=2, max_position_embeddings=128)
-    assets = folder / "assets"
-    assets.mkdir()
-    tokenizer = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
-    tokenizer.save(assets, jinja_template("vicuna_v1.1", tokenizer))
-    write_source_dtype(assets, "float32")
-    (assets / "config.json").write_text(json.dumps(config.to_hf()), encoding="utf-8")
-    generator = np.random.default_rng(0)
-    params = {entry.name: generator.normal(size=entry.shape).astype(np.float32) for entry in hf_layout(config)}
-    write_hf(params, config, assets, folder / "hf")
-    return folder / "hf"
 
 
 @pytest.fixture
@@ -140,15 +115,9 @@ def test_cut_json_is_used_as_far_as_it_is_whole(tmp_path, small_recipe, model_co
     assert "cut off or malformed JSON" in report and "what follows it were not read" in report
 
 
-def test_other_data_under_the_same_name_is_refused(refused, small_recipe, run_copy, tmp_path):
-    recipe = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
-    path = tmp_path / "conversations.json"
-    shutil.copyfile(recipe["data"]["sources"][0]["path"], path)
-    path.write_text(json.dumps(json.loads(path.read_text(encoding="utf-8"))[:50]), encoding="utf-8")
-    written = run_copy / "config.yaml"
-    written.write_text(written.read_text().replace(recipe["data"]["sources"][0]["path"], str(path)), encoding="utf-8")
-    recipe["data"]["sources"][0]["path"] = str(path)
-    said = refused(recipe=pathlib.Path(write(tmp_path / "recipe.yaml", yaml.safe_dump(recipe))), run=run_copy)
+def test_other_data_are_refused(refused, small_recipe, run_copy, tmp_path):
+    records = json.loads((small_recipe.parent / "conversations.json").read_text(encoding="utf-8"))
+    said = refused("--data.path", write(tmp_path / "conversations.json", json.dumps(records[:50])), run=run_copy)
     assert "was trained on other data" in said and str(run_copy) in said
 
 
@@ -183,6 +152,20 @@ def test_no_recipe(refused, tmp_path):
 
 
 # Run directories and checkpoints
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (["--memory.remat", "every_k", "--memory.every_k", "3"], ["memory.every_k: 3 does not divide 2 layers; 1, 2 do"]),
+        (["--memory.query_chunks", "2"], ["memory.remat: found 'save_attention'", "valid: nothing, offload"]),
+        (["--attention.schedule", "{name: ulysses, degree: 3}"], ["degree", "3"]),
+    ],
+)
+def test_what_a_step_cannot_be_made_of_leaves_the_folder_to_the_next_try(refused, tmp_path, flags, words):
+    said = refused(*flags)
+    assert all(word in said for word in words), said
+    assert not (tmp_path / "run").exists()
 
 
 def test_run_directory_of_another_run(refused, whole_run):

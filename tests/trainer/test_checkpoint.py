@@ -14,17 +14,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from trainer import manifest
 from trainer.checkpoint import (
     CheckpointStore,
     assets_dir,
     find_checkpoint,
-    model_shapes,
     read_data,
     restore,
     restore_model,
     save_checkpoint,
+    stored_parameters,
 )
 from trainer.manifest import DamagedError, ForeignError
 
@@ -124,6 +126,43 @@ def test_one_flipped_bit_in_any_file_is_found(run):
     assert CheckpointStore(run).latest_good() == 20
 
 
+@pytest.fixture
+def read(monkeypatch):
+    """The files that are compared with the manifest, one for each time."""
+    paths, digest = [], manifest._digest
+    monkeypatch.setattr(manifest, "_digest", lambda path: paths.append(path) or digest(path))
+    return paths
+
+
+def restore_all(path):
+    return restore(path, abstract(placed((1, 2), values())))
+
+
+@pytest.mark.parametrize("use", [restore_model, stored_parameters, restore_all])
+def test_every_file_is_compared_once(run, read, use):
+    for path in (run, run / "checkpoints/20"):
+        read.clear()
+        use(path)
+        assert run / "checkpoints/20/assets/config.json" in read and len(read) == len(set(read)), path
+
+
+def test_one_process_compares_for_all(run, read, monkeypatch):
+    """Process 1 reads no file: it believes what process 0 says."""
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    said = [20, 0]
+    monkeypatch.setattr(multihost_utils, "broadcast_one_to_all", lambda mine: np.array(said))
+    assert find_checkpoint(run) == run / "checkpoints/20"
+    assert find_checkpoint(run / "checkpoints/10", ["model"]) == run / "checkpoints/10"
+    said[:] = [-1, 0]
+    assert CheckpointStore(run).latest_good() is None
+    said[:] = [0, 1]
+    for path in (run, run / "checkpoints/10"):
+        with pytest.raises(ValueError, match="process 0 tells why"):
+            find_checkpoint(path, ["model"])
+    assert not read
+
+
 def test_damaged_by_path_and_all_damaged(run):
     for step in (10, 20):
         (run / f"checkpoints/{step}/data/data.json").write_text('{"step": 11}')
@@ -197,7 +236,6 @@ def test_an_imported_model_has_no_optimizer(tmp_path, assets):
     assert same_bits(restore_model(tmp_path / "ck", {k: v.sharding for k, v in model.items()}), model)
     assert read_data(tmp_path / "ck") is None
     assert (assets_dir(tmp_path / "ck") / "config.json").exists()
-    assert model_shapes(tmp_path / "ck")["layers.w.weight"].shape == (3, 8, 4)
     with pytest.raises(ForeignError, match="no optimizer"):
         restore(tmp_path / "ck", abstract(model), abstract(TX.init(model)))
     with pytest.raises(ValueError, match="not an empty folder"):

@@ -8,8 +8,9 @@ import pytest
 from model.attention import Mask, get_schedule
 from model.attention.schedules.plan import Block
 from scripts.bench_schedules import CASES, case, compile_pass, count_bytes, small_step
+from tests.trainer.compiled_text import arrays_with
 from trainer.compiled.overlap import crossings
-from trainer.compiled.text import arrays_with, parse
+from trainer.compiled.text import parse
 from trainer.compiled.transfers import groups, received, transfers
 from trainer.topology import topology_devices
 

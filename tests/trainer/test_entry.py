@@ -1,9 +1,14 @@
-"""What every command does around its work: where compiled programs are kept."""
+"""What every command does around its work: where compiled programs are kept, and what is said when memory runs out."""
 import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
+
+from trainer import entry
+from trainer.topology import topology_devices
 
 PROGRAM = """
 import sys
@@ -23,3 +28,36 @@ def test_compiled_programs_are_kept_where_it_is_said(tmp_path, repository, named
                    env={**os.environ, "LONGSTRIPE_CACHE": str(tmp_path / "own")})
     kept = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*") if path.is_file()}
     assert kept == {"shared" if named else "own"}
+
+
+def too_large_for_this_machine():
+    jax.block_until_ready(jax.jit(lambda: jnp.zeros(1 << 44))())
+
+
+def too_large_for_a_chip():
+    where = jax.sharding.SingleDeviceSharding(topology_devices("v5e:2x2")[0])
+    x = jax.ShapeDtypeStruct((60_000, 60_000), jnp.float32, sharding=where)  # 13.4 GiB, and their product as much again
+    jax.jit(lambda x: jnp.sin(x) @ x.T @ jnp.cos(x)).lower(x).compile()
+
+
+@pytest.mark.parametrize(("work", "needed"), [
+    (too_large_for_this_machine, f"{4 << 44} bytes"), (too_large_for_a_chip, "15.75G"),
+])
+def test_out_of_memory_is_one_line_with_ways_out(work, needed, capfd):
+    """By the CPU's runtime and by the TPU's compiler, in their own words."""
+    with pytest.raises(jax.errors.JaxRuntimeError):
+        work()
+    capfd.readouterr()
+    assert entry.run(work) == 2
+    said = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(said) == 1 and said[0].startswith("error: out of memory: ")
+    for word in (needed, "memory.remat", "chunks", "mesh.sequence", "python -m scripts.plan"):
+        assert word in said[0]
+
+
+def test_other_errors_keep_their_traceback():
+    def broken():
+        raise RuntimeError("a mistake of ours")
+
+    with pytest.raises(RuntimeError, match="a mistake of ours"):
+        entry.run(broken)

@@ -29,3 +29,22 @@ def test_rope_theta_leaves_the_rest_of_the_preset(chosen):
 def test_rope_theta_that_is_none(chosen):
     with pytest.raises(ValueError, match="rope_theta: -1"):
         chosen("tiny", rope_theta=-1)
+
+
+@pytest.mark.parametrize(("preset", "overrides", "heads", "key_heads", "head_dim"), [
+    ("llama-7b", {"hidden_size": 2048}, 32, 32, 64),
+    ("llama-7b", {"num_attention_heads": 16}, 16, 16, 256),
+    ("llama-3.1-8b", {"num_attention_heads": 16}, 16, 8, 256),
+    ("llama-3.1-8b", {"num_attention_heads": 16, "num_key_value_heads": 4, "head_dim": 128}, 16, 4, 128),
+    ("smollm2-135m", {"hidden_size": 1152}, 9, 3, 128),
+    ("tiny", {"hidden_size": 128}, 4, 2, 32),  # names its head_dim
+    (None, {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}, 4, 2, 8),
+])  # fmt: skip
+def test_what_a_preset_names_stays_and_what_it_leaves_out_follows(chosen, preset, overrides, heads, key_heads, head_dim):
+    found = chosen(preset, **overrides)
+    assert (found.num_attention_heads, found.num_key_value_heads, found.head_dim) == (heads, key_heads, head_dim)
+
+
+def test_key_heads_that_do_not_divide_the_heads_are_refused(chosen):
+    with pytest.raises(ValueError, match="num_key_value_heads: 8 does not divide num_attention_heads 12; these do: 1, 2, 3"):
+        chosen("llama-3.1-8b", num_attention_heads=12, hidden_size=768)

@@ -14,9 +14,9 @@ from model.attention.schedules.plan import Block, received
 from model.config import LlamaConfig
 from model.modules import declare
 from scripts.plan import job_of, main, mesh_of, parser
+from tests.trainer.compiled_text import arrays_with
 from trainer.compiled import GIB, memory
 from trainer.compiled.communication import communication
-from trainer.compiled.text import arrays_with
 from trainer.compiled.transfers import collectives
 from trainer.config import load
 from trainer.mesh import make_mesh

@@ -9,7 +9,9 @@ import yaml
 from data.errors import UserError
 from trainer.config import (
     AttentionConfig,
+    CheckpointConfig,
     DataConfig,
+    EvaluateConfig,
     LoggingConfig,
     MemoryConfig,
     MeshConfig,
@@ -28,6 +30,18 @@ def config(tmp_path):
         name="one", model=ModelConfig(preset="tiny", tokenizer="t"), data=DataConfig(sources=(SourceConfig("a.json"),)),
         run_dir=str(tmp_path / "run"),
     )  # fmt: skip
+
+
+def test_same_run_goes_on_after_its_files_have_moved_and_however_often_it_saves(config):
+    """What is in the files is told by fingerprints in the checkpoints: see tests/trainer/test_pretrained.py."""
+    config = dataclasses.replace(config, model=ModelConfig(path="hf"))
+    run = open_run(config)
+    moved = DataConfig(sources=(SourceConfig("elsewhere/a.json"),), held_out_path="elsewhere/b.json")
+    assert open_run(dataclasses.replace(config, model=ModelConfig(path="elsewhere/hf", tokenizer="there"), data=moved)) == run
+    often = {"checkpoint": CheckpointConfig(every=1, keep=9), "evaluate": EvaluateConfig(max_new_tokens=5),
+             "train": TrainConfig(evaluate_every=3)}
+    assert open_run(dataclasses.replace(config, **often)) == run
+    assert "evaluate_every: 3" in run.config.read_text()
 
 
 def test_same_run_goes_on_whatever_the_hardware(config):
@@ -52,7 +66,9 @@ def test_same_run_goes_on_whatever_the_hardware(config):
     [
         ({"train": TrainConfig(steps=5)}, "train.steps is 100 there and 5 now"),
         ({"optimizer": OptimizerConfig(learning_rate=1.0)}, "optimizer.learning_rate is 2e-05 there and 1.0 now"),
-        ({"data": DataConfig(sources=(SourceConfig("b.json"),))}, "data.sources is"),
+        ({"data": DataConfig(sources=(SourceConfig("a.json", weight=2.0),))}, "'weight': 1.0}] there"),
+        ({"data": DataConfig(sources=(SourceConfig("a.json"), SourceConfig("b.json")))}, "data.sources is"),
+        ({"model": ModelConfig(preset="tiny", tokenizer="t", seed=1)}, "model.seed is 0 there and 1 now"),
         ({"attention": AttentionConfig(layout="contiguous")}, "attention.layout is 'striped' there"),
     ],
 )

@@ -166,9 +166,3 @@ def _split(line: str) -> tuple[str, str, str] | None:
 def arrays(type_: str) -> list[ArrayType]:
     """The arrays in a type, in the order in which they stand."""
     return [ArrayType(dtype, math.prod(int(size) for size in dims.split(",") if size)) for dtype, dims in _ARRAY.findall(type_)]
-
-
-def arrays_with(text: str, size: int) -> set[str]:
-    """Arrays in a compiled text with two axes of at least `size`: what attention must not keep between passes."""
-    return {match.group(0) for match in _ARRAY.finditer(text)
-            if sum(int(axis) >= size for axis in match.group(2).split(",") if axis) >= 2}

@@ -1,0 +1,120 @@
+"""A run that begins from a pretrained model: what it takes from the model's files and when, and how it knows them again."""
+
+import json
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+import transformers
+import yaml
+
+import train
+from model.llama import Llama
+from scripts import export_hf
+from trainer import manifest
+from trainer.huggingface import weights_fingerprint
+from trainer.mesh import make_mesh
+from trainer.model_source import open_model
+from trainer.objective import TextObjective
+from trainer.schema import MeshConfig
+from trainer.step import StepBuilder
+
+STEPS = 3
+LENGTH = 128
+OWN_LENGTH = 64
+THETA = 50_000.0
+
+
+@pytest.fixture(scope="module")
+def recipe(small_recipe, tmp_path_factory):
+    """Three steps that compile fast, each row on a device of its own; without held-out data."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    written = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
+    written["model"] = {"compute_dtype": "float32", "overrides": {"rope_theta": THETA}}
+    written["data"] |= {"held_out_path": None, "held_out_fraction": 0.0, "context_length": LENGTH}
+    written |= {"mesh": {"data": 8, "simulate": 8}, "attention": {"kernel": "reference"}}
+    written["train"] = {"steps": STEPS, "batch_size": 8}
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(written), encoding="utf-8")
+    return path
+
+
+def command(recipe: pathlib.Path, model: pathlib.Path, *flags: str) -> list[str]:
+    return ["--config", str(recipe), "--run_dir", str(recipe.parent / "run"), "--model.path", str(model), *flags]
+
+
+@pytest.fixture(scope="module")
+def run(recipe, hf_model):
+    """The run's folder. The model was made for half its length, and its files vanish as soon as training begins; a step to
+    evaluate is not asked for, since there is nothing held out."""
+    model = pathlib.Path(shutil.copytree(hf_model, recipe.parent / "model"))
+    written = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    (model / "config.json").write_text(json.dumps({**written, "max_position_embeddings": OWN_LENGTH}), encoding="utf-8")
+    batches = TextObjective.batches
+
+    def vanishing(objective, step):
+        shutil.rmtree(model)
+        return batches(objective, step)
+
+    def compiled_for_nothing(builder):
+        pytest.fail("there are no held-out data")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TextObjective, "batches", vanishing)
+        patch.setattr(StepBuilder, "lower_evaluate", compiled_for_nothing)
+        assert train.main(command(recipe, model, "--checkpoint.every", "1", "--checkpoint.keep", str(STEPS))) == 0
+    return recipe.parent / "run"
+
+
+def test_saves_need_nothing_of_a_model_that_has_vanished_since_the_start(run, hf_model):
+    saved = sorted((run / "checkpoints").iterdir())
+    assert [path.name for path in saved] == [str(step + 1) for step in range(STEPS)]
+    for checkpoint in saved:
+        assert json.loads((checkpoint / "assets" / "source_dtype.json").read_text(encoding="utf-8"))["dtype"] == "float32"
+        assert (checkpoint / "assets" / "tokenizer.json").read_bytes() == (hf_model / "tokenizer.json").read_bytes()
+
+
+def test_export_and_evaluation_see_the_trained_length_and_the_new_base(run, tmp_path):
+    assert export_hf.main([str(run), str(tmp_path / "hf")]) == 0
+    exported = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
+    assert exported.max_position_embeddings == LENGTH > OWN_LENGTH and exported.rope_parameters["rope_theta"] == THETA
+    assert open_model(str(run)).config.max_position_embeddings == LENGTH
+
+
+@pytest.mark.parametrize("name", ["", f"checkpoints/{STEPS}"], ids=["a run", "a checkpoint"])
+def test_a_model_that_was_trained_here_is_compared_once(run, name, monkeypatch):
+    """With its manifest, on the way from its name to its arrays."""
+    compared, digest = [], manifest._digest
+    monkeypatch.setattr(manifest, "_digest", lambda path: compared.append(path) or digest(path))
+    source = open_model(str(run / name))
+    params = source.read(Llama(source.config, make_mesh(MeshConfig(data=8))))
+    parts = [path for path in compared if "model" in path.relative_to(run).parts]
+    assert parts and len(parts) == len(set(parts)) and all(np.isfinite(x).all() for x in params.values())
+
+
+def test_a_moved_model_and_moved_data_are_known_again(run, recipe, hf_model, small_recipe, tmp_path, capfd):
+    data = shutil.copyfile(small_recipe.parent / "conversations.json", tmp_path / "moved.json")
+    assert train.main(command(recipe, hf_model, "--data.path", str(data), "--checkpoint.every", "1")) == 0
+    assert f"already trained to step {STEPS}" in capfd.readouterr().err
+
+
+def spoil_weights(folder: pathlib.Path) -> None:
+    """Turns every bit of one tensor of many."""
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:8 + size])
+    start, end = (8 + size + offset for offset in header["model.layers.1.mlp.up_proj.weight"]["data_offsets"])
+    content[start:end] = bytes(byte ^ 255 for byte in content[start:end])
+    path.write_bytes(content)
+
+
+def test_another_model_of_the_same_shape_is_refused(run, recipe, hf_model, tmp_path, capfd):
+    other = pathlib.Path(shutil.copytree(hf_model, tmp_path / "other"))
+    assert weights_fingerprint(other) == weights_fingerprint(hf_model)
+    spoil_weights(other)
+    capfd.readouterr()
+    assert train.main(command(recipe, other)) == 2
+    said = capfd.readouterr().err
+    assert said.count("\n") == 1 and f"checkpoints/{STEPS}: began with another model" in said and "--run_dir" in said
