@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.paths import output_folder
 from trainer import entry
 
 
@@ -145,11 +146,11 @@ def print_table(curves: dict[str, list[dict]]) -> None:
 
 def run(args: argparse.Namespace, flags: list[str]) -> dict[str, list[dict]]:
     """Measures every checkpoint, writes the table and the plot, and gives the curves: checkpoint -> rows."""
+    output_folder(args.output)
     entry.keep_compiled()
     curves = {}
     for checkpoint in args.checkpoint:
         curves[checkpoint], about = measure(checkpoint, args, flags)
-    args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "loss_by_position.json").write_text(json.dumps({"about": about, "curves": curves}, indent=2) + "\n",
                                                        encoding="utf-8")
     plot(curves, args.output / "loss_by_position.png",

@@ -16,6 +16,7 @@ import optax
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from data.errors import UserError
 from trainer.checkpoint import (
     CheckpointStore,
     assets_dir,
@@ -200,7 +201,7 @@ def test_an_imported_model_has_no_optimizer(tmp_path, assets):
     assert model_shapes(tmp_path / "ck")["layers.w.weight"].shape == (3, 8, 4)
     with pytest.raises(ForeignError, match="no optimizer"):
         restore(tmp_path / "ck", abstract(model), abstract(TX.init(model)))
-    with pytest.raises(ValueError, match="not an empty folder"):
+    with pytest.raises(UserError, match="not an empty folder"):
         save_checkpoint(tmp_path / "ck", model=model, assets=assets)
 
 
