@@ -311,7 +311,8 @@ def main(argv=None) -> int:
     parser.add_argument("--only", nargs="+", default=[], help="words that a cell's name has: model, topology, column, memory")
     parser.add_argument("--show", action="store_true", help="compile nothing")
     parser.add_argument("--compiles", type=int, help="at most so many for a cell; a later start goes on")
-    parser.add_argument("--output", type=Path, default=Path("docs/plans/table3.json"), help="the table; read first")
+    parser.add_argument("--output", type=Path, default=Path("docs/plans/table3.json"), help="the table, read first and then "
+                        "written again (default docs/plans/table3.json, the repository's own)")
     parser.add_argument("--picture", type=Path, help="where to draw (default: beside the table)")
     args = parser.parse_args(argv)
     return entry.run(lambda: work(args))
