@@ -71,6 +71,34 @@ def find(path: str | Path, suffixes: Sequence[str]) -> list[File]:
         return [File(system.unstrip_protocol(name) if is_remote(path) else name) for name in found]
 
 
+def output_folder(path: str | Path) -> Path:
+    """Makes the folder that a command will write its results to. Called before the work, which may take hours: UserError
+    where it cannot be made or written to."""
+    try:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as error:
+        raise UserError(f"{path}: cannot be a folder for results ({error.strerror}); name another one") from None
+    return Path(path)
+
+
+def output_file(path: str | Path) -> Path:
+    """As output_folder, of a file that will be written or overwritten: makes the folder that it goes to."""
+    if Path(path).is_dir():
+        raise UserError(f"{path}: is a folder; name a file, such as {path}/result.json")
+    output_folder(Path(path).parent)
+    return Path(path)
+
+
+def new_folder(path: str | Path) -> Path:
+    """As output_folder, of a folder that is made whole at the end: UserError if there is anything at `path` by now."""
+    path = Path(path)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(f"{path}: exists and is not an empty folder; name another one or remove it")
+    output_folder(path.parent)
+    return path
+
+
 def local_folder(path: str | Path) -> Path:
     """The folder itself, or, of a store's, the one in the cache that stands for it: array_record reads local files only."""
     if not is_remote(path):

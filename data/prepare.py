@@ -325,3 +325,7 @@ def counts(documents: Documents) -> Counter:
     return Counter(
         documents=len(documents), tokens=int(documents.lengths.sum()), trained_tokens=int(documents.trained.sum())
     )
+
+
+if __name__ == "__main__":
+    raise SystemExit("no command; python -m scripts.prepare --config RECIPE.yaml tokenizes what a recipe trains on")

@@ -56,10 +56,12 @@ class _Text:
 def read_records(
     path: File, account: SourceReport, advance: Callable[[int], None] | None = None
 ) -> Iterator[object]:
-    """Yields every whole JSON value of the file's list (or lines). What is cut or malformed is dropped in `account`.
+    """Yields every whole JSON value of the file's list (or lines). A malformed line, and the record in which a list is cut
+    off, are dropped in `account`; the records before the cut are used.
 
     `advance(bytes)` is told what was read, for a progress bar. Raises UserError for a missing or empty file, for
-    something that is neither a list nor lines of JSON, and for text that is not UTF-8.
+    something that is neither a list nor lines of JSON, for text that is not UTF-8, and for a malformed record within a list:
+    where the next one begins is not known, so that all that follows would be lost.
     """
     if not path.exists():
         raise UserError(f"{path}: no such file; {WOULD_WORK}")
@@ -90,7 +92,7 @@ def _list(text: _Text, account: SourceReport) -> Iterator[object]:
             mark = text.peek()
         if mark == "":
             # `[ {..}, {..}` and then nothing: every record is whole, only the closing bracket is missing.
-            account.notes.append(f"the JSON list has no end after record {count}: the file was cut")
+            account.notes.append(f"the JSON list has no end after record {count}: the file was cut there")
             return
         size = CHUNK
         while True:
@@ -100,20 +102,30 @@ def _list(text: _Text, account: SourceReport) -> Iterator[object]:
                 if end < len(text.text) or text.ended:
                     break
             except json.JSONDecodeError as error:
-                problem = error
+                problem, place = error.msg, error.pos
             except RecursionError:
-                problem = "nested too deeply"
+                problem, place = "nested too deeply", text.at
             if not text.more(size):
                 if text.ended and _whole(decoder, text):
                     continue
-                what = f"record {count + 1} is cut off or malformed ({problem}); it and what follows it were not read"
-                account.notes.append(what)
+                if not _cut(problem, place, text.text):
+                    near = text.text[max(place - 20, text.at) : place + 20]
+                    raise UserError(f"{text.path}: record {count + 1} is malformed ({problem} near {near!r}), and all after it "
+                                    "would be lost; mending it, or one record a line (only bad lines are dropped), would work")
+                account.notes.append(f"the file is cut off in record {count + 1} ({problem}): of it only the records before "
+                                     "that one are used")
                 account.drop(CUT, text.text[text.at : text.at + CHUNK])
                 return
             size *= 2  # so that a very long record costs a linear number of retries
         text.at = end
         count += 1
         yield value
+
+
+def _cut(problem: str, place: int, text: str) -> bool:
+    """Whether a JSON value is malformed for no other reason than that the text ends in it: within a string, or at most an
+    escape or a word such as `false` before the end."""
+    return problem.startswith("Unterminated string") or place >= len(text.rstrip(SPACE)) - len("\\uD83D")
 
 
 def _whole(decoder: json.JSONDecoder, text: _Text) -> bool:

@@ -105,7 +105,7 @@ class Report:
         for source in self.sources:
             lines.append(f"{source.path}: {source.records} records, {source.kept} kept")
             lines += [source.table()] if source.dropped or source.repaired else []
-            lines += [f"  note: {note}" for note in source.notes]
         if self.dropped and self.dropped_file:
             lines.append(f"dropped records, each with its reason: {self.dropped_file}")
+        lines += [f"warning: {source.path}: {note}" for source in self.sources for note in source.notes]
         return "\n".join(lines)

@@ -15,6 +15,7 @@ import numpy as np
 
 from data.errors import UserError
 
+FORM = 'a case is one line of JSON: {"prompt": "...", "expected_number": 7, "num_lines": 20, "correct_line": "..."}'
 KEY_STYLES = ("adjective_noun", "noun_noun", "short")
 HEAD = (
     "Here is a record of lines to remember. Each line begins with 'line', then the name of the line, and ends with its "
@@ -85,12 +86,12 @@ def read(path: str | pathlib.Path) -> list[LineCase]:
         try:
             record = json.loads(line)
         except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number}: not valid JSON: {error.msg}") from error
+            raise UserError(f"{path}:{number}: by itself not valid JSON ({error.msg}); {FORM}") from error
         if not isinstance(record, dict):
-            raise UserError(f"{path}:{number}: expected an object, found {type(record).__name__}")
+            raise UserError(f"{path}:{number}: expected an object, found {type(record).__name__}; {FORM}")
         for field, kind in (("prompt", str), ("expected_number", int), ("num_lines", int), ("correct_line", str)):
             if not isinstance(record.get(field), kind) or isinstance(record.get(field), bool):
-                raise UserError(f"{path}:{number}: {field} should be {kind.__name__}, found {record.get(field)!r}")
+                raise UserError(f"{path}:{number}: {field} should be {kind.__name__}, found {record.get(field)!r}; {FORM}")
         cases.append(
             LineCase(record["prompt"], record["expected_number"], record["num_lines"], record["correct_line"],
                      pathlib.Path(path).name, record.get("key_style", ""))

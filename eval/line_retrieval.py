@@ -13,6 +13,8 @@ import sys
 from rich.progress import Progress
 
 from data.conversation import Message
+from data.errors import UserError
+from data.paths import output_folder
 from data.templates import render
 from data.tokenizer import Tokenizer
 from eval import line_cases, report, scoring
@@ -44,17 +46,18 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--layout", default="striped", choices=["striped", "contiguous", "zigzag"])
     parser.add_argument("--replicate", action="store_true", help="a whole copy of the weights on every device: much faster "
                         "for a model that fits, since decoding gathers no weights then")
-    args = parser.parse_args(argv)
-    if not args.cases and not args.lines:
-        parser.error("nothing to evaluate: give --cases FILE.jsonl or --lines 20 50")
-    if args.rows % args.fsdp:
-        parser.error(f"--rows: {args.rows} is not divisible by --fsdp {args.fsdp}; the next good one is "
-                     f"{-(-args.rows // args.fsdp) * args.fsdp}")
-    return args
+    return parser.parse_args(argv)
 
 
 def gather_cases(args) -> list[line_cases.LineCase]:
-    """The cases that the command line asks for."""
+    """The cases that the command line asks for; UserError for what can be told to be wrong without the model."""
+    if not args.cases and not args.lines:
+        raise UserError("nothing to evaluate: give --cases FILE.jsonl or --lines 20 50")
+    if args.rows < 1 or args.rows % args.fsdp:
+        good = max(-(-args.rows // args.fsdp), 1) * args.fsdp
+        raise UserError(f"--rows: {args.rows} is no multiple of --fsdp {args.fsdp}; {good} would work")
+    if args.count < 1:
+        raise UserError(f"--count: {args.count} cases of each length; 1 or more would work")
     cases = []
     for path in args.cases:
         found = line_cases.read(path)
@@ -92,6 +95,8 @@ def rounded(length: int, multiple: int) -> int:
 
 def evaluate(args) -> list[scoring.Score]:
     """Answers all cases and writes the report."""
+    cases = gather_cases(args)
+    output_folder(args.output)
     from model.decode import Generator
     from model.sharding import STORAGE_AXES
     from trainer.mesh import make_mesh, simulate
@@ -101,7 +106,6 @@ def evaluate(args) -> list[scoring.Score]:
     if args.simulate:
         simulate(args.simulate)
     entry.keep_compiled()
-    cases = gather_cases(args)
     source = open_model(args.checkpoint)
     tokenizer = source.tokenizer()
     mesh = make_mesh(MeshConfig(fsdp=args.fsdp, tensor=args.tensor, sequence=args.sequence))

@@ -1,8 +1,10 @@
 """The report of a line-retrieval evaluation: a table, results.json, and plots against lines and against tokens."""
 
 import dataclasses
+import itertools
 import json
 import pathlib
+import textwrap
 from typing import Any
 
 from eval.scoring import Outcome, Score, score
@@ -37,22 +39,27 @@ def as_json(scores: list[Score], about: dict[str, Any]) -> dict[str, Any]:
 
 
 def print_table(scores: list[Score], console=None) -> None:
-    """The scores as a table, in the terminal."""
+    """The scores as plain tables of at most 80 columns, one for each family of keys."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="Line retrieval", caption="interval: 95%, Wilson; chance: 1 / lines")
-    for name in ("cases from", "keys", "length"):
-        table.add_column(name)
-    for name in ("lines", "tokens", "right", "accuracy", "interval", "chance"):
-        table.add_column(name, justify="right")
-    for one in scores:
-        table.add_row(
-            one.source, one.family, "beyond trained length" if one.beyond_trained_length else "trained",
-            str(one.num_lines), f"{one.mean_prompt_tokens:,.0f}", f"{one.right}/{one.cases}", f"{one.accuracy:.2f}",
-            f"{one.low:.2f} to {one.high:.2f}", f"{one.chance:.3f}",
-        )  # fmt: skip
-    (console or Console()).print(table)
+    console = console or Console()
+    for family in dict.fromkeys(one.family for one in scores):
+        table = Table(title=f"Line retrieval, {family}", title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        table.add_column("cases from", overflow="fold")
+        table.add_column("length")
+        for name in ("lines", "tokens", "right", "accuracy", "interval", "chance"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for one in scores:
+            if one.family == family:
+                table.add_row(
+                    one.source, "beyond" if one.beyond_trained_length else "within", str(one.num_lines),
+                    f"{one.mean_prompt_tokens:,.0f}", f"{one.right}/{one.cases}", f"{one.accuracy:.2f}",
+                    f"{one.low:.2f}-{one.high:.2f}", f"{one.chance:.3f}",
+                )  # fmt: skip
+        console.print(table)
+    if scores:
+        console.print("length: within or beyond the trained; interval: 95%, Wilson; chance: 1 / lines")
 
 
 def curves(scores: list[Score]) -> dict[tuple[str, bool], list[Score]]:
@@ -64,20 +71,22 @@ def curves(scores: list[Score]) -> dict[tuple[str, bool], list[Score]]:
 
 
 def plot(scores: list[Score], path: str | pathlib.Path, title: str = "") -> None:
-    """Accuracy with its interval, against lines and against tokens; each key family is a curve of its own."""
+    """Accuracy with its interval and chance, against lines and, with several lengths, against tokens as well; each key
+    family is a curve of its own."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    panels = {"lines": lambda one: one.num_lines, "prompt tokens (mean)": lambda one: round(one.mean_prompt_tokens)}
+    if alone := len({one.num_lines for one in scores}) <= 1:
+        del panels["prompt tokens (mean)"]
+    width = 5 * len(panels)
+    figure = Figure(figsize=(width, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots(1, 2, sharey=True)
     families = list(dict.fromkeys(one.family for one in scores))
-    for axis, name in ((axes[0], "lines"), (axes[1], "prompt tokens (mean)")):
+    for axis, (name, place) in zip(figure.subplots(1, len(panels), sharey=True, squeeze=False)[0], panels.items(), strict=True):
         for (family, beyond), group in curves(scores).items():
-            across = [(one.num_lines if name == "lines" else one.mean_prompt_tokens) for one in group]
-            order = sorted(range(len(group)), key=across.__getitem__)
-            group, across = [group[place] for place in order], [across[place] for place in order]
-            accuracy = [one.accuracy for one in group]
+            group = sorted(group, key=place)
+            across, accuracy = [place(one) for one in group], [one.accuracy for one in group]
             below = [max(one.accuracy - one.low, 0) for one in group]
             above = [max(one.high - one.accuracy, 0) for one in group]
             axis.errorbar(
@@ -85,19 +94,22 @@ def plot(scores: list[Score], path: str | pathlib.Path, title: str = "") -> None
                 linestyle="--" if beyond else "-", markerfacecolor="white" if beyond else None,
                 label=family + (", beyond trained length" if beyond else ""),
             )  # fmt: skip
-        if name == "lines":
-            counts = sorted({one.num_lines for one in scores})
-            axis.plot(counts, [1 / lines for lines in counts], "k:", marker="_", label="chance")
-            if len(counts) <= 12:
-                axis.set_xticks(counts)
-        axis.set_xlabel(name)
-        axis.set_ylim(-0.03, 1.03)
+            axis.plot(across, [one.chance for one in group], "k:", marker="_", markersize=12)
+            for one in group if alone else ():
+                told = f"{one.right}/{one.cases}\n{one.mean_prompt_tokens:,.0f} tokens"
+                axis.annotate(told, (place(one), one.accuracy), (10, 0), textcoords="offset points", va="center")
+        axis.plot([], [], "k:", marker="_", markersize=12, label="chance")
+        places = sorted({place(one) for one in scores})
+        if all(10 * (after - before) > places[-1] - places[0] for before, after in itertools.pairwise(places)):
+            axis.set_xticks(places, [f"{at:,}" for at in places])
+        axis.set(xlabel=name, ylim=(-0.03, 1.03))
         axis.grid(alpha=0.3)
-    axes[0].set_ylabel("accuracy (95% Wilson interval)")
-    if scores:
-        axes[0].legend(fontsize="small")
-    note = "  (curves differ in their keys and prompt's end: not one curve)" if len(families) > 1 else ""
-    figure.suptitle(f"Line retrieval  {title}{note}".strip(), fontsize="medium")
+        if name == "lines":
+            axis.set_ylabel("accuracy (95% Wilson interval)")
+    figure.legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=len(panels), fontsize="small")
+    note = ["curves differ in their keys and prompt's end: not one curve"] if len(families) > 1 else []
+    lines = [*textwrap.wrap(f"Line retrieval  {title}".strip(), 12 * width), *note]
+    figure.suptitle("\n".join(lines), fontsize="medium")
     figure.savefig(path, dpi=120)
 
 

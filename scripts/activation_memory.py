@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
+
+from data.paths import output_file
+from trainer import entry
 
 TOPOLOGIES = ("v4:2x2x2", "v4:2x2x4", "v4:4x4x4", "v4:4x8x8", "v4:8x8x8")
 
@@ -56,21 +58,21 @@ def main(argv=None) -> int:
     parser.add_argument("--output", help="also write the rows to this JSON file")
     args = parser.parse_args(argv)
     rows = []
+    return entry.run(lambda: work(args, rows)) or int(spread(rows) > 0.02)
+
+
+def work(args, rows: list[dict]) -> None:
+    """Fills `rows`, one for each topology, and writes them."""
+    if args.output:
+        output_file(args.output)
     for topology in args.topologies:
-        try:
-            rows.append(measure(topology, args.tokens, args.layers, args.hidden))
-        except ValueError as error:
-            print(f"error: {error}", file=sys.stderr)
-            return 2
-        row = rows[-1]
+        rows.append(row := measure(topology, args.tokens, args.layers, args.hidden))
         print(f"{topology:8} {row['devices']:4} devices {row['length']:9} tokens, activations {row['activations_mib']:.2f} MiB "
               f"= {row['blocks_of_c_x_h']:.2f} blocks of c x h  ({row['compile_seconds']:.0f} s)", flush=True)
     print(f"spread {100 * spread(rows):.2f}%")
     if args.output:
-        os.makedirs(os.path.dirname(args.output) or ".", exist_ok=True)
         with open(args.output, "w", encoding="utf-8") as file:
             json.dump({"rows": rows, "spread": spread(rows)}, file, indent=2)
-    return int(spread(rows) > 0.02)
 
 
 if __name__ == "__main__":

@@ -78,3 +78,7 @@ def measure(schedule, layout: str, size: int, tiles: int = 16) -> dict:
         counts = per_round(told[which], rounds, size)
         row[which] = {"imbalance": imbalance(counts), "busiest": counts.max(1).tolist(), "mean": counts.mean(1).tolist()}
     return row
+
+
+if __name__ == "__main__":
+    raise SystemExit("no command; python -m scripts.bench_schedules balance prints what this counts")

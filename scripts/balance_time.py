@@ -122,3 +122,7 @@ def time_table(lengths, tiles: int, repeats: int, heads: int, head_dim: int) -> 
             print(f"{length:7} {row['case']:18} {row['tile']:5} {row['seconds']:9.3f} {spread:18.2f} {row['speedup']:9.3f} "
                   f"{row['bound']:6.3f}", flush=True)
     return rows
+
+
+if __name__ == "__main__":
+    raise SystemExit("no command; python -m scripts.bench_schedules time prints what this measures")

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from data.errors import UserError
 from data.loader import Loader
-from data.paths import File
+from data.paths import File, output_folder
 from data.prepare import counts, prepare
 from data.records import read_records
 from data.report import Report, SourceReport
@@ -104,7 +104,7 @@ def pack(path: Path, tokenizer: Tokenizer, context_length: int, folder: Path) ->
 
 
 def work(args: argparse.Namespace) -> None:
-    args.output.mkdir(parents=True, exist_ok=True)
+    output_folder(args.output)
     path = fetch(Path(os.environ.get("LONGSTRIPE_CACHE") or Path.home() / ".cache" / "longstripe"))
     result = {**clean(path, args.output / "dropped.jsonl"), "first_turn_is_not_human": begin_otherwise(path)}
     found = result["complete_records"], result["first_turn_is_not_human"]

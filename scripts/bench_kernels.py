@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from data.errors import UserError
+from data.paths import output_folder
 from trainer import entry
 
 from .kernel_peers import BLOCKS, ON_DEVICE, PEERS, Case
@@ -123,7 +124,7 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
 
 
 def work(args: argparse.Namespace) -> None:
-    args.output.mkdir(parents=True, exist_ok=True)
+    output_folder(args.output)
     device = in_own_process(Case("matmul", "full", 1, False, dtype=args.dtype))
     if "left_out" in device:
         raise UserError(f"the device cannot be measured: {device['left_out']}")

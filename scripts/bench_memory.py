@@ -17,6 +17,9 @@ import sys
 
 import numpy as np
 
+from data.paths import output_folder
+from trainer import entry
+
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536)
 DOCUMENT = 2048
 CURVES = {"planned_mib": "by the compiler's plan", "measured_mib": "measured: resident memory that one step adds"}
@@ -89,7 +92,7 @@ def draw(rows: list[dict], fits: dict, path: pathlib.Path) -> None:
     pyplot.close(figure)
 
 
-def main(argv=None) -> None:
+def main(argv=None) -> int:
     """Measures, prints a table, and writes OUTPUT/memory.json and memory.png."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bench_memory", description=__doc__.splitlines()[0],
                                      allow_abbrev=False)
@@ -101,7 +104,13 @@ def main(argv=None) -> None:
     args = parser.parse_args(argv)
     if args.one:
         print(json.dumps(measure(args.lengths[0], args.remat)))
-        return
+        return 0
+    return entry.run(lambda: work(args))
+
+
+def work(args) -> None:
+    """Each length in a process of its own, so that each has its own peak."""
+    output_folder(args.output)
     rows = []
     print("tokens   planned MiB   measured MiB")
     for length in args.lengths:
@@ -114,10 +123,9 @@ def main(argv=None) -> None:
     for name, line in fits.items():
         print(f"{name:12} {line['mib_at_0']:.1f} MiB + {line['bytes_per_token']:,.0f} bytes a token; the worst point is off by "
               f"{100 * line['worst_residual']:.1f}% of the largest")
-    args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "memory.json").write_text(json.dumps({"remat": args.remat, "rows": rows, "lines": fits}, indent=2) + "\n")
     draw(rows, fits, args.output / "memory.png")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from data.paths import output_file
 from model.attention import Mask, TokenCoords, get_kernel, get_schedule
 from model.attention.schedules import Ranks, plan
 from model.config import LlamaConfig
@@ -243,6 +244,9 @@ def main(argv=None) -> int:
 
 def run(args) -> None:
     """One command's table."""
+    for path in (args.output, getattr(args, "picture", None)):
+        if path:
+            output_file(path)
     jax.config.update("jax_platforms", "cpu")
     if args.command == "bytes":
         rows = bytes_table(args.schedules, args.ranks, args.tokens, args.topology, args.kernel)

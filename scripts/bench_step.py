@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import UserError
+from data.paths import output_folder
 from trainer import entry
 
 CHECKPOINT_FROM = 4096  # tokens from which torch recomputes its layers
@@ -158,6 +159,7 @@ def main(argv=None) -> int:
 
 def report(args) -> None:
     """Measures, prints and writes."""
+    output_folder(args.output)
     rows = [row for length in args.lengths for row in compare(length, args)]
     print(f"{'side':8} {'tokens':>7} {'tokens/s':>9} {'s/step':>8} {'peak GiB':>9} {'matmul GFLOP/s':>15} {'share':>7} "
           f"{'MFU':>6}")
@@ -170,7 +172,6 @@ def report(args) -> None:
     for length in args.lengths:
         if {("ours", length), ("theirs", length)} <= speeds.keys():
             print(f"{length} tokens: {speeds['ours', length] / speeds['theirs', length]:.3f}x torch")
-    args.output.mkdir(parents=True, exist_ok=True)
     (args.output / "step.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
 
 

@@ -1,14 +1,17 @@
 """Draws docs/striped_layout.png: who holds which tokens, and what each device computes in each round of a ring.
 
-    python -m scripts.draw_layout [OUT.png]
+    python -m scripts.draw_layout [--output FILE.png]
 """
 
+import argparse
 import pathlib
 import sys
 
 import numpy as np
 
+from data.paths import output_file
 from model.attention.layout import permutation
+from trainer import entry
 
 LAYOUTS = ("contiguous", "striped")
 DEVICES = 4
@@ -89,16 +92,23 @@ def draw(path: pathlib.Path) -> None:
     legend = [Patch(facecolor=KINDS[name], edgecolor="#999999", label=TOLD[name]) for name in KINDS]
     legend += [Patch(facecolor=colour, label=f"device {device}") for device, colour in enumerate(HOLDERS)]
     figure.legend(handles=legend, loc="lower center", ncols=len(legend), fontsize=9, frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
 
 
-def main(argv: list[str]) -> None:
-    """Draw into the file named, or docs/striped_layout.png."""
-    path = pathlib.Path(argv[0] if argv else "docs/striped_layout.png")
-    draw(path)
-    print(path)
+def main(argv=None) -> int:
+    """Draws, and prints the file's name."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.draw_layout", allow_abbrev=False, description=(
+        "Draws who holds which tokens, and what each device computes in each round of a ring."))
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("docs/striped_layout.png"), metavar="FILE.png",
+                        help="picture to write (default docs/striped_layout.png, the repository's own)")
+    args = parser.parse_args(argv)
+
+    def work():
+        draw(output_file(args.output))
+        print(args.output)
+
+    return entry.run(work)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    sys.exit(main())

@@ -183,9 +183,10 @@ def main(argv=None) -> int:
     """Draws what is asked for, and prints each file's name."""
     parser = argparse.ArgumentParser(prog="python -m scripts.draw_schedule", description=__doc__.splitlines()[0],
                                      allow_abbrev=False)
-    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("docs/schedules"), help="folder")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], choices=[4, 8])
-    parser.add_argument("--schedules", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("docs/schedules"),
+                        help="folder for SCHEDULE_RANKS.png (default docs/schedules, the repository's own pictures)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], choices=[4, 8], help="default both")
+    parser.add_argument("--schedules", nargs="+", default=list(CASES), choices=CASES, help="default all")
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     for name in args.schedules:

@@ -23,6 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 2 with one line on stderr for an error; a damaged checkpoint's warning is a line too."""
     arguments = parser().parse_args(argv)
     # After the arguments, so that --help answers at once.
+    from data.paths import new_folder
     from model.config import LlamaConfig
     from trainer import entry
     from trainer.checkpoint import find_checkpoint, stored_parameters
@@ -31,6 +32,7 @@ def main(argv: list[str] | None = None) -> int:
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
 
     def work():
+        new_folder(arguments.hf_dir)  # before all checksums are compared
         checkpoint = find_checkpoint(arguments.checkpoint, ["model", "assets"])
         params = stored_parameters(checkpoint, verified=True)
         write_hf(params, LlamaConfig.from_hf(checkpoint / "assets"), checkpoint / "assets", arguments.hf_dir)

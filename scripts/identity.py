@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 
 from data.errors import UserError
+from data.paths import output_file
 from trainer import entry
 
 QUESTIONS = (
@@ -62,6 +63,8 @@ def main(argv=None) -> int:
     args = parser.parse_args(argv)
 
     def work():
+        if args.output:
+            output_file(args.output)
         if args.unseen and seen_word_for_word(args.unseen):
             raise UserError(f"{args.unseen}: holds the question {seen_word_for_word(args.unseen)[0]!r} word for word")
         answers = ask(args.folder)

@@ -26,12 +26,14 @@ def main(argv: list[str] | None = None) -> int:
     # After the arguments, so that --help answers at once.
     import jax
 
+    from data.paths import new_folder
     from model.config import LlamaConfig
     from trainer import entry
     from trainer.checkpoint import save_checkpoint
     from trainer.huggingface import copy_assets, read_hf, resolve_model_path
 
     def work():
+        new_folder(arguments.checkpoint)  # before all weights are read
         source = resolve_model_path(arguments.hf_dir)
         config = LlamaConfig.from_hf(source)
         one = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])

@@ -4,8 +4,8 @@
 
 The recipe says which data are measured, how they are packed and on which mesh; `model.path` is each checkpoint in turn. A
 target's place is the number of tokens before it in its document and row, in buckets of powers of two. Writes
-loss_by_position.json and loss_by_position.png to --output. Rows of the training split begin at --skip: give the steps that
-were trained, so that only rows which the model has not seen are measured.
+loss_by_position.json and loss_by_position.png to --output. Measured is the held-out split where the recipe has one. Rows of
+the training split begin at --skip: give the steps that were trained, so that only what the model has not seen is measured.
 """
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
+from data.paths import output_folder
 from trainer import entry
 
 
@@ -59,8 +60,10 @@ def parse(argv=None) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--checkpoint", required=True, nargs="+", metavar="DIR_OR_HF",
                         help="checkpoints, runs or Hugging Face models, all with the same tokenizer; a curve each")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for the table and the plot")
-    parser.add_argument("--split", default="train", choices=["train", "held_out"], help="documents to measure on")
-    parser.add_argument("--skip", type=int, default=0, help="batches of the first epoch to leave out, those already trained on")
+    parser.add_argument("--split", choices=["train", "held_out"], help="documents to measure on (default: held_out where the "
+                        "recipe has one and --skip is not given, else train)")
+    parser.add_argument("--skip", type=int, default=0, help="batches of the split's first epoch to leave out, those already "
+                        "trained on (default 0)")
     parser.add_argument("--batches", type=int, default=8, help="batches to measure, at most the rest of the epoch (default 8)")
     return parser.parse_known_args(argv)
 
@@ -82,21 +85,27 @@ def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> tupl
         simulate(config.mesh.simulate)
     objective = TextObjective(config, make_mesh(config.mesh, schedule=config.attention.schedule))
     size = config.train.batch_size
-    loader = Loader(objective.prepared, config.data.context_length, size, config.data.seed, split=args.split)
-    steps = range(args.skip, min(args.skip + args.batches, len(loader) // size))
-    if not steps:
-        raise UserError(f"--skip: found {args.skip}, but the split {args.split} has {len(loader) // size} batches of {size} "
-                        f"rows in its first epoch; fewer would work")
+    split = args.split or ("held_out" if len(objective.prepared.held_out) and not args.skip else "train")
+    loader = Loader(objective.prepared, config.data.context_length, size, config.data.seed, split=split)
+    whole = len(loader) // size
+    steps = range(args.skip, min(args.skip + args.batches, whole))
+    if args.skip < 0 or not steps:
+        raise UserError(f"--skip {args.skip} --batches {args.batches}: the split {split} has {whole} batches of {size} rows in "
+                        "its first epoch; " + ("fewer to skip" if whole else "a smaller --train.batch_size") + " would work")
+    print(f"{checkpoint}: split {split}, batches {steps.start} to {steps[-1]} of {whole} ({steps.start} skipped)", flush=True)
+    if split == "train" and not steps.start:
+        print("note: a model that this recipe trained has seen these rows; --skip STEPS leaves out what was trained on")
     model, params = objective.model, objective.read_params()
     shapes = text_batch(size, config.data.context_length, model.mesh)
     token_losses = jax.jit(model.token_losses).lower(params, shapes).compile()
     buckets = Buckets()
-    for step in steps:
+    for number, step in enumerate(steps, start=1):
         batch = permute(loader.batch(step), objective.order)
         losses = np.asarray(token_losses(params, place_batch(batch, model.mesh)))
         buckets.add(losses, batch["positions"], batch["loss_weights"])
-        print(f"batch {step}: {np.average(losses, weights=batch['loss_weights']):.3f} nats per target", flush=True)
-    about = {"context_length": config.data.context_length, "split": args.split, "first_batch": steps.start,
+        mean = np.average(losses, weights=batch["loss_weights"])
+        print(f"batch {number} of {len(steps)}: {mean:.3f} nats per target", flush=True)
+    about = {"context_length": config.data.context_length, "split": split, "first_batch": steps.start,
              "batches": len(steps), "batch_size": size, "data": [source.path for source in config.data.sources]}
     return buckets.rows(), about
 
@@ -105,6 +114,7 @@ def plot(curves: dict[str, list[dict]], path: Path, title: str) -> None:
     """Mean loss, with a band of two standard errors, against the tokens before the target."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator
 
     figure = Figure(figsize=(8, 4.6), layout="constrained")
     FigureCanvasAgg(figure)
@@ -118,6 +128,8 @@ def plot(curves: dict[str, list[dict]], path: Path, title: str) -> None:
         line, = axes.plot(across, loss, marker="o", markersize=4, label=short)
         axes.fill_between(across, loss - error, loss + error, color=line.get_color(), alpha=0.2, linewidth=0)
     axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(LogLocator(base=2, numticks=12))
+    axes.xaxis.set_major_formatter("{x:,.0f}")
     axes.set_xlabel("tokens of the text before the target, buckets of powers of two")
     axes.set_ylabel("loss, nats per target (band: two standard errors)")
     axes.grid(alpha=0.3)
@@ -126,35 +138,38 @@ def plot(curves: dict[str, list[dict]], path: Path, title: str) -> None:
     figure.savefig(path, dpi=120)
 
 
-def print_table(curves: dict[str, list[dict]]) -> None:
-    """Every bucket of every checkpoint, in the terminal."""
+def print_table(curves: dict[str, list[dict]], title: str) -> None:
+    """A table of each checkpoint's buckets, in the terminal."""
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(title="Loss by position")
-    for name in ("checkpoint", "tokens before", "targets", "nats per target", "standard error"):
-        first = name == "checkpoint"
-        table.add_column(name, justify="left" if first else "right", overflow="fold", no_wrap=not first)
+    console = Console(soft_wrap=True, highlight=False)
+    console.print(title)
     for name, rows in curves.items():
+        table = Table(title=name, title_justify="left", box=None, padding=(0, 3, 0, 0), pad_edge=False)
+        for column in ("tokens before", "targets", "nats per target", "standard error"):
+            table.add_column(column, justify="right")
         for row in rows:
             error = "-" if row["standard_error"] is None else f"{row['standard_error']:.3f}"
-            table.add_row(name, f"{row['tokens_before_from']:,} .. {row['tokens_before_to']:,}", f"{row['targets']:,}",
+            table.add_row(f"{row['tokens_before_from']:,} .. {row['tokens_before_to']:,}", f"{row['targets']:,}",
                           f"{row['loss_nats_per_target']:.3f}", error)
-    Console().print(table)
+        console.print(table)
 
 
 def run(args: argparse.Namespace, flags: list[str]) -> dict[str, list[dict]]:
     """Measures every checkpoint, writes the table and the plot, and gives the curves: checkpoint -> rows."""
+    output_folder(args.output)
     entry.keep_compiled()
     curves = {}
     for checkpoint in args.checkpoint:
         curves[checkpoint], about = measure(checkpoint, args, flags)
-    args.output.mkdir(parents=True, exist_ok=True)
-    (args.output / "loss_by_position.json").write_text(json.dumps({"about": about, "curves": curves}, indent=2) + "\n",
-                                                       encoding="utf-8")
-    plot(curves, args.output / "loss_by_position.png",
-         f"Loss by position: rows of {about['context_length']:,} tokens, {about['batches'] * about['batch_size']} of them")
-    print_table(curves)
+    table, picture = (args.output / f"loss_by_position.{suffix}" for suffix in ("json", "png"))
+    table.write_text(json.dumps({"about": about, "curves": curves}, indent=2) + "\n", encoding="utf-8")
+    title = (f"Loss by position: split {about['split']}, {about['first_batch']} batches skipped, "
+             f"{about['batches'] * about['batch_size']} rows of {about['context_length']:,} tokens")
+    plot(curves, picture, title)
+    print_table(curves, title)
+    print(f"wrote {table} and {picture}")
     return curves
 
 

@@ -6,10 +6,10 @@ The same script writes the same bytes (tests/data_room/test_fixtures.py compares
 proportion, is told in data/fixtures/README.md, which it writes too.
 """
 
+import argparse
 import io
 import json
 import random
-import sys
 import zlib
 from pathlib import Path
 
@@ -371,4 +371,7 @@ exist nowhere.
 
 
 if __name__ == "__main__":
-    main(*map(Path, sys.argv[1:2]))
+    parser = argparse.ArgumentParser(prog="python -m scripts.make_fixtures", description=__doc__.splitlines()[0])
+    parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=FOLDER,
+                        help="folder to write (default data/fixtures, the repository's own)")  # fmt: skip
+    main(parser.parse_args().folder)

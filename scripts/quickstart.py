@@ -3,6 +3,7 @@
     python -m scripts.quickstart        (what `make quickstart` runs)
 """
 
+import argparse
 import json
 import pathlib
 import subprocess
@@ -91,6 +92,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m scripts.quickstart", description=__doc__.splitlines()[0]).parse_args()
     try:
         main()
     except UserError as error:

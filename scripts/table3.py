@@ -21,8 +21,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from data.paths import output_file
 from model.config import LlamaConfig
 from model.llama import Chunks
+from trainer import entry
 from trainer.costs import Sizes
 from trainer.costs.paper_rows import RING_ATTENTION_COLUMNS as COLUMNS
 from trainer.costs.paper_rows import RING_ATTENTION_CONTEXTS as PAPER
@@ -302,11 +304,19 @@ def main(argv=None) -> int:
     parser.add_argument("--only", nargs="+", default=[], help="words that a cell's name has: model, topology, column, memory")
     parser.add_argument("--show", action="store_true", help="compile nothing")
     parser.add_argument("--compiles", type=int, help="at most so many for a cell; a later start goes on")
-    parser.add_argument("--output", type=Path, default=Path("docs/plans/table3.json"), help="the table; read first")
+    parser.add_argument("--output", type=Path, default=Path("docs/plans/table3.json"), help="the table, read first and then "
+                        "written again (default docs/plans/table3.json, the repository's own)")
     parser.add_argument("--picture", type=Path, help="where to draw (default: beside the table)")
     args = parser.parse_args(argv)
+    return entry.run(lambda: work(args))
+
+
+def work(args) -> None:
+    """Goes on from the tries in the table's file."""
     import jax
 
+    picture = output_file(args.picture or args.output.with_suffix(".png"))
+    output_file(args.output)
     jax.config.update("jax_platforms", "cpu")
     table = Table(args.output)
     missing = set()
@@ -325,8 +335,7 @@ def main(argv=None) -> int:
     if not args.show:
         table.save()
     show(table)
-    draw(table, args.picture or args.output.with_suffix(".png"))
-    return 0
+    draw(table, picture)
 
 
 if __name__ == "__main__":

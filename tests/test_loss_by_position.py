@@ -36,7 +36,7 @@ def test_buckets_are_powers_of_two_of_the_tokens_before():
         assert row["standard_error"] == pytest.approx(np.std(here, ddof=1) / len(here) ** 0.5)
 
 
-def test_the_command_gives_transformers_losses(tmp_path, monkeypatch):
+def test_the_command_gives_transformers_losses(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
     tokenizer = Tokenizer.load(TOKENIZER)
     torch.manual_seed(0)
@@ -66,6 +66,9 @@ def test_the_command_gives_transformers_losses(tmp_path, monkeypatch):
     assert loss_by_position.main(common) == 0
     written = json.loads((tmp_path / "out/loss_by_position.json").read_text())
     rows = written["curves"][str(tmp_path / "hf")]
+    told = capsys.readouterr().out
+    assert "split train, batches 0 to 3 of 4 (0 skipped)" in told and "batch 4 of 4: " in told
+    assert "has seen these rows" in told and str(tmp_path / "out/loss_by_position.png") in told.replace("\n", "")
     assert written["about"]["batches"] == 4 and (tmp_path / "out/loss_by_position.png").stat().st_size > 10_000
     expected = {}
     for start in range(0, len(ids), LENGTH):
@@ -78,3 +81,6 @@ def test_the_command_gives_transformers_losses(tmp_path, monkeypatch):
     found = [row["loss_nats_per_target"] for row in rows]
     np.testing.assert_allclose(found, [np.mean(expected[k]) for k in range(6)], atol=1e-4)
     assert loss_by_position.main([*common, "--skip", "4"]) == 2, "there is no fifth batch"
+    assert loss_by_position.main([*common, "--batches", "1", "--data.held_out_path", str(tmp_path / "book.txt")]) == 0
+    told = capsys.readouterr().out
+    assert "split held_out, batches 0 to 0 of 4" in told and "has seen these rows" not in told, "held out, where there is one"

@@ -31,6 +31,7 @@ import orbax.checkpoint as ocp
 import tensorstore
 from jax.experimental import multihost_utils
 
+from data.paths import new_folder
 from model.config import LlamaConfig
 from trainer.huggingface import hf_layout
 from trainer.manifest import MANIFEST, DamagedError, ForeignError, read_manifest, verify
@@ -147,11 +148,9 @@ def save_checkpoint(
 ) -> None:
     """Writes one checkpoint at `path` (an imported model: without optimizer and data) and waits for it.
 
-    Raises ValueError if there is something at `path` already.
+    Raises UserError if there is something at `path` already.
     """
-    path = Path(path).absolute()
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise ValueError(f"{path}: exists and is not an empty folder; name another one or remove it")
+    path = new_folder(Path(path).absolute())
     # Nobody writes into the arrays while we wait, so they need not be copied.
     Saving(path, model, optimizer, data, Path(assets), copy=False).wait()
 

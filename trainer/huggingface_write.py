@@ -16,6 +16,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from data.paths import new_folder
 from model.attention import Mask
 from model.config import LlamaConfig
 
@@ -31,12 +32,10 @@ def write_hf(
     `params` is our flat dictionary (jax, numpy, or arrays that are read from disk when sliced, any float dtype); one tensor
     at a time is on the host. Tensors are written in the source dtype that `assets` records, without padding. Weights above
     `max_shard_bytes` are split, with an index. Written beside `out` and renamed at the end: what is at `out` is always
-    whole. A window and global tokens, for which a LLaMA's config has no place, are told by a warning. Raises ValueError if
-    `out` has something in it, or params do not fit config.
+    whole. A window and global tokens, for which a LLaMA's config has no place, are told by a warning. Raises UserError if
+    `out` has something in it, ValueError if params do not fit config.
     """
-    assets, out = Path(assets), Path(out)
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"{out}: exists and is not an empty folder; name another one or remove it")
+    assets, out = Path(assets), new_folder(out)
     layout = hf_layout(config)
     check_params({name: tuple(value.shape) for name, value in params.items()}, config)
     common, exceptions = source_dtype(assets)

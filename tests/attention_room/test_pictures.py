@@ -6,6 +6,7 @@ from matplotlib.image import imread
 from model.attention import get_schedule
 from model.attention.layout import LAYOUTS, permutation
 from model.attention.schedules.plan import Block
+from scripts import draw_layout
 from scripts.draw_schedule import CASES, CELL, COLOURS, TILES, TOKENS, draw, kinds, picture, with_sends, work
 
 
@@ -29,3 +30,12 @@ def test_a_picture_is_written(tmp_path):
     draw("balanced", 4, tmp_path / "balanced.png")
     image = imread(tmp_path / "balanced.png")
     assert image.shape[0] > 300 and len(np.unique(image.reshape(-1, image.shape[-1]), axis=0)) > 8
+
+
+def test_asking_for_help_draws_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as left:
+        draw_layout.main(["--help"])
+    assert left.value.code == 0 and "docs/striped_layout.png" in capsys.readouterr().out and not list(tmp_path.iterdir())
+    assert draw_layout.main(["--output", "new/layout.png"]) == 0
+    assert (tmp_path / "new/layout.png").read_bytes().startswith(b"\x89PNG") and not (tmp_path / "docs").exists()

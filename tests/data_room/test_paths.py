@@ -27,6 +27,19 @@ def store():
     system.rm("/", recursive=True)
 
 
+@pytest.mark.parametrize("check", [paths.output_folder, paths.output_file, paths.new_folder])
+def test_where_results_go_is_known_before_the_work(check, tmp_path):
+    """A new place is made as far as it is needed; a file in its way, or what would be overwritten, is told in one line."""
+    path = tmp_path / "a" / "b"
+    assert check(path) == path and path.parent.is_dir() and path.exists() == (check is paths.output_folder)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"results \((Not a directory|File exists)\); name another one"):
+        check(tmp_path / "file" / "within")
+    full = tmp_path if check is not paths.output_folder else tmp_path / "file"
+    with pytest.raises(UserError, match=str(full)):
+        check(full)
+
+
 def put(system, path, content):
     with system.open(path, "wb") as file:
         file.write(content)

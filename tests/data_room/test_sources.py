@@ -125,6 +125,9 @@ def test_records_longer_than_a_chunk_and_lines(tmp_path, monkeypatch):
         (b'[{"conversations": []}, 3]', "1 x empty record"),
         (b'[{"conversations": [{"from": "human", "value": "\xff"}]}]', "UTF-8"),
         (b'{\n "a": 1\n}', "none of its"),
+        (b'[{"text": "a"}, {"text": "b" "id": 2}, {"text": "c"}, {"text": "d"}]', "record 2 is malformed (Expecting ','"),
+        (b'[{"text": "a"}, {"text": "b}, {"text": "c"}, {"text": "d"}]', "record 2 is malformed (Expecting ','"),
+        (b'[{"text": "a"}, {text: "b"}, {"text": "c"}, {"text": "d"}]', "record 2 is malformed (Expecting property name"),
     ],
 )
 def test_a_useless_file_is_told_in_one_line(tmp_path, content, says):

@@ -61,7 +61,9 @@ def test_our_own_fixture(repository):
         ("{}\n", ":1: prompt should be str, found None"),
         ('{"prompt": "p", "expected_number": "7", "num_lines": 1, "correct_line": ""}', "expected_number should be"),
         ("[1]", "expected an object"),
-        ("\n{", ":2: not valid JSON"),
+        ('[\n  {"conversations": []}\n]', 'a case is one line of JSON: {"prompt"'),
+        ('{"conversations": []}\n', 'a case is one line of JSON: {"prompt"'),
+        ("\n{", ":2: by itself not valid JSON"),
     ],
 )
 def test_bad_files(tmp_path, text, words):

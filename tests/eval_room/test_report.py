@@ -3,8 +3,10 @@
 import io
 import json
 
+import pytest
+
 from eval.line_cases import LineCase
-from eval.report import curves, print_table, write
+from eval.report import curves, plot, print_table, write
 from eval.scoring import outcome, score
 
 
@@ -37,12 +39,31 @@ def test_unlike_cases_are_not_joined():
     assert len({family for family, _ in found}) == 2
 
 
-def test_table_tells_what_is_beyond():
+@pytest.mark.parametrize("name", ["200_lines.jsonl", "a_file_whose_name_alone_would_fill_half_of_a_line.jsonl"])
+def test_table_fits_80_columns(name):
+    """Each score on a line of its own, whole, at the width of a pipe."""
     from rich.console import Console
 
+    long = [outcome(LineCase("", 7, 1000, "line", name, "noun_noun"), "7", 120_000, 8192, new_tokens=100)] * 1000
     text = io.StringIO()
-    print_table(score(outcomes()), Console(file=text, width=160))
-    assert text.getvalue().count("beyond trained length") == 2 and "2/3" in text.getvalue()
+    print_table(score(outcomes() + long), Console(file=text, width=80))
+    lines = [line.split() for line in text.getvalue().splitlines()]
+    assert ["cases", "from", "length", "lines", "tokens", "right", "accuracy", "interval", "chance"] in lines
+    assert ["680.jsonl", "beyond", "680", "16,320", "2/3", "0.67", "0.21-0.94", "0.001"] in lines
+    assert ["beyond", "1000", "120,000", "1000/1000", "1.00", "1.00-1.00", "0.001"] in [line[1:] for line in lines]
+
+
+@pytest.mark.parametrize("lengths", [(20,), (20, 40)])
+def test_each_panel_shows_chance(tmp_path, monkeypatch, lengths):
+    """One length is one panel; several are two, and each has its marks of chance at its points."""
+    from matplotlib.figure import Figure
+
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
+    plot(score(outcome(LineCase("", 7, n, "line"), "7", n * 24, 8192, 100) for n in lengths), tmp_path / "plot.png")
+    panels = [[line for line in axes.lines if line.get_color() == "k" and len(line.get_xdata())] for axes in drawn[0].axes]
+    assert [len(marks) for marks in panels] == [1] * len(lengths)
+    assert [list(marks[0].get_ydata()) for marks in panels] == [[1 / n for n in lengths]] * len(lengths)
 
 
 def test_no_cases(tmp_path):

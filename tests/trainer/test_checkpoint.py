@@ -17,6 +17,7 @@ import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from data.errors import UserError
 from trainer import manifest
 from trainer.checkpoint import (
     CheckpointStore,
@@ -238,7 +239,7 @@ def test_an_imported_model_has_no_optimizer(tmp_path, assets):
     assert (assets_dir(tmp_path / "ck") / "config.json").exists()
     with pytest.raises(ForeignError, match="no optimizer"):
         restore(tmp_path / "ck", abstract(model), abstract(TX.init(model)))
-    with pytest.raises(ValueError, match="not an empty folder"):
+    with pytest.raises(UserError, match="not an empty folder"):
         save_checkpoint(tmp_path / "ck", model=model, assets=assets)
 
 

@@ -18,6 +18,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from data.errors import UserError
 from model.config import LlamaConfig
 from trainer.checkpoint import save_checkpoint, stored_parameters
 from trainer.huggingface import copy_assets, hf_layout, read_hf, resolve_model_path
@@ -271,7 +272,7 @@ def test_write_refuses_what_it_would_spoil(tmp_path):
     config = make_model(tmp_path / "in", torch.float32)
     params = read_hf(tmp_path / "in", config, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     copy_assets(tmp_path / "in", tmp_path / "assets")
-    with pytest.raises(ValueError, match="not an empty folder"):
+    with pytest.raises(UserError, match="not an empty folder"):
         write_hf(params, config, tmp_path / "assets", tmp_path / "in")
     with pytest.raises(ValueError, match=r"norm\.weight is missing"):
         write_hf({k: v for k, v in params.items() if k != "norm.weight"}, config, tmp_path / "assets", tmp_path / "out")

@@ -1,0 +1,27 @@
+"""Tests of eval/line_retrieval.py's command: what can be refused without the model is refused before it is opened."""
+
+import pytest
+
+from eval import line_retrieval
+from trainer import model_source
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--output {file} --lines 2", "taken.txt: cannot be a folder for results (File exists)"),
+        ("--output {file}/within --lines 2", "within: cannot be a folder for results (Not a directory)"),
+        ("--output {folder}", "nothing to evaluate: give --cases FILE.jsonl or --lines 20 50"),
+        ("--output {folder} --lines 2 --rows 3 --fsdp 2", "--rows: 3 is no multiple of --fsdp 2; 4 would work"),
+        ("--output {folder} --lines 2 --rows 0", "--rows: 0 is no multiple of --fsdp 1; 1 would work"),
+        ("--output {folder} --lines 20 --keys short", "20 lines cannot be generated; short has keys for 1 to 8 lines"),
+        ("--output {folder} --lines 2 --count 0", "--count: 0 cases of each length; 1 or more would work"),
+    ],
+)
+def test_refused_before_the_model_is_opened(tmp_path, capsys, monkeypatch, flags, words):
+    monkeypatch.setattr(model_source, "open_model", lambda path: pytest.fail("the model was opened"))
+    (tmp_path / "taken.txt").write_text("")
+    flags = flags.format(file=tmp_path / "taken.txt", folder=tmp_path / "out")
+    assert line_retrieval.main(["--checkpoint", "nowhere", *flags.split()]) == 2
+    told, = capsys.readouterr().err.splitlines()
+    assert told.startswith("error: ") and words in told
