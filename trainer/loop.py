@@ -1,6 +1,7 @@
 """The training loop: restore or begin, step, log, evaluate, save. Knows an objective, not what it is made of."""
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import sys
@@ -24,6 +25,7 @@ from .optimizer import split_trainable
 from .preemption import Preempted, notices
 from .profiling import Profiler
 from .run_directory import RunDirectory, check_run, open_run
+from .run_lock import held
 from .step import BY_SOURCE, StepBuilder
 
 
@@ -42,11 +44,15 @@ def train(config: RunConfig) -> Path:
     first = jax.process_index() == 0
     folder = check_run(config, first).folder
     objective = TextObjective(config, mesh)
-    with CheckpointStore(folder, keep=config.checkpoint.keep) as store:
+    # The lock is let go of last: leaving the store waits for what is being saved.
+    with contextlib.ExitStack() as lock, CheckpointStore(folder, keep=config.checkpoint.keep) as store:
         training = _Training(config, objective, store)
         training.compile()
         # Only now is the folder this run's: after data, a model or a step that is refused, another try may use it.
-        return training.run(open_run(config, write=first))
+        run = open_run(config, write=first)
+        if first:
+            lock.enter_context(held(run.lock))
+        return training.run(run)
 
 
 class _Training:

@@ -8,6 +8,7 @@
     RUN/profile/              what the devices did in logging.profile_steps
     RUN/checkpoints/STEP/     model/ assets/ optimizer/ data/ manifest.json
     RUN/evaluation/           what line retrieval found, where the recipe evaluates
+    RUN/lock                  who trains, or trained last; the file is locked while they do
 
 A run *is* its resolved configuration without what cannot change its result: logging, where logs and prepared data lie,
 and placement on hardware (see PLACEMENT). So a run may be continued on another mesh or with other tiles. Another
@@ -25,6 +26,7 @@ import yaml
 from data.errors import UserError
 from trainer import config as configuration
 from trainer.config import RunConfig
+from trainer.run_lock import require_free
 
 # Sections and fields that do not make another run: a resumed run may change them.
 PLACEMENT = (
@@ -76,6 +78,11 @@ class RunDirectory:
         """Results of line retrieval."""
         return self.folder / "evaluation"
 
+    @property
+    def lock(self) -> pathlib.Path:
+        """Locked by the process that trains."""
+        return self.folder / "lock"
+
     def cut_back(self, step: int, evaluated: bool = True) -> None:
         """Forget the logged lines after `step`, the one that training goes on from; 0 forgets all.
 
@@ -94,12 +101,15 @@ def identity(config: RunConfig) -> dict[str, Any]:
 
 
 def check_run(config: RunConfig, first: bool = True) -> RunDirectory:
-    """The run's folder, untouched; UserError if another run, or (asked by the first process) no run, is in it."""
+    """The run's folder, untouched; UserError if another run, or (asked by the first process) no run, is in it, or if
+    another start is training there."""
     run = RunDirectory(config.folder)
     if run.folder.exists() and not run.folder.is_dir():
         raise UserError(f"{run.folder}: is a file; give another --run_dir")
     if run.config.exists():
         _require_same(run, config)
+        if first:
+            require_free(run.lock)
     elif first and _strangers(config):
         raise UserError(
             f"{run.folder}: holds files but no config.yaml, so it is not a run; give another --run_dir, or delete it"

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import train
+from data.errors import UserError
 from tests.trainer import small_run
 from trainer import checkpoint, config
 from trainer.loop import _Training
@@ -17,6 +18,7 @@ from trainer.mesh import make_mesh
 from trainer.metrics import MEASURED
 from trainer.objective import TextObjective
 from trainer.optimizer import split_trainable
+from trainer.run_directory import open_run
 from trainer.saving import flatten
 from trainer.step import StepBuilder
 
@@ -98,6 +100,8 @@ def test_sigterm_saves_the_running_step_and_the_next_start_goes_on_with_it(
         count(training, metrics)
         if training.step == step - 1 and not run.with_suffix(".told").exists():
             run.with_suffix(".told").touch()
+            with pytest.raises(UserError, match=f"{run}: process {os.getpid()} on .* is training there since "):
+                open_run(training.config)
             os.kill(os.getpid(), signal.SIGTERM)
 
     monkeypatch.setattr(_Training, "_check_finite", told)
