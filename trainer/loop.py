@@ -33,7 +33,7 @@ def train(config: RunConfig) -> Path:
     """Runs (or goes on with) the run that `config` describes, to its last step; gives the newest checkpoint's folder.
 
     Raises:
-      UserError, ValueError: what a user can mend, in one line; Preempted: ended by SIGTERM, its last step saved.
+      UserError, ValueError: what a user can mend, in one line; Preempted: ended by SIGTERM or Ctrl-C, its last step saved.
     """
     processes = join(config.distributed, simulated=bool(config.mesh.simulate))
     if config.mesh.simulate:
@@ -128,11 +128,11 @@ class _Training:
                 with profiler.step(self.step + 1):
                     self._train_one(batches, log)
                 self.evaluated = not self._due(config.train.evaluate_every)
-                if last(self.step) and self.step < steps:
+                if (told := last(self.step)) and self.step < steps:
                     # Before the held-out loss, for which there may be no time: the next start begins with it.
                     self._save()
                     self.store.wait()
-                    raise Preempted(f"preempted (SIGTERM): saved {self.store.path(self.step)}; the same command goes on")
+                    raise Preempted(told, self.store.path(self.step))
                 if not self.evaluated:
                     with self.meter.paused():
                         self._evaluate(log)
