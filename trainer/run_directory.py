@@ -16,6 +16,7 @@ configuration in the same folder is refused. `step` counts finished optimizer st
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -35,6 +36,8 @@ PLACEMENT = (
     "train.non_finite",  # what a run that stopped may be continued with
     "mesh", "distributed", "memory", "attention.kernel", "attention.query_tile", "attention.key_tile",
 )  # fmt: skip
+
+_NOTHING = "(nothing)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,14 +151,34 @@ def _require_same(run: RunDirectory, config: RunConfig) -> None:
     except (OSError, yaml.YAMLError, AttributeError, TypeError, UnicodeDecodeError) as error:
         raise UserError(f"{run.config}: cannot be read as a run's configuration ({error}); give another --run_dir, "
                         f"or delete {run.folder}") from error  # fmt: skip
-    here, missing = identity(config), "(nothing)"
+    here = identity(config)
     for name in [*here, *(name for name in there if name not in here)]:
-        old, new = there.get(name, missing), here.get(name, missing)
+        old, new = there.get(name, _NOTHING), here.get(name, _NOTHING)
         if old != new:
-            raise UserError(
-                f"{run.folder}: another run is in this folder: {name} is {old!r} there and {new!r} now; "
-                f"give another --run_dir, or delete {run.folder}"
-            )
+            name, old, new = _difference(name, old, new)
+            raise UserError(f"{run.folder}: another run is in this folder: {name} is {old!r} there and {new!r} now; "
+                            f"{_ways_out(run, name)}")
+
+
+def _difference(name: str, old: Any, new: Any) -> tuple[str, Any, Any]:
+    """The first place within two values where they differ, by its name, and what is there in either."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        parts = [(f"{name}.{key}", old.get(key, _NOTHING), new.get(key, _NOTHING)) for key in {**old, **new}]
+    elif isinstance(old, list) and isinstance(new, list):
+        pairs = itertools.zip_longest(old, new, fillvalue=_NOTHING)
+        parts = [(f"{name}[{number}]", *pair) for number, pair in enumerate(pairs)]
+    else:
+        return name, old, new
+    return next(_difference(*part) for part in parts if part[1] != part[2])
+
+
+def _ways_out(run: RunDirectory, name: str) -> str:
+    """What to do where `name` is another: to delete is no advice where a model has been trained."""
+    if not run.checkpoints.is_dir():
+        return f"give another --run_dir, or delete {run.folder}"
+    if name == "train.steps":
+        return f"--model.path {run.folder} --run_dir NEW starts from the weights that it has trained"
+    return "give another --run_dir"
 
 
 def _completed(written: dict[str, Any]) -> dict[str, Any]:
