@@ -1,7 +1,8 @@
 """Train: python train.py --config configs/NAME.yaml [--section.field value ...]; the same command again goes on.
 
 Every field is described by --help. LONGSTRIPE_TRACEBACK=1 shows where an error comes from. Exit codes: 0 trained; 2 an error in
-one line that you can mend; 130 stopped by Ctrl-C, 143 by SIGTERM, which saves first: after both the same command goes on.
+one line that you can mend; 130 stopped by Ctrl-C, 143 by SIGTERM: the running step is finished and saved, and the same command
+goes on; a second Ctrl-C ends at once.
 """
 import sys
 

@@ -40,14 +40,15 @@ def _out_of_memory(error: RuntimeError) -> str | None:
 
 
 def run(work: Callable[[], object]) -> int:
-    """Runs a command's work; 2 and one line on standard error for an error that its user can mend, 143 after SIGTERM."""
+    """Runs a command's work; 2 and one line on standard error for an error that its user can mend, 130 after Ctrl-C, 143 after
+    SIGTERM."""
     from trainer.preemption import Preempted
 
     try:
         work()
     except Preempted as told:
         print(told, file=sys.stderr)
-        return told.EXIT_CODE
+        return told.exit_code
     except (UserError, ValueError, OSError, RuntimeError) as error:
         said = _out_of_memory(error) if isinstance(error, RuntimeError) else error
         if said is None or os.environ.get("LONGSTRIPE_TRACEBACK"):
@@ -55,6 +56,6 @@ def run(work: Callable[[], object]) -> int:
         print(f"error: {said}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("stopped; the same command goes on from the last checkpoint", file=sys.stderr)
+        print("stopped", file=sys.stderr)
         return 130
     return 0

@@ -1,6 +1,7 @@
 """The training loop: restore or begin, step, log, evaluate, save. Knows an objective, not what it is made of."""
 from __future__ import annotations
 
+import contextlib
 import math
 import shutil
 import sys
@@ -23,6 +24,7 @@ from .optimizer import split_trainable
 from .preemption import Preempted, notices
 from .profiling import Profiler
 from .run_directory import RunDirectory, check_run, open_run
+from .run_lock import held
 from .step import BY_SOURCE, StepBuilder
 
 
@@ -30,7 +32,7 @@ def train(config: RunConfig) -> Path:
     """Runs (or goes on with) the run that `config` describes, to its last step; gives the newest checkpoint's folder.
 
     Raises:
-      UserError, ValueError: what a user can mend, in one line; Preempted: ended by SIGTERM, its last step saved.
+      UserError, ValueError: what a user can mend, in one line; Preempted: ended by SIGTERM or Ctrl-C, its last step saved.
     """
     processes = join(config.distributed, simulated=bool(config.mesh.simulate))
     if config.mesh.simulate:
@@ -41,11 +43,15 @@ def train(config: RunConfig) -> Path:
     first = jax.process_index() == 0
     folder = check_run(config, first).folder
     objective = TextObjective(config, mesh)
-    with CheckpointStore(folder, keep=config.checkpoint.keep) as store:
+    # The lock is let go of last: leaving the store waits for what is being saved.
+    with contextlib.ExitStack() as lock, CheckpointStore(folder, keep=config.checkpoint.keep) as store:
         training = _Training(config, objective, store)
         training.compile()
         # Only now is the folder this run's: after data, a model or a step that is refused, another try may use it.
-        return training.run(open_run(config, write=first))
+        run = open_run(config, write=first)
+        if first:
+            lock.enter_context(held(run.lock))
+        return training.run(run)
 
 
 class _Training:
@@ -128,11 +134,11 @@ class _Training:
                 with profiler.step(self.step + 1):
                     self._train_one(batches, log)
                 self.evaluated = not self._due(config.train.evaluate_every)
-                if last(self.step) and self.step < steps:
+                if (told := last(self.step)) and self.step < steps:
                     # Before the held-out loss, for which there may be no time: the next start begins with it.
                     self._save(run)
                     self.store.wait()
-                    raise Preempted(f"preempted (SIGTERM): saved {self.store.path(self.step)}; the same command goes on")
+                    raise Preempted(told, self.store.path(self.step))
                 if not self.evaluated:
                     with self.meter.paused():
                         self._evaluate(log)

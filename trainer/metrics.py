@@ -270,14 +270,20 @@ class MetricsLog:
         self.close()
 
 
-class ProgressBar:
-    """Loss, tokens/s and time left: a bar in a terminal, a line now and then elsewhere."""
+# Where there is no terminal, a line of progress comes after so many seconds at the latest.
+LINE_SECONDS = 30
 
-    def __init__(self, steps: int, start_step: int = 0) -> None:
+
+class ProgressBar:
+    """Loss, tokens/s and time left: a bar in a terminal; elsewhere a line for the first row, and then one every LINE_SECONDS
+    or twentieth of the run, whichever is sooner."""
+
+    def __init__(self, steps: int, start_step: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        self._steps, self._shown = steps, start_step
+        self._steps, self._clock = steps, clock
+        self._next_step, self._next_time = 0, 0.0  # when a line is due: at once
         self._console = Console(stderr=True)
         self._live = self._console.is_terminal
         self._progress = Progress(
@@ -293,8 +299,8 @@ class ProgressBar:
         text = (f"loss {_short(row.get('loss_nats_per_target'))}  {_short(row.get('tokens_per_second'), 0)} tokens/s  "
                 f"{_duration(seconds_left)} left")  # fmt: skip
         self._progress.update(self._task, completed=step, text=text)
-        if not self._live and (step >= self._steps or step - self._shown >= max(1, self._steps // 20)):
-            self._shown = step
+        if not self._live and (step >= min(self._steps, self._next_step) or self._clock() >= self._next_time):
+            self._next_step, self._next_time = step + max(1, self._steps // 20), self._clock() + LINE_SECONDS
             self.say(f"step {step}/{self._steps}  {text}")
 
     def say(self, text: str) -> None:

@@ -9,6 +9,7 @@
     RUN/assets/               what each checkpoint holds beside arrays, as gathered by the last start
     RUN/checkpoints/STEP/     model/ assets/ optimizer/ data/ manifest.json
     RUN/evaluation/           what line retrieval found, where `make quickstart` evaluated
+    RUN/lock                  who trains, or trained last; the file is locked while they do
 
 A run *is* its resolved configuration without what cannot change its result: logging, how often is saved and measured, where
 files lie, and placement on hardware (see PLACEMENT). So a run may be continued on another mesh or with other tiles, and after
@@ -17,6 +18,7 @@ refused. `step` counts finished optimizer steps everywhere.
 """
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -27,6 +29,7 @@ import yaml
 from data.errors import UserError
 from trainer import config as configuration
 from trainer.config import RunConfig
+from trainer.run_lock import require_free
 
 # Sections and fields that do not make another run: a resumed run may change them.
 PLACEMENT = (
@@ -36,6 +39,8 @@ PLACEMENT = (
     "train.non_finite",  # what a run that stopped may be continued with
     "mesh", "distributed", "memory", "attention.kernel", "attention.query_tile", "attention.key_tile",
 )  # fmt: skip
+
+_NOTHING = "(nothing)"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,6 +89,11 @@ class RunDirectory:
         """Results of line retrieval."""
         return self.folder / "evaluation"
 
+    @property
+    def lock(self) -> pathlib.Path:
+        """Locked by the process that trains."""
+        return self.folder / "lock"
+
     def cut_back(self, step: int, evaluated: bool = True) -> None:
         """Forget the logged lines after `step`, the one that training goes on from; 0 forgets all.
 
@@ -102,12 +112,15 @@ def identity(config: RunConfig) -> dict[str, Any]:
 
 
 def check_run(config: RunConfig, first: bool = True) -> RunDirectory:
-    """The run's folder, untouched; UserError if another run, or (asked by the first process) no run, is in it."""
+    """The run's folder, untouched; UserError if another run, or (asked by the first process) no run, is in it, or if
+    another start is training there."""
     run = RunDirectory(config.folder)
     if run.folder.exists() and not run.folder.is_dir():
         raise UserError(f"{run.folder}: is a file; give another --run_dir")
     if run.config.exists():
         _require_same(run, config)
+        if first:
+            require_free(run.lock)
     elif first and _strangers(config):
         raise UserError(
             f"{run.folder}: holds files but no config.yaml, so it is not a run; give another --run_dir, or delete it"
@@ -146,14 +159,34 @@ def _require_same(run: RunDirectory, config: RunConfig) -> None:
     except (OSError, yaml.YAMLError, AttributeError, TypeError, UnicodeDecodeError) as error:
         raise UserError(f"{run.config}: cannot be read as a run's configuration ({error}); give another --run_dir, "
                         f"or delete {run.folder}") from error  # fmt: skip
-    here, missing = identity(config), "(nothing)"
+    here = identity(config)
     for name in [*here, *(name for name in there if name not in here)]:
-        old, new = there.get(name, missing), here.get(name, missing)
+        old, new = there.get(name, _NOTHING), here.get(name, _NOTHING)
         if old != new:
-            raise UserError(
-                f"{run.folder}: another run is in this folder: {name} is {old!r} there and {new!r} now; "
-                f"give another --run_dir, or delete {run.folder}"
-            )
+            name, old, new = _difference(name, old, new)
+            raise UserError(f"{run.folder}: another run is in this folder: {name} is {old!r} there and {new!r} now; "
+                            f"{_ways_out(run, name)}")
+
+
+def _difference(name: str, old: Any, new: Any) -> tuple[str, Any, Any]:
+    """The first place within two values where they differ, by its name, and what is there in either."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        parts = [(f"{name}.{key}", old.get(key, _NOTHING), new.get(key, _NOTHING)) for key in {**old, **new}]
+    elif isinstance(old, list) and isinstance(new, list):
+        pairs = itertools.zip_longest(old, new, fillvalue=_NOTHING)
+        parts = [(f"{name}[{number}]", *pair) for number, pair in enumerate(pairs)]
+    else:
+        return name, old, new
+    return next(_difference(*part) for part in parts if part[1] != part[2])
+
+
+def _ways_out(run: RunDirectory, name: str) -> str:
+    """What to do where `name` is another: to delete is no advice where a model has been trained."""
+    if not run.checkpoints.is_dir():
+        return f"give another --run_dir, or delete {run.folder}"
+    if name == "train.steps":
+        return f"--model.path {run.folder} --run_dir NEW starts from the weights that it has trained"
+    return "give another --run_dir"
 
 
 def _completed(written: dict[str, Any]) -> dict[str, Any]:

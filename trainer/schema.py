@@ -212,7 +212,8 @@ class TrainConfig:
     evaluate_every: int = 0
     """Steps between held-out losses; 0 measures only before the first and after the last step."""
     log_every: int = 1
-    """Steps between lines of metrics."""
+    """Steps between lines of metrics.jsonl, and between updates of the progress bar; where there is no terminal, the first of
+    these is printed, and then one every 30 seconds or 20th of the run, whichever is sooner."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,17 @@ import pytest
 from model.attention import Mask
 from model.config import LlamaConfig
 from tests.attention_room.dense import visible
-from trainer.metrics import MEASURED, NAMES, Meter, MetricsLog, flops_per_step, peak_flops, peak_host_gib, visible_pairs
+from trainer.metrics import (
+    MEASURED,
+    NAMES,
+    Meter,
+    MetricsLog,
+    ProgressBar,
+    flops_per_step,
+    peak_flops,
+    peak_host_gib,
+    visible_pairs,
+)
 from trainer.run_directory import RunDirectory
 
 
@@ -139,3 +149,20 @@ def test_progress_tells_loss_rate_and_time_left(tmp_path, capsys):
     with MetricsLog(RunDirectory(tmp_path), steps=10, tensorboard=False) as log:
         log.train({"step": 10, "loss_nats_per_target": 1.25, "tokens_per_second": 1234.5}, seconds_left=3723)
     assert "step 10/10  loss 1.2500  1,234 tokens/s  1:02:03 left" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [
+    (0.01, [8, 18, 28, 38, 40]),  # a 20th of the run: ten steps
+    (7, [8, 13, 18, 23, 28, 33, 38, 40]),  # 30 seconds: five steps
+    (300, [*range(8, 41)]),
+])
+def test_a_log_file_is_told_the_first_step_and_then_by_time_or_steps(seconds, shown, capsys):
+    """A run of 200 steps that goes on after step 7, and whose last step is called 200 when it comes to 40."""
+    clock = Clock()
+    bar = ProgressBar(200, 7, clock)
+    for step in range(8, 41):
+        clock.tick(seconds)
+        bar.update({"step": step if step < 40 else 200}, None)
+    bar.close()
+    told = [int(line.split()[1].split("/")[0]) for line in capsys.readouterr().err.splitlines()]
+    assert told == [*shown[:-1], 200]

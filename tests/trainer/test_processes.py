@@ -61,18 +61,18 @@ def test_two_processes_train_as_one_does_and_what_they_saved_one_goes_on_with(wh
     agree(small_run.rows(run / "metrics.jsonl"), alone)
 
 
-def test_sigterm_to_one_process_saves_the_same_step_on_all(whole_run, small_recipe, tmp_path, capfd):
+def test_ctrl_c_to_one_process_saves_the_same_step_on_all(whole_run, small_recipe, tmp_path, capfd):
     """Process 1 alone is told; one process, with all 8 devices, goes on from what the two saved."""
     run = tmp_path / "run"
     running = launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(run)])
     try:
         wait_for(lambda: small_run.steps_logged(run) >= 2, running)
-        running[1].send_signal(signal.SIGTERM)
-        assert [process.wait(60) for process in running] == [143, 143]
+        running[1].send_signal(signal.SIGINT)
+        assert [process.wait(60) for process in running] == [130, 130]
     finally:
         launch_local.end(running)
     saved = max(int(path.name) for path in (run / "checkpoints").iterdir())
-    said = f"preempted (SIGTERM): saved {run / 'checkpoints' / str(saved)}; the same command goes on"
+    said = f"stopped (Ctrl-C): saved {run / 'checkpoints' / str(saved)}; the same command goes on"
     assert capfd.readouterr().err.count(said) == 2 and small_run.steps_logged(run) == saved < small_run.STEPS
     assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
     agree(small_run.rows(run / "metrics.jsonl"), small_run.rows(whole_run / "metrics.jsonl"))

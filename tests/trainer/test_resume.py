@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import train
+from data.errors import UserError
 from tests.trainer import small_run
 from trainer import checkpoint, config
 from trainer.loop import _Training
@@ -17,6 +18,7 @@ from trainer.mesh import make_mesh
 from trainer.metrics import MEASURED
 from trainer.objective import TextObjective
 from trainer.optimizer import split_trainable
+from trainer.run_directory import open_run
 from trainer.saving import flatten
 from trainer.step import StepBuilder
 
@@ -86,26 +88,30 @@ def test_killed_twice_is_the_uninterrupted_run(tmp_path, repository, small_recip
     pytest.fail("no attempt was killed in time")
 
 
-def test_sigterm_saves_the_running_step_and_the_next_start_goes_on_with_it(
+def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_goes_on_with_it(
     tmp_path, monkeypatch, small_recipe, whole_run, final_state, capfd,
 ):
-    """At a step whose held-out loss is due, and whose checkpoint is not."""
-    run, step = tmp_path / "run", 2 * small_run.EVALUATE_EVERY
-    assert step % small_run.SAVE_EVERY
-    count, handler = _Training._check_finite, signal.getsignal(signal.SIGTERM)
+    """SIGTERM at a step whose held-out loss is due, and whose checkpoint is not; Ctrl-C at one of the next start's."""
+    run = tmp_path / "run"
+    stops = {2 * small_run.EVALUATE_EVERY: ("preempted (SIGTERM)", signal.SIGTERM, 143),
+             small_run.STEPS - 7: ("stopped (Ctrl-C)", signal.SIGINT, 130)}
+    assert all(step % small_run.SAVE_EVERY for step in stops)
+    check, handlers = _Training._check_finite, [signal.getsignal(told) for _, told, _ in stops.values()]
 
     def told(training, metrics):  # while that step is counted
-        count(training, metrics)
-        if training.step == step - 1 and not run.with_suffix(".told").exists():
-            run.with_suffix(".told").touch()
-            os.kill(os.getpid(), signal.SIGTERM)
+        check(training, metrics)
+        if training.step + 1 == step and training.step == small_run.steps_logged(run):
+            with pytest.raises(UserError, match=f"{run}: process {os.getpid()} on .* is training there since "):
+                open_run(training.config)
+            os.kill(os.getpid(), number)
 
     monkeypatch.setattr(_Training, "_check_finite", told)
     command = ["--config", str(small_recipe), "--run_dir", str(run)]
-    assert train.main(command) == 143 and signal.getsignal(signal.SIGTERM) is handler
-    said = capfd.readouterr().err
-    assert f"preempted (SIGTERM): saved {run / 'checkpoints' / str(step)}; the same command goes on" in said
-    assert small_run.steps_logged(run) == step
+    for step, (how, number, code) in stops.items():  # noqa: B007 - `told` reads them
+        assert train.main(command) == code
+        assert f"{how}: saved {run / 'checkpoints' / str(step)}; the same command goes on" in capfd.readouterr().err
+        assert small_run.steps_logged(run) == step
+    assert [signal.getsignal(told) for _, told, _ in stops.values()] == handlers
     assert train.main(command) == 0
     assert_same_run(run, whole_run, final_state)
 

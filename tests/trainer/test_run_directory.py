@@ -66,8 +66,9 @@ def test_same_run_goes_on_whatever_the_hardware(config):
     [
         ({"train": TrainConfig(steps=5)}, "train.steps is 100 there and 5 now"),
         ({"optimizer": OptimizerConfig(learning_rate=1.0)}, "optimizer.learning_rate is 2e-05 there and 1.0 now"),
-        ({"data": DataConfig(sources=(SourceConfig("a.json", weight=2.0),))}, "'weight': 1.0}] there"),
-        ({"data": DataConfig(sources=(SourceConfig("a.json"), SourceConfig("b.json")))}, "data.sources is"),
+        ({"data": DataConfig(sources=(SourceConfig("a.json", weight=2.0),))},
+         ": data.sources[0].weight is 1.0 there and 2.0 now;"),
+        ({"data": DataConfig(sources=(SourceConfig("a.json"), SourceConfig("b.json")))}, "data.sources[1] is"),
         ({"model": ModelConfig(preset="tiny", tokenizer="t", seed=1)}, "model.seed is 0 there and 1 now"),
         ({"attention": AttentionConfig(layout="contiguous")}, "attention.layout is 'striped' there"),
     ],
@@ -80,6 +81,16 @@ def test_another_run_is_refused(config, change, words):
     assert words in str(error.value)
     assert "--run_dir" in str(error.value) and "delete" in str(error.value)
     assert run.config.read_text() == before
+
+
+def test_a_trained_run_is_lengthened_from_its_weights_and_never_deleted(config):
+    run = open_run(config)
+    run.checkpoints.mkdir()
+    for change, way in (({"train": TrainConfig(steps=200)}, f"--model.path {run.folder} --run_dir NEW starts from the weights"),
+                        ({"optimizer": OptimizerConfig(learning_rate=1.0)}, "give another --run_dir")):
+        with pytest.raises(UserError) as error:
+            open_run(dataclasses.replace(config, **change))
+        assert way in str(error.value) and "delete" not in str(error.value)
 
 
 def test_a_run_of_version_1_goes_on(config):
