@@ -130,9 +130,10 @@ class _Training:
                 self._evaluate(log)
             batches = self.objective.batches(self.step)
             self.meter.start()
+            batch = self._next(batches)
             while self.step < steps:
                 with profiler.step(self.step + 1):
-                    self._train_one(batches, log)
+                    batch = self._train_one(batch, batches, log)
                 self.evaluated = not self._due(config.train.evaluate_every)
                 if (told := last(self.step)) and self.step < steps:
                     # Before the held-out loss, for which there may be no time: the next start begins with it.
@@ -156,13 +157,17 @@ class _Training:
     def _place(self, host: dict[str, np.ndarray]) -> dict[str, jax.Array]:
         return place_batch(host, self.objective.model.mesh, self.objective.part)
 
-    def _train_one(self, batches, log) -> None:
+    def _next(self, batches) -> dict[str, jax.Array]:
         with self.meter.waiting_for_data():
             host = next(batches)
-        batch = self._place(host)
+        return self._place(host)
+
+    def _train_one(self, batch, batches, log) -> dict[str, jax.Array] | None:
+        """One step; gives the batch of the next, if there is one, which is placed while this step runs."""
         self.trainable, self.optimizer_state, metrics = self.train_step(
             self.trainable, self.frozen, self.optimizer_state, batch, np.int32(self.step))
-        metrics = {name: float(value) for name, value in metrics.items()}
+        following = self._next(batches) if self.step + 1 < self.config.train.steps else None
+        metrics = {name: float(value) for name, value in metrics.items()}  # waits for the step
         # 0 / 0 where the step has no target of a source: that source has no loss.
         metrics = {name: x for name, x in metrics.items() if not (name.startswith(BY_SOURCE) and math.isnan(x))}
         self._check_finite(metrics)
@@ -171,6 +176,7 @@ class _Training:
         if self._due(self.config.train.log_every):
             row = self.meter.read(self.step, **metrics)
             log.train(row, self.meter.seconds_left(self.step, self.config.train.steps))
+        return following
 
     def _check_finite(self, metrics) -> None:
         """Names the step and its records where loss or gradient is not finite; UserError where the run is to stop."""

@@ -14,6 +14,7 @@ from model.llama import Llama
 from scripts import export_hf
 from trainer import manifest
 from trainer.huggingface import weights_fingerprint
+from trainer.loop import _Training
 from trainer.mesh import make_mesh
 from trainer.model_source import open_model
 from trainer.objective import TextObjective
@@ -45,17 +46,29 @@ def command(recipe: pathlib.Path, model: pathlib.Path, *flags: str) -> list[str]
 
 
 @pytest.fixture(scope="module")
-def run(recipe, hf_model):
+def order():
+    """What the run did, one after the other: batches fetched, metrics of a step read."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def run(recipe, hf_model, order):
     """The run's folder. The model was made for half its length, and its files vanish as soon as training begins; a step to
     evaluate is not asked for, since there is nothing held out."""
     model = pathlib.Path(shutil.copytree(hf_model, recipe.parent / "model"))
     written = json.loads((model / "config.json").read_text(encoding="utf-8"))
     (model / "config.json").write_text(json.dumps({**written, "max_position_embeddings": OWN_LENGTH}), encoding="utf-8")
-    batches = TextObjective.batches
+    batches, check = TextObjective.batches, _Training._check_finite
 
     def vanishing(objective, step):
         shutil.rmtree(model)
-        return batches(objective, step)
+        for number, batch in enumerate(batches(objective, step), 1):
+            order.append(f"batch {number}")
+            yield batch
+
+    def told(training, metrics):
+        order.append(f"metrics {training.step + 1}")
+        check(training, metrics)
 
     def compiled_for_nothing(builder):
         pytest.fail("there are no held-out data")
@@ -63,8 +76,14 @@ def run(recipe, hf_model):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(TextObjective, "batches", vanishing)
         patch.setattr(StepBuilder, "lower_evaluate", compiled_for_nothing)
+        patch.setattr(_Training, "_check_finite", told)
         assert train.main(command(recipe, model, "--checkpoint.every", "1", "--checkpoint.keep", str(STEPS))) == 0
     return recipe.parent / "run"
+
+
+def test_the_next_batch_is_fetched_while_a_step_runs(run, order):
+    """Before its metrics are waited for; and none beyond the last step."""
+    assert order == ["batch 1", "batch 2", "metrics 1", "batch 3", "metrics 2", "metrics 3"]
 
 
 def test_saves_need_nothing_of_a_model_that_has_vanished_since_the_start(run, hf_model):
