@@ -72,6 +72,7 @@ def test_model_path_replaces_the_scratch_model(tmp_path):
     [
         ("--mesh.seq 2", ["--mesh.seq", "did you mean --mesh.sequence?"]),
         ("--train.stps 4", ["--train.stps", "did you mean --train.steps?", "train.batch_size"]),
+        ("--stesp 4", ["unknown field --stesp", "valid: config_version, name", "train.*"]),
         ("--mesh 4", ["--mesh is a section", "mesh.fsdp"]),
         ("--data.clean true", ["--data.clean is a section", "data.clean.refusals"]),
         ("--data.clean.refusal true", ["did you mean --data.clean.refusals?"]),
