@@ -77,7 +77,7 @@ def show(argv: list[str]) -> None:
     from trainer.model_source import choose_model, for_templates
     from trainer.objective import prepare_text
 
-    config = load(["--config", args.config, *flags])
+    config = load(["--config", args.config, *flags], own=vars(args))
     _, tokenizer = for_templates(choose_model(config.model), config.data)
     prepared = prepare_text(config, tokenizer)
     loader = Loader(prepared, config.data.context_length, config.train.batch_size, config.data.seed)

@@ -80,7 +80,7 @@ def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> tupl
     from trainer.objective import TextObjective
     from trainer.step import text_batch
 
-    config = configuration.load(["--config", args.config, *flags, "--model.path", checkpoint])
+    config = configuration.load(["--config", args.config, *flags, "--model.path", checkpoint], own=vars(args))
     if config.mesh.simulate:
         simulate(config.mesh.simulate)
     objective = TextObjective(config, make_mesh(config.mesh, schedule=config.attention.schedule))

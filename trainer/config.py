@@ -5,6 +5,7 @@ import difflib
 import pathlib
 import re
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import yaml
@@ -59,13 +60,16 @@ LEAVES = tuple(
 # Reading
 
 
-def load(argv: list[str] | None = None) -> RunConfig:
-    """The configuration of `--config RECIPE.yaml [--section.field value ...]`; UserError for whatever is wrong."""
+def load(argv: list[str] | None = None, own: Iterable[str] = ()) -> RunConfig:
+    """The configuration of `--config RECIPE.yaml [--section.field value ...]`; UserError for whatever is wrong.
+
+    own: names of the flags of the command that passes on what it does not know; a misspelt one is told the nearest of both.
+    """
     argv = list(sys.argv[1:] if argv is None else argv)
     parser = _parser()
     if {"-h", "--help"} & set(argv):
         parser.parse_args(["--help"])  # prints and exits
-    recipe, flags = _split(argv)
+    recipe, flags = _split(argv, own)
     written = _read(recipe)
     given = {flag.split("=", 1)[0].removeprefix("--") for flag in flags if flag.startswith("--")}
     _replace_shorthands(written, given)
@@ -103,7 +107,7 @@ def _parser():
     return parser
 
 
-def _split(argv: list[str]) -> tuple[str, list[str]]:
+def _split(argv: list[str], own: Iterable[str] = ()) -> tuple[str, list[str]]:
     """The recipe's path and the other arguments, each flag checked for its name."""
     recipes, flags, position = [], [], 0
     while position < len(argv):
@@ -118,7 +122,7 @@ def _split(argv: list[str]) -> tuple[str, list[str]]:
             flag = word.split("=", 1)[0]
             if not flag.startswith("--"):
                 raise UserError(f"command line: {word!r} belongs to no flag; write --section.field value")
-            _check_flag(flag.removeprefix("--"))
+            _check_flag(flag.removeprefix("--"), own)
             flags.append(word)
             if "=" not in word:
                 position += 1
@@ -131,8 +135,8 @@ def _split(argv: list[str]) -> tuple[str, list[str]]:
     return recipes[0], flags
 
 
-def _check_flag(name: str) -> None:
-    """Refuse flags that are no leaf field, with the nearest one."""
+def _check_flag(name: str, own: Iterable[str] = ()) -> None:
+    """Refuse flags that are no leaf field, with the nearest one, or the nearest of the command's `own`."""
     if name.startswith(("data.sources.", "data.sources+")):
         raise UserError(
             f"command line: --{name} cannot edit one of the sources; give --data.path FILE for one source, "
@@ -143,8 +147,10 @@ def _check_flag(name: str) -> None:
     if name in LEAVES or name.startswith(("model.overrides.", "attention.schedule.")):
         return
     section = name.split(".")[0]
-    valid = [leaf for leaf in LEAVES if leaf.startswith(section + ".")] if section in SECTIONS else list(LEAVES)
-    raise UserError(f"command line: unknown field --{name}{_nearest(name, LEAVES, '--')}; valid: {', '.join(valid)}")
+    valid = [leaf for leaf in LEAVES if leaf.startswith(section + ".")]
+    if section not in SECTIONS:  # not all ninety
+        valid = [*own, *(leaf for leaf in LEAVES if "." not in leaf), *(f"{part}.*" for part in SECTIONS if "." not in part)]
+    raise UserError(f"command line: unknown field --{name}{_nearest(name, [*own, *LEAVES], '--')}; valid: {', '.join(valid)}")
 
 
 def _fields(prefix: str) -> str:

@@ -60,3 +60,6 @@ def test_the_command_tells_of_a_recipe(tmp_path, capsys):
     assert "row 0" in said and "row 1" not in said and "rows of 128 in the first epoch" in said and "% padding" in said
     assert inspect.main([str(tmp_path / "gone.yaml")]) == 2
     assert "gone.yaml" in capsys.readouterr().err
+    for flag, meant in (("--row", "--rows"), ("--token", "--tokens"), ("--data.context_lenght", "--data.context_length")):
+        assert inspect.main([command[0], flag, "1"]) == 2
+        assert f"unknown field {flag} (did you mean {meant}?)" in capsys.readouterr().err

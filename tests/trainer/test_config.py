@@ -90,6 +90,7 @@ def test_a_pretrained_model_may_get_other_positions_and_nothing_else(tmp_path):
     [
         ("--mesh.seq 2", ["--mesh.seq", "did you mean --mesh.sequence?"]),
         ("--train.stps 4", ["--train.stps", "did you mean --train.steps?", "train.batch_size"]),
+        ("--stesp 4", ["unknown field --stesp", "valid: config_version, name", "train.*"]),
         ("--mesh 4", ["--mesh is a section", "mesh.fsdp"]),
         ("--data.clean true", ["--data.clean is a section", "data.clean.refusals"]),
         ("--data.clean.refusal true", ["did you mean --data.clean.refusals?"]),
