@@ -7,6 +7,8 @@ import sys
 import warnings
 from pathlib import Path
 
+from trainer import entry
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
@@ -22,15 +24,14 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 2 with one line on stderr for an error; a damaged checkpoint's warning is a line too."""
     arguments = parser().parse_args(argv)
-    # After the arguments, so that --help answers at once.
-    from model.config import LlamaConfig
-    from trainer import entry
-    from trainer.checkpoint import find_checkpoint, stored_parameters
-    from trainer.huggingface_write import write_hf
-
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
 
     def work():
+        # Here, so that --help answers at once and Ctrl-C ends in one line.
+        from model.config import LlamaConfig
+        from trainer.checkpoint import find_checkpoint, stored_parameters
+        from trainer.huggingface_write import write_hf
+
         checkpoint = find_checkpoint(arguments.checkpoint)
         params = stored_parameters(checkpoint)  # first: it says of a folder of somebody else's what it is
         write_hf(params, LlamaConfig.from_hf(checkpoint / "assets"), checkpoint / "assets", arguments.hf_dir)
@@ -40,4 +41,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry.leave(main())
