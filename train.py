@@ -6,12 +6,14 @@ goes on; a second Ctrl-C ends at once.
 """
 import sys
 
+from trainer import entry
+
 
 def main(argv: list[str] | None = None) -> int:
     """Configuration -> trainer."""
-    from trainer import config, entry
 
     def work():
+        from trainer import config
         from trainer.loop import train
 
         run_config = config.load(argv)

@@ -7,6 +7,8 @@ import sys
 import warnings
 from pathlib import Path
 
+from trainer import entry
+
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
@@ -22,16 +24,15 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 2 with one line on stderr for an error; a damaged checkpoint's warning is a line too."""
     arguments = parser().parse_args(argv)
-    # After the arguments, so that --help answers at once.
-    from data.paths import new_folder
-    from model.config import LlamaConfig
-    from trainer import entry
-    from trainer.checkpoint import find_checkpoint, stored_parameters
-    from trainer.huggingface_write import write_hf
-
     warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
 
     def work():
+        # Here, so that --help answers at once and Ctrl-C ends in one line.
+        from data.paths import new_folder
+        from model.config import LlamaConfig
+        from trainer.checkpoint import find_checkpoint, stored_parameters
+        from trainer.huggingface_write import write_hf
+
         new_folder(arguments.hf_dir)  # before all checksums are compared
         checkpoint = find_checkpoint(arguments.checkpoint, ["model", "assets"])
         params = stored_parameters(checkpoint, verified=True)
@@ -42,4 +43,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry.leave(main())

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import tempfile
 from pathlib import Path
+
+from trainer import entry
 
 
 def parser() -> argparse.ArgumentParser:
@@ -23,16 +24,16 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 2, and one line on stderr, for an error."""
     arguments = parser().parse_args(argv)
-    # After the arguments, so that --help answers at once.
-    import jax
-
-    from data.paths import new_folder
-    from model.config import LlamaConfig
-    from trainer import entry
-    from trainer.checkpoint import save_checkpoint
-    from trainer.huggingface import copy_assets, read_hf, resolve_model_path
 
     def work():
+        # Here, so that --help answers at once and Ctrl-C ends in one line.
+        import jax
+
+        from data.paths import new_folder
+        from model.config import LlamaConfig
+        from trainer.checkpoint import save_checkpoint
+        from trainer.huggingface import copy_assets, read_hf, resolve_model_path
+
         new_folder(arguments.checkpoint)  # before all weights are read
         source = resolve_model_path(arguments.hf_dir)
         config = LlamaConfig.from_hf(source)
@@ -48,4 +49,4 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry.leave(main())

@@ -3,9 +3,12 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import NoReturn
 
 from data.errors import UserError
 
@@ -44,6 +47,8 @@ def run(work: Callable[[], object]) -> int:
     SIGTERM."""
     from trainer.preemption import Preempted
 
+    # A Ctrl-C within a callback, from which Python lets no exception out, comes again a moment later.
+    unraisable, sys.unraisablehook = sys.unraisablehook, _interrupt_again
     try:
         work()
     except Preempted as told:
@@ -58,4 +63,22 @@ def run(work: Callable[[], object]) -> int:
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
         return 130
+    finally:
+        sys.unraisablehook = unraisable
     return 0
+
+
+def leave(code: int) -> NoReturn:
+    """Ends the process with what `run` gave; after Ctrl-C at once, without waiting for what other threads are writing."""
+    if code == 128 + signal.SIGINT:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def _interrupt_again(unraisable) -> None:
+    if isinstance(unraisable.exc_value, KeyboardInterrupt):
+        threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+    else:
+        sys.__unraisablehook__(unraisable)

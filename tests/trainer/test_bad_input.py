@@ -4,6 +4,8 @@ import json
 import os
 import pathlib
 import shutil
+import subprocess
+import sys
 
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -281,3 +283,47 @@ def test_model_that_cannot_be_used(refused, model_copy, tmp_path, spoil, words, 
 def test_model_that_is_not_there(refused):
     assert "hf download nobody/nothing" in refused("--model.path", "nobody/nothing")
     assert "no such folder" in refused("--model.path", "./nowhere")
+
+
+# Sends Ctrl-C to itself while this module is imported; in a callback of the garbage collector; while the checkpoint is written.
+INTERRUPTED = """
+import gc, os, signal, sys, time
+import trainer.entry
+from scripts import import_hf
+
+class Finder:
+    def find_spec(self, name, *_):
+        if name == "orbax.checkpoint":
+            sys.meta_path.remove(self)
+            at_{moment}()
+
+def at_import(*_):
+    os.kill(os.getpid(), signal.SIGINT)
+
+def collecting(*_):
+    gc.callbacks.remove(collecting)
+    at_import()
+
+def at_callback():
+    gc.callbacks.append(collecting)
+    gc.collect()
+
+def at_writing():
+    import trainer.manifest
+    trainer.manifest.write_manifest = lambda *_: (at_import(), time.sleep(100))
+
+sys.meta_path.insert(0, Finder())
+trainer.entry.leave(import_hf.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("moment", ["import", "callback", "writing"])
+def test_ctrl_c_ends_an_import_in_one_line_and_the_next_one_is_whole(hf_model, tmp_path, repository, moment):
+    target = tmp_path / "imported"
+    done = subprocess.run([sys.executable, "-c", INTERRUPTED.replace("{moment}", moment), str(hf_model), str(target)],
+                          cwd=repository, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr, done.stdout) == (130, "stopped\n", "") and not target.exists()
+    if moment == "writing":
+        assert (tmp_path / "imported.tmp").is_dir()
+        assert import_hf.main([str(hf_model), str(target)]) == 0
+        assert (target / "manifest.json").exists() and not (tmp_path / "imported.tmp").exists()
