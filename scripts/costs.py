@@ -12,6 +12,7 @@ import dataclasses
 import json
 import sys
 
+from data.paths import output_file
 from model.attention.layout import LAYOUTS
 from model.attention.schedules import SCHEDULES as NAMES
 from model.config import LlamaConfig
@@ -44,7 +45,7 @@ def rounds(job: Job) -> list[dict]:
 
 
 def main(argv=None) -> int:
-    """Prints a line a schedule and layout, the fastest first; with --output writes them as JSON."""
+    """Prints a table of schedules and layouts, the fastest first; with --output writes it as JSON."""
     parser = argparse.ArgumentParser(prog="python -m scripts.costs", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", required=True, help="a preset, such as llama-7b")
     parser.add_argument("--hardware", required=True, choices=HARDWARE)
@@ -58,19 +59,28 @@ def main(argv=None) -> int:
     parser.add_argument("--remat", default="save_attention", choices=REMAT, help="default save_attention")
     parser.add_argument("--output", help="also write what is printed to this JSON file")
     args = parser.parse_args(argv)
-    try:
-        job = Job(Sizes.of(LlamaConfig.preset(args.model)), HARDWARE[args.hardware], args.context, args.batch, args.data,
-                  args.fsdp, args.tensor, args.sequence, remat=args.remat)
-        jobs = [(name, dataclasses.replace(job, schedule=SCHEDULES[name], layout=layout))
-                for name in ([args.schedule] if args.schedule else SCHEDULES)
-                for layout in ([args.layout] if args.layout else LAYOUTS) if name != "local" or args.sequence == 1]
-        rows = sorted((told(*named) for named in jobs), key=lambda row: row["step_seconds"])
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return entry.run(lambda: work(args))
+
+
+def work(args) -> None:
+    """The estimates, and the rounds where there is one schedule and layout."""
+    if args.output:
+        output_file(args.output)
+    job = Job(Sizes.of(LlamaConfig.preset(args.model)), HARDWARE[args.hardware], args.context, args.batch, args.data,
+              args.fsdp, args.tensor, args.sequence, remat=args.remat)
+    jobs = [(name, dataclasses.replace(job, schedule=SCHEDULES[name], layout=layout))
+            for name in ([args.schedule] if args.schedule else SCHEDULES)
+            for layout in ([args.layout] if args.layout else LAYOUTS) if name != "local" or args.sequence == 1]
+    rows = sorted((told(*named) for named in jobs), key=lambda row: row["step_seconds"])
+    print(f"{args.model} on {args.hardware}, a training step, the fastest first; exposed: waiting for transfers alone")
+    print(f"{'schedule':20} {'layout':11} {'step, s':>10} {'exposed, s':>10} {'MFU, 0..1':>9} {'tokens/s':>12}")
     for row in rows:
-        print(f"{row['schedule']:20} {row['layout']:11} step {row['step_seconds']:10.3f} s   exposed "
-              f"{row['exposed_seconds']:9.3f} s   MFU {row['mfu']:.3f}   {row['tokens_per_second']:12,.0f} tokens/s")
+        print(f"{row['schedule']:20} {row['layout']:11} {row['step_seconds']:10.3f} {row['exposed_seconds']:10.3f} "
+              f"{row['mfu']:9.3f} {row['tokens_per_second']:12,.0f}")
+    heads = -(-job.sizes.query_heads // args.tensor)
+    if heads % args.sequence and any(row["schedule"] == "ulysses" for row in rows):
+        print(f"note: ulysses' {args.sequence} ranks share {heads} heads, which are padded to "
+              f"{-(-heads // args.sequence) * args.sequence}: its work grows as much (a smaller degree in USP avoids it)")
     detail = rounds(jobs[0][1]) if len(jobs) == 1 else []
     for one in detail:
         print(f"{one['pass']:8} round {one['round']:3}  {1e3 * one['seconds']:10.3f} ms, of it computing "
@@ -78,7 +88,6 @@ def main(argv=None) -> int:
     if args.output:
         with open(args.output, "w", encoding="utf-8") as file:
             json.dump({"estimates": rows, "rounds": detail}, file, indent=2)
-    return 0
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,14 +17,30 @@ from trainer.costs.papers import LENGTHS, Row, every_row, striped_speedup
 PAPER, MODEL, BOUND = "#222222", "#4477aa", "#aaaaaa"
 COLOURS = {"Ring Attention": "#4477aa", "Striped Attention": "#228833", "DistFlashAttn": "#ee6677", "Attention2D": "#ccbb44"}
 WITHIN = (0.01, 0.05, 0.1, 0.2, 0.5)
+HEAD = f"  {'row':54} {'paper':>10} {'predicted':>10} {'error':>9} {'same':>4} note"
 
 
-def line(row: Row) -> str:
-    """A row of the table."""
-    mark = {True: "yes", False: "NO", None: ""}[row.reproduced]
-    error = "" if row.error is None else f"{100 * row.error:+.1f}%"
-    printed = "" if row.paper is None else f"{row.paper:.5g}"
-    return f"{row.place:22} {row.what:66} {printed:>10} {row.predicted:10.5g} {error:>9} {mark:>4}  {row.note}"
+def table(rows: Sequence[Row]) -> str:
+    """Rows of one paper in at most 100 columns, under the names of their tables; notes by number below."""
+    notes, lines, place = list(dict.fromkeys(row.note for row in rows if row.note)), [HEAD], None
+    for row in rows:
+        lines += [row.place] if row.place != place else []
+        place = row.place
+        *above, what = textwrap.wrap(row.what, 54, break_on_hyphens=False)
+        lines += [f"  {part}" for part in above]
+        mark = {True: "yes", False: "NO", None: ""}[row.reproduced]
+        error = "" if row.error is None else f"{100 * row.error:+.1f}%"
+        printed = "" if row.paper is None else f"{row.paper:.5g}"
+        note = f"[{notes.index(row.note) + 1}]" if row.note else ""
+        lines.append(f"  {what:54} {printed:>10} {row.predicted:10.5g} {error:>9} {mark:>4} {note}".rstrip())
+    for number, note in enumerate(notes, start=1):
+        lines.append(filled(f"[{number}] {note}"))
+    return "\n".join(lines)
+
+
+def filled(text: str) -> str:
+    """A paragraph in 100 columns."""
+    return textwrap.fill(text, 100, subsequent_indent="    ")
 
 
 def summary(rows: Sequence[Row]) -> dict:
@@ -117,20 +134,19 @@ def main(argv=None) -> int:
     parser.add_argument("--picture", type=Path, help="where to draw (default OUTPUT/papers.png)")
     args = parser.parse_args(argv)
     rows = every_row()
-    head = f"{'place':22} {'row':66} {'paper':>10} {'predicted':>10} {'error':>9} {'same':>4}  note"
+    print("error: the cost model's number over the paper's, less one; same: whether a number that the model\n"
+          "claims to reproduce comes out; without a mark nothing is claimed, and the note says why.")
     for source in COLOURS:
         shown = [row for row in rows if row.source == source and args.only in f"{row.source} {row.place} {row.what}"]
         if shown:
-            print(f"\n{source}\n{head}")
-        for row in shown:
-            print(line(row))
+            print(f"\n{source}\n{table(shown)}")
     totals = summary(rows)
     print("\nSummary")
     for source, counts in totals.items():
-        print(f"{source:18} " + ", ".join(f"{name}: {number}" for name, number in counts.items()))
+        print(filled(f"{source}: " + ", ".join(f"{name} {number}" for name, number in counts.items())))
     print("\nNot numbers here")
     for what, why in paper.NOT_NUMBERS.items():
-        print(f"{what}: {why}")
+        print(filled(f"{what}: {why}"))
     args.output.mkdir(parents=True, exist_ok=True)
     told = [{"source": row.source, "place": row.place, "row": row.what, "paper": row.paper, "predicted": float(row.predicted),
              "error": row.error, "reproduced": row.reproduced, "note": row.note} for row in rows]

@@ -16,7 +16,17 @@ def test_all_schedules_are_compared_fastest_first(tmp_path, capsys):
     assert {row["schedule"] for row in rows} == {
         "ring", "ring_bidirectional", "all_gather", "balanced", "balanced_split", "ulysses", "attention2d",
         "attention2d_overlap", "ring_self_attention"}
-    assert len(capsys.readouterr().out.splitlines()) == len(rows) == 9 * 3
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split()[:4] == ["schedule", "layout", "step,", "s"] and len(lines) - 2 == len(rows) == 9 * 3
+    assert max(map(len, lines[1:])) <= 80
+
+
+def test_padded_heads_are_told(capsys):
+    """llama-1b has 16 heads: 32 ranks of Ulysses have one each and half of them are zeros."""
+    assert costs.main([*ARGUMENTS, "--sequence", "32", "--schedule", "ulysses"]) == 0
+    assert "32 ranks share 16 heads, which are padded to 32" in capsys.readouterr().out
+    assert costs.main([*ARGUMENTS, "--schedule", "ulysses"]) == 0
+    assert "padded" not in capsys.readouterr().out
 
 
 def test_one_schedule_shows_its_rounds(capsys):
