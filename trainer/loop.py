@@ -89,7 +89,14 @@ class _Training:
                             "began with, or another --run_dir")
         self._take(restored.model)
         self.optimizer_state, self.evaluated = restored.optimizer, restored.data.get("evaluated", True)
+        done = restored.data["step"] >= self.config.train.steps
+        self._say(f"already trained to step {latest}" if done else f"going on from step {latest} ({self.store.path(latest)})")
         return restored.data["step"]
+
+    def _say(self, text: str) -> None:
+        """A line where there is no progress bar yet."""
+        if self.config.logging.console and jax.process_index() == 0:
+            print(text, file=sys.stderr)
 
     def _take(self, params) -> None:
         self.trainable = {name: params[name] for name in self.trained}
@@ -101,8 +108,7 @@ class _Training:
             return
         with self.meter.compiling():
             lowered = self.builder.lower_train()  # what refuses a step speaks here, and within seconds
-            if self.config.logging.console and jax.process_index() == 0:
-                print(f"compiling for {self.objective.model.mesh.size} devices", file=sys.stderr)
+            self._say(f"compiling for {self.objective.model.mesh.size} devices")
             self.train_step = lowered.compile()
             self.evaluate_step = self.builder.lower_evaluate().compile()
             meet("compiled")
@@ -110,6 +116,8 @@ class _Training:
     def run(self, run: RunDirectory) -> Path:
         """Trains to the last step; gives its checkpoint's folder."""
         config, steps = self.config, self.config.train.steps
+        if self.step >= steps:
+            return self.store.path(self.step)
         logging, wandb = config.logging, None
         if logging.wandb:
             wandb = {"project": logging.wandb, "name": config.name, "config": resolved(config)}
@@ -117,9 +125,6 @@ class _Training:
                         tensorboard=logging.tensorboard, console=logging.console, write=jax.process_index() == 0,
                         wandb=wandb) as log, \
                 Profiler(run.profile, logging.profile_steps, self.meter.paused) as profiler, notices() as last:
-            if self.step >= steps:
-                log.say(f"already trained to step {self.step}")
-                return self.store.path(self.step)
             if not self.evaluated:
                 self._evaluate(log)
             batches = self.objective.batches(self.step)
