@@ -45,7 +45,7 @@ def start(processes: int, train: list[str]) -> list[subprocess.Popen]:
         running.append(subprocess.Popen([sys.executable, str(TRAIN), *train, *place], process_group=0,
                                         stderr=subprocess.PIPE if number else None))
     for process in running[1:]:
-        threading.Thread(target=_speak, args=(process, running[0])).start()
+        threading.Thread(target=_speak, args=(process, running[0]), name=_speak.__name__, daemon=True).start()
     return running
 
 
@@ -128,9 +128,14 @@ def main(argv: list[str] | None = None) -> int:
     args, train = parser.parse_known_args(argv)
     if args.processes < 1:
         parser.error(f"--processes: found {args.processes}; at least 1")
-    running = start(args.processes, train)
+    running = []
     with passing_on(running) as told:
-        return wait(running, told)
+        running += start(args.processes, train)
+        code = wait(running, told)
+    for thread in threading.enumerate():
+        if thread.name == _speak.__name__:
+            thread.join(GRACE_SECONDS)  # no longer: what a lost process has started may hold its end of the pipe open
+    return code
 
 
 if __name__ == "__main__":

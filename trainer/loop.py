@@ -86,12 +86,19 @@ class _Training:
                                 "the run began with, or another --run_dir")
         self._take(restored.model)
         self.optimizer_state, self.evaluated = restored.optimizer, restored.data.get("evaluated", True)
+        done = restored.data["step"] >= self.config.train.steps
+        self._say(f"already trained to step {latest}" if done else f"going on from step {latest} ({self.store.path(latest)})")
         return restored.data["step"]
 
     @property
     def _origins(self) -> dict[str, str]:
         """What a checkpoint tells of the files that its run was made from, wherever these lie."""
         return {"fingerprint": self.objective.fingerprint, "model": self.objective.origin}
+
+    def _say(self, text: str) -> None:
+        """A line where there is no progress bar yet."""
+        if self.config.logging.console and jax.process_index() == 0:
+            print(text, file=sys.stderr)
 
     def _take(self, params) -> None:
         self.trainable = {name: params[name] for name in self.trained}
@@ -103,8 +110,7 @@ class _Training:
             return
         with self.meter.compiling():
             lowered = self.builder.lower_train()  # what refuses a step speaks here, and within seconds
-            if self.config.logging.console and jax.process_index() == 0:
-                print(f"compiling for {self.objective.model.mesh.size} devices", file=sys.stderr)
+            self._say(f"compiling for {self.objective.model.mesh.size} devices")
             self.train_step = lowered.compile()
             if self.objective.has_held_out:
                 self.evaluate_step = self.builder.lower_evaluate().compile()
@@ -113,6 +119,8 @@ class _Training:
     def run(self, run: RunDirectory) -> Path:
         """Trains to the last step; gives its checkpoint's folder."""
         config, steps = self.config, self.config.train.steps
+        if self.step >= steps:
+            return self.store.path(self.step)
         logging, wandb = config.logging, None
         if logging.wandb:
             wandb = {"project": logging.wandb, "name": config.name, "config": resolved(config)}
@@ -120,9 +128,6 @@ class _Training:
                         tensorboard=logging.tensorboard, console=logging.console, write=jax.process_index() == 0,
                         wandb=wandb) as log, \
                 Profiler(run.profile, logging.profile_steps, self.meter.paused) as profiler, notices() as last:
-            if self.step >= steps:
-                log.say(f"already trained to step {self.step}")
-                return self.store.path(self.step)
             if jax.process_index() == 0:  # once: the files that the model came from may be gone when it is saved
                 shutil.rmtree(run.assets, ignore_errors=True)
                 self.objective.write_assets(run.assets)

@@ -113,6 +113,7 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_goes_on_wit
         assert small_run.steps_logged(run) == step
     assert [signal.getsignal(told) for _, told, _ in stops.values()] == handlers
     assert train.main(command) == 0
+    assert f"going on from step {step} ({run / 'checkpoints' / str(step)})\n" in capfd.readouterr().err
     assert_same_run(run, whole_run, final_state)
 
 
@@ -132,8 +133,8 @@ def test_a_finished_run_is_left_alone(whole_run, small_recipe, capfd):
         return {path: path.stat().st_mtime_ns for path in (whole_run / "checkpoints").rglob("*")}
 
     before, metrics = contents(), (whole_run / "metrics.jsonl").read_bytes()
-    assert train.main(["--config", str(small_recipe), "--run_dir", str(whole_run)]) == 0
-    assert "already trained to step 40" in capfd.readouterr().err
+    assert train.main(["--config", str(small_recipe), "--run_dir", str(whole_run), "--logging.tensorboard", "true"]) == 0
+    assert "already trained to step 40" in capfd.readouterr().err and not (whole_run / "tensorboard").exists()
     assert contents() == before and (whole_run / "metrics.jsonl").read_bytes() == metrics
 
 
@@ -148,5 +149,6 @@ def test_a_damaged_newest_checkpoint_is_told_and_the_one_before_used(tmp_path, w
     said = capfd.readouterr().err
     warning = next(line for line in said.splitlines() if line.startswith("warning: "))
     assert "checkpoints/40" in warning and victim.name in warning and "using the checkpoint before" in warning
+    assert f"\ngoing on from step 35 ({run / 'checkpoints/35'})\n" in said
     assert_same_run(run, whole_run, final_state)
     assert json.loads((run / "checkpoints/40/manifest.json").read_text())["items"]
