@@ -29,10 +29,10 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
-from jax.experimental import multihost_utils
 
 from data.paths import new_folder
 from model.config import LlamaConfig
+from trainer.cluster import first_then_others
 from trainer.huggingface import hf_layout
 from trainer.manifest import MANIFEST, DamagedError, ForeignError, read_manifest, verify
 from trainer.padding import fits
@@ -109,7 +109,7 @@ class CheckpointStore:
         are checkpoints and none is good.
         """
         self.wait()
-        step = _by_first(lambda: -1 if (found := self._latest_good()) is None else found, self.folder)
+        step = _by_first(lambda: -1 if (found := self._latest_good()) is None else found)
         return None if step == -1 else step
 
     def _latest_good(self) -> int | None:
@@ -155,23 +155,10 @@ def save_checkpoint(
     Saving(path, model, optimizer, data, Path(assets), copy=False).wait()
 
 
-def _by_first(work: Callable[[], int], what: Path) -> int:
-    """The number that `work` gives. With several processes the first works for all: reading a checkpoint is dear.
-
-    Raises what `work` raises, a ValueError; the other processes one that says where to look.
-    """
-    if jax.process_count() == 1:
-        return work()
-    found, error = 0, None
-    if jax.process_index() == 0:
-        try:
-            found = work()
-        except ValueError as raised:
-            error = raised
-    found, failed = multihost_utils.broadcast_one_to_all(np.array([found, error is not None], np.int32))
-    if failed:
-        raise error or ValueError(f"{what}: cannot be used; process 0 tells why")
-    return int(found)
+def _by_first(work: Callable[[], int]) -> int:
+    """The number that `work` gives. With several processes the first works for all: reading a checkpoint is dear, and may take
+    longer than a collective waits."""
+    return first_then_others(lambda told: work() if told is None else int(told), str)
 
 
 def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
@@ -186,7 +173,7 @@ def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
         raise ForeignError(f"{path}: no such folder")
     if (path / MANIFEST).exists():
         if items:
-            _by_first(lambda: len(verify(path, items)), path)
+            _by_first(lambda: len(verify(path, items)))
         return path
     run = path.parent if path.name == CHECKPOINTS else path
     store = CheckpointStore(run)

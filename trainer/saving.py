@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from jax.experimental import multihost_utils
 
+from trainer.cluster import meet
 from trainer.manifest import write_manifest
 
 CHECKPOINTS = "checkpoints"
@@ -44,7 +44,7 @@ class Saving:
                 (self.scratch / "data").mkdir()
                 text = json.dumps(dict(data), indent=1, allow_nan=False) + "\n"
                 (self.scratch / "data" / "data.json").write_text(text, encoding="utf-8")
-        _barrier(f"checkpoint {target.name} begins")
+        meet(f"checkpoint {target.name} begins")
         trees = {"model": _flat_model(model)}
         if optimizer is not None:
             trees["optimizer"] = flatten(optimizer)
@@ -89,7 +89,7 @@ class Saving:
         self.thread.join()
         if self.error is not None:
             raise OSError(f"saving checkpoint {self.target} failed: {self.error}") from self.error
-        _barrier(f"checkpoint {self.target.name} ends")
+        meet(f"checkpoint {self.target.name} ends")
 
 
 def _flat_model(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,8 +128,3 @@ def remove(folder: Path) -> None:
     shutil.rmtree(doomed, ignore_errors=True)
     folder.rename(doomed)
     shutil.rmtree(doomed, ignore_errors=True)
-
-
-def _barrier(name: str) -> None:
-    if jax.process_count() > 1:
-        multihost_utils.sync_global_devices(name)
