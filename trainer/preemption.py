@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from signal import SIGINT, SIGTERM
 
-_CTRL_C = "longstripe/ctrl_c"  # what the processes tell each other where a SIGTERM was meant as Ctrl-C
+_CTRL_C = "longstripe/ctrl_c"  # the folder in which processes tell each other that a SIGTERM was meant as Ctrl-C
 
 
 class Preempted(Exception):
@@ -50,7 +50,7 @@ def notices() -> Iterator[Callable[[int], signal.Signals | None]]:
         if jax.process_index() == 0:
             print("Ctrl-C: the running step is finished and saved; Ctrl-C again ends at once", file=sys.stderr)
         if together:
-            distributed.global_state.client.key_value_set(_CTRL_C, "", allow_overwrite=True)
+            distributed.global_state.client.key_value_set(f"{_CTRL_C}/told", "", allow_overwrite=True)
             os.kill(os.getpid(), SIGTERM)
 
     def last(step: int) -> signal.Signals | None:
