@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import signal
 
 # Before jax is imported: a GPU or TPU on the machine must not change what is tested, and two processes that load the
 # TPU compiler (workers of the tests, scripts they start) abort each other on its lock file otherwise.
@@ -15,6 +16,10 @@ import pytest  # noqa: E402
 jax.config.update("jax_num_cpu_devices", 8)
 # Programs of several CPU devices must not come back from a cache: see trainer.mesh.simulate.
 jax.config.update("jax_enable_compilation_cache", False)
+
+# What runs in a shell's background ignores Ctrl-C, and so would the processes that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
