@@ -13,6 +13,7 @@ from model.sharding import MESH_AXES, TENSOR_SPLIT, Parallel
 from scripts import plan
 from trainer import plan_search, schema
 from trainer.costs.step import REMAT
+from trainer.plan import Job
 
 
 def accepted(section, field):
@@ -39,16 +40,17 @@ def test_schedules_are_those_of_the_table():
 
 def test_the_plan_accepts_every_policy_and_no_other(capsys):
     job = ["--model", "tiny", "--topology", "v4:2x2x1", "--context", "1024", "--remat"]
-    assert [plan.parse([*job, name]).remat for name in remat.POLICIES] == list(remat.POLICIES)
+    assert [plan.parser().parse_args([*job, name]).remat for name in remat.POLICIES] == list(remat.POLICIES)
     with pytest.raises(SystemExit):
-        plan.parse([*job, "some"])
+        plan.parser().parse_args([*job, "some"])
     listed = re.search(r"choose from (.*)\)", capsys.readouterr().err)[1]
     assert sorted(re.findall(r"\w+", listed)) == sorted(remat.POLICIES)
 
 
 def test_policies_named_elsewhere_are_policies():
     assert set(REMAT) == set(remat.POLICIES)
-    assert {one["remat"] for one in plan_search.POLICIES} | {*query_chunks.POLICIES, *PREFETCHED} <= set(remat.POLICIES)
+    searched = plan_search.policies(Job("tiny", "v5e:2x2", 1024, mesh=schema.MeshConfig(sequence=4)))
+    assert {one.remat for one in searched} | {*query_chunks.POLICIES, *PREFETCHED} <= set(remat.POLICIES)
 
 
 def test_axes_split_over_tensor_are_decisions_of_parallel():
