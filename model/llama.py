@@ -32,7 +32,7 @@ from .remat import check_policy, scan_layers
 from .sharding import BATCH_AXES, HIDDEN, Parallel, Parameter, Sharding, arrive, gather
 
 TOKENS = PartitionSpec(BATCH_AXES, "sequence")
-PREFETCHED = ("nothing", "save_attention")  # the policies that go with `prefetch`
+PREFETCHED = ("nothing", "save_attention", "offload")  # the policies that go with `prefetch`
 # The weights of a layer before attention.
 INWARD = ("input_layernorm", "self_attn.q", "self_attn.k", "self_attn.v")
 
@@ -259,7 +259,8 @@ class Llama:
         return Layer(
             parcels, lambda whole: {name: self._trim(f"layers.{name}", w) for name, w in whole.items()}, self.local_weights,
             functools.partial(self.local_project, length=length, through="x"), self.local_finish,
-            attending(self.config.head_dim, **self._attention), self.remat == "save_attention", INWARD)
+            attending(self.config.head_dim, **self._attention), self.remat == "save_attention", self.remat == "offload",
+            INWARD)
 
     def _head(self, weights, x):
         """Final norm, and logits of this tensor rank's vocabulary, float32; minus infinity where it is padded."""

@@ -29,6 +29,7 @@ class Layer(NamedTuple):
       others: shards of the others -> these, whole.
       project: (weights, x, positions) -> x, q, k, v; finish: (weights, x, attended) -> the next layer's input.
       how: attention, which carries; keep_attention: whether its output and lse are kept, so that it never runs forward again.
+      on_host: whether the layers' inputs are kept in the host's memory.
       inward: begins the names of the weights that `project` takes; `finish` takes the others.
     """
 
@@ -39,6 +40,7 @@ class Layer(NamedTuple):
     finish: Callable
     how: Attending
     keep_attention: bool
+    on_host: bool
     inward: tuple[str, ...]
 
     def parts(self, whole: dict, others: dict) -> tuple[dict, dict]:
@@ -79,8 +81,9 @@ def run_layers(layer: Layer, shards: dict, x: jax.Array, positions: jax.Array, c
             inward, outward = layer.parts(parcels.unpack(whole), layer.others(of_layer(shards, i)[1]))
             _, q, k, v = layer.project(inward, x, positions)
             (out, lse), whole = layer.how.carry_forward(q, k, v, coords, coords, of_layer(shards, i + 1)[0])
-            kept = (x, out, lse) if layer.keep_attention else (x,)
-            return (layer.finish(outward, x, out), whole, positions, coords), kept
+            kept = (out, lse) if layer.keep_attention else ()
+            there = jax.device_put(x, jax.memory.Space.Host) if layer.on_host else x
+            return (layer.finish(outward, x, out), whole, positions, coords), (there, *kept)
 
         first = of_layer(shards, 0)[0]
         # As float32 by type, of which `gather` makes what travels; in turns where they are needed.
@@ -94,6 +97,7 @@ def run_layers(layer: Layer, shards: dict, x: jax.Array, positions: jax.Array, c
         def one(carry, this):
             dx, whole, shares, positions, coords = carry
             i, (x, *attended) = this
+            x = jax.device_put(x, jax.memory.Space.Device) if layer.on_host else x
             (inward, outward), give_back = jax.vjp(lambda whole, others: layer.parts(whole, layer.others(others)),
                                                    parcels.unpack(whole), of_layer(shards, i)[1])
             (_, *qkv), pull = jax.vjp(lambda w, x: layer.project(w, x, positions), inward, x)

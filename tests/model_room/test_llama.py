@@ -202,7 +202,8 @@ def test_tokens_split_over_tensor_are_what_is_kept_and_sent():
 
 
 @pytest.mark.parametrize(("mesh", "remat", "schedule"), [
-    ("fsdp 2 x tensor 2 x sequence 2", "nothing", "ring"), ("sequence 8", "save_attention", "two ways")])
+    ("fsdp 2 x tensor 2 x sequence 2", "nothing", "ring"), ("sequence 8", "save_attention", "two ways"),
+    ("tensor 2 x sequence 4", "offload", "ring")])
 def test_prefetched_weights_do_not_change_the_result(mesh, remat, schedule):
     """Biases, which are not split along the hidden axis as the rest is, stay behind."""
     changes = {"num_hidden_layers": 4, "attention_bias": True}
@@ -229,7 +230,7 @@ def test_a_hidden_size_that_the_ranks_do_not_divide_is_filled_up_in_memory(prefe
 @pytest.mark.parametrize(("mesh", "options", "message"), [
     ("sequence 8", {"schedule": "all_gather"}, "schedule all_gather on sequence 8, where it needs ring"),
     ("fsdp 8", {}, "schedule ring on sequence 1, where it needs ring on several devices"),
-    ("sequence 8", {"remat": "offload"}, "memory.remat offload, where it needs nothing or save_attention"),
+    ("sequence 8", {"remat": "everything"}, "memory.remat everything, where it needs nothing or save_attention or offload"),
     ("sequence 8", {"attention_groups": 2}, "memory.attention_groups 2, where it needs 1")])
 def test_prefetch_names_what_does_not_go_with_it(mesh, options, message):
     with pytest.raises(ValueError, match=f"memory.prefetch: found {message}"):

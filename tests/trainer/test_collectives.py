@@ -51,7 +51,7 @@ def parameters():
     return layers, others
 
 
-@pytest.fixture(scope="module", params=[("v5e:2x4", "nothing"), ("v4:2x2x2", "save_attention")], ids=" ".join)
+@pytest.fixture(scope="module", params=[("v5e:2x4", "offload"), ("v4:2x2x2", "save_attention")], ids=" ".join)
 def prefetching(request):
     """The collectives of a step whose layers' weights ride the ring."""
     topology, remat = request.param
@@ -118,6 +118,6 @@ def test_prefetched_weights_and_their_gradients_ride_behind_kernels(prefetching)
     shard = layer // RING.sequence
     for dtype in ("bf16", "f32"):
         riding = [found for found in of(prefetching, "collective-permute") if found.results == ((dtype, shard),)]
-        behind = [found for found in riding if found.kernels]
-        assert behind and len(riding) - len(behind) <= (dtype == "f32"), [found.results for found in riding]
+        home = Counter(found.computation for found in riding if not found.kernels)  # of the layers, and of one peeled off them
+        assert len(riding) > home.total() and max(home.values(), default=0) <= (dtype == "f32"), home
     assert {found.backward for found in of(prefetching, "collective-permute", results=(("bf16", shard),))} == {False, True}

@@ -68,9 +68,10 @@ def test_what_the_step_sends_and_what_hides_it(compiled):
     assert found["all-reduce"]["received_gib"] < 0.1 * found["all-gather"]["received_gib"]
 
 
-def test_offload_keeps_the_layers_inputs_in_the_hosts_memory(monkeypatch):
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_offload_keeps_the_layers_inputs_in_the_hosts_memory(monkeypatch, prefetch):
     """Layers x tokens a device x hidden size in bfloat16, to the byte: 8 x 4096 x 512 x 2; a host of less is refused."""
-    job = Job("small", "v5e:2x2", 4 * 4096, remat="offload", config=SMALL)
+    job = Job("small", "v5e:2x2", 4 * 4096, remat="offload", config=SMALL, prefetch=prefetch)
     compiled, on_host = job.compile(), 8 * 4096 * 512 * 2
     assert memory(compiled)["host"] * GIB == on_host == pytest.approx(sum(host_parts_gib(job, SMALL, 4).values()) * GIB)
     monkeypatch.setattr(Job, "compile", lambda job: compiled)
@@ -210,7 +211,7 @@ def test_the_ways_of_a_job():
     meshes = {(way.mesh.fsdp, way.mesh.tensor, way.mesh.sequence) for way in found}
     assert meshes == {(4, 1, 4), (4, 2, 2), (4, 4, 1), (2, 8, 1)}
     prefetched = {(way.schedule, way.remat, way.mesh.sequence > 1) for way in found if way.prefetch}
-    assert prefetched == {("ring", "save_attention", True), ("ring", "nothing", True)}
+    assert prefetched == {("ring", "save_attention", True), ("ring", "nothing", True), ("ring", "offload", True)}
     seconds = [way.estimate().seconds for way in found]
     assert all(later > 0.9 * earlier for earlier, later in itertools.pairwise(seconds)), "rounded to two digits"
     assert len(found) > 10 and seconds[-1] > 1.2 * seconds[0]
