@@ -1,6 +1,8 @@
 """Records to token documents that fit a row: rendered, split or cut; by several processes where there is much to do."""
 
+import contextlib
 import multiprocessing
+import signal
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -106,7 +108,8 @@ def encode_all(encoder: Encoder, items: Iterable[Item], processes: int = 1) -> I
         with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_begin, initargs=begin) as pool:
             try:
                 while batch := list(islice(items, BATCH)):
-                    waiting.append((batch, pool.submit(_encode_batch, batch)))
+                    with _deaf_to_ctrl_c():  # the first batches start the processes
+                        waiting.append((batch, pool.submit(_encode_batch, batch)))
                     if len(waiting) > 2 * processes:
                         done, future = waiting.popleft()
                         yield from zip(done, future.result(), strict=True)
@@ -114,6 +117,17 @@ def encode_all(encoder: Encoder, items: Iterable[Item], processes: int = 1) -> I
                     yield from zip(done, future.result(), strict=True)
             finally:
                 pool.shutdown(cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """Processes that are started here never hear a terminal's Ctrl-C, not even as they import: their parent does, and ends
+    them."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 _encoder: Encoder | None = None  # of a process of encode_all's

@@ -8,7 +8,6 @@ distributed attention as in training; see model/decode.py. Writes results.json, 
 from __future__ import annotations
 
 import argparse
-import sys
 
 from rich.progress import Progress
 
@@ -142,4 +141,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry.leave(main())

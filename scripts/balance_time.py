@@ -90,18 +90,22 @@ def draw(rows: list[dict], path: str) -> None:
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
+    names: dict[float, list[str]] = {}
     for name, colour in COLOURS.items():
         mine = [row for row in rows if row["case"] == name]
         lengths = [row["length"] for row in mine]
         axes.plot(lengths, [row["speedup"] for row in mine], "o-", color=colour, label=name)
-        axes.plot(lengths, [row["bound"] for row in mine], ":", color=colour, label=f"{name}: bound by tiles")
+        names.setdefault(mine[0]["bound"], []).append(name)
+    for bound_, same in names.items():  # the same for every length
+        axes.axhline(bound_, color="#555555", linestyle=":")
+        axes.text(lengths[0], bound_ + 0.01, f"bound by tiles: {'; '.join(same)}", fontsize=9, color="#555555")
     axes.axhline(1, color="#999999", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted({row["length"] for row in rows}))
     axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}K")
     axes.set(xlabel="tokens", ylabel="speed-up over the contiguous ring", ylim=(0.9, 1.65))
     axes.set_title(f"attention, forward + backward, {RANKS} one-thread devices, {rows[0]['tiles']} tiles a block", fontsize=10)
-    axes.legend(fontsize=8, frameon=False, ncols=2)
+    axes.legend(fontsize=9, frameon=False, loc="lower right", bbox_to_anchor=(1, 0.12))
     figure.savefig(path, dpi=120)
 
 

@@ -74,22 +74,22 @@ def _peak() -> int:
 
 def draw(rows: list[dict], fits: dict, path: pathlib.Path) -> None:
     """The points of both curves and their lines."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 4))
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    axes = figure.subplots()
     lengths = np.array([row["length"] for row in rows])
     for name, label in CURVES.items():
         line = fits[name]
         points = axes.plot(lengths, [row[name] for row in rows], "o", label=label)[0]
         axes.plot(lengths, line["mib_at_0"] + line["bytes_per_token"] * lengths / 2**20, color=points.get_color(),
                   label=f"{line['bytes_per_token']:,.0f} bytes a token, off by {100 * line['worst_residual']:.1f}% at most")
-    axes.set(xlabel="tokens in the row", ylabel="MiB", title="A training step of the model `tiny`, one device", ylim=0)
-    axes.legend()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
-    pyplot.close(figure)
+    shown = lengths[lengths >= lengths.max() / 8]
+    axes.set_xticks(shown, [f"{length / 1024:g}K" for length in shown])
+    axes.set(xlabel="tokens in the row", ylabel="memory of the step, MiB", xlim=0, ylim=(0, axes.get_ylim()[1] * 1.3))
+    axes.set_title("A training step of the model `tiny`, one device", fontsize=11)
+    axes.legend(frameon=False, loc="upper left", fontsize=9)
+    figure.savefig(path, dpi=120)
 
 
 def main(argv=None) -> int:

@@ -8,6 +8,7 @@ import argparse
 import pathlib
 import sys
 import textwrap
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ CASES = {
 }
 STRIPED = ("ulysses", "usp")
 TOLD = ("Rows are queries, columns keys, in the order in which ranks hold them. Bars: tiles that each rank computes in the "
-        "round; the line is the busiest, for whom all wait.")
+        "round; the line is the busiest, for whom all wait. Below: what is sent meanwhile, by which ranks, how many ranks on.")
 TILES, TOKENS = 4, 4  # tiles on a side of a block, tokens on a side of a tile
 CELL = 8  # pixels of a tile, cut into as many stripes as ranks share its heads
 COLOURS = np.array([  # Paul Tol's muted scheme: told apart without colour vision
@@ -34,6 +35,9 @@ COLOURS = np.array([  # Paul Tol's muted scheme: told apart without colour visio
     (0xCC, 0x66, 0x77), (0x44, 0xAA, 0x99), (0x88, 0x22, 0x55), (0x99, 0x99, 0x33)]) / 255
 SKIPPED, ELSEWHERE = np.array([0.86] * 3), np.array([0.975] * 3)
 INK = "#2b2b2b"
+WIDTH, MOST = 10.0, 5  # inches of a picture, so that a page shows it unshrunk; rounds side by side
+LEFT, GAP, HEAD, BARS, LINE = 0.6, 0.17, 0.25, 0.62, 0.165  # inches: labels; between panels; titles; bars; a line of words
+LETTERS = 16, 13.5  # in an inch: of a panel's words, of the text above all
 
 
 def kinds(layout: str, size: int) -> np.ndarray:
@@ -91,7 +95,7 @@ def describe(send: Send, size: int) -> str:
         return f"{send.what}: all → −1 in rows of {max(abs(a - b) for a, b in send.pairs) + 1}"
     lines = sorted({tuple(sorted({source, *(b for a, b in send.pairs if a == source)})) for source in sources})
     first = ",".join(map(str, lines[0]))
-    return f"{send.what}: {send.kind} " + (f"of {{{first}}}, …" if len(lines) > 1 else "of all")
+    return f"{send.what}: {send.kind} " + (f"of {{{first}}},\u00a0…" if len(lines) > 1 else "of all")
 
 
 def with_sends(rounds: tuple[Round, ...], size: int) -> list[tuple[Round, str]]:
@@ -110,73 +114,98 @@ def with_sends(rounds: tuple[Round, ...], size: int) -> list[tuple[Round, str]]:
     return shown
 
 
+@dataclass(frozen=True)
+class Panel:
+    """One round under one layout. label: where a line begins; tiles: of each rank; most: of any rank in any round."""
+
+    title: str
+    label: str
+    image: np.ndarray
+    tiles: np.ndarray
+    most: float
+    words: list[str]
+
+
+def lines_of(name: str, size: int) -> list[list[Panel]]:
+    """What stands side by side, line by line: a layout's rounds, broken where they are many, or all layouts' only round."""
+    block = Block(batch=1, tokens=TILES * TOKENS, query_heads=size, kv_heads=size, head_dim=8)
+    dense = name == "ring_self_attention"  # its matrix products are of whole blocks, the same under every layout
+    lines = []
+    for layout in LAYOUTS[:1] if dense else LAYOUTS:
+        rounds = with_sends(get_schedule(CASES[name], size, layout).plan(size, block).forward, size)
+        found = np.full_like(kinds(layout, size), MASKED) if dense else kinds(layout, size)
+        tiles = np.array([work(one, found, size) for one, _ in rounds])
+        label = f"{'every layout' if dense else layout}\nbusiest / mean {tiles.max(1).sum() / tiles.mean(1).sum():.2f}"
+        side_by_side = -(-len(rounds) // -(-len(rounds) // MOST))
+        shown = [Panel(f"round {number}", label if number % side_by_side == 0 else "", picture(one, found), tiles[number],
+                       tiles.max(), words.splitlines()) for number, (one, words) in enumerate(rounds)]
+        lines += [shown[start:start + side_by_side] for start in range(0, len(shown), side_by_side)]
+    if all(len(line) == 1 for line in lines):
+        return [[replace(one, title=one.label, label="") for one, in lines]]
+    return lines
+
+
 def draw(name: str, size: int, path: pathlib.Path) -> None:
-    """One picture of the forward pass: a row for each layout and a column for each round; one round alone, side by side."""
+    """One picture of the forward pass: lines of rounds under each layout, with what is sent below each round."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    block = Block(batch=1, tokens=TILES * TOKENS, query_heads=size, kv_heads=size, head_dim=8)
-    plans = {layout: with_sends(get_schedule(CASES[name], size, layout).plan(size, block).forward, size) for layout in LAYOUTS}
-    columns = max(map(len, plans.values()))
-    rows = len(LAYOUTS)
-    if columns == 1:
-        rows, columns = columns, rows
-    lines = max(len(_wrapped(words)) for rounds in plans.values() for _, words in rounds)
-    panel = 1.7 if columns > 8 else 2.3 if columns > 4 else 2.9
-    heights = (panel, 0.5, 0.17 * lines + 0.35)
-    width, height = max(columns * panel, 6.6) + 1.0, rows * sum(heights) + 1.5
-    figure = Figure(figsize=(width, height), facecolor="white")
-    FigureCanvasAgg(figure)
-    grid = figure.add_gridspec(rows * 3, columns, height_ratios=heights * rows, hspace=0.0, wspace=0.14,
-                               left=0.75 / width, right=0.985, top=1 - 1.05 / height, bottom=0.45 / height)
-    figure.suptitle(f"{name.replace('_', ' ')} on {size} ranks, forward", fontsize=15, fontweight="bold", color=INK,
-                    y=1 - 0.16 / height)
-    told = TOLD + (" Stripes: ranks share the heads." if name in STRIPED else "")
-    figure.text(0.5, 1 - 0.6 / height, "\n".join(textwrap.wrap(told, int(width * 11))), ha="center", va="center", fontsize=8.5,
-                color="#555555")
-    for number, layout in enumerate(LAYOUTS):
-        found = kinds(layout, size)
-        if name == "ring_self_attention":  # its matrix products are of whole blocks
-            found = np.full_like(found, MASKED)
-        _draw_layout(figure, grid, number, layout, plans[layout], size, found)
+    lines = lines_of(name, size)
+    columns = max(map(len, lines))
+    side = min((WIDTH - LEFT) / columns, 3.2) - GAP
+    width = max(LEFT + columns * (side + GAP), 7.0)
+    lines = [[replace(one, words=_wrapped(one.words, int(side * LETTERS[0]))) for one in line] for line in lines]
+    told = _wrapped([TOLD + (" Stripes: ranks share the heads." if name in STRIPED else "")], int(width * LETTERS[1]))
     legend = [Patch(facecolor=COLOURS[rank], label=f"rank {rank}") for rank in range(size)]
     legend += [Patch(facecolor=0.45 * COLOURS[0] + 0.55, label="paler: with a mask"),
                Patch(facecolor=SKIPPED, label="skipped"), Patch(facecolor=ELSEWHERE, edgecolor="#cccccc", label="not now")]
-    figure.legend(handles=legend, loc="lower center", ncols=-(-len(legend) // (1 if width > len(legend) else 2)), fontsize=8,
-                  frameon=False)
+    rows = -(-len(legend) // int(width / 1.15))
+    head = [HEAD * max(1 + one.title.count("\n") for one in line) for line in lines]
+    below = [0.3 + LINE * max(len(one.words) for one in line) for line in lines]
+    above = 0.6 + 0.18 * len(told)
+    height = above + len(lines) * (side + BARS) + sum(head) + sum(below) + 0.1 + 0.23 * rows
+
+    figure = Figure(figsize=(width, height), facecolor="white")
+    FigureCanvasAgg(figure)
+    figure.text(0.5, 1 - 0.12 / height, f"{name.replace('_', ' ')} on {size} ranks, forward", fontsize=15, fontweight="bold",
+                color=INK, ha="center", va="top")
+    figure.text(0.5, 1 - 0.5 / height, "\n".join(told), fontsize=9.5, color="#555555", ha="center", va="top")
+    top = height - above
+    for line, title, words in zip(lines, head, below, strict=True):
+        top -= title + side
+        for number, one in enumerate(line):
+            left = (width + LEFT - columns * (side + GAP)) / 2 + number * (side + GAP)
+            _draw_panel(one, size, *(figure.add_axes((left / width, bottom / height, side / width, tall / height))
+                                     for bottom, tall in ((top, side), (top - BARS, BARS - 0.25))))
+        top -= BARS + words
+    figure.legend(handles=legend, loc="lower center", ncols=-(-len(legend) // rows), fontsize=9.5, frameon=False, borderpad=0.3,
+                  columnspacing=1.5, handlelength=1.5)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=75, pil_kwargs={"optimize": True})
+    figure.savefig(path, dpi=100, pil_kwargs={"optimize": True})
 
 
-def _draw_layout(figure, grid, number: int, layout: str, rounds: list[tuple[Round, str]], size: int, found) -> None:
-    counts = np.array([work(one, found, size) for one, _ in rounds])
-    alone = len(rounds) == 1
-    for round_, (one, words) in enumerate(rounds):
-        top, column = (0, number) if alone else (3 * number, round_)
-        axes = figure.add_subplot(grid[top, column])
-        axes.imshow(picture(one, found), interpolation="nearest")
-        for edge in range(1, size):
-            axes.axhline(edge * TILES * CELL - 0.5, color="white", linewidth=1.2)
-            axes.axvline(edge * TILES * CELL - 0.5, color="white", linewidth=1.2)
-        axes.set(xticks=[], yticks=[])
-        for spine in axes.spines.values():
-            spine.set(color="#bbbbbb", linewidth=0.6)
-        if not alone:
-            axes.set_title(f"round {round_}", fontsize=9, color=INK, pad=3)
-        if round_ == 0:
-            waits = f"{layout}\nbusiest / mean {counts.max(1).sum() / counts.mean(1).sum():.2f}"
-            (axes.set_title if alone else axes.set_ylabel)(waits, fontsize=10, color=INK)
-        bars = figure.add_subplot(grid[top + 1, column])
-        bars.bar(range(size), counts[round_], width=0.8, color=COLOURS[:size])
-        bars.axhline(counts[round_].max(), color=INK, linewidth=0.8)
-        bars.set(xlim=(-0.6, size - 0.4), ylim=(0, counts.max() * 1.2), xticks=[], yticks=[])
-        bars.set_frame_on(False)
-        bars.set_xlabel("\n".join(_wrapped(words)), fontsize=8, color="#444444", labelpad=3)
+def _draw_panel(one: Panel, size: int, matrix, bars) -> None:
+    matrix.imshow(one.image, interpolation="nearest")
+    for edge in range(1, size):
+        matrix.axhline(edge * TILES * CELL - 0.5, color="white", linewidth=1.2)
+        matrix.axvline(edge * TILES * CELL - 0.5, color="white", linewidth=1.2)
+    for spine in matrix.spines.values():
+        spine.set(color="#bbbbbb", linewidth=0.6)
+    matrix.set(xticks=[], yticks=[])
+    matrix.set_title(one.title, fontsize=10, color=INK, pad=4)
+    matrix.set_ylabel(one.label, fontsize=10, color=INK)
+    busiest = one.tiles.max()
+    bars.bar(range(size), one.tiles, width=0.8, color=COLOURS[:size])
+    bars.axhline(busiest, color=INK, linewidth=0.8)
+    bars.text(-0.6, busiest, f"{busiest:g} tiles", fontsize=8.5, color=INK, va="bottom")
+    bars.set(xlim=(-0.6, size - 0.4), ylim=(0, one.most), xticks=[], yticks=[])
+    bars.set_frame_on(False)
+    bars.set_xlabel("\n".join(one.words), fontsize=8.5, color="#444444", labelpad=4)
 
 
-def _wrapped(words: str) -> list[str]:
-    return [line for word in words.splitlines() for line in textwrap.wrap(word, 34, subsequent_indent="   ")]
+def _wrapped(lines: list[str], letters: int) -> list[str]:
+    return [part for line in lines for part in textwrap.wrap(line, letters)]
 
 
 def main(argv=None) -> int:

@@ -8,7 +8,6 @@ learns from the same, on any mesh and any machine that sees that path (a folder,
 from __future__ import annotations
 
 import argparse
-import sys
 
 from trainer import entry
 
@@ -41,4 +40,4 @@ def main(argv=None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    entry.leave(main())

@@ -1,7 +1,11 @@
 """The pictures show the work: all visible tiles, each once, in the colours of the ranks that compute them."""
+from itertools import combinations, groupby
+
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
+from matplotlib.text import Text
 
 from model.attention import get_schedule
 from model.attention.layout import LAYOUTS, permutation
@@ -26,10 +30,25 @@ def test_every_visible_tile_is_drawn_once(layout):
             assert (corner == COLOURS[0]).all()
 
 
-def test_a_picture_is_written(tmp_path):
-    draw("balanced", 4, tmp_path / "balanced.png")
-    image = imread(tmp_path / "balanced.png")
-    assert image.shape[0] > 300 and len(np.unique(image.reshape(-1, image.shape[-1]), axis=0)) > 8
+@pytest.mark.parametrize(("name", "size"), [("usp", 4), ("balanced", 8)])
+def test_a_picture_can_be_read(name, size, tmp_path, monkeypatch):
+    """Many colours; no words that meet or are cut off; no strip of half an inch without anything."""
+    drawn, save = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **how: drawn.append(figure) or save(figure, *args, **how))
+    draw(name, size, tmp_path / "picture.png")
+    image = (255 * imread(tmp_path / "picture.png")).astype(int)
+    figure = drawn[0]
+    dpi = image.shape[1] / figure.get_figwidth()
+    assert len(np.unique(image.reshape(-1, image.shape[-1]), axis=0)) > 8
+    empty = [len(list(rows)) for blank, rows in groupby((image == 255).all((1, 2))) if blank]
+    assert max(empty) < dpi / 2
+    figure.set_dpi(dpi)
+    boxes = {text: text.get_window_extent() for text in figure.findobj(Text) if text.get_text() and text.get_visible()}
+    assert len(boxes) > 12
+    for text, box in boxes.items():
+        assert 0 <= box.x0 < box.x1 <= image.shape[1] and 0 <= box.y0 < box.y1 <= image.shape[0], text
+    for (one, box), (other, near) in combinations(boxes.items(), 2):
+        assert not box.overlaps(near), (one, other)
 
 
 def test_asking_for_help_draws_nothing(tmp_path, monkeypatch, capsys):

@@ -61,3 +61,12 @@ def test_other_errors_keep_their_traceback():
 
     with pytest.raises(RuntimeError, match="a mistake of ours"):
         entry.run(broken)
+
+
+@pytest.mark.parametrize("command", ["data.inspect", "eval.line_retrieval", "scripts.loss_by_position"])
+def test_ctrl_c_during_a_commands_imports_is_one_line(command, tmp_path, repository):
+    """A numpy that sends it stands before the real one."""
+    (tmp_path / "numpy.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")
+    done = subprocess.run([sys.executable, "-m", command], cwd=repository, capture_output=True, text=True, timeout=60,
+                          check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
