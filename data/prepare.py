@@ -107,8 +107,8 @@ def prepare(
     into consecutive pieces, those without a token to learn from left out. The folder also holds dropped.jsonl: every
     record that was not used, with the reason. train_on: `all` assistant turns, or only the `last`.
     held_out_fraction of the records, chosen by a hash of their ids, and all of held_out_sources (numbered on after
-    `sources`) are the split held_out. Several processes may prepare the same folder at once. A folder in a store (gs://,
-    s3://) is filled from, and read through, one in the cache.
+    `sources`) are the split held_out, in which every document counts once, whatever its source's weight. Several processes
+    may prepare the same folder at once. A folder in a store (gs://, s3://) is filled from, and read through, one in the cache.
     key: HASH as another process found it, which has prepared that folder: it is opened, and no source is read.
     Raises UserError: a bad file (see data.sources.read), a template that does not fit, nothing to train on; with a key, no
     such folder.
@@ -293,9 +293,9 @@ def _open(final: Path, sources: list[Source], context_length: int) -> Prepared:
     for account, source in zip(report.sources, sources, strict=True):
         account.path = str(source.path)  # the same content may lie elsewhere today
     train = Documents(final, np.flatnonzero(~held_out), index, weights, "train")
-    return Prepared(
-        final, train, Documents(final, np.flatnonzero(held_out), index, weights, "held_out"), report, context_length
-    )
+    # A weight is how often a source is learned from; what is measured is measured once.
+    measured = Documents(final, np.flatnonzero(held_out), index, np.ones_like(weights), "held_out")
+    return Prepared(final, train, measured, report, context_length)
 
 
 def _cores() -> int:

@@ -70,7 +70,7 @@ class DataConfig:
     held_out_fraction: float = 0.05
     """Share of the conversations kept out of training for the held-out loss, unless held_out_path is given."""
     held_out_path: str | None = None
-    """File or folder of held-out records, in the first source's format; replaces held_out_fraction."""
+    """File or folder of held-out records, in the first source's format and template; replaces held_out_fraction."""
     clean: CleanConfig = dataclasses.field(default_factory=CleanConfig)
     """What is done to conversations before they are learned from."""
     seed: int = 0

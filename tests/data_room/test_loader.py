@@ -133,6 +133,14 @@ def test_one_epoch_of_held_out_counts_each_target_once(prepared):
     assert sum(batch["loss_weights"].sum() for batch in batches) == prepared.held_out.trained.sum()
 
 
+def test_a_sources_weight_does_not_change_what_is_measured(prepared, small, tokenizer):
+    for weight in (0.01, 2.5):
+        weighted = prepare([Source(str(small), weight=weight)], tokenizer, LENGTH, prepared.folder.parent, **OPTIONS)
+        batches = Loader(weighted, LENGTH, 5, seed=0, split="held_out").epoch_batches()
+        assert sum(batch["loss_weights"].sum() for batch in batches) == prepared.held_out.trained.sum()
+        assert set(weighted.train.weights) == {weight}
+
+
 def test_prepared_folder_is_reused_by_content_and_made_anew_by_any_change(prepared, small, tokenizer, tmp_path):
     folder = prepared.folder.parent
     stamp = (prepared.folder / "index.npz").stat().st_mtime_ns
