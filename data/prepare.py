@@ -26,7 +26,7 @@ from data.sources import Source
 from data.templates import jinja_template
 from data.tokenizer import Tokenizer
 
-RULES = "prepare-2"  # change it with any change of what a document holds: old folders are then left alone
+RULES = "prepare-3"  # change it with any change of what a document holds: old folders are then left alone
 DROPPED = "dropped.jsonl"
 INDEX = "index.npz"  # written last: a folder with an index is whole
 WORTH_PROCESSES = 1 << 23  # bytes of a source from which on several processes encode it; they take seconds to start

@@ -286,9 +286,16 @@ class _Sentencepiece(_Engine):
 
         self._proto = sentencepiece_model_pb2.ModelProto()
         self._proto.ParseFromString(files["tokenizer.model"])
-        self._full = sentencepiece.SentencePieceProcessor(model_proto=files["tokenizer.model"])
-        self.vocab_size = self._full.get_piece_size()
         kinds = sentencepiece_model_pb2.ModelProto.SentencePiece
+        # Hugging Face adds tokens beside the model file, with the ids that follow on its own.
+        for number, token in sorted(_added(files).items()):
+            if number > len(self._proto.pieces):
+                raise UserError(f"the added token {token!r} has id {number}, the one before it {len(self._proto.pieces) - 1}; "
+                                "ids without a gap, or a tokenizer.json, would work")
+            if number == len(self._proto.pieces):
+                self._proto.pieces.add(piece=token, score=0.0, type=kinds.CONTROL)
+        self._full = sentencepiece.SentencePieceProcessor(model_proto=self._proto.SerializeToString())
+        self.vocab_size = self._full.get_piece_size()
         self._user_defined = kinds.USER_DEFINED
         self._control = kinds.CONTROL
         self._unused = kinds.UNUSED
@@ -337,6 +344,13 @@ class _Sentencepiece(_Engine):
 
     def decode(self, ids):
         return self._full.decode(ids)
+
+
+def _added(files: dict[str, bytes]) -> dict[int, str]:
+    """The tokens that are added beside a sentencepiece model, by id, as transformers keeps them before and since 2023."""
+    older = json.loads(files.get("added_tokens.json", b"{}"))
+    newer = json.loads(files.get("tokenizer_config.json", b"{}")).get("added_tokens_decoder") or {}
+    return {number: token for token, number in older.items()} | {int(n): token["content"] for n, token in newer.items()}
 
 
 def _is_text(token: dict) -> bool:
