@@ -39,8 +39,7 @@ class ControlToken:
 class Tokenizer:
     """One tokenizer, the same for training, chat and export. Make it with `Tokenizer.load`.
 
-    bos_id, eos_id, pad_id: int or None; bos_token, eos_token, pad_token: their text or None; vocab_size: 1 + the
-    highest
+    bos_id, eos_id, pad_id: int or None; bos_token, eos_token, pad_token: their text or None; vocab_size: 1 + the highest
     id; chat_template: Jinja text or None; controls: every ControlToken, by text; fingerprint: sha256 of its files.
     """
 
@@ -106,13 +105,11 @@ class Tokenizer:
         return Tokenizer(files, type(self._engine)(files), "the tokenizer with added control tokens")
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text as at the beginning of a document, without BOS or EOS; never a control id, whatever is
-        typed."""
+        """Ids of a text as at the beginning of a document, without BOS or EOS; never a control id, whatever is typed."""
         return [token for token, _, _ in self.encode_spans(text)]
 
     def encode_spans(self, text: str, beginning: bool = True) -> list[tuple[int, int, int]]:
-        """(id, start, end) of every token; start and end are places in `text`, equal where a token has no text of its
-        own.
+        """(id, start, end) of every token; start and end are places in `text`, equal where a token has no text of its own.
 
         beginning=False: the text goes on after a control token, which matters to tokenizers that mark only a text's
         beginning with a space.
@@ -167,8 +164,7 @@ class Tokenizer:
         The original files are copied byte for byte; chat_template (say `templates.jinja_template(...)`, the one trained
         with) takes the place of the original one, and is written as chat_template.jinja.
 
-        A sentencepiece model is written as tokenizer.model with a tokenizer_config.json that names LlamaTokenizer.
-        Known to
+        A sentencepiece model is written as tokenizer.model with a tokenizer_config.json that names LlamaTokenizer. Known to
         differ: transformers 5 converts it to its own fast tokenizer, which applies no sentencepiece normalisation (nfkc
         and the like), merges runs of spaces in its own way, and turns typed control tokens into control ids.
         """

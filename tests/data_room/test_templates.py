@@ -245,6 +245,35 @@ def test_lacking_control_tokens_are_refused_or_added(tmp_path, folder):
         assert _ids(render(_messages(TALK), "tokenizer", again)) == _ids(render(_messages(TALK), template, grown))
 
 
+@pytest.mark.parametrize("written", ["added_tokens.json", "tokenizer_config.json"])
+def test_tokens_that_a_folder_adds_to_a_sentencepiece_model_keep_their_ids(tmp_path, written):
+    """As in chat models of 2023 that came without tokenizer.json; ids as transformers gives them."""
+    from transformers import AutoTokenizer
+
+    added = {"<|im_end|>": 1000, "<|im_start|>": 1001, "[PAD]": 1002}  # not in our order
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "[PAD]"}
+    if written == "tokenizer_config.json":
+        config["added_tokens_decoder"] = {str(number): {"content": token, "special": True} for token, number in added.items()}
+    else:
+        (tmp_path / written).write_text(json.dumps(added))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.model").write_bytes(MODEL.read_bytes())
+    tokenizer, bare = Tokenizer.load(tmp_path), Tokenizer.load(MODEL)
+    assert {token: tokenizer.control_id(token) for token in added} == added and tokenizer.vocab_size == 1003
+    assert (tokenizer.eos_id, tokenizer.pad_id) == (1000, 1002) and missing_controls("chatml", tokenizer) == ()
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.convert_tokens_to_ids(list(added)) == list(added.values())
+    for text in ("Who are you?", "".join(added)):
+        assert tokenizer.encode(text) == bare.encode(text)
+    grown = tokenizer.with_controls(["<|eot_id|>"])
+    grown.save(tmp_path / "saved")
+    for again in (grown, Tokenizer.load(tmp_path / "saved")):
+        assert {**added, "<|eot_id|>": 1003}.items() <= {text: token.id for text, token in again.controls.items()}.items()
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"[SEP]": 1005}))
+    with pytest.raises(UserError, match=r"'\[SEP\]' has id 1005, the one before it"):
+        Tokenizer.load(tmp_path)
+
+
 def test_templates_that_need_no_control_tokens_end_answers_with_eos():
     tokenizer = Tokenizer.load(TINY)
     for template in set(BUILT_IN) - set(CONTROLS):
