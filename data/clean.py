@@ -122,7 +122,7 @@ class Cleaner:
         if record.get("tools"):
             changes.add(TOOLS_LEFT_OUT)
         messages = [self._message(turn, changes) for turn in turns]
-        beside = next(filter(None, (record.get(key) for key in ("system", "system_prompt"))), None)
+        beside = _first(record, "system", "system_prompt")
         if isinstance(beside, str) and not (messages[0].role == "system" and messages[0].content):
             messages = [self._message({"role": "system", "content": beside}, changes),
                         *messages[messages[0].role == "system" :]]  # fmt: skip
@@ -144,7 +144,7 @@ class Cleaner:
     def _message(self, turn: object, changes: set[str]) -> Message:
         if not isinstance(turn, dict):
             raise Drop(BAD_TURN)
-        role, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        role, content = _first(turn, "from", "role"), _first(turn, "value", "content")
         if isinstance(content, list):  # OpenAI's parts: only those made of text alone can be learned from
             parts = [part.get("text") if isinstance(part, dict) else part for part in content]
             content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
@@ -169,7 +169,7 @@ class Cleaner:
                 raise Drop(BAD_HTML) from None
             changes.add(FROM_HTML)
         # `weight` is OpenAI's (0 or 1); a number is no more than a yes or no here.
-        train = turn.get("train", turn.get("weight"))
+        train = _first(turn, "train", "weight")
         return Message(known, content, bool(train) if isinstance(train, bool | int | float) else True)
 
     def _filter(self, messages: Sequence[Message]) -> None:
@@ -184,6 +184,11 @@ class Cleaner:
             text = re.sub(r"```.*?(?:```|\Z)", " ", "\n".join(m.content[:2000] for m in messages[:6]), flags=re.DOTALL)
             if text.strip() and _language()(text[:4000])[0] not in config.languages:
                 raise Drop(OTHER_LANGUAGE)
+
+
+def _first(fields: dict, *names: str) -> object:
+    """What the first of these fields holds that there is: rows of a table have all columns, empty ones as None."""
+    return next((fields[name] for name in names if fields.get(name) is not None), None)
 
 
 def _turns(record: dict) -> list:
