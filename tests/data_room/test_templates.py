@@ -319,6 +319,26 @@ def test_vicuna_is_fastchats_text_and_trains_on_answers_alone():
     assert list(segments[0].ids) == prompt and VICUNA_SYSTEM in tokenizer.decode(prompt)
 
 
+# As Llama 3.1's own template writes tool turns, and as templates mark answers for transformers' masks.
+MARKED = (
+    "{% for message in messages %}{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' }}"
+    "{% if message.role == 'assistant' %}{% generation %}{{ message.content | trim + '<|eot_id|>' }}{% endgeneration %}"
+    "{% elif message.role == 'tool' %}{{ message.content | tojson }}{{ '<|eot_id|>' }}"
+    "{% else %}{{ message.content + '<|eot_id|>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+
+
+def test_a_template_that_writes_json_and_marks_answers(pair, tmp_path):
+    ours, theirs = pair
+    ours.save(tmp_path, MARKED)
+    talk = [("user", 'Say "é"'), ("assistant", "f(1)"), ("tool", '{"a": "é\n"}'), ("tool", "x"), ("assistant", "Fine.")]
+    messages = [{"role": role, "content": content} for role, content in talk]
+    expected = theirs.apply_chat_template(messages, chat_template=MARKED, return_dict=True, return_assistant_tokens_mask=True)
+    segments = render(_messages(talk), "tokenizer", Tokenizer.load(tmp_path))
+    assert _ids(segments) == expected["input_ids"] and mask_of(segments) == list(map(bool, expected["assistant_masks"]))
+
+
 def test_smollm2_trains_on_answers_and_their_end_token():
     tokenizer = Tokenizer.load(smollm2_dir())
     segments = render(_messages(TALK), "tokenizer", tokenizer)
