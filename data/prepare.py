@@ -182,8 +182,7 @@ class _Job:
                 if isinstance(made, str):
                     account.reject(made, item.record, None if isinstance(item, Tokens) else asdict(item))
                     continue
-                if made.change:
-                    account.repaired[made.change] += 1
+                account.repaired.update(made.changes)
                 held_out = self.held_out(number, item.id)
                 for tokens, mask in made.documents:
                     key = index.add(len(tokens), int(mask[1:].sum()), number, held_out)

@@ -190,7 +190,8 @@ def for_templates(source: ModelSource, data: DataConfig) -> tuple[ModelSource, T
         tokenizer = tokenizer.with_controls(dict.fromkeys(
             token for name in templates for token in missing_controls(name, tokenizer)))
         source = source.with_vocabulary(tokenizer)
-    return source.ending_at(end_ids(templates[0], tokenizer) if templates else ()), tokenizer
+    source = source.ending_at(end_ids(templates[0], tokenizer) if templates else ())
+    return source, tokenizer.with_text_tokens(data.text_tokens)
 
 
 def chat_templates(data: DataConfig) -> list[str]:

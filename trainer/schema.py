@@ -59,6 +59,8 @@ class DataConfig:
     """Chat template: vicuna_v1.1, koala, llama-2, llama-3, chatml, alpaca, plain, or tokenizer for the tokenizer's own."""
     add_control_tokens: bool = False
     """Add the control tokens that the templates need and the tokenizer lacks, each with a new row of the embedding."""
+    text_tokens: tuple[str, ...] = ()
+    """Added tokens of the tokenizer that turns may hold, such as [<think>, </think>]: typed, they are these tokens."""
     train_on: Literal["all", "last"] = "all"
     """Assistant turns in the loss: all of a conversation, or only its last one; a turn's own `train: false` leaves it out."""
     sources: tuple[SourceConfig, ...] = ()

@@ -262,15 +262,20 @@ def test_a_process_is_started_for_each_core_that_is_ours(small, tokenizer, tmp_p
 @pytest.mark.parametrize("name", ["tiny_tokenizer", "tiny.model"])
 def test_several_processes_write_what_one_does(small, name, tmp_path, monkeypatch):
     """Records in order, dropped ones with their places, errors as they are; a sentencepiece model travels too."""
-    sources, made = [Source(str(small)), Source(str(FIXTURES / "dirty.json"))], {}
+    thought = [{"from": "human", "value": "?</s>"}, {"from": "gpt", "value": "<think> Hm."}]
+    (tmp_path / "thought.json").write_text(json.dumps([{"conversations": thought}]))
+    sources = [Source(str(path)) for path in (small, FIXTURES / "dirty.json", tmp_path / "thought.json")]
+    made = {}
     for bytes_enough in (1 << 30, 1):
         monkeypatch.setattr("data.prepare.WORTH_PROCESSES", bytes_enough)
-        tokenizer = Tokenizer.load(FIXTURES / name)
+        tokenizer = Tokenizer.load(FIXTURES / name).with_controls(["<think>"]).with_text_tokens(["<think>"])
         made[bytes_enough] = prepare(sources, tokenizer, LENGTH, tmp_path / str(bytes_enough), progress=False)
     one, several = made.values()
     assert [(d.tokens.tolist(), d.loss_mask.tolist(), d.record_id) for d in _documents(one.train)] == [
         (d.tokens.tolist(), d.loss_mask.tolist(), d.record_id) for d in _documents(several.train)
     ]
+    assert one.train[len(one.train) - 1].tokens.tolist().count(tokenizer.vocab_size - 1) == 1
+    assert one.report.sources[2].repaired == {"typed in a turn, kept as letters: </s>": 1}
     assert one.report.sources == several.report.sources and one.folder.name == several.folder.name
     dropped = [sorted(made.report.dropped_file.read_text().splitlines()) for made in (one, several)]
     assert dropped[0] == dropped[1] and any("tool" in json.loads(line)["reason"] for line in dropped[0])

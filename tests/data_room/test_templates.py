@@ -274,6 +274,58 @@ def test_tokens_that_a_folder_adds_to_a_sentencepiece_model_keep_their_ids(tmp_p
         Tokenizer.load(tmp_path)
 
 
+def with_added(folder, tokens, **options):
+    """The tiny tokenizer with further added tokens that are not special, in a folder."""
+    spec = json.loads((TINY / "tokenizer.json").read_text())
+    option = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False, **options}
+    spec["added_tokens"] += [{"id": 1024 + number, "content": token, **option} for number, token in enumerate(tokens)]
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    (folder / "tokenizer_config.json").write_bytes((TINY / "tokenizer_config.json").read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_runs_of_white_space_and_letters_that_are_added_tokens_are_text(tmp_path, normalized):
+    """As GPT-NeoX and DeepSeek have them, with ids behind the vocabulary's; transformers' own ids."""
+    from transformers import AutoTokenizer
+
+    folder = with_added(tmp_path / "in", ["     ", "   ", "語x", "<think>"], normalized=normalized)
+    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    assert {"<pad>", "<s>", "</s>", "<think>"} == ours.controls.keys()
+    for text in ("a   b", "     def f():\n        return 1 語x 2", "   ", "語 x", "a     "):
+        assert ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.decode(ours.encode(text)) == text
+    assert [(start, end) for _, start, end in ours.encode_spans("a   b")] == [(0, 1), (1, 4), (4, 5)]
+    assert 1024 + 3 not in ours.encode("<think>") and ours.typed("a <think> b</s>") == {"<think>", "</s>"}
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.json", "sentencepiece"])
+def test_text_tokens_are_taken_where_they_are_typed(tmp_path, kind):
+    """What a reasoning model thinks between <think> and </think>: letters, unless a recipe says that they are tokens."""
+    if kind == "tokenizer.json":
+        bare = Tokenizer.load(with_added(tmp_path / "in", ["<think>", "</think>"]))
+    else:
+        bare = Tokenizer.load(MODEL).with_controls(["<think>", "</think>"])
+    marks = [bare.control_id("<think>"), bare.control_id("</think>")]
+    talk = _messages([("user", "Who </s> are you?"), ("assistant", "<think> a </think>You too!")])
+    assert not set(marks) & set(_ids(render(talk, "vicuna_v1.1", bare)))
+    tokenizer = bare.with_text_tokens(["</think>", "<think>"])
+    assert tokenizer.fingerprint != bare.fingerprint and tokenizer.with_text_tokens([]) is tokenizer
+    *_, answer = render(talk, "vicuna_v1.1", tokenizer)
+    assert answer.train and [token for token in answer.ids if token in marks] == marks
+    assert tokenizer.decode(answer.ids, skip_control=False).strip() == "<think> a </think>You too!</s>"
+    controls = {control.id for control in tokenizer.controls.values()}
+    assert _ids(render(talk, "vicuna_v1.1", tokenizer)).count(tokenizer.eos_id) == 1 and not controls & set(marks)
+    assert tokenizer.typed("<think></s>") == {"</s>"}
+    tokenizer.save(tmp_path / "saved")
+    again = Tokenizer.load(tmp_path / "saved").with_text_tokens(tokenizer.text_tokens)
+    assert _ids(render(talk, "vicuna_v1.1", again)) == _ids(render(talk, "vicuna_v1.1", tokenizer))
+    for wrong in ("<thin>", "</s>"):
+        with pytest.raises(UserError, match=f"text_tokens: '{wrong}' is no added token.*</think>, <think> would work"):
+            bare.with_text_tokens([wrong])
+
+
 def test_templates_that_need_no_control_tokens_end_answers_with_eos():
     tokenizer = Tokenizer.load(TINY)
     for template in set(BUILT_IN) - set(CONTROLS):
