@@ -93,11 +93,19 @@ class ModelSource:
         (assets / "config.json").write_text(json.dumps(self.config.to_hf(), indent=2) + "\n", encoding="utf-8")
         generation = assets / "generation_config.json"
         if generation.exists():
-            content = json.loads(generation.read_text(encoding="utf-8"))
-            content["eos_token_id"] = self.config.to_hf()["eos_token_id"]
-            generation.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            _change(generation, eos_token_id=self.config.to_hf()["eos_token_id"])
         tokenizer.save(assets, chat_template)
+        settings = assets / "tokenizer_config.json"
+        length = self.config.max_position_embeddings
+        # Where it says how much a model takes, it cuts (or warns of) what is longer.
+        if settings.exists() and (json.loads(settings.read_text(encoding="utf-8")).get("model_max_length") or length) < length:
+            _change(settings, model_max_length=length)
         (assets / "run.yaml").write_text(resolved, encoding="utf-8")
+
+
+def _change(path: Path, **fields: object) -> None:
+    content = {**json.loads(path.read_text(encoding="utf-8")), **fields}
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _draw_rows(params: dict, model, had: int, seed: int) -> dict:
