@@ -29,6 +29,8 @@ NOT_A_RECORD = "not a record"
 NO_FIELD = "no conversations or messages"
 EMPTY_RECORD = "empty record"
 BAD_TURN = "a turn without role or text"
+TOOL_CALLS = "a turn with `tool_calls`, which are no text"
+BAD_HISTORY = "`history` that is no list of pairs"
 UNKNOWN_ROLE = "unknown role"
 BAD_HTML = "HTML that cannot be read"
 EMPTY_TURN = "empty turn"
@@ -45,6 +47,7 @@ OTHER_LANGUAGE = "other language"
 LEADING_ASSISTANT = "leading assistant turns dropped"
 TRAILING_HUMAN = "unanswered last turn dropped"
 LONE_SURROGATE = "broken characters replaced"
+TOOLS_LEFT_OUT = "descriptions in `tools` left out"
 FROM_HTML = "HTML turned into markdown"
 CUT_AT_RATE_LIMIT = "cut before a busy service's reply"
 SPLIT = "longer than context_length, split on whole exchanges"
@@ -105,7 +108,8 @@ class Cleaner:
 
     def clean(self, record: object) -> tuple[str, tuple[Message, ...], set[str]]:
         """(id, turns in order, what was changed) of a record: `conversations` with from/value, `messages` with role/content,
-        or one exchange as Alpaca has it (`instruction`, perhaps `input`, `output`).
+        or one exchange as Alpaca has it (`instruction`, perhaps `input`, `output`, and the exchanges before it as pairs in
+        `history`); perhaps with a text `system` beside them.
 
         Turns are [system] user assistant (tool assistant)* user assistant ... Raises Drop with the reason.
         """
@@ -115,7 +119,13 @@ class Cleaner:
         if not turns:
             raise Drop(EMPTY_RECORD)
         changes: set[str] = set()
+        if record.get("tools"):
+            changes.add(TOOLS_LEFT_OUT)
         messages = [self._message(turn, changes) for turn in turns]
+        beside = _first(record, "system", "system_prompt")
+        if isinstance(beside, str) and not (messages[0].role == "system" and messages[0].content):
+            messages = [self._message({"role": "system", "content": beside}, changes),
+                        *messages[messages[0].role == "system" :]]  # fmt: skip
         messages = _in_order(messages, changes)
         if self.config.rate_limits:
             messages = _before_rate_limit(messages, changes)
@@ -134,10 +144,12 @@ class Cleaner:
     def _message(self, turn: object, changes: set[str]) -> Message:
         if not isinstance(turn, dict):
             raise Drop(BAD_TURN)
-        role, content = turn.get("from", turn.get("role")), turn.get("value", turn.get("content"))
+        role, content = _first(turn, "from", "role"), _first(turn, "value", "content")
         if isinstance(content, list):  # OpenAI's parts: only those made of text alone can be learned from
             parts = [part.get("text") if isinstance(part, dict) else part for part in content]
             content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+        if turn.get("tool_calls") or turn.get("function_call"):
+            raise Drop(TOOL_CALLS)
         if not isinstance(role, str) or not isinstance(content, str):
             raise Drop(BAD_TURN)
         known = SPELLINGS.get(role) or SPELLINGS.get(role.strip().lower())
@@ -156,8 +168,9 @@ class Cleaner:
             except ValueError:
                 raise Drop(BAD_HTML) from None
             changes.add(FROM_HTML)
-        train = turn.get("train", True)
-        return Message(known, content, train if isinstance(train, bool) else True)
+        # `weight` is OpenAI's (0 or 1); a number is no more than a yes or no here.
+        train = _first(turn, "train", "weight")
+        return Message(known, content, bool(train) if isinstance(train, bool | int | float) else True)
 
     def _filter(self, messages: Sequence[Message]) -> None:
         """What users may ask for, and nobody gets unasked."""
@@ -173,14 +186,27 @@ class Cleaner:
                 raise Drop(OTHER_LANGUAGE)
 
 
+def _first(fields: dict, *names: str) -> object:
+    """What the first of these fields holds that there is: rows of a table have all columns, empty ones as None."""
+    return next((fields[name] for name in names if fields.get(name) is not None), None)
+
+
 def _turns(record: dict) -> list:
     for key in ("conversations", "conversation", "messages", "items"):
         if isinstance(record.get(key), list):
             return record[key]
+    return _alpaca(record)
+
+
+def _alpaca(record: dict) -> list[dict]:
     asked = [record.get("instruction"), record.get("input") or ""]
     if not all(isinstance(text, str) for text in [*asked, record.get("output")]):
         raise Drop(NO_FIELD)
-    return [{"from": "user", "value": "\n\n".join(filter(None, asked))}, {"from": "assistant", "value": record["output"]}]
+    exchanges = record.get("history") or []
+    if not (isinstance(exchanges, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in exchanges)):
+        raise Drop(BAD_HISTORY)
+    texts = [text for pair in exchanges for text in pair] + ["\n\n".join(filter(None, asked)), record["output"]]
+    return [{"from": ("user", "assistant")[number % 2], "value": text} for number, text in enumerate(texts)]
 
 
 def _language():

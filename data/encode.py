@@ -22,6 +22,7 @@ from data.tokenizer import Tokenizer
 NO_TARGET = "no trained token"
 FOREIGN_ID = "an id that the tokenizer does not have"
 CUT = "longer than context_length, cut"
+TYPED = "typed in a turn, kept as letters: "  # of a control token; data.text_tokens could take it as a token
 BATCH = 64  # records that go to a process at a time
 
 Whole = tuple[np.ndarray, np.ndarray]  # tokens int32 [n], loss mask uint8 [n]
@@ -29,10 +30,10 @@ Whole = tuple[np.ndarray, np.ndarray]  # tokens int32 [n], loss mask uint8 [n]
 
 @dataclass(frozen=True)
 class Encoded:
-    """documents: each of at most context_length tokens and with a target; change: what had to be done for its length."""
+    """documents: each of at most context_length tokens and with a target; changes: what had to be done to it."""
 
     documents: list[Whole]
-    change: str | None = None
+    changes: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,9 @@ class Encoder:
 
     def encode(self, item: Item) -> Encoded | str:
         """The documents of one record, or the reason why there are none."""
+        changes = set()
         if isinstance(item, Conversation):
+            changes = {TYPED + token for message in item.messages for token in self.tokenizer.typed(message.content)}
             try:
                 wholes = self._conversation(item.messages, self.templates[item.source])
             except TemplateError as error:
@@ -68,7 +71,9 @@ class Encoder:
         documents = [(tokens, mask) for tokens, mask in pieces if mask[1:].any()]
         if not documents:
             return NO_TARGET
-        return Encoded(documents, SPLIT if len(wholes) > 1 else CUT if self._long(wholes[0]) else None)
+        if len(wholes) > 1 or len(wholes[0][0]) > self.context_length:
+            changes.add(SPLIT if len(wholes) > 1 else CUT)
+        return Encoded(documents, frozenset(changes))
 
     def _conversation(self, messages: Sequence[Message], template: str) -> list[Whole]:
         if self.train_on == "last":
@@ -78,9 +83,6 @@ class Encoder:
             return [self._render(messages, template)]
         render = partial(self._render, template=template)
         return list(split(messages, render, lambda whole: len(whole[0]), self.context_length))
-
-    def _long(self, whole: Whole) -> bool:
-        return len(whole[0]) > self.context_length
 
     def _render(self, messages: Sequence[Message], template: str) -> Whole:
         segments = render(messages, template, self.tokenizer)
@@ -104,7 +106,7 @@ def encode_all(encoder: Encoder, items: Iterable[Item], processes: int = 1) -> I
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="longstripe-tokenizer-") as folder:
         encoder.tokenizer.save(folder)  # its libraries' objects cannot all be pickled
-        begin = (replace(encoder, tokenizer=None), folder)
+        begin = (replace(encoder, tokenizer=None), folder, encoder.tokenizer.text_tokens)
         with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_begin, initargs=begin) as pool:
             try:
                 while batch := list(islice(items, BATCH)):
@@ -133,9 +135,9 @@ def _deaf_to_ctrl_c() -> Iterator[None]:
 _encoder: Encoder | None = None  # of a process of encode_all's
 
 
-def _begin(encoder: Encoder, folder: str) -> None:
+def _begin(encoder: Encoder, folder: str, text_tokens: tuple[str, ...]) -> None:
     global _encoder
-    _encoder = replace(encoder, tokenizer=Tokenizer.load(folder))
+    _encoder = replace(encoder, tokenizer=Tokenizer.load(folder).with_text_tokens(text_tokens))
 
 
 def _encode_batch(batch: list[Item]) -> list[Encoded | str]:

@@ -1,8 +1,10 @@
 """Files of this machine or of a store (gs://, s3://, hf://, ... by fsspec), read alike; folders of a store kept here too."""
 
+import gzip
 import os
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -44,8 +46,8 @@ class File:
 
     @property
     def suffix(self) -> str:
-        """The name's end, in small letters, such as .json."""
-        return PurePosixPath(self.path).suffix.lower()
+        """The name's end, in small letters, such as .json; also of x.json.gz."""
+        return PurePosixPath(self.path.lower().removesuffix(".gz")).suffix
 
     def exists(self) -> bool:
         with _system(self.path) as (system, path):
@@ -61,13 +63,23 @@ class File:
         with _system(self.path) as (system, path):
             return system.open(path, "rb")
 
+    @contextmanager
+    def unpacked(self) -> Iterator[BinaryIO]:
+        """As open, a .gz file's contents instead of its bytes; UserError for a .gz that is cut off or none."""
+        packed = self.path.lower().endswith(".gz")
+        with self.open() as opened:
+            try:
+                yield gzip.GzipFile(fileobj=opened) if packed else opened
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                raise UserError(f"{self}: cannot be unpacked ({error}); a whole .gz file would work") from None
+
 
 def find(path: str | Path, suffixes: Sequence[str]) -> list[File]:
     """The file itself, or all files in the folder, and in those below it, whose name ends so; sorted by path."""
     with _system(path) as (system, inside):
         if not system.isdir(inside):
             return [File(str(path))]
-        found = sorted(name for name in system.find(inside) if PurePosixPath(name).suffix.lower() in suffixes)
+        found = sorted(name for name in system.find(inside) if File(name).suffix in suffixes)
         return [File(system.unstrip_protocol(name) if is_remote(path) else name) for name in found]
 
 

@@ -26,7 +26,7 @@ from data.sources import Source
 from data.templates import jinja_template
 from data.tokenizer import Tokenizer
 
-RULES = "prepare-2"  # change it with any change of what a document holds: old folders are then left alone
+RULES = "prepare-3"  # change it with any change of what a document holds: old folders are then left alone
 DROPPED = "dropped.jsonl"
 INDEX = "index.npz"  # written last: a folder with an index is whole
 WORTH_PROCESSES = 1 << 23  # bytes of a source from which on several processes encode it; they take seconds to start
@@ -107,8 +107,8 @@ def prepare(
     into consecutive pieces, those without a token to learn from left out. The folder also holds dropped.jsonl: every
     record that was not used, with the reason. train_on: `all` assistant turns, or only the `last`.
     held_out_fraction of the records, chosen by a hash of their ids, and all of held_out_sources (numbered on after
-    `sources`) are the split held_out. Several processes may prepare the same folder at once. A folder in a store (gs://,
-    s3://) is filled from, and read through, one in the cache.
+    `sources`) are the split held_out, in which every document counts once, whatever its source's weight. Several processes
+    may prepare the same folder at once. A folder in a store (gs://, s3://) is filled from, and read through, one in the cache.
     key: HASH as another process found it, which has prepared that folder: it is opened, and no source is read.
     Raises UserError: a bad file (see data.sources.read), a template that does not fit, nothing to train on; with a key, no
     such folder.
@@ -182,8 +182,7 @@ class _Job:
                 if isinstance(made, str):
                     account.reject(made, item.record, None if isinstance(item, Tokens) else asdict(item))
                     continue
-                if made.change:
-                    account.repaired[made.change] += 1
+                account.repaired.update(made.changes)
                 held_out = self.held_out(number, item.id)
                 for tokens, mask in made.documents:
                     key = index.add(len(tokens), int(mask[1:].sum()), number, held_out)
@@ -293,9 +292,9 @@ def _open(final: Path, sources: list[Source], context_length: int) -> Prepared:
     for account, source in zip(report.sources, sources, strict=True):
         account.path = str(source.path)  # the same content may lie elsewhere today
     train = Documents(final, np.flatnonzero(~held_out), index, weights, "train")
-    return Prepared(
-        final, train, Documents(final, np.flatnonzero(held_out), index, weights, "held_out"), report, context_length
-    )
+    # A weight is how often a source is learned from; what is measured is measured once.
+    measured = Documents(final, np.flatnonzero(held_out), index, np.ones_like(weights), "held_out")
+    return Prepared(final, train, measured, report, context_length)
 
 
 def _cores() -> int:

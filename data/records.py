@@ -3,6 +3,7 @@
 import codecs
 import json
 from collections.abc import Callable, Iterator
+from typing import BinaryIO
 
 from data.errors import UserError
 from data.paths import File
@@ -17,9 +18,9 @@ WOULD_WORK = "a JSON list of records, or one JSON record a line, would work"
 class _Text:
     """A window of the file's text that grows on demand, so that memory is one record plus one chunk."""
 
-    def __init__(self, path: File, advance: Callable[[int], None] | None):
+    def __init__(self, path: File, file: BinaryIO, advance: Callable[[int], None] | None):
         self.path = path
-        self.file = path.open()
+        self.file = file
         self.decoder = codecs.getincrementaldecoder("utf-8-sig")("strict")
         self.advance = advance
         self.text, self.at, self.ended, self.bytes_read = "", 0, False, 0
@@ -65,8 +66,8 @@ def read_records(
     """
     if not path.exists():
         raise UserError(f"{path}: no such file; {WOULD_WORK}")
-    text = _Text(path, advance)
-    with text.file:
+    with path.unpacked() as opened:
+        text = _Text(path, opened, advance)
         first = text.peek()
         if first == "":
             size = path.size()

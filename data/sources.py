@@ -20,9 +20,9 @@ Item = Conversation | Text | Tokens
 
 # Of each format: the files that a folder is searched for, and what is told to a user whose file is none of it.
 SUFFIXES = {
-    "sharegpt": (".json", ".jsonl"),
-    "text": (".txt", ".md", ".json", ".jsonl"),
-    "tokens": (".npy", ".json", ".jsonl"),
+    "sharegpt": (".json", ".jsonl", ".parquet"),
+    "text": (".txt", ".md", ".json", ".jsonl", ".parquet"),
+    "tokens": (".npy", ".json", ".jsonl", ".parquet"),
 }
 FORMATS = tuple(SUFFIXES)
 WOULD_WORK = {
@@ -41,9 +41,10 @@ BAD_MASK = "`loss_mask` or `labels` unlike its tokens"
 class Source:
     """One entry of a recipe's `data.sources`.
 
-    path: a file, or a folder of files, here or in a store (gs://, s3://). format: `sharegpt` (JSON list or lines of
-    records: `conversations` with from/value, or `messages` with role/content), `text` (a plain text is one document; JSON
-    records have `text`) or `tokens` (`.npy`, or JSON records with `tokens`). template: of conversations, a name of
+    path: a file, or a folder of files, here or in a store (gs://, s3://). format: `sharegpt` (records: `conversations` with
+    from/value, or `messages` with role/content), `text` (a plain text is one document; records have `text`) or `tokens`
+    (`.npy`, or records with `tokens`). Records are a JSON list, JSON lines or the rows of a Parquet file; JSON and texts may be
+    packed as .gz. template: of conversations, a name of
     data.templates. weight: how often each of its documents is seen in an epoch, on average (0.5: half of them, other
     ones each epoch).
     """
@@ -99,14 +100,16 @@ def read(
 
 def _records(file: File, format: str, account: SourceReport, advance: Advance) -> Iterator[object]:
     """JSON values, one string for a plain text, or arrays [n]."""
-    if format == "sharegpt" or file.suffix in (".json", ".jsonl"):
+    if file.suffix != ".parquet" and (format == "sharegpt" or file.suffix in (".json", ".jsonl")):
         yield from read_records(file, account, advance)
         return
     if not file.exists():
         raise UserError(f"{file}: no such file; {WOULD_WORK[format]}")
-    if format == "text":
+    if file.suffix == ".parquet":
+        yield from _rows(file)
+    elif format == "text":
         try:
-            with file.open() as opened:
+            with file.unpacked() as opened:
                 yield opened.read().decode("utf-8-sig").replace("\r\n", "\n")
         except UnicodeDecodeError as error:
             raise UserError(f"{file}: byte {error.start} is not UTF-8 text; {WOULD_WORK[format]}") from None
@@ -114,6 +117,18 @@ def _records(file: File, format: str, account: SourceReport, advance: Advance) -
         yield from _array(file)
     if advance:
         advance(file.size())
+
+
+def _rows(file: File) -> Iterator[dict]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        with file.open() as opened:
+            for batch in parquet.ParquetFile(opened).iter_batches(batch_size=256):
+                yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise UserError(f"{file}: cannot be read as Parquet ({str(error).splitlines()[0]})") from None
 
 
 def _array(file: File) -> Iterator[np.ndarray]:

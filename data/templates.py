@@ -1,7 +1,10 @@
 """Conversations to ids: a Jinja chat template is rendered with marks in place of contents, cut there, and encoded."""
 
+import json
+import re
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from data.conversation import Message
 from data.errors import UserError
@@ -165,9 +168,9 @@ def render(
     run = _Run(tokenizer)
     ends_turn = False  # the next control token ends an assistant's text that is in the loss
     for piece in pieces:
-        if isinstance(piece, int):
-            ends_turn = piece in in_loss
-            run.add(messages[piece].content, ends_turn)
+        if isinstance(piece, _Content):
+            ends_turn, content = piece.turn in in_loss, messages[piece.turn].content
+            run.add(json.dumps(content, ensure_ascii=False) if piece.as_json else content, ends_turn)
             continue
         text, own, answer = piece
         train_own = answer in in_loss
@@ -239,13 +242,19 @@ def _segments(ids: list[tuple[int, bool]]) -> list[Segment]:
     return segments
 
 
+class _Content(NamedTuple):
+    """Where a template writes the content of a turn, by its number; as_json: in quotes and escaped (Llama 3.1's tool turns)."""
+
+    turn: int
+    as_json: bool
+
+
 @lru_cache(maxsize=4096)
 def _pieces(source: str, roles: tuple[str, ...], specials: tuple, add_generation_prompt: bool) -> tuple:
-    """The rendered template as a tuple of message numbers (a content) and (text, own, answer).
+    """The rendered template as a tuple of contents and (text, own, answer).
 
     own: how many characters at the text's end, before the content of message `answer`, an assistant writes itself.
-    Depends
-    on roles alone, so that Jinja runs once per shape of conversation.
+    Depends on roles alone, so that Jinja runs once per shape of conversation.
     """
     if not roles:
         raise TemplateError("a conversation without turns")
@@ -260,18 +269,18 @@ def _pieces(source: str, roles: tuple[str, ...], specials: tuple, add_generation
             prompt = None
     result = []
     for place, part in enumerate(parts):
-        if isinstance(part, int):
+        if isinstance(part, _Content):
             result.append(part)
             continue
         following = parts[place + 1] if place + 1 < len(parts) else None
-        answer = following if isinstance(following, int) and roles[following] == "assistant" else None
+        answer = following.turn if isinstance(following, _Content) and roles[following.turn] == "assistant" else None
         own = len(part) - len(prompt) if answer is not None and prompt and part.startswith(prompt) else 0
         result.append((part, own, answer))
     return tuple(result)
 
 
-def _cut(source: str, roles: tuple[str, ...], specials: tuple, add_generation_prompt: bool) -> list[str | int]:
-    """Renders with marks, and cuts: texts and message numbers, in the order in which the template writes them."""
+def _cut(source: str, roles: tuple[str, ...], specials: tuple, add_generation_prompt: bool) -> list[str | _Content]:
+    """Renders with marks, and cuts: texts and contents, in the order in which the template writes them."""
     marks = [f"\ufdd0{number}\ufdd1" for number in range(len(roles))]
     messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
     names = zip(("bos_token", "eos_token", "pad_token"), specials, strict=True)
@@ -284,18 +293,18 @@ def _cut(source: str, roles: tuple[str, ...], specials: tuple, add_generation_pr
         raise
     except Exception as error:  # Jinja's own errors and whatever a template's expressions raise
         raise TemplateError(f"the chat template refuses turns {', '.join(roles)}: {error}") from None
-    parts: list[str | int] = []
+    parts: list[str | _Content] = []
     pieces = text.split("\ufdd0")
     if pieces[0]:
         parts.append(pieces[0])
     for piece in pieces[1:]:
         number, _, rest = piece.partition("\ufdd1")
-        parts.append(int(number))
+        parts.append(_Content(int(number.rstrip('"')), number.endswith('"')))
         if rest:
             parts.append(rest)
+    written = [part.turn for part in parts if isinstance(part, _Content)]
     for number, role in enumerate(roles):
-        if parts.count(number) != 1:
-            times = parts.count(number)
+        if (times := written.count(number)) != 1:
             raise TemplateError(f"the chat template writes turn {number} ({role}) {times} times, not once and as it is")
     return parts
 
@@ -304,18 +313,29 @@ def _cut(source: str, roles: tuple[str, ...], specials: tuple, add_generation_pr
 def _compile(source: str):
     # The same environment as transformers': blocks trimmed, sandboxed, `break` and `continue`, tojson, raise_exception.
     # strftime_now is left out on purpose: templates that would print today's date then print their fixed one.
-    import json
-
     from jinja2 import TemplateSyntaxError
+    from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Generation(Extension):
+        """{% generation %} marks what an assistant wrote, for transformers' own masks; it writes nothing."""
+
+        tags = {"generation"}  # noqa: RUF012 - Jinja's own attribute
+
+        def parse(self, parser):
+            next(parser.stream)
+            return parser.parse_statements(["name:endgeneration"], drop_needle=True)
 
     def raise_exception(message):
         raise TemplateError(f"the chat template refuses: {message}")
 
+    def tojson(value, indent=None):
+        return re.sub('"\ufdd0(\\d+)\ufdd1"', '\ufdd0\\1"\ufdd1', json.dumps(value, ensure_ascii=False, indent=indent))
+
     environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
-    environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+    environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     try:
         return environment.from_string(source)

@@ -4,11 +4,10 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
+from data.engines import ControlToken, Engine, HuggingFace, Sentencepiece
 from data.errors import UserError
 
 # The files that make a tokenizer; a saved one carries whichever of them the original had.
@@ -21,32 +20,21 @@ FILES = (
     "chat_template.jinja",
 )
 WOULD_WORK = "a folder with tokenizer.json or tokenizer.model, or a sentencepiece .model file, would work"
-# Noncharacters: legal in a str, in nobody's text. GUARD keeps the library from treating a run in the middle of a
-# conversation as the beginning of a text; the same characters in a user's text are replaced.
-GUARD = "\ufdd0\ufdd1\ufdd0"
 _NONCHARACTERS = re.compile("[\ufdd0\ufdd1]")
-
-
-@dataclass(frozen=True)
-class ControlToken:
-    """A token that only a template may write. strips: white space left and right that its tokenizer takes with it."""
-
-    text: str
-    id: int
-    strips: tuple[bool, bool] = (False, False)
 
 
 class Tokenizer:
     """One tokenizer, the same for training, chat and export. Make it with `Tokenizer.load`.
 
-    bos_id, eos_id, pad_id: int or None; bos_token, eos_token, pad_token: their text or None; vocab_size: 1 + the
-    highest
-    id; chat_template: Jinja text or None; controls: every ControlToken, by text; fingerprint: sha256 of its files.
+    bos_id, eos_id, pad_id: int or None; bos_token, eos_token, pad_token: their text or None; vocab_size: 1 + the highest
+    id; chat_template: Jinja text or None; controls: every ControlToken, by text; text_tokens: added tokens that are none,
+    though they look like one; fingerprint: sha256 of its files, and of text_tokens.
     """
 
-    def __init__(self, files: dict[str, bytes], engine: "_Engine", where: str):
+    def __init__(self, files: dict[str, bytes], engine: Engine, where: str, text_tokens: tuple[str, ...] = ()):
         self._files = files
         self._engine = engine
+        self.text_tokens = text_tokens
         self.controls: dict[str, ControlToken] = engine.controls
         self.vocab_size: int = engine.vocab_size
         config = _json(files, "tokenizer_config.json", where)
@@ -66,6 +54,11 @@ class Tokenizer:
         if isinstance(template, list):  # transformers' older form: several named ones
             template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
         self.chat_template: str | None = template
+        for text in text_tokens:
+            if text not in self.controls or text in (self.bos_token, self.eos_token, self.pad_token):
+                names = ", ".join(sorted(self.controls.keys() - {self.bos_token, self.eos_token, self.pad_token}))
+                raise UserError(f"data.text_tokens: {text!r} is no added token of the tokenizer; {names or 'none'} would work")
+            del self.controls[text]
         engine.seal({control.id for control in self.controls.values()})
 
     @classmethod
@@ -87,7 +80,7 @@ class Tokenizer:
             files = {"tokenizer.json" if path.suffix == ".json" else "tokenizer.model": path.read_bytes()}
         else:
             raise UserError(f"{path}: no such file or folder; {WOULD_WORK}")
-        kind = _HuggingFace if "tokenizer.json" in files else _Sentencepiece
+        kind = HuggingFace if "tokenizer.json" in files else Sentencepiece
         try:
             engine = kind(files)
         except UserError:
@@ -103,16 +96,19 @@ class Tokenizer:
         if not missing:
             return self
         files = {**self._files, **self._engine.extended(missing)}
-        return Tokenizer(files, type(self._engine)(files), "the tokenizer with added control tokens")
+        return Tokenizer(files, type(self._engine)(files), "the tokenizer with added control tokens", self.text_tokens)
+
+    def with_text_tokens(self, tokens: Iterable[str]) -> "Tokenizer":
+        """A tokenizer whose texts may hold these added tokens, say <think>: typed, each is its token and not its letters."""
+        tokens = tuple(sorted(set(tokens)))
+        return Tokenizer(self._files, type(self._engine)(self._files), "the tokenizer", tokens) if tokens else self
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text as at the beginning of a document, without BOS or EOS; never a control id, whatever is
-        typed."""
+        """Ids of a text as at the beginning of a document, without BOS or EOS; never a control id, whatever is typed."""
         return [token for token, _, _ in self.encode_spans(text)]
 
     def encode_spans(self, text: str, beginning: bool = True) -> list[tuple[int, int, int]]:
-        """(id, start, end) of every token; start and end are places in `text`, equal where a token has no text of its
-        own.
+        """(id, start, end) of every token; start and end are places in `text`, equal where a token has no text of its own.
 
         beginning=False: the text goes on after a control token, which matters to tokenizers that mark only a text's
         beginning with a space.
@@ -153,12 +149,22 @@ class Tokenizer:
             parts.append(left + f"({re.escape(control.text)})" + right)
         return re.compile("|".join(parts) or r"(?!)")
 
+    def typed(self, text: str) -> set[str]:
+        """The control tokens that stand in a text, which stay letters there."""
+        return set(self._typed_pattern.findall(text))
+
+    @cached_property
+    def _typed_pattern(self) -> re.Pattern:
+        longest_first = sorted(self.controls, key=len, reverse=True)
+        return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
     @cached_property
     def fingerprint(self) -> str:
         """sha256 over the files' names and bytes: equal tokenizers give equal ids."""
         digest = hashlib.sha256()
         for name in sorted(self._files):
             digest.update(f"{name}\0{len(self._files[name])}\0".encode() + self._files[name])
+        digest.update("\0".join(self.text_tokens).encode())
         return digest.hexdigest()
 
     def save(self, directory: str | Path, chat_template: str | None = None) -> None:
@@ -167,8 +173,7 @@ class Tokenizer:
         The original files are copied byte for byte; chat_template (say `templates.jinja_template(...)`, the one trained
         with) takes the place of the original one, and is written as chat_template.jinja.
 
-        A sentencepiece model is written as tokenizer.model with a tokenizer_config.json that names LlamaTokenizer.
-        Known to
+        A sentencepiece model is written as tokenizer.model with a tokenizer_config.json that names LlamaTokenizer. Known to
         differ: transformers 5 converts it to its own fast tokenizer, which applies no sentencepiece normalisation (nfkc
         and the like), merges runs of spaces in its own way, and turns typed control tokens into control ids.
         """
@@ -193,180 +198,6 @@ class Tokenizer:
             files["chat_template.jinja"] = template.encode()
         for name, content in files.items():
             (directory / name).write_bytes(content)
-
-
-class _Engine(Protocol):
-    """What the two libraries have in common, for Tokenizer's eyes only."""
-
-    controls: dict[str, ControlToken]
-    names: dict[str, str]  # bos_token, eos_token, ... as far as the model file itself tells
-    vocab_size: int
-
-    def find(self, text: str) -> int | None:
-        """The id of exactly this token."""
-
-    def extended(self, tokens: list[str]) -> dict[str, bytes]:
-        """The model file with control tokens added at its end."""
-
-    def seal(self, control_ids: set[int]) -> None:
-        """Prepares encode so that it never gives one of these ids."""
-
-    def encode(self, text: str, beginning: bool) -> list[tuple[int, int, int]]:
-        """(id, first character, end) of each token; beginning: `text` stands at the start of what is encoded."""
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of `ids`, control tokens among it."""
-
-
-class _HuggingFace(_Engine):
-    def __init__(self, files: dict[str, bytes]):
-        from tokenizers import Tokenizer as Library
-
-        self._spec = json.loads(files["tokenizer.json"])
-        self._full = Library.from_str(json.dumps(self._spec))
-        self.names = {}
-        # Runs of white space are sometimes kept as added tokens; they are text. Everything else that is added is a
-        # token that a person could type and must not get.
-        self._text_tokens = [token for token in self._spec.get("added_tokens", []) if _is_text(token)]
-        self.controls = {
-            token["content"]: ControlToken(
-                token["content"], token["id"], (bool(token.get("lstrip")), bool(token.get("rstrip")))
-            )
-            for token in self._spec.get("added_tokens", [])
-            if not _is_text(token)
-        }
-        self.vocab_size = max(self._full.get_vocab(with_added_tokens=True).values()) + 1
-
-    def find(self, text):
-        return self._full.token_to_id(text)
-
-    def extended(self, tokens):
-        from tokenizers import AddedToken
-        from tokenizers import Tokenizer as Library
-
-        library = Library.from_str(json.dumps(self._spec))
-        library.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in tokens])
-        return {"tokenizer.json": library.to_str(pretty=True).encode()}
-
-    def seal(self, control_ids):
-        from tokenizers import AddedToken
-        from tokenizers import Tokenizer as Library
-
-        spec = json.loads(json.dumps(self._spec))
-        spec.update(added_tokens=[], post_processor=None, truncation=None, padding=None)
-        _rename(spec["model"], control_ids)
-        self._plain = Library.from_str(json.dumps(spec))
-        for token in self._text_tokens:
-            if self._plain.token_to_id(token["content"]) == token["id"]:
-                options = {name: token[name] for name in ("single_word", "lstrip", "rstrip", "normalized")}
-                self._plain.add_tokens([AddedToken(token["content"], **options)])
-        self._plain.add_special_tokens([AddedToken(GUARD, normalized=False)])
-        # <unk> is the one control token that text can still become, where a vocabulary lacks its characters (never by
-        # typing it): an unknown character is no command, and the id says just that.
-        unknown = spec["model"].get("unk_id", spec["model"].get("unk_token"))
-        self._forbidden = control_ids - {self._plain.token_to_id(unknown) if isinstance(unknown, str) else unknown}
-
-    def encode(self, text, beginning):
-        guard = "" if beginning else GUARD
-        encoding = self._plain.encode(guard + text, add_special_tokens=False)
-        shift, skip = len(guard), int(not beginning)
-        spans = zip(encoding.ids[skip:], encoding.offsets[skip:], strict=True)
-        result = [(token, start - shift, end - shift) for token, (start, end) in spans]
-        _check(result, self._forbidden)
-        return result
-
-    def decode(self, ids):
-        return self._full.decode(ids, skip_special_tokens=False)
-
-
-class _Sentencepiece(_Engine):
-    def __init__(self, files: dict[str, bytes]):
-        import sentencepiece
-        from sentencepiece import sentencepiece_model_pb2
-
-        self._proto = sentencepiece_model_pb2.ModelProto()
-        self._proto.ParseFromString(files["tokenizer.model"])
-        self._full = sentencepiece.SentencePieceProcessor(model_proto=files["tokenizer.model"])
-        self.vocab_size = self._full.get_piece_size()
-        kinds = sentencepiece_model_pb2.ModelProto.SentencePiece
-        self._user_defined = kinds.USER_DEFINED
-        self._control = kinds.CONTROL
-        self._unused = kinds.UNUSED
-        self.controls = {
-            piece.piece: ControlToken(piece.piece, number)
-            for number, piece in enumerate(self._proto.pieces)
-            if piece.type == kinds.CONTROL or (piece.type == kinds.USER_DEFINED and piece.piece.strip(" \u2581\n\t"))
-        }
-        ids = {"bos": self._full.bos_id(), "eos": self._full.eos_id(), "pad": self._full.pad_id()}
-        names = {f"{name}_token": self._full.id_to_piece(number) for name, number in ids.items() if number >= 0}
-        self.names = {**names, "unk_token": self._full.id_to_piece(self._full.unk_id())}
-
-    def find(self, text):
-        number = self._full.piece_to_id(text)
-        return number if self._full.id_to_piece(number) == text else None
-
-    def extended(self, tokens):
-        proto = type(self._proto)()
-        proto.CopyFrom(self._proto)
-        for token in tokens:
-            proto.pieces.add(piece=token, score=0.0, type=self._control)
-        return {"tokenizer.model": proto.SerializeToString()}
-
-    def seal(self, control_ids):
-        import sentencepiece
-
-        proto = type(self._proto)()
-        proto.CopyFrom(self._proto)
-        for number in control_ids:
-            if proto.pieces[number].type == self._user_defined:
-                proto.pieces[number].type = self._unused  # matched nowhere any more, ids stay
-        self._plain = sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
-        self._forbidden = control_ids - {self._full.unk_id()}
-
-    def encode(self, text, beginning):
-        # Each run gets sentencepiece's own dummy prefix, as LLaMA's authors encode each turn by itself.
-        del beginning
-        pieces = self._plain.encode(text, out_type="proto").pieces
-        places, total = {0: 0}, 0  # offsets count bytes of UTF-8
-        for number, character in enumerate(text, 1):
-            total += len(character.encode())
-            places[total] = number
-        result = [(piece.id, places.get(piece.begin, 0), places.get(piece.end, 0)) for piece in pieces]
-        _check(result, self._forbidden)
-        return result
-
-    def decode(self, ids):
-        return self._full.decode(ids)
-
-
-def _is_text(token: dict) -> bool:
-    return not token.get("special") and not token["content"].strip()
-
-
-def _rename(model: dict, control_ids: set[int]) -> None:
-    """Hides control tokens that are ordinary entries: unigram and word models would find them by their text."""
-    vocabulary = model.get("vocab")
-    if isinstance(vocabulary, dict):
-        hidden = {text: number for text, number in vocabulary.items() if number in control_ids}
-        for text, number in hidden.items():
-            del vocabulary[text]
-            vocabulary[f"\ufdd1{number}\ufdd1"] = number
-            if model.get("unk_token") == text:
-                model["unk_token"] = f"\ufdd1{number}\ufdd1"
-        merges = [pair.split(" ") if isinstance(pair, str) else pair for pair in model.get("merges", [])]
-        if "merges" in model:
-            model["merges"] = [list(pair) for pair in merges if not ({*pair, "".join(pair)} & hidden.keys())]
-    elif isinstance(vocabulary, list):  # unigram: [[piece, score], ...], the place is the id
-        for number in control_ids:
-            if number < len(vocabulary):
-                vocabulary[number] = [f"\ufdd1{number}\ufdd1", vocabulary[number][1]]
-
-
-def _check(spans: list[tuple[int, int, int]], forbidden: set[int]) -> None:
-    # A last guard; the tests try every control token. It costs a set look-up per token.
-    for token, start, _ in spans:
-        if token in forbidden:
-            raise AssertionError(f"control id {token} came out of text at {start}")
 
 
 def _json(files: dict[str, bytes], name: str, where: str) -> dict:

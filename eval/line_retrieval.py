@@ -14,7 +14,7 @@ from rich.progress import Progress
 from data.conversation import Message
 from data.errors import UserError
 from data.paths import output_folder
-from data.templates import render
+from data.templates import NAMES, end_ids, render
 from data.tokenizer import Tokenizer
 from eval import line_cases, report, scoring
 from model.config import LlamaConfig
@@ -33,6 +33,8 @@ def parse(argv=None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=0, help="use only the first so many cases of each file; 0 uses all")
     parser.add_argument("--keys", default="adjective_noun", choices=line_cases.KEY_STYLES, help="keys of generated cases")
     parser.add_argument("--seed", type=int, default=0, help="seed of generated cases")
+    parser.add_argument("--template", choices=NAMES, help="chat template of the question (default: the model's own; plain text "
+                        "for a model without one)")
     parser.add_argument("--output", required=True, help="folder for results.json, cases.jsonl and line_retrieval.png")
     parser.add_argument("--rows", type=int, default=1, help="prompts answered together (default 1)")
     parser.add_argument("--max-new-tokens", type=entry.at_least_one, default=100,
@@ -66,18 +68,19 @@ def gather_cases(args) -> list[line_cases.LineCase]:
     return cases
 
 
-def prompt_ids(case: line_cases.LineCase, tokenizer: Tokenizer) -> list[int]:
-    """The prompt as a user's turn in the model's own chat template; plain text for a model without one."""
-    if tokenizer.chat_template:
-        segments = render([Message("user", case.prompt)], "tokenizer", tokenizer, add_generation_prompt=True)
+def prompt_ids(case: line_cases.LineCase, tokenizer: Tokenizer, template: str | None) -> list[int]:
+    """The prompt as a user's turn in a chat template; plain text without one."""
+    if template:
+        segments = render([Message("user", case.prompt)], template, tokenizer, add_generation_prompt=True)
         return [token for segment in segments for token in segment.ids]
     return [*([tokenizer.bos_id] if tokenizer.bos_id is not None else []), *tokenizer.encode(case.prompt)]
 
 
-def stop_ids(config: LlamaConfig, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """Ids that end an answer: the model's and the tokenizer's end of sequence."""
+def stop_ids(config: LlamaConfig, tokenizer: Tokenizer, template: str | None) -> tuple[int, ...]:
+    """Ids that end an answer: the model's and the tokenizer's end of sequence, and the template's end of a turn."""
     eos = config.eos_token_id if isinstance(config.eos_token_id, tuple) else (config.eos_token_id,)
-    return tuple(sorted({int(i) for i in (*eos, tokenizer.eos_id) if i is not None and i >= 0}))
+    ends = end_ids(template, tokenizer) if template else ()
+    return tuple(sorted({int(i) for i in (*eos, *ends, tokenizer.eos_id) if i is not None and i >= 0}))
 
 
 def batches(prompts: list[list[int]], rows: int) -> list[list[int]]:
@@ -107,28 +110,28 @@ def evaluate(args) -> list[scoring.Score]:
     entry.keep_compiled()
     source = open_model(args.checkpoint)
     tokenizer = source.tokenizer()
+    template = args.template or ("tokenizer" if tokenizer.chat_template else None)
+    prompts, stops = [prompt_ids(case, tokenizer, template) for case in cases], stop_ids(source.config, tokenizer, template)
     mesh = make_mesh(MeshConfig(fsdp=args.fsdp, tensor=args.tensor, sequence=args.sequence))
     config = RunConfig(model=ModelConfig(compute_dtype=args.compute_dtype),
                        attention=AttentionConfig(window=source.mask.window, global_tokens=source.mask.global_tokens))
     model = build_llama(config, source.config, mesh, () if args.replicate else STORAGE_AXES)
     params = source.read(model)
-    prompts = [prompt_ids(case, tokenizer) for case in cases]
     generators, outcomes = {}, {}
     with Progress(transient=False) as progress:
         task = progress.add_task("answering", total=len(cases))
         for numbers in batches(prompts, args.rows):
             length = rounded(max(len(prompts[i]) for i in numbers), 64 * args.sequence)
             if length not in generators:
-                generators[length] = Generator(model, args.layout, args.rows, length, args.max_new_tokens,
-                                               stop_ids(source.config, tokenizer))
+                generators[length] = Generator(model, args.layout, args.rows, length, args.max_new_tokens, stops)
             answers = generators[length](params, [prompts[i] for i in numbers])
             for i, ids in zip(numbers, answers, strict=True):
                 outcomes[i] = scoring.outcome(cases[i], tokenizer.decode(ids), len(prompts[i]),
                                               source.config.max_position_embeddings, args.max_new_tokens)
             progress.advance(task, len(numbers))
     about = {"checkpoint": str(args.checkpoint), "trained_length": source.config.max_position_embeddings, "seed": args.seed,
-             "compute_dtype": args.compute_dtype, "layout": args.layout, "max_new_tokens": args.max_new_tokens,
-             "mesh": {axis: int(size) for axis, size in mesh.shape.items()}}
+             "template": template, "compute_dtype": args.compute_dtype, "layout": args.layout,
+             "max_new_tokens": args.max_new_tokens, "mesh": {axis: int(size) for axis, size in mesh.shape.items()}}
     scores = report.write([outcomes[i] for i in range(len(cases))], args.output, about)
     print(f"wrote {args.output}/results.json, cases and a plot")
     return scores

@@ -48,12 +48,13 @@ def test_transformers_says_the_same(trained, repository):
     run, exported = trained
     source = open_model(str(run))
     tokenizer = source.tokenizer()
-    prompts = [prompt_ids(case, tokenizer) for case in read(repository / "data/fixtures/line_cases.jsonl")[:ROWS - 1]]
+    cases = read(repository / "data/fixtures/line_cases.jsonl")[:ROWS - 1]
+    prompts = [prompt_ids(case, tokenizer, "tokenizer") for case in cases]
     prompts.append(tokenizer.encode("Who are you?"))  # of another length, so that one row ends in padding
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=2, sequence=2))
     model = build_llama(RunConfig(model=ModelConfig(compute_dtype="float32")), source.config, mesh)
     length = rounded(max(map(len, prompts)), 128)
-    stops = stop_ids(source.config, tokenizer)
+    stops = stop_ids(source.config, tokenizer, "tokenizer")
     ours = Generator(model, "striped", ROWS, length, NEW_TOKENS, stops)(source.read(model), prompts)
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)

@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import jax
@@ -65,14 +66,17 @@ class ModelSource:
             return ""
         return weights_fingerprint(self.folder) if self.kind == "huggingface" else fingerprint(self.folder)
 
-    def with_vocabulary(self, tokenizer: Tokenizer, end_ids: tuple[int, ...]) -> ModelSource:
-        """This model with a row of vocabulary for each of the tokenizer's ids, stopping at `end_ids` too."""
-        config = self.config
-        eos = config.eos_token_id if isinstance(config.eos_token_id, tuple) else (config.eos_token_id,)
-        eos = tuple(dict.fromkeys(id for id in (*eos, *end_ids) if id is not None))
-        config = dataclasses.replace(config, vocab_size=max(config.vocab_size, tokenizer.vocab_size),
-                                     eos_token_id=eos if len(eos) > 1 else eos[0] if eos else None)
-        return dataclasses.replace(self, config=config)
+    def with_vocabulary(self, tokenizer: Tokenizer) -> ModelSource:
+        """This model with a row of vocabulary for each of the tokenizer's ids."""
+        size = max(self.config.vocab_size, tokenizer.vocab_size)
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, vocab_size=size))
+
+    def ending_at(self, ids: Iterable[int]) -> ModelSource:
+        """This model with `ids` among those that end its answers."""
+        eos = self.config.eos_token_id if isinstance(self.config.eos_token_id, tuple) else (self.config.eos_token_id,)
+        eos = tuple(dict.fromkeys(id for id in (*eos, *ids) if id is not None))
+        eos = eos if len(eos) > 1 else eos[0] if eos else None
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, eos_token_id=eos))
 
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.tokenizer_path)
@@ -89,11 +93,19 @@ class ModelSource:
         (assets / "config.json").write_text(json.dumps(self.config.to_hf(), indent=2) + "\n", encoding="utf-8")
         generation = assets / "generation_config.json"
         if generation.exists():
-            content = json.loads(generation.read_text(encoding="utf-8"))
-            content["eos_token_id"] = self.config.to_hf()["eos_token_id"]
-            generation.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            _change(generation, eos_token_id=self.config.to_hf()["eos_token_id"])
         tokenizer.save(assets, chat_template)
+        settings = assets / "tokenizer_config.json"
+        length = self.config.max_position_embeddings
+        # Where it says how much a model takes, it cuts (or warns of) what is longer.
+        if settings.exists() and (json.loads(settings.read_text(encoding="utf-8")).get("model_max_length") or length) < length:
+            _change(settings, model_max_length=length)
         (assets / "run.yaml").write_text(resolved, encoding="utf-8")
+
+
+def _change(path: Path, **fields: object) -> None:
+    content = {**json.loads(path.read_text(encoding="utf-8")), **fields}
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _draw_rows(params: dict, model, had: int, seed: int) -> dict:
@@ -130,10 +142,22 @@ def open_model(path: str) -> ModelSource:
     folder = Path(path).expanduser()
     if folder.is_dir() and not (folder / "config.json").exists():
         assets = assets_dir(folder)
-        return ModelSource(LlamaConfig.from_hf(assets), "checkpoint", assets.parent, assets, trained_mask(assets),
-                           verified=not (folder / MANIFEST).exists())  # the newest of a run is chosen by comparing
-    folder = resolve_model_path(path)
-    return ModelSource(LlamaConfig.from_hf(folder), "huggingface", folder, folder)
+        source = ModelSource(LlamaConfig.from_hf(assets), "checkpoint", assets.parent, assets, trained_mask(assets),
+                             verified=not (folder / MANIFEST).exists())  # the newest of a run is chosen by comparing
+    else:
+        folder = resolve_model_path(path)
+        source = ModelSource(LlamaConfig.from_hf(folder), "huggingface", folder, folder)
+    return source.ending_at(_generation_ends(source.tokenizer_path))
+
+
+def _generation_ends(folder: Path) -> list[int]:
+    """What ends an answer by generation_config.json: chat models often name the end of a turn there alone."""
+    path = folder / "generation_config.json"
+    try:
+        ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+    except (ValueError, AttributeError):
+        raise ValueError(f"{path}: not a JSON object; download it again") from None
+    return [id for id in (ends if isinstance(ends, list) else [ends]) if isinstance(id, int)]
 
 
 def choose_model(config: ModelConfig) -> ModelSource:
@@ -166,12 +190,18 @@ def choose_model(config: ModelConfig) -> ModelSource:
 def for_templates(source: ModelSource, data: DataConfig) -> tuple[ModelSource, Tokenizer]:
     """The model and its tokenizer, with `data.add_control_tokens` with every control token that the templates need.
 
-    The model stops at the token that ends an answer in the template it is exported with, the first source's.
+    The model stops at the token that ends an answer in the template it is exported with, that of the first conversations: a
+    model that was none for chats knows only the end of a text.
     """
-    tokenizer = source.tokenizer()
-    if not data.add_control_tokens:
-        return source, tokenizer
-    names = [part.template or data.template for part in data.sources]
-    tokenizer = tokenizer.with_controls(dict.fromkeys(
-        token for name in (*names, data.template) for token in missing_controls(name, tokenizer)))
-    return source.with_vocabulary(tokenizer, end_ids(names[0], tokenizer)), tokenizer
+    tokenizer, templates = source.tokenizer(), chat_templates(data)
+    if data.add_control_tokens:
+        tokenizer = tokenizer.with_controls(dict.fromkeys(
+            token for name in templates for token in missing_controls(name, tokenizer)))
+        source = source.with_vocabulary(tokenizer)
+    source = source.ending_at(end_ids(templates[0], tokenizer) if templates else ())
+    return source, tokenizer.with_text_tokens(data.text_tokens)
+
+
+def chat_templates(data: DataConfig) -> list[str]:
+    """The templates of the sources that are conversations, in their order."""
+    return [source.template or data.template for source in data.sources if source.format == "sharegpt"]

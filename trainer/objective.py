@@ -31,7 +31,7 @@ from . import config as configuration
 from .cluster import first_then_others
 from .config import RunConfig
 from .mesh import Part, part_here, wanted
-from .model_source import choose_model, for_templates
+from .model_source import chat_templates, choose_model, for_templates
 from .step import text_batch
 
 
@@ -82,7 +82,7 @@ def prepare_text(config: RunConfig, tokenizer: Tokenizer, progress: bool = True,
     """The data of a run, tokenized or found so, or with a key opened; progress shows a bar on a terminal."""
     data = config.data
     sources = [Source(s.path, s.format, s.template or data.template, s.weight) for s in data.sources]
-    held_out = [Source(data.held_out_path, sources[0].format, data.template)] if data.held_out_path else []
+    held_out = [Source(data.held_out_path, sources[0].format, sources[0].template)] if data.held_out_path else []
     return prepare(sources, tokenizer, data.context_length, data.prepared, held_out_sources=held_out, clean=data.clean,
                    train_on=data.train_on, held_out_fraction=0.0 if held_out else data.held_out_fraction,
                    progress=progress and sys.stderr.isatty(), key=key)
@@ -160,8 +160,7 @@ class TextObjective:
         return self.source.read(self.model, self.config.model.seed)
 
     def write_assets(self, folder):
-        data = self.config.data
-        talks = [source.template or data.template for source in data.sources if source.format == "sharegpt"]
+        templates = chat_templates(self.config.data)
         # Trained on texts alone, a model chats as it did before.
-        template = jinja_template(talks[0], self.tokenizer) if talks else self.tokenizer.chat_template
+        template = jinja_template(templates[0], self.tokenizer) if templates else self.tokenizer.chat_template
         self.source.write_assets(folder, self.tokenizer, template, configuration.dump(self.config))

@@ -59,6 +59,8 @@ class DataConfig:
     """Chat template: vicuna_v1.1, koala, llama-2, llama-3, chatml, alpaca, plain, or tokenizer for the tokenizer's own."""
     add_control_tokens: bool = False
     """Add the control tokens that the templates need and the tokenizer lacks, each with a new row of the embedding."""
+    text_tokens: tuple[str, ...] = ()
+    """Added tokens of the tokenizer that turns may hold, such as [<think>, </think>]: typed, they are these tokens."""
     train_on: Literal["all", "last"] = "all"
     """Assistant turns in the loss: all of a conversation, or only its last one; a turn's own `train: false` leaves it out."""
     sources: tuple[SourceConfig, ...] = ()
@@ -70,7 +72,7 @@ class DataConfig:
     held_out_fraction: float = 0.05
     """Share of the conversations kept out of training for the held-out loss, unless held_out_path is given."""
     held_out_path: str | None = None
-    """File or folder of held-out records, in the first source's format; replaces held_out_fraction."""
+    """File or folder of held-out records, in the first source's format and template; replaces held_out_fraction."""
     clean: CleanConfig = dataclasses.field(default_factory=CleanConfig)
     """What is done to conversations before they are learned from."""
     seed: int = 0

@@ -41,6 +41,35 @@ def test_one_exchange_as_alpaca_has_it():
         contents({"instruction": "Sing.", "output": None})
 
 
+def test_what_stands_beside_the_turns_is_said_first_or_told():
+    said = talk("Hi", "Ho")
+    for record in ({**said, "system": " Be brief. "}, {**said, "system_prompt": "Be brief."},
+                   {**talk("Hi", "Ho", system="Be brief."), "system": "Never mind."},
+                   {"conversations": [{"from": "system", "value": " "}, *said["conversations"]], "system": "Be brief."},
+                   {"instruction": "Hi", "output": "Ho", "system": "Be brief.", "history": []}):  # fmt: skip
+        turns = Cleaner().clean(record)[1]
+        assert [(turn.role, turn.content) for turn in turns] == [("system", "Be brief."), ("user", "Hi"), ("assistant", "Ho")]
+    for nothing in (None, "", " ", 3, {"a": "b"}):
+        assert contents({**said, "system": nothing, "tools": []}) == ["Hi", "Ho"]
+    assert contents({"instruction": "c", "output": "d", "history": [["a", "b"]]}) == ["a", "b", "c", "d"]
+    with pytest.raises(Drop, match="`history`"):
+        contents({"instruction": "c", "output": "d", "history": ["a", "b"]})
+    assert Cleaner().clean({**said, "tools": [{"name": "f"}]})[2] == {"descriptions in `tools` left out"}
+    called = {"role": "assistant", "content": "Let me look.", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    with pytest.raises(Drop, match="tool_calls"):
+        contents({"messages": [{"role": "user", "content": "a"}, called, {"role": "tool", "content": "1"},
+                               {"role": "assistant", "content": "One."}]})  # fmt: skip
+
+
+@pytest.mark.parametrize(("flag", "train"), [
+    ({}, True), ({"train": True}, True), ({"train": False}, False), ({"train": 0}, False), ({"weight": 0}, False),
+    ({"weight": 1.0}, True), ({"weight": None}, True), ({"train": "?"}, True), ({"train": True, "weight": 0}, True),
+])  # fmt: skip
+def test_a_turns_own_flag_says_whether_it_is_learned(flag, train):
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **flag}]
+    assert [message.train for message in Cleaner().clean({"messages": turns})[1]] == [True, train]
+
+
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(["<p>x</p>", "\ud83d"]),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["text", "train", "a"]), inner, max_size=3),
@@ -52,7 +81,10 @@ TURNS = st.lists(
 )  # fmt: skip
 
 
-@given(st.dictionaries(st.sampled_from(["id", "conversations", "messages", "instruction", "output"]), TURNS | JSON) | JSON,
+KEYS = ["id", "conversations", "messages", "instruction", "output", "system", "history"]
+
+
+@given(st.dictionaries(st.sampled_from(KEYS), TURNS | JSON) | JSON,
        st.builds(CleanConfig, html=st.sampled_from(["detect", "always", "never"]), refusals=st.booleans()))  # fmt: skip
 def test_any_json_is_turns_in_order_or_a_reason(record, config):
     try:

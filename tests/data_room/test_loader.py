@@ -133,6 +133,14 @@ def test_one_epoch_of_held_out_counts_each_target_once(prepared):
     assert sum(batch["loss_weights"].sum() for batch in batches) == prepared.held_out.trained.sum()
 
 
+def test_a_sources_weight_does_not_change_what_is_measured(prepared, small, tokenizer):
+    for weight in (0.01, 2.5):
+        weighted = prepare([Source(str(small), weight=weight)], tokenizer, LENGTH, prepared.folder.parent, **OPTIONS)
+        batches = Loader(weighted, LENGTH, 5, seed=0, split="held_out").epoch_batches()
+        assert sum(batch["loss_weights"].sum() for batch in batches) == prepared.held_out.trained.sum()
+        assert set(weighted.train.weights) == {weight}
+
+
 def test_prepared_folder_is_reused_by_content_and_made_anew_by_any_change(prepared, small, tokenizer, tmp_path):
     folder = prepared.folder.parent
     stamp = (prepared.folder / "index.npz").stat().st_mtime_ns
@@ -254,15 +262,20 @@ def test_a_process_is_started_for_each_core_that_is_ours(small, tokenizer, tmp_p
 @pytest.mark.parametrize("name", ["tiny_tokenizer", "tiny.model"])
 def test_several_processes_write_what_one_does(small, name, tmp_path, monkeypatch):
     """Records in order, dropped ones with their places, errors as they are; a sentencepiece model travels too."""
-    sources, made = [Source(str(small)), Source(str(FIXTURES / "dirty.json"))], {}
+    thought = [{"from": "human", "value": "?</s>"}, {"from": "gpt", "value": "<think> Hm."}]
+    (tmp_path / "thought.json").write_text(json.dumps([{"conversations": thought}]))
+    sources = [Source(str(path)) for path in (small, FIXTURES / "dirty.json", tmp_path / "thought.json")]
+    made = {}
     for bytes_enough in (1 << 30, 1):
         monkeypatch.setattr("data.prepare.WORTH_PROCESSES", bytes_enough)
-        tokenizer = Tokenizer.load(FIXTURES / name)
+        tokenizer = Tokenizer.load(FIXTURES / name).with_controls(["<think>"]).with_text_tokens(["<think>"])
         made[bytes_enough] = prepare(sources, tokenizer, LENGTH, tmp_path / str(bytes_enough), progress=False)
     one, several = made.values()
     assert [(d.tokens.tolist(), d.loss_mask.tolist(), d.record_id) for d in _documents(one.train)] == [
         (d.tokens.tolist(), d.loss_mask.tolist(), d.record_id) for d in _documents(several.train)
     ]
+    assert one.train[len(one.train) - 1].tokens.tolist().count(tokenizer.vocab_size - 1) == 1
+    assert one.report.sources[2].repaired == {"typed in a turn, kept as letters: </s>": 1}
     assert one.report.sources == several.report.sources and one.folder.name == several.folder.name
     dropped = [sorted(made.report.dropped_file.read_text().splitlines()) for made in (one, several)]
     assert dropped[0] == dropped[1] and any("tool" in json.loads(line)["reason"] for line in dropped[0])

@@ -1,10 +1,13 @@
 """Records to conversations: every record of a dirty dump accounted for, and one clear line for each unusable file."""
 
+import gzip
 import json
 from collections import Counter
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from data.clean import CleanConfig
 from data.errors import UserError
@@ -140,15 +143,47 @@ def test_a_useless_file_is_told_in_one_line(tmp_path, content, says):
     assert str(path) in message and says in message and "would work" in message and "\n" not in message
 
 
+@pytest.mark.parametrize("end", [".json.gz", ".jsonl.gz", ".parquet"])
+def test_packed_and_parquet_files_are_the_same_records(tmp_path, end):
+    records = [{"id": str(i), "conversations": [{"from": "human", "value": f"é {i}"}, {"from": "gpt", "value": "ü" * i}]}
+               for i in range(1, 600)]  # fmt: skip
+    (tmp_path / "plain.json").write_text(json.dumps(records), "utf-8")
+    path = tmp_path / "in" / f"data{end.upper() if end == '.json.gz' else end}"
+    path.parent.mkdir()
+    if end == ".parquet":
+        # As datasets put together have them: columns and fields of the other kind are there, and empty.
+        rows = [{**record, "messages": None, "system": None} for record in records]
+        rows[0]["conversations"] = [{**turn, "role": None, "weight": None} for turn in rows[0]["conversations"]]
+        rows.append({"id": "other", "conversations": [
+            {"from": None, "value": None, "role": role, "content": "x", "weight": 0} for role in ("user", "assistant")]})
+        parquet.write_table(pyarrow.Table.from_pylist(rows), path, row_group_size=100)
+    else:
+        lines = "\n".join(map(json.dumps, records)) if "jsonl" in end else json.dumps(records)
+        path.write_bytes(gzip.compress(lines.encode()))
+    expected, _ = _read(tmp_path / "plain.json")
+    for place in (path, path.parent):
+        found, _ = _read(place)
+        assert found[:599] == expected
+        assert [one.messages[1].train for one in found[599:]] == [False] * (end == ".parquet")
+    path.write_bytes(path.read_bytes()[:-300])
+    with pytest.raises(UserError, match=r"cannot be (unpacked|read as Parquet)"):
+        _read(path)
+    path.write_bytes(b"neither")
+    with pytest.raises(UserError, match=r"cannot be (unpacked|read as Parquet)"):
+        _read(path)
+
+
 def test_texts_and_tokens_of_files_and_folders(tmp_path):
     books = tmp_path / "books"
     (books / "more").mkdir(parents=True)
     (books / "b.txt").write_bytes("\ufeffOne\r\nbook é".encode())
     (books / "more/a.jsonl").write_text('{"id": 7, "text": "Two"}\n{"text": " "}\n{"txt": "x"}\n')
+    (books / "more/c.txt.gz").write_bytes(gzip.compress(b"Three"))
+    parquet.write_table(pyarrow.Table.from_pylist([{"id": 9, "text": "Four"}]), books / "more/d.parquet")
     (books / "notes.pdf").write_text("not looked at")
     texts, report = _read(books, format="text")
-    assert [item.text for item in texts] == ["One\nbook é", "Two"] and texts[1].id == "7"
-    assert report.dropped == {"empty text": 1, "no `text`": 1} and report.records == 4
+    assert [item.text for item in texts] == ["One\nbook é", "Two", "Three", "Four"] and texts[1].id == "7"
+    assert report.dropped == {"empty text": 1, "no `text`": 1} and report.records == 6
     records = [
         {"id": "all", "tokens": [5, 6, 7]},
         {"id": "mask", "input_ids": [5, 6, 7], "loss_mask": [0, 1, True]},

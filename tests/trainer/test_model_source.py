@@ -1,12 +1,17 @@
-"""Tests of trainer/model_source.py: what a shape from scratch takes from its preset and what from the recipe."""
+"""Tests of trainer/model_source.py: what a shape from scratch takes from preset and recipe, and where answers end."""
 
 import dataclasses
+import json
+import shutil
 
 import pytest
 
+from data.tokenizer import Tokenizer
+from eval.line_cases import generate
+from eval.line_retrieval import prompt_ids, stop_ids
 from model.config import LlamaConfig
-from trainer.config import ModelConfig
-from trainer.model_source import choose_model
+from trainer.config import DataConfig, ModelConfig, SourceConfig
+from trainer.model_source import choose_model, for_templates, open_model
 
 
 @pytest.fixture
@@ -48,3 +53,53 @@ def test_what_a_preset_names_stays_and_what_it_leaves_out_follows(chosen, preset
 def test_key_heads_that_do_not_divide_the_heads_are_refused(chosen):
     with pytest.raises(ValueError, match="num_key_value_heads: 8 does not divide num_attention_heads 12; these do: 1, 2, 3"):
         chosen("llama-3.1-8b", num_attention_heads=12, hidden_size=768)
+
+
+@pytest.fixture
+def base(repository, tmp_path):
+    """Of a base model: the tokenizer has a chat's tokens (1024, 1025) and ends texts with </s> (2), as the config does."""
+    bare = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
+    bare.with_controls(["<|im_start|>", "<|im_end|>"]).save(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(LlamaConfig.preset("tiny", vocab_size=1026).to_hf()))
+    return tmp_path
+
+
+SOURCES = {"chat": SourceConfig("a.json"), "book": SourceConfig("b.txt", "text"),
+           "other chat": SourceConfig("c.json", template="vicuna_v1.1")}  # fmt: skip
+
+
+@pytest.mark.parametrize(("names", "ends"), [
+    (["chat"], (2, 1025)),
+    (["book", "chat", "other chat"], (2, 1025)),
+    (["other chat", "chat"], 2),
+    (["book"], 2),
+])  # fmt: skip
+@pytest.mark.parametrize("add", [False, True])
+def test_the_model_stops_where_its_first_conversations_answers_end(base, names, ends, add):
+    """Whether the tokens of the template had to be added or not; texts alone leave a model as it was."""
+    data = DataConfig(template="chatml", add_control_tokens=add, sources=tuple(SOURCES[name] for name in names))
+    source, tokenizer = for_templates(open_model(str(base)), data)
+    assert source.config.eos_token_id == ends and tokenizer.vocab_size == source.config.vocab_size == 1026
+
+
+def test_what_ends_an_answer_by_the_generation_config_alone_is_kept(base):
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": [1025, 2], "temperature": 0.6}))
+    source = open_model(str(base))
+    assert source.config.eos_token_id == (2, 1025)
+    shutil.copytree(base, base / "assets")
+    dataclasses.replace(source, kind="checkpoint", folder=base).write_assets(base / "out", source.tokenizer(), "x", "")
+    written = json.loads((base / "out/generation_config.json").read_text())
+    assert sorted(written["eos_token_id"]) == [2, 1025] and written["temperature"] == 0.6
+    (base / "generation_config.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"generation_config\.json: not a JSON object"):
+        open_model(str(base))
+
+
+def test_line_retrieval_asks_and_stops_as_the_template_says(base):
+    """The end of a turn ends an answer, whatever the model's config knows of it."""
+    tokenizer, config = Tokenizer.load(base), LlamaConfig.from_hf(base)
+    case, = generate(2, 1, key_style="short")
+    assert stop_ids(config, tokenizer, "chatml") == (2, 1025) and stop_ids(config, tokenizer, "vicuna_v1.1") == (2,)
+    chat, plain = (prompt_ids(case, tokenizer, template) for template in ("chatml", None))
+    assert tokenizer.decode(chat, skip_control=False) == f"<|im_start|>user\n{case.prompt}<|im_end|>\n<|im_start|>assistant\n"
+    assert plain == [1, *tokenizer.encode(case.prompt)] and stop_ids(config, tokenizer, None) == (2,)
