@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from .attention.kernels.padding import tile_size
+
 
 @dataclasses.dataclass(frozen=True)
 class Chunks:
@@ -26,11 +28,9 @@ class Chunks:
     loss: int | None = 1024
 
 
-def largest_divisor(length: int, at_most: int | None) -> int:
-    """The largest chunk that divides `length`; the whole length for None."""
-    if at_most is None:
-        return length
-    return next(size for size in range(min(length, at_most), 0, -1) if length % size == 0)
+def _chunk(length: int, at_most: int | None) -> int:
+    """Tokens in a chunk: a divisor of the length where there is one not much below `at_most`; all of them for None."""
+    return length if at_most is None else tile_size(length, at_most)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
@@ -59,13 +59,13 @@ def _product_backward(equation, _, residuals, dy):
 product.defvjp(_product_forward, _product_backward)
 
 
-def _slice(tree, i, size):
-    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, i * size, size, 1), tree)
+def _slice(tree, start, size):
+    return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, 1), tree)
 
 
 def over_chunks(step: Callable, carry, arrays, size: int):
     """`step(carry, chunk of arrays) -> (carry, results)` over all chunks, one after the other: the last carry, and the results
-    joined along the length.
+    joined along the length. The last chunk is shorter where `size` does not divide the length.
 
     A result is written over the last of `arrays` that has its shape and type, chunk by chunk: it needs memory of its own only
     where that array is still needed behind the loop.
@@ -87,16 +87,18 @@ def over_chunks(step: Callable, carry, arrays, size: int):
             free.remove(place)
         places.append(place)
 
-    def one(state, i):
+    def one(state, start, size):
         carry, leaves = state
         # Behind the barrier a chunk is read once, before its place is written: no copy of the whole array is needed.
-        part = lax.optimization_barrier(_slice(leaves[:structure.num_leaves], i, size))
+        part = lax.optimization_barrier(_slice(leaves[:structure.num_leaves], start, size))
         carry, found = step(carry, jax.tree.unflatten(structure, part))
         for place, value in zip(places, jax.tree.leaves(found), strict=True):
-            leaves[place] = lax.dynamic_update_slice_in_dim(leaves[place], value, i * size, 1)
-        return (carry, leaves), None
+            leaves[place] = lax.dynamic_update_slice_in_dim(leaves[place], value, start, 1)
+        return carry, leaves
 
-    carry, leaves = lax.scan(one, (carry, leaves), jnp.arange(length // size))[0]
+    whole, rest = divmod(length, size)
+    state = lax.scan(lambda state, i: (one(state, i * size, size), None), (carry, leaves), jnp.arange(whole))[0]
+    carry, leaves = one(state, whole * size, rest) if rest else state
     return carry, jax.tree.unflatten(results, [leaves[place] for place in places])
 
 
@@ -128,11 +130,11 @@ def chunked(fn: Callable, weights: dict, arrays: dict, labels: dict, *, dtype, c
       weights: whole, float32 by type.
       arrays: differentiated, [B, T, ...]; labels: not differentiated, [B, T].
       dtype: compute precision, which the weights' values have.
-      chunk: tokens in a chunk at most (the largest divisor of T is taken); None does all at once.
+      chunk: tokens in a chunk at most; None does all at once.
       through: one of `arrays` that is given back as it is, before fn's results: the gradient that comes in for it has fn's
         share added where it lies, and a second array of its length is never there.
     """
-    size = largest_divisor(jax.tree.leaves((arrays, labels))[0].shape[1], chunk)
+    size = _chunk(jax.tree.leaves((arrays, labels))[0].shape[1], chunk)
 
     @jax.custom_vjp
     def run(weights, arrays, labels):
@@ -169,7 +171,7 @@ def chunked_total(fn: Callable, weights: dict, arrays: dict, labels: dict, share
       fn: position-wise, gives float32 [B, c]; else as for `chunked`.
       shares: float32 [B, T], not differentiated.
     """
-    size = largest_divisor(shares.shape[1], chunk)
+    size = _chunk(shares.shape[1], chunk)
 
     def total(weights, arrays, labels, shares):
         values = fn(weights, arrays, labels)

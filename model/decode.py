@@ -98,26 +98,28 @@ class Generator:
         # The last prompt token lies on one device of the sequence axis: the others add zeros.
         last = (batch["index"] == lengths[:, None] - 1)[..., None]
         x = lax.psum(jnp.sum(jnp.where(last, x, 0).astype(jnp.float32), 1, keepdims=True), "sequence").astype(x.dtype)
-        token = self._choose(params, x)
-        rows, kv_heads = token.shape[0], prompt_kv[0].shape[3]
+        first = self._choose(params, x)
+        rows, kv_heads = first.shape[0], prompt_kv[0].shape[3]
         shape = (model.config.num_hidden_layers, rows, self.new_tokens, kv_heads, model.config.head_dim)
         new_kv = (jnp.zeros(shape, x.dtype), jnp.zeros(shape, x.dtype))
-        generated = jnp.zeros((rows, self.new_tokens), jnp.int32)
+
+        def write(generated, going, token, step):
+            stops = functools.reduce(jnp.logical_or, [token[:, 0] == stop for stop in self.stop_ids], jnp.bool_(False))
+            return lax.dynamic_update_slice_in_dim(generated, token, step, 1), going & ~stops
 
         def unfinished(state):
-            step, _, _, _, going = state
+            step, _, _, going = state
             # All devices must agree on when to stop: they meet in every step's collectives.
-            return (step < self.new_tokens) & (lax.psum(going.sum(), BATCH_AXES) > 0)
+            return (step < self.new_tokens - 1) & (lax.psum(going.sum(), BATCH_AXES) > 0)
 
         def one_step(state):
-            step, token, new_kv, generated, going = state
-            generated = lax.dynamic_update_slice_in_dim(generated, token, step, 1)
-            going &= ~functools.reduce(jnp.logical_or, [token[:, 0] == stop for stop in self.stop_ids], jnp.bool_(False))
+            step, new_kv, generated, going = state
+            token = lax.dynamic_slice_in_dim(generated, step, 1, 1)
             x, new_kv = self._token(params, token, lengths[:, None] + step, step, coords, prompt_kv, new_kv)
-            return step + 1, self._choose(params, x), new_kv, generated, going
+            return step + 1, new_kv, *write(generated, going, self._choose(params, x), step + 1)
 
-        state = (jnp.int32(0), token, new_kv, generated, lengths > 0)
-        return lax.while_loop(unfinished, one_step, state)[3]
+        begun = write(jnp.zeros((rows, self.new_tokens), jnp.int32), lengths > 0, first, 0)
+        return lax.while_loop(unfinished, one_step, (jnp.int32(0), new_kv, *begun))[2]
 
     def _choose(self, params, x):
         return jnp.argmax(self.model.local_logits(params, x), -1).astype(jnp.int32)

@@ -136,9 +136,14 @@ class Llama:
         return {name: self._trim(name, gather(arrive(params[name]), self.specs[name], self.dtype)) for name in names}
 
     def _trim(self, name: str, whole):
-        """A whole parameter (a layer's, of `layers.`) without what fills its hidden axis up in memory."""
-        axes = self.parameters[name].axes[-whole.ndim:]
-        return whole[tuple(slice(self.config.hidden_size) if axis in HIDDEN else slice(None) for axis in axes)]
+        """A whole parameter (a layer's, of `layers.`) without what fills its hidden axis up in memory; of key heads that
+        `tensor` does not split, the one that this rank's query heads share."""
+        parallel, axes = self.parallel, self.parameters[name].axes[-whole.ndim:]
+        whole = whole[tuple(slice(self.config.hidden_size) if axis in HIDDEN else slice(None) for axis in axes)]
+        if "kv_heads" in axes and parallel.heads and not parallel.kv_heads:
+            head = parallel.rank() * parallel.key_heads // parallel.tensor
+            whole = lax.dynamic_slice_in_dim(whole, head, 1, axes.index("kv_heads"))
+        return whole
 
     def _run(self, fn, weights, arrays, labels, chunk, through=None):
         return chunked(fn, weights, arrays, labels, dtype=self.dtype, chunk=chunk, through=through)

@@ -7,7 +7,6 @@ import functools
 
 import jax
 from flax import nnx
-from jax import lax
 
 from .config import LlamaConfig
 from .feedforward import FeedForward, Projection, RMSNorm, param
@@ -34,7 +33,7 @@ class SelfAttention(nnx.Module):
                                  ("heads", "head_dim", "embed"), std, *extra, rngs=rngs)
 
     def project(self, x, positions, length: int, parallel: Parallel, which: str = "qkv"):
-        """x [B, T, E] -> `which` of q [B, T, Hq, D], k and v [B, T, Hkv, D], RoPE applied; heads of this tensor rank.
+        """x [B, T, E] -> `which` of q [B, T, Hq, D], k and v [B, T, Hkv, D], RoPE applied; the heads that the weights have.
 
         length: of the whole row, see `model.rope`.
         """
@@ -44,10 +43,6 @@ class SelfAttention(nnx.Module):
         def one(name):
             part = getattr(self, f"{name}_proj")
             heads = part.add_bias(part(x))
-            if name != "q" and parallel.heads and not parallel.kv_heads:
-                # Fewer key heads than ranks: each rank keeps the one that its query heads share.
-                head = parallel.rank() * heads.shape[2] // parallel.tensor
-                heads = lax.dynamic_slice_in_dim(heads, head, 1, axis=2)
             return heads if name == "v" else apply_rope(heads, *turn)
 
         return tuple(one(name) for name in which)

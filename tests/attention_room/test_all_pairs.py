@@ -5,14 +5,17 @@
 import functools
 import itertools
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.attention import TokenCoords
+from model.attention import Mask, TokenCoords, get_kernel
 from model.attention.layout import permutation
 from model.attention.schedules import Local, get_schedule
 
 from .cases import HEADS, MASKS, SCHEDULES, SIZES, admitted, check, documents, inputs, out_and_gradients, truth
+from .jaxprs import counts
 
 LENGTH = 240  # every one of SIZES divides it, and its half: zigzag too
 # Which layouts one compiled function serves: only "contiguous" is told to the schedules.
@@ -67,6 +70,15 @@ def test_all_pairs_are_exact(schedule, size, heads, mask, layouts, kernel):
 def test_halves_of_odd_blocks_are_exact(size, tokens):
     """Each way of a bidirectional ring gets at least one token, or there is but one way."""
     check_case("ring bidirectional", size, "8/2", "causal", "contiguous", "reference", size * tokens)
+
+
+def test_a_length_that_tiles_do_not_divide_is_padded():
+    """239 is prime: 12 tiles of 20 queries, the last one filled up, not 239 tiles of one."""
+    check_case("ring", 1, "8/2", "global", "contiguous", "xla", 239)
+    kernel, q = get_kernel("xla", query_tile=20, key_tile=10), jnp.zeros((1, 239, 1, 8))
+    coords = TokenCoords(*(x[:1] for x in documents("one", 239)))
+    forward = jax.make_jaxpr(lambda q: kernel.forward(q, q, q, coords, coords, mask=Mask(), scale=1.0))(q)
+    assert counts(forward.jaxpr)["while"] == 2 * 12, "for each tile of queries one loop without and one with a mask"
 
 
 @pytest.mark.slow

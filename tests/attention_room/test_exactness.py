@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.attention import Mask, TokenCoords, attention, document_starts
+from model.attention import Mask, TokenCoords, attention, document_starts, get_kernel
 from model.attention.layout import LAYOUTS, permutation
 
 from .cases import HEADS, MASKS, SCHEDULES, check, documents, inputs, mesh_of, out_and_gradients, truth
@@ -114,6 +114,17 @@ def test_bfloat16_error_does_not_grow_with_the_ring():
         errors[size] = [np.abs(np.asarray(x, np.float64) - y[:, order]).mean() for x, y in
                         ((got[0], expected[0]), (got[2], expected[2]), (got[3], expected[3]), (got[4], expected[4]))]
     assert all(many <= 1.1 * one for one, many in zip(errors[1], errors[8], strict=True)), errors
+
+
+@pytest.mark.parametrize("kernel", ["xla", "reference"])
+def test_results_are_float32_where_jax_defaults_to_float64(kernel):
+    vectors, rows = jax.ShapeDtypeStruct((1, 24, 2, 4), jnp.bfloat16), jax.ShapeDtypeStruct((1, 2, 24), jnp.float32)
+    coords = TokenCoords(*[jax.ShapeDtypeStruct((1, 24), jnp.int32)] * 2)
+    kernel, options = get_kernel(kernel), {"mask": Mask(window=5), "scale": 1.0}
+    with jax.enable_x64(True):
+        found = (jax.eval_shape(functools.partial(kernel.forward, **options), *[vectors] * 3, coords, coords),
+                 jax.eval_shape(functools.partial(kernel.backward, **options), *[vectors] * 4, rows, rows, coords, coords))
+    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype("float32")}
 
 
 @pytest.mark.parametrize(("change", "words"), [

@@ -7,6 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from model.attention import Mask, TokenCoords, attend, attention, get_kernel
+from model.attention.kernels import Kernel
 from model.attention.schedules import Attention2D, Ring
 from model.attention.schedules.attention2d import fewest_bytes
 from model.remat import scan_layers
@@ -20,13 +21,13 @@ KEYS = 2 * TOKENS * HEADS * DIM * 4  # bytes of a rank's K and V
 COORDS = 2 * TOKENS * 4
 
 
-def traced(schedule, mask=Mask(), layout="contiguous", size=SIZE):
+def traced(schedule, mask=Mask(), layout="contiguous", size=SIZE, heads=HEADS, kernel="reference"):
     """What the forward and the backward of one attention send, and their primitives: (sent, counts) of each."""
-    x = jnp.zeros((1, LENGTH, HEADS, DIM))
+    x = jnp.zeros((1, LENGTH, heads, DIM))
     coords = (jnp.zeros((1, LENGTH), jnp.int32),) * 2
 
     def run(q, k, v):
-        return attention(q, k, v, coords, mesh=mesh_of(size), layout=layout, schedule=schedule, kernel="reference", mask=mask)
+        return attention(q, k, v, coords, mesh=mesh_of(size), layout=layout, schedule=schedule, kernel=kernel, mask=mask)
 
     def both(q, k, v, dout):
         return jax.vjp(run, q, k, v)[1](dout)
@@ -100,6 +101,30 @@ def test_attention2d_takes_the_grid_of_fewest_bytes():
             return (c - 1) * query * (2 + 4 + 2 + 2 + 4) + (64 // c - 1) * 2 * kv * (2 + 2 + 4)
 
         assert total(columns) == min(total(c) for c in (1, 2, 4, 8, 16, 32, 64))
+
+
+class InPlace:
+    """A kernel that takes K and V stacked alone, as they travelled: to cut the stack would copy both."""
+
+    def extend(self, carry, q, kv, q_coords, kv_coords, **options):
+        assert kv.ndim == 5
+        return get_kernel("reference").extend(carry, q, kv, q_coords, kv_coords, **options)
+
+    def gradients(self, carry, q, kv, *rest, **options):
+        assert kv.ndim == 5
+        return get_kernel("reference").gradients(carry, q, kv, *rest, **options)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "ring bidirectional", "balanced", "all_gather", "attention2d overlap 2"])
+def test_keys_and_values_that_travel_stacked_are_never_cut(schedule):
+    traced(SCHEDULES[schedule], size=4, kernel=Kernel("in place", None, None, InPlace()))
+
+
+@pytest.mark.parametrize("heads", [2, 8])
+def test_ulysses_adds_up_gradients_without_a_scatter(heads):
+    """Of key heads as many as ranks, or replicated: a scatter by constant places, even by 0, 1, 2, ..., stays one on TPUs."""
+    _, (_, backward) = traced("ulysses", heads=heads)
+    assert backward["all_to_all"] and not [name for name in backward if name.startswith("scatter")]
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

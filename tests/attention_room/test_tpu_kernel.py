@@ -12,8 +12,9 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from model.attention import Mask, TokenCoords
+from model.attention.kernels.padding import tile_size
 from model.attention.kernels.tpu import Tpu
-from model.attention.kernels.tpu_tiles import fitting, tile_size
+from model.attention.kernels.tpu_tiles import LANES, fitting
 from model.attention.layout import permutation
 from model.attention.partial import empty
 
@@ -127,7 +128,7 @@ def test_without_a_carry_and_with_nothing_to_see():
 
 
 def test_tiles_fit_whatever_is_asked():
-    assert [tile_size(*case) for case in ((131072, 1024), (16384, 512), (500, 1024), (16256, 1024), (1280, 1024), (7, 64))] == [
-        1024, 512, 512, 1024, 640, 128]
+    cases = (131072, 1024), (16384, 512), (500, 1024), (16256, 1024), (1280, 1024), (7, 64)
+    assert [tile_size(*case, LANES) for case in cases] == [1024, 512, 512, 1024, 640, 128]
     assert fitting(1024, 1024, 128, 2) == (1024, 1024)
     assert fitting(1024, 1024, 256, 2) == (512, 1024)

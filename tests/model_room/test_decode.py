@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from model.attention.kernels.counted import counted_kernel
 from model.config import LlamaConfig
 from model.decode import Generator
 from trainer.huggingface import read_hf
@@ -51,6 +52,15 @@ def test_tokens_are_those_of_one_forward_over_the_whole_row(tmp_path, rule):
         row = np.zeros((1, 64 + 12), np.int64)
         row[0, :len(prompt) + 12] = prompt + answer
         assert transformers_logits(truth, row)[0, len(prompt) - 1:len(prompt) + 11].argmax(-1).tolist() == answer
+
+
+def test_no_token_is_computed_that_is_not_asked_for():
+    """Of 3 new tokens the prompt's last one gives the first, and the third is never run through the layers."""
+    seen = set()
+    model = llama(tiny(), kernel=counted_kernel(lambda rank, query, key: seen.add(int(query)), 16, 16))
+    Generator(model, "striped", rows=1, length=32, new_tokens=3, stop_ids=())(model.init(0), [[5] * 32])
+    jax.effects_barrier()
+    assert seen == {0, 16, 32, 33}
 
 
 def test_prompts_that_do_not_fit_are_refused():

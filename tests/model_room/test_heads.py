@@ -1,10 +1,14 @@
 """Heads that `tensor` does not divide: padded, and nothing else changes."""
+from collections import Counter
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from model.llama import Chunks
 from model.modules import declare
+from tests.attention_room.jaxprs import operations
 
 from .build import llama, packed_batch, permuted, tiny
 
@@ -41,3 +45,17 @@ def test_padded_heads_change_no_number(query, key, shape):
             for array in (got_params[name], got_gradient[name]):
                 array[part] = 0
                 assert not array.any(), name
+
+
+def test_a_rank_projects_no_key_head_that_its_query_heads_do_not_share():
+    """2 key heads on 4 tensor ranks: the weights are cut to the rank's own head before they meet the tokens."""
+    config = tiny(num_attention_heads=16)
+    model = llama(config, {"data": 2, "tensor": 4})
+    batch = packed_batch(config)
+    traced = jax.make_jaxpr(jax.grad(lambda params: model.loss(params, batch)[0]))(
+        {name: jax.ShapeDtypeStruct(x.shape, jnp.float32) for name, x in model.parameters.items()})
+    width = (config.hidden_size, config.head_dim)
+    heads = Counter(x.aval.shape[1] for equation, _ in operations(traced.jaxpr) if equation.primitive.name == "dot_general"
+                    for x in (*equation.invars, *equation.outvars)
+                    if len(x.aval.shape) == 3 and x.aval.shape[::2] == width)
+    assert heads.keys() == {1, 4} and heads[1] == 2 * heads[4], "k and v, q"

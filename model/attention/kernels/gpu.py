@@ -19,6 +19,7 @@ from jax.experimental.pallas import triton as plgpu
 
 from ..coords import FULL, SKIP, Mask, TokenCoords, tile_bounds, tile_kind, visible
 from ..partial import AttentionPartial
+from .padding import pad, padded
 
 LOG2E = math.log2(math.e)
 
@@ -129,16 +130,6 @@ def _dkv_kernel(runs_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, qi_
     dk_ref[...], dv_ref[...] = lax.fori_loop(0, group, one_head, (zero, zero))
 
 
-def _pad(x: jax.Array, axis: int, size: int) -> jax.Array:
-    """Zeros at the end of an axis up to `size`; coordinates of zero are padding, which nobody sees."""
-    missing = size - x.shape[axis]
-    return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)]) if missing else x
-
-
-def _rounded(length: int, tile: int) -> int:
-    return -(-length // tile) * tile
-
-
 @dataclasses.dataclass(frozen=True)
 class Gpu:
     """The kernel with its tile sizes, in tokens: taken down to a power of two, from 16 to 128.
@@ -166,12 +157,8 @@ class Gpu:
     def _padded(self, q, k, v, q_coords, kv_coords, query_tile, key_tile):
         """Lengths to whole tiles, the head size to a power of two: what a Triton block must be."""
         head_dim = max(16, pl.next_power_of_2(q.shape[-1]))
-        q_length, kv_length = _rounded(q.shape[1], query_tile), _rounded(k.shape[1], key_tile)
-        q = _pad(_pad(q, 1, q_length), 3, head_dim)
-        k, v = (_pad(_pad(x, 1, kv_length), 3, head_dim) for x in (k, v))
-        q_coords, kv_coords = (TokenCoords(_pad(coords.index, 1, n), _pad(coords.segment_ids, 1, n))
-                               for coords, n in ((q_coords, q_length), (kv_coords, kv_length)))
-        return q, k, v, q_coords, kv_coords
+        q, k, v = (pad(pad(x, tile, 1), head_dim, 3) for x, tile in ((q, query_tile), (k, key_tile), (v, key_tile)))
+        return q, k, v, padded(q_coords, query_tile), padded(kv_coords, key_tile)
 
     def forward(self, q, k, v, q_coords, kv_coords, *, mask: Mask, scale: float) -> AttentionPartial:
         """Attention of one block of queries over one block of keys; see the package's docstring for shapes."""
@@ -199,8 +186,8 @@ class Gpu:
         q, k, v, q_coords, kv_coords = self._padded(q, k, v, q_coords, kv_coords, tile, tile)
         (batch, q_length, heads, head_dim), (_, kv_length, kv_heads, _) = q.shape, k.shape
         group = heads // kv_heads
-        dout = _pad(_pad(dout, 1, q_length), 3, head_dim)
-        lse, delta = (_pad(x, 2, q_length) for x in (jnp.where(jnp.isneginf(lse), 0.0, lse), delta))
+        dout = pad(pad(dout, tile, 1), head_dim, 3)
+        lse, delta = (pad(x, tile, 2) for x in (jnp.where(jnp.isneginf(lse), 0.0, lse), delta))
         bounds = tile_bounds(q_coords, tile), tile_bounds(kv_coords, tile)
         inputs = (q, k, v, dout, lse, delta, *q_coords[:2], *kv_coords[:2])
         options = {"mask": mask, "scale": scale}

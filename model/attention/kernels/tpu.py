@@ -8,7 +8,8 @@ import jax
 from ..coords import Mask, TokenCoords
 from ..partial import AttentionPartial
 from . import tpu_backward, tpu_forward
-from .tpu_tiles import fitting, pad, tile_size
+from .padding import pad, padded, tile_size
+from .tpu_tiles import LANES, fitting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,15 +41,15 @@ class Tpu:
         q_tile, kv_tile, options = self._options(q, kv, mask, scale)
         if carry is not None:
             carry = AttentionPartial(_heads_first(carry.out, q_tile), pad(carry.lse, q_tile, 2, float("-inf")))
-        out, lse = tpu_forward.forward(carry, _heads_first(q, q_tile), _keys(kv, kv_tile), _padded(q_coords, q_tile),
-                                       _padded(kv_coords, kv_tile), **options)
+        out, lse = tpu_forward.forward(carry, _heads_first(q, q_tile), _keys(kv, kv_tile), _coords(q_coords, q_tile),
+                                       _coords(kv_coords, kv_tile), **options)
         return AttentionPartial(_heads_last(out, q.shape[1]), lse[:, :, :q.shape[1]])
 
     def gradients(self, carry, q, kv, dout, lse, delta, q_coords, kv_coords, *, mask: Mask, scale: float):
         """`Kernel.gradients`: dq is added to the carry, in its memory."""
         q_tile, kv_tile, options = self._options(q, kv, mask, scale)
         block = (_heads_first(q, q_tile), _keys(kv, kv_tile), _heads_first(dout.astype(q.dtype), q_tile), pad(lse, q_tile, 2),
-                 pad(delta, q_tile, 2), _padded(q_coords, q_tile), _padded(kv_coords, kv_tile))
+                 pad(delta, q_tile, 2), _coords(q_coords, q_tile), _coords(kv_coords, kv_tile))
         dkv = tpu_backward.dkv(*block, **options)
         dq = tpu_backward.dq(None if carry is None else _heads_first(carry, q_tile), *block, **options)
         return _heads_last(dq, q.shape[1]), _heads_last(dkv, kv[0].shape[1])
@@ -58,7 +59,7 @@ class Tpu:
             raise ValueError(f"kernel: 'tpu' does not serve Mask.global_tokens = {mask.global_tokens}; 'auto' and 'xla' do")
         wide = getattr(jax.sharding.get_abstract_mesh().abstract_device, "device_kind", "") == "TPU v3"
         query_tile, key_tile = fitting(self.query_tile, self.key_tile, q.shape[3], 4 if wide else q.dtype.itemsize)
-        q_tile, kv_tile = tile_size(q.shape[1], query_tile), tile_size(kv[0].shape[1], key_tile)
+        q_tile, kv_tile = tile_size(q.shape[1], query_tile, LANES), tile_size(kv[0].shape[1], key_tile, LANES)
         return q_tile, kv_tile, {"mask": mask, "scale": scale, "interpret": self.interpret, "query_tile": q_tile,
                                  "key_tile": kv_tile, "wide": wide}
 
@@ -76,6 +77,6 @@ def _keys(kv, tile: int):
     return tuple(_heads_first(x, tile) for x in kv) if isinstance(kv, tuple) else _heads_first(kv, tile)
 
 
-def _padded(coords: TokenCoords, tile: int) -> TokenCoords:
-    """Coordinates filled up with padding: segment 0 sees nothing and is seen by nothing."""
-    return TokenCoords(pad(coords.index, tile, 1), pad(coords.segment_ids, tile, 1))
+def _coords(coords: TokenCoords, tile: int) -> TokenCoords:
+    """Filled up to whole tiles, without the documents' starts: those are for global tokens."""
+    return padded(TokenCoords(*coords[:2]), tile)

@@ -19,15 +19,6 @@ LOWEST = -1e30
 VMEM = 15 * 2**20
 
 
-def tile_size(length: int, at_most: int) -> int:
-    """The tile for `length` tokens: a multiple of 128 lanes, at most `at_most`, with as little padding as possible."""
-    most = max(at_most // LANES, 1)
-    blocks = -(-length // LANES)
-    # A divisor costs no padding; one below half of what was asked for costs more time than padding does.
-    whole = next((size for size in range(min(most, blocks), most // 2, -1) if blocks % size == 0), 0)
-    return LANES * (whole or -(-blocks // -(-blocks // most)))
-
-
 def fitting(query_tile: int, key_tile: int, head_dim: int, itemsize: int) -> tuple[int, int]:
     """These tiles, or smaller ones that fit into VMEM.
 
@@ -46,15 +37,6 @@ def fitting(query_tile: int, key_tile: int, head_dim: int, itemsize: int) -> tup
         else:
             query_tile //= 2
     return query_tile, key_tile
-
-
-def pad(x: jax.Array, tile: int, axis: int, value=0) -> jax.Array:
-    """x with `axis` filled up to a multiple of the tile; x itself where it is one already."""
-    missing = -x.shape[axis] % tile
-    if not missing:
-        return x
-    widths = [(0, missing if i == axis % x.ndim else 0) for i in range(x.ndim)]
-    return jnp.pad(x, widths, constant_values=value)
 
 
 class Meetings(NamedTuple):

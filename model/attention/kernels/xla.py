@@ -15,11 +15,7 @@ from jax import lax
 
 from ..coords import FULL, MASKED, SKIP, Mask, TokenCoords, tile_bounds, tile_kind, visible
 from ..partial import AttentionPartial
-
-
-def divisor(length: int, at_most: int) -> int:
-    """The largest divisor of `length` that is at most `at_most`: tiles need not be padded then."""
-    return next(size for size in range(min(length, at_most), 0, -1) if length % size == 0)
+from .padding import pad, padded, tile_size
 
 
 def _query_tiles(x: jax.Array, kv_heads: int, tile: int) -> jax.Array:
@@ -88,10 +84,16 @@ def _at(tiles, i):
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The kernel with the tile sizes to aim at; a length that they do not divide gets the next smaller divisor."""
+    """The kernel with the tile sizes to aim at. Lengths that neither they nor smaller ones down to half divide are padded."""
 
     query_tile: int = 512
     key_tile: int = 512
+
+    def _whole(self, q, k, v, q_coords, kv_coords):
+        """The block's arrays filled up to whole tiles, and the tiles' sizes."""
+        query_tile, key_tile = tile_size(q.shape[1], self.query_tile), tile_size(k.shape[1], self.key_tile)
+        return (pad(q, query_tile, 1), pad(k, key_tile, 1), pad(v, key_tile, 1), padded(q_coords, query_tile),
+                padded(kv_coords, key_tile), query_tile, key_tile)
 
     def _scores(self, q, k, q_coords, kv_coords, mask, masked, scale):
         """One tile of scores [B, Hkv, tk, G * tq]; where the tile is `masked`, hidden ones are -inf."""
@@ -106,7 +108,7 @@ class Tiles:
         _, length, heads, _ = q.shape
         kv_heads = k.shape[2]
         group = heads // kv_heads
-        query_tile, key_tile = divisor(length, self.query_tile), divisor(k.shape[1], self.key_tile)
+        q, k, v, q_coords, kv_coords, query_tile, key_tile = self._whole(q, k, v, q_coords, kv_coords)
         kinds = _kinds(q_coords, kv_coords, query_tile, key_tile, mask)
         queries = (_query_tiles(q, kv_heads, query_tile), _coord_tiles(q_coords, query_tile), kinds)
         keys = (_key_tiles(k, key_tile), _key_tiles(v, key_tile).swapaxes(-1, -2), _coord_tiles(kv_coords, key_tile))
@@ -115,7 +117,8 @@ class Tiles:
             q_tile, q_at, kinds = tile
             batch, _, rows, head_dim = q_tile.shape
             row = (batch, kv_heads, 1, rows)
-            start = (jnp.zeros((batch, kv_heads, head_dim, rows)), jnp.full(row, -jnp.inf), jnp.zeros(row))
+            start = (jnp.zeros((batch, kv_heads, head_dim, rows), jnp.float32), jnp.full(row, -jnp.inf, jnp.float32),
+                     jnp.zeros(row, jnp.float32))
 
             def one_key_tile(j, masked, carry):
                 out, top, total = carry
@@ -134,17 +137,19 @@ class Tiles:
             return None, (out / safe, jnp.where(total == 0, -jnp.inf, top + jnp.log(safe)))
 
         _, (out, lse) = lax.scan(one_query_tile, None, queries)
-        return AttentionPartial(_from_query_tiles(out, group), _from_query_tiles(lse, group)[..., 0].swapaxes(1, 2))
+        out, lse = (_from_query_tiles(x, group)[:, :length] for x in (out, lse))
+        return AttentionPartial(out, lse[..., 0].swapaxes(1, 2))
 
     def backward(self, q, k, v, dout, lse, delta, q_coords, kv_coords, *, mask: Mask, scale: float):
         """Gradients of q, k and v from the merged `lse` and `delta`: float32, shaped like q, k, v."""
         length, heads = q.shape[1:3]
-        kv_heads = k.shape[2]
+        kv_length, kv_heads = k.shape[1:3]
         group = heads // kv_heads
-        query_tile, key_tile = divisor(length, self.query_tile), divisor(k.shape[1], self.key_tile)
+        q, k, v, q_coords, kv_coords, query_tile, key_tile = self._whole(q, k, v, q_coords, kv_coords)
+        dout, lse, delta = pad(dout.astype(q.dtype), query_tile, 1), pad(lse, query_tile, 2), pad(delta, query_tile, 2)
         kinds = _kinds(q_coords, kv_coords, query_tile, key_tile, mask)
         lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
-        queries = (_query_tiles(q, kv_heads, query_tile), _query_tiles(dout.astype(q.dtype), kv_heads, query_tile),
+        queries = (_query_tiles(q, kv_heads, query_tile), _query_tiles(dout, kv_heads, query_tile),
                    _row_tiles(lse, kv_heads, query_tile), _row_tiles(delta, kv_heads, query_tile),
                    _coord_tiles(q_coords, query_tile))
         keys = (_key_tiles(k, key_tile), _key_tiles(v, key_tile), _coord_tiles(kv_coords, key_tile), kinds.T)
@@ -170,4 +175,4 @@ class Tiles:
             return dq, (dk, dv)
 
         dq, (dk, dv) = lax.scan(one_key_tile, jnp.zeros(queries[0].swapaxes(-1, -2).shape, jnp.float32), keys)
-        return _from_query_tiles(dq, group), _from_key_tiles(dk), _from_key_tiles(dv)
+        return _from_query_tiles(dq, group)[:, :length], *(_from_key_tiles(x)[:, :kv_length] for x in (dk, dv))

@@ -12,14 +12,14 @@ import dataclasses
 
 import jax.numpy as jnp
 
-from ..coords import Mask, TokenCoords
+from ..coords import Mask
 from . import plan
 from .schedule import Schedule
 
 
 def _gathered(k, v, coords, ranks):
-    """K, V [B, P T, Hkv, D] and coordinates [B, P T] of all shards, in the order of their ranks."""
-    return *ranks.gather(jnp.stack([k, v]), 2), TokenCoords(*ranks.gather(tuple(coords), 1))
+    """K and V stacked [2, B, P T, Hkv, D] and coordinates [B, P T] of all shards, in the order of their ranks."""
+    return ranks.gather(jnp.stack([k, v]), 2), ranks.gather(coords, 1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,14 +27,14 @@ class AllGather(Schedule):
     """K/V of all shards on each, once per pass."""
 
     def forward(self, kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale):
-        k, v, kv_coords = _gathered(k, v, kv_coords, ranks)
-        return kernel.forward(q, k, v, q_coords, kv_coords, mask=mask, scale=scale)
+        kv, kv_coords = _gathered(k, v, kv_coords, ranks)
+        return kernel.extend(None, q, kv, q_coords, kv_coords, mask=mask, scale=scale)
 
     def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale):
-        k, v, kv_coords = _gathered(k, v, kv_coords, ranks)
-        dq, dk, dv = kernel.backward(q, k, v, dout, lse, delta, q_coords, kv_coords, mask=mask, scale=scale)
+        kv, kv_coords = _gathered(k, v, kv_coords, ranks)
+        dq, dkv = kernel.gradients(None, q, kv, dout, lse, delta, q_coords, kv_coords, mask=mask, scale=scale)
         # Apart, not stacked: of a stack the TPU's compiler makes an all-reduce, twice the bytes.
-        return dq, *ranks.add_scatter((dk, dv), 1)
+        return dq, *ranks.add_scatter(tuple(dkv), 1)
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
         del mask

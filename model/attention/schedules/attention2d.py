@@ -128,17 +128,15 @@ def _overlapped_forward(kernel, q, k, v, q_coords, kv_coords, row, column, *, ma
     waiting = onwards((q, q_coords))
 
     def meet_keys(partial, block):
-        (k, v), coords = block
-        here = kernel.forward(q, k, v, q_coords, coords, mask=mask, scale=scale)
-        return here if partial is None else merge(partial, here), (), block
+        return kernel.extend(partial, q, block[0], q_coords, block[1], mask=mask, scale=scale), (), block
 
     own, _, blocks = tour((jnp.stack([k, v]), kv_coords), column.size - 1, column.shift, column.shift, meet_keys)
-    (keys, values), kv_coords = _joined(blocks)
+    kv, kv_coords = _joined(blocks)
     own, waiting = lax.optimization_barrier((own, waiting))  # what waits goes on when it is met, not before
 
     def meet_queries(nothing, packet):
         queries, coords = packet
-        return nothing, kernel.forward(queries, keys, values, coords, kv_coords, mask=mask, scale=scale), ()
+        return nothing, kernel.extend(None, queries, kv, coords, kv_coords, mask=mask, scale=scale), ()
 
     _, others, _ = tour(waiting, row.size - 2, onwards, onwards, meet_queries)
     return merge(own, others)
@@ -154,38 +152,37 @@ def _overlapped_backward(kernel, q, k, v, dout, lse, delta, q_coords, kv_coords,
     packet = (jnp.stack([q, dout]), jnp.stack([lse, delta]), q_coords)
     waiting = onwards(packet)
 
-    def gradients(packet, block):
-        ((q, dout), (lse, delta), q_coords), ((k, v), coords) = packet, block
-        dq, dk, dv = kernel.backward(q, k, v, dout, lse, delta, q_coords, coords, mask=mask, scale=scale)
-        return dq, jnp.stack([dk, dv])
+    def gradients(dq, packet, block):
+        ((q, dout), (lse, delta), q_coords), (kv, coords) = packet, block
+        return kernel.gradients(dq, q, kv, dout, lse, delta, q_coords, coords, mask=mask, scale=scale)
 
     def meet_keys(dq, block):
-        dq_here, dkv = gradients(packet, block)
-        return dq_here if dq is None else dq + dq_here, (), (block, dkv)
+        dq, dkv = gradients(dq, packet, block)
+        return dq, (), (block, dkv)
 
     dq, _, (blocks, dkv) = tour((jnp.stack([k, v]), kv_coords), column.size - 1, column.shift, column.shift, meet_keys)
     column_block = _joined(blocks)
     dq, waiting = lax.optimization_barrier((dq, waiting))
 
     def meet_queries(dkv, packet):
-        dq, dkv_here = gradients(packet, column_block)
+        dq, dkv_here = gradients(None, packet, column_block)
         blockwise = dkv_here.reshape(*dkv_here.shape[:2], column.size, -1, *dkv_here.shape[3:])
         return dkv + jnp.moveaxis(blockwise, 2, 0), dq, ()
 
     def meet_and_scatter(dkv, packet):
         """Algorithm 11: block after block, so that the sum for an owner is one hop nearer with each, and last its own."""
-        def meet(place):
+        def meet(dq, place):
             block, dkv_before = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, place, keepdims=False), (blocks, dkv))
-            dq, dkv_here = gradients(packet, block)
+            dq, dkv_here = gradients(dq, packet, block)
             return dq, dkv_before + dkv_here
 
         def stop(carry, place):
             dq, dkv = carry
             arriving = column.shift(dkv)
-            dq_here, dkv_here = meet(place)
-            return (dq + dq_here, arriving + dkv_here), None
+            dq, dkv_here = meet(dq, place)
+            return (dq, arriving + dkv_here), None
 
-        (dq, dkv_home), _ = lax.scan(stop, meet(1 % column.size), np.arange(2, column.size + 1) % column.size)
+        (dq, dkv_home), _ = lax.scan(stop, meet(None, 1 % column.size), np.arange(2, column.size + 1) % column.size)
         return dkv_home, dq, ()
 
     dkv, others, _ = tour(waiting, row.size - 2, onwards, onwards, meet_queries, dkv, meet_and_scatter)

@@ -10,6 +10,7 @@ that the degree does not divide are padded with heads of zeros.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 
 import jax.numpy as jnp
@@ -86,8 +87,10 @@ class Ulysses(Schedule):
             ranks=outer, mask=mask, scale=scale)
         dq = line.exchange(dq, 1, 2)[:, :, : heads.query_heads]
         dkv = line.exchange(jnp.stack([dk, dv]), 2, 3)
-        dk, dv = jnp.zeros((2, *k.shape), jnp.float32).at[:, :, :, heads.key_heads].add(dkv)
-        return dq, dk, dv
+        if heads.key_heads.size != k.shape[2]:  # not by a scatter, which stays one on TPUs
+            ends = np.searchsorted(heads.key_heads, np.arange(k.shape[2] + 1))
+            dkv = jnp.stack([dkv[:, :, :, i:j].sum(3) for i, j in itertools.pairwise(ends)], 3)
+        return dq, *dkv
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
         line, outer, inner = self._lines(Ranks("", size))
