@@ -164,7 +164,7 @@ def _require_same(run: RunDirectory, config: RunConfig) -> None:
     """UserError that names the first difference between the folder's run and `config`."""
     try:
         written = configuration.upgraded(yaml.safe_load(run.config.read_text(encoding="utf-8")), str(run.config))
-        there = _identity(_completed(written))
+        there = _identity(_completed(written, configuration.resolved(RunConfig())))
     except (OSError, yaml.YAMLError, AttributeError, TypeError, UnicodeDecodeError) as error:
         raise UserError(f"{run.config}: cannot be read as a run's configuration ({error}); give another --run_dir, "
                         f"or delete {run.folder}") from error  # fmt: skip
@@ -198,11 +198,11 @@ def _ways_out(run: RunDirectory, name: str) -> str:
     return "give another --run_dir"
 
 
-def _completed(written: dict[str, Any]) -> dict[str, Any]:
+def _completed(written: Any, defaults: Any) -> Any:
     """A resolved configuration with the fields that its writer did not know yet, at their defaults."""
-    defaults = configuration.resolved(RunConfig())
-    return {section: {**defaults.get(section, {}), **value} if section in configuration.SECTIONS else value
-            for section, value in written.items()}
+    if not (isinstance(written, dict) and isinstance(defaults, dict)):
+        return written
+    return {**defaults, **{name: _completed(value, defaults.get(name)) for name, value in written.items()}}
 
 
 def _identity(written: dict[str, Any]) -> dict[str, Any]:
