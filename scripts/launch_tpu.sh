@@ -6,7 +6,8 @@
 #
 # run      create, install, start and follow; after a preemption all of it again, and training goes on where it was
 # create   a queued resource, unless it is there already; waits until it is active
-# install  this working tree (what git tracks) and its requirements, on every worker
+# install  this working tree (what git tracks), a Python of its own (by uv: the images' is too old) and its requirements, on every
+#          worker
 # start    train.py with what stands after --, on every worker, unless it runs already
 # follow   worker 0's log until training ends; exits with train.py's exit code
 # stop     ends training, which saves the step it is in
@@ -80,7 +81,10 @@ install() {
   fi
   rm -f "$archive"
   [[ $sent ]] || return
-  workers 'mkdir -p longstripe && tar -xzf longstripe.tar.gz -C longstripe && cd longstripe && make install PLATFORM=tpu'
+  workers 'mkdir -p longstripe && tar -xzf longstripe.tar.gz -C longstripe && cd longstripe &&
+    { [ -x ~/.local/bin/uv ] || curl -LsSf https://astral.sh/uv/install.sh | sh; } &&
+    { [ -x .venv/bin/python ] || ~/.local/bin/uv venv --python 3.12; } &&
+    ~/.local/bin/uv pip install --quiet -r requirements-tpu.txt'
 }
 
 # What stands in single quotes from here on is expanded on the workers.

@@ -68,7 +68,7 @@ SLICE = ("--zone", "z", "--type", "v5p-64", "--version", "v2", "--poll", "0")
 
 def verbs(calls):
     """create, delete, scp, and of ssh what it is for; questions left out."""
-    purposes = {"make install": "install", "setsid": "start", "tail": "follow"}
+    purposes = {"uv pip install": "install", "setsid": "start", "tail": "follow"}
     found = []
     for call in calls:
         if "ssh" in call:
@@ -159,6 +159,24 @@ def test_what_the_workers_run_trains_stops_and_tells_its_exit_code(launch, tmp_p
     assert code.read_text() == "130\n" and not pid.exists() and (home / "longstripe/saved").exists(), "stop waits"
 
 
+def test_workers_install_with_a_python_of_uvs_and_need_nothing_of_their_image(launch, tmp_path):
+    """Cloud TPU's images bring Python 3.10, which JAX has left behind."""
+    _, calls = launch("install", "pod", "--zone", "z", states=["ACTIVE"])
+    home, archive = tmp_path / "home", tmp_path / "home/longstripe.tar.gz"
+    (home / ".local/bin").mkdir(parents=True)
+    subprocess.run(["tar", "-czf", archive, "-C", REPOSITORY, "requirements.txt", "requirements-tpu.txt"], check=True)
+    executable(home / ".local/bin/uv", """#!/bin/bash
+        echo "$@" >> ~/told
+        if [ "$1" = venv ]; then mkdir -p .venv/bin; cp "$0" .venv/bin/python; else [ -e "${!#}" ]; fi""")
+    for tool in ("python3", "make", "curl"):
+        executable(tmp_path / tool, "#!/bin/bash\nexit 1\n")
+    for _ in range(2):  # again after a preemption of training alone
+        subprocess.run(["bash", "-c", calls[-1][-1]], cwd=home, check=True, timeout=20,
+                       env={"HOME": str(home), "PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    install = "pip install --quiet -r requirements-tpu.txt"
+    assert (home / "told").read_text().splitlines() == ["venv --python 3.12", install, install]
+
+
 def test_slurm_starts_one_process_a_node_with_all_its_gpus_under_their_flags(tmp_path):
     """JAX, asked under Slurm's variables, would give each task the GPU of its number in the node: the first one."""
     ask = ("import jax; from trainer.cluster import join; from trainer.schema import DistributedConfig\n"
@@ -179,13 +197,16 @@ def test_slurm_starts_one_process_a_node_with_all_its_gpus_under_their_flags(tmp
 
 
 def test_slurm_queues_again_what_saved_on_sigterm_and_nothing_else(tmp_path):
+    """While it is cancelled a job is COMPLETING, and Slurm would take `scontrol requeue` for it too."""
     executable(tmp_path / "srun", "#!/bin/bash\nexit $CODE\n")
+    executable(tmp_path / "squeue", "#!/bin/bash\necho $STATE\n")
     executable(tmp_path / "scontrol", f"#!/bin/bash\necho \"$@\" >> {tmp_path}/told\n")
     script = REPOSITORY / "scripts/launch_slurm.sbatch"
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(REPOSITORY),
            "PYTHON": sys.executable, "SLURM_JOB_ID": "17", "SLURM_GPUS_ON_NODE": "8"}
-    for code in (0, 2, 137, 143):
-        done = subprocess.run([script, "--config", "c"], env={**env, "CODE": str(code)}, check=False, timeout=60)
+    for code, state in ((0, "RUNNING"), (2, "RUNNING"), (137, "RUNNING"), (143, "COMPLETING"), (143, "RUNNING")):
+        ends = {**env, "CODE": str(code), "STATE": state}
+        done = subprocess.run([script, "--config", "c"], env=ends, check=False, timeout=60)
         assert done.returncode == code
     assert (tmp_path / "told").read_text() == "requeue 17\n"
     assert "#SBATCH --signal=TERM@" in script.read_text()
@@ -204,6 +225,9 @@ def test_the_jobset_is_whole_and_its_recipe_exists():
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     args = container["args"]
     assert (REPOSITORY / args[args.index("--config") + 1]).exists()
+    # train.py's exit code 2 ends it for good, all others begin it again.
+    assert job["podFailurePolicy"]["rules"] == [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}}]
+    assert jobset["spec"]["failurePolicy"]["rules"] == [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
     mesh = yaml.safe_load((REPOSITORY / args[args.index("--config") + 1]).read_text())["mesh"]
     assert mesh["sequence"] == chips
     docker = (REPOSITORY / "scripts/kubernetes/Dockerfile").read_text()

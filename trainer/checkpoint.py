@@ -99,8 +99,12 @@ class CheckpointStore:
     def __enter__(self) -> CheckpointStore:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.wait()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """As `wait`; where an error ends this process the others are not waited for: they may never come here."""
+        if kind is None:
+            self.wait()
+        elif self._saving is not None:
+            self._saving.thread.join()
 
     def latest_good(self) -> int | None:
         """The newest step whose files are all as they were written, or None if there is no checkpoint at all.

@@ -20,6 +20,7 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
             raise UserError(f"{where}: {field} is {found!r}; {expected}")
 
     need(config.config_version == VERSION, "config_version", f"this code reads {VERSION}")
+    need("://" not in (config.run_dir or ""), "run_dir", "a folder is needed; one of a store can be mounted (gcsfuse, s3fs)")
     model, data, mesh, train = config.model, config.data, config.mesh, config.train
     attention, optimizer = config.attention, config.optimizer
     axes = ("data", "fsdp", "tensor", "sequence")

@@ -69,7 +69,7 @@ def first_then_others(work: Callable[[str | None], T], tell: Callable[[T], str])
     gives each its own result when all have theirs. By all processes, in the same order.
 
     Raises:
-      whatever `work` raises; UserError in the others, with the same message, if process 0 failed.
+      whatever `work` raises; UserError with the same message in the processes where it did not fail.
     """
     if jax.process_count() == 1:
         return work(None)
@@ -85,8 +85,15 @@ def first_then_others(work: Callable[[str | None], T], tell: Callable[[T], str])
         told = json.loads(client.blocking_key_value_get(name, WAIT_MILLISECONDS))
         if "error" in told:
             raise UserError(told["error"])
-        made = work(told["made"])
+        try:
+            made = work(told["made"])
+        except Exception as error:
+            client.key_value_set(f"{name} failed/{jax.process_index()}", str(error) or type(error).__name__)
+            meet(name)
+            raise
     meet(name)
+    for _, error in client.key_value_dir_get(f"{name} failed"):
+        raise UserError(error)
     return made
 
 

@@ -28,7 +28,7 @@ def keep_compiled(folder: str | None = None) -> None:
     import jax
 
     root = Path(os.environ.get("LONGSTRIPE_CACHE") or Path.home() / ".cache" / "longstripe")
-    jax.config.update("jax_compilation_cache_dir", folder or str(root / "xla"))
+    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder or root / "xla"))
 
 
 def _out_of_memory(error: RuntimeError) -> str | None:

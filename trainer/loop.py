@@ -15,7 +15,7 @@ from data.errors import UserError
 
 from .boards import import_wandb
 from .checkpoint import CheckpointStore
-from .cluster import join, meet
+from .cluster import first_then_others, join, meet
 from .config import RunConfig, resolved
 from .mesh import make_mesh, place_batch, simulate
 from .metrics import Meter, MetricsLog
@@ -48,7 +48,7 @@ def train(config: RunConfig) -> Path:
         training = _Training(config, objective, store)
         training.compile()
         # Only now is the folder this run's: after data, a model or a step that is refused, another try may use it.
-        run = open_run(config, write=first)
+        run = first_then_others(lambda told: open_run(config, write=told is None), lambda run: "")
         if first:
             lock.enter_context(held(run.lock))
         return training.run(run)

@@ -24,6 +24,7 @@ from .compiled import GIB, memory
 from .compiled.communication import communication
 from .mesh import make_mesh
 from .objective import build_llama
+from .optimizer import split_trainable
 from .schema import DataConfig, MeshConfig, ModelConfig, RunConfig, SourceConfig
 from .step import StepBuilder, text_batch
 from .topology import memory_gib, topology_devices
@@ -218,17 +219,16 @@ def plan(job: Job) -> dict:
 
 
 def parts_gib(job: Job, config: LlamaConfig, devices: int) -> dict[str, float]:
-    """What is known of a device's memory before compiling, in GiB: float32 parameters and moments as if split evenly, and what
-    the layers keep for the backward (design: per layer, for c tokens a device, the input 2 c E bytes in bfloat16, ...)."""
-    mesh = job.mesh or MeshConfig(sequence=devices)
-    tokens = job.context * job.batch / (mesh.data * mesh.fsdp * mesh.sequence) / job.recipe.train.accumulation
-    count = sum(math.prod(parameter.shape) for parameter in declare(config).values()) / (devices / mesh.data)
+    """What is known of a device's memory before compiling, in GiB: float32 parameters and the moments of what is trained, as if
+    split evenly, and what the layers keep for the backward (design: per layer, for c tokens a device, the input 2 c E bytes in
+    bfloat16, ...)."""
+    mesh, tokens, parameters, moments = _known(job, config, devices)
     heads = config.num_attention_heads / mesh.tensor
     layers = config.num_hidden_layers
     inputs = {"offload": 0, "offload_every_k": 0, "every_k": layers / job.every_k + job.every_k}.get(job.remat, layers)
     kept = layers if job.remat in ("save_attention", "everything") else 0
     wide = (heads + 2 * config.num_key_value_heads / mesh.tensor) * config.head_dim + 2 * config.intermediate_size / mesh.tensor
-    parts = {"parameters": 0 if job.parameters_on_host else 4 * count, "moments": 0 if job.moments_on_host else 8 * count,
+    parts = {"parameters": 0 if job.parameters_on_host else parameters, "moments": 0 if job.moments_on_host else moments,
              "layer inputs": inputs * 2 * tokens * config.hidden_size,
              "attention outputs": kept * tokens * heads * (2 * config.head_dim + 4),
              "products": layers * 2 * tokens * (wide + config.hidden_size) if job.remat == "everything" else 0}
@@ -237,12 +237,23 @@ def parts_gib(job: Job, config: LlamaConfig, devices: int) -> dict[str, float]:
 
 def host_parts_gib(job: Job, config: LlamaConfig, devices: int) -> dict[str, float]:
     """What is known of the host's memory for each device before compiling, in GiB: layers' inputs in bfloat16, float32
-    parameters and moments."""
-    mesh = job.mesh or MeshConfig(sequence=devices)
+    parameters, and moments."""
+    _, tokens, parameters, moments = _known(job, config, devices)
     layers, k = config.num_hidden_layers, job.every_k
     inputs = {"offload": layers, "offload_every_k": layers / k + k}.get(job.remat, 0)
-    tokens = job.context * job.batch / (mesh.data * mesh.fsdp * mesh.sequence) / job.recipe.train.accumulation
-    count = sum(math.prod(parameter.shape) for parameter in declare(config).values()) / (devices / mesh.data)
-    parts = {"layer inputs": inputs * 2 * tokens * config.hidden_size, "parameters": 4 * count * job.parameters_on_host,
-             "moments": 8 * count * job.moments_on_host}
+    parts = {"layer inputs": inputs * 2 * tokens * config.hidden_size, "parameters": parameters * job.parameters_on_host,
+             "moments": moments * job.moments_on_host}
     return {name: size / GIB for name, size in parts.items()}
+
+
+def _known(job: Job, config: LlamaConfig, devices: int) -> tuple[MeshConfig, float, float, float]:
+    """The mesh, and of a device the tokens that are computed at a time and the bytes of parameters and of moments."""
+    mesh, recipe, declared = job.mesh or MeshConfig(sequence=devices), job.recipe, declare(config)
+
+    def count(names) -> float:
+        return sum(math.prod(declared[name].shape) for name in names) * mesh.data / devices
+
+    trained, _ = split_trainable(declared, recipe.model.trainable)
+    moment = 2 if recipe.optimizer.moment_dtype == "bfloat16" else 4
+    tokens = job.context * job.batch / (mesh.data * mesh.fsdp * mesh.sequence) / recipe.train.accumulation
+    return mesh, tokens, 4 * count(declared), 2 * moment * count(trained)

@@ -22,6 +22,7 @@ import itertools
 import json
 import os
 import pathlib
+import time
 from typing import Any
 
 import yaml
@@ -41,6 +42,8 @@ PLACEMENT = (
 )  # fmt: skip
 
 _NOTHING = "(nothing)"
+# A network file system that was asked for a file believes for a while that there is none (NFS for up to 60 seconds).
+SEEN_SECONDS = 90
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +135,7 @@ def open_run(config: RunConfig, write: bool = True) -> RunDirectory:
     """The run's folder, made if need be, with `config` in it; errors as check_run's.
 
     From here on the folder is this run's, so whatever else can be wrong is best found before. With several processes
-    only the first writes.
+    only the first writes, and then the others look: UserError where they do not see what it wrote.
     """
     run = check_run(config, first=write)
     if write:
@@ -141,6 +144,12 @@ def open_run(config: RunConfig, write: bool = True) -> RunDirectory:
             _write(run.config, configuration.dump(config))
         except OSError as error:
             raise UserError(f"{run.folder}: cannot write there ({error.strerror}); give another --run_dir") from error
+    patience = time.monotonic() + SEEN_SECONDS
+    while not run.config.exists():
+        if time.monotonic() > patience:
+            raise UserError(f"{run.folder}: not seen here, where process 0 has made it; a --run_dir that all processes share "
+                            "would work")
+        time.sleep(1)
     return run
 
 
@@ -155,7 +164,7 @@ def _require_same(run: RunDirectory, config: RunConfig) -> None:
     """UserError that names the first difference between the folder's run and `config`."""
     try:
         written = configuration.upgraded(yaml.safe_load(run.config.read_text(encoding="utf-8")), str(run.config))
-        there = _identity(_completed(written))
+        there = _identity(_completed(written, configuration.resolved(RunConfig())))
     except (OSError, yaml.YAMLError, AttributeError, TypeError, UnicodeDecodeError) as error:
         raise UserError(f"{run.config}: cannot be read as a run's configuration ({error}); give another --run_dir, "
                         f"or delete {run.folder}") from error  # fmt: skip
@@ -189,11 +198,11 @@ def _ways_out(run: RunDirectory, name: str) -> str:
     return "give another --run_dir"
 
 
-def _completed(written: dict[str, Any]) -> dict[str, Any]:
+def _completed(written: Any, defaults: Any) -> Any:
     """A resolved configuration with the fields that its writer did not know yet, at their defaults."""
-    defaults = configuration.resolved(RunConfig())
-    return {section: {**defaults.get(section, {}), **value} if section in configuration.SECTIONS else value
-            for section, value in written.items()}
+    if not (isinstance(written, dict) and isinstance(defaults, dict)):
+        return written
+    return {**defaults, **{name: _completed(value, defaults.get(name)) for name, value in written.items()}}
 
 
 def _identity(written: dict[str, Any]) -> dict[str, Any]:

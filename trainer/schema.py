@@ -280,4 +280,4 @@ class RunConfig:
     @property
     def folder(self) -> pathlib.Path:
         """The run's folder."""
-        return pathlib.Path(self.run_dir or f"runs/{self.name}")
+        return pathlib.Path(self.run_dir or f"runs/{self.name}").expanduser()

@@ -248,6 +248,16 @@ def test_a_failed_save_is_told(tmp_path, assets, monkeypatch):
     assert store.steps() == []
 
 
+def test_who_ends_by_an_error_finishes_its_save_and_waits_for_nobody(tmp_path, assets, monkeypatch):
+    """The others stand in a step that this process has left: they would never meet it."""
+    met = []
+    monkeypatch.setattr("trainer.saving.meet", met.append)
+    with pytest.raises(KeyError), CheckpointStore(tmp_path / "run") as store:
+        store.save(1, model=placed((2, 4), values()), assets=assets)
+        raise KeyError
+    assert met == ["checkpoint 1 begins"] and CheckpointStore(tmp_path / "run").latest_good() == 1
+
+
 SAVER = """
 import sys
 import jax, numpy as np

@@ -9,7 +9,7 @@ import jax
 import pytest
 import yaml
 
-from model.attention import get_schedule
+from model.attention import get_kernel, get_schedule
 from model.attention.schedules.plan import Block, received
 from model.config import LlamaConfig
 from model.modules import declare
@@ -20,9 +20,9 @@ from trainer.compiled.communication import communication
 from trainer.compiled.transfers import collectives
 from trainer.config import load
 from trainer.mesh import make_mesh
-from trainer.plan import DoesNotFit, Job, _refusal, compile_step, host_parts_gib, parts_gib, plan
+from trainer.plan import PLAIN, DoesNotFit, Job, _refusal, compile_step, host_parts_gib, parts_gib, plan
 from trainer.plan_search import search, ways
-from trainer.schema import MeshConfig, TrainConfig
+from trainer.schema import MeshConfig, OptimizerConfig, TrainConfig
 from trainer.topology import memory_gib, topology_devices
 
 CONTEXT = 1_048_576
@@ -79,6 +79,18 @@ def test_offload_keeps_the_layers_inputs_in_the_hosts_memory(monkeypatch, prefet
     with pytest.raises(DoesNotFit, match=r"needs 0.03 GiB of 0.03 of the host's memory") as refusal:
         plan(dataclasses.replace(job, host_gib=0.99 * on_host / GIB))
     assert refusal.value.needs_gib * GIB == on_host
+
+
+def test_what_is_known_of_moments_is_what_the_step_takes():
+    """Parameters and moments are a step's arguments, but for a batch of 256 tokens and counters."""
+    recipe = dataclasses.replace(PLAIN, optimizer=OptimizerConfig(moment_dtype="bfloat16"),
+                                 model=dataclasses.replace(PLAIN.model, trainable=r"layers\.mlp.*"))
+    job = Job("small", "v5e:2x2", 256, recipe=recipe, config=SMALL)
+    compiled = compile_step(SMALL, jax.devices()[:1], 256, recipe=recipe, kernel=get_kernel("reference"))
+    parts = parts_gib(job, SMALL, 1)
+    assert parts["parameters"] + parts["moments"] == pytest.approx(memory(compiled)["arguments"], rel=0.01)
+    on_host = dataclasses.replace(job, moments_on_host=True)
+    assert host_parts_gib(on_host, SMALL, 1)["moments"] == parts["moments"] and not parts_gib(on_host, SMALL, 1)["moments"]
 
 
 def planned(*argv) -> Job:

@@ -230,6 +230,18 @@ def test_an_error_of_the_first_process_is_all_processes(as_two):
         other.result()
 
 
+def test_an_error_of_another_process_is_all_processes(as_two):
+    def work(told):
+        if told:
+            raise OSError(f"{told}: not here")
+
+    first, other = as_two(lambda number: cluster.first_then_others(work, lambda made: "a folder"))
+    with pytest.raises(UserError, match="a folder: not here"):
+        first.result()
+    with pytest.raises(OSError, match="a folder: not here"):
+        other.result()
+
+
 # Stands in for train.py: what it does with its first Ctrl-C, and as what number it says the error that it ends by.
 STAND_IN = """
 import pathlib, signal, sys, time

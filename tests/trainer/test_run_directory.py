@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from data.errors import UserError
+from trainer import run_directory
 from trainer.config import (
     AttentionConfig,
     CheckpointConfig,
@@ -98,7 +99,7 @@ def test_a_run_of_version_1_goes_on(config):
     run = open_run(config)
     written = yaml.safe_load(run.config.read_text())
     written |= {"config_version": 1, "train": {"steps": 100, "batch_size": 1, "evaluate_every": 0, "log_every": 1, "seed": 0}}
-    del written["optimizer"]["moment_dtype"], written["memory"]["every_k"]
+    del written["optimizer"]["moment_dtype"], written["memory"]["every_k"], written["data"]["clean"]["languages"]
     run.config.write_text(yaml.safe_dump(written))
     open_run(config)
     run.config.write_text(yaml.safe_dump(written))
@@ -126,8 +127,18 @@ def test_killed_while_opening_can_be_opened(config, tmp_path):
     assert open_run(config).config.exists()
 
 
-def test_only_the_first_process_writes(config):
-    assert not open_run(config, write=False).folder.exists()
+def test_only_the_first_process_writes_and_the_others_see_it(config, monkeypatch):
+    """On disks of their own they would train up to the first checkpoint, and lose it."""
+    monkeypatch.setattr(run_directory, "SEEN_SECONDS", 0)
+    with pytest.raises(UserError, match=r"run: not seen here, .* a --run_dir that all processes share would work"):
+        open_run(config, write=False)
+    run = open_run(config)
+    assert open_run(config, write=False) == run
+
+
+def test_a_folder_may_lie_in_the_users_home(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_run(dataclasses.replace(config, run_dir="~/mine")).folder == tmp_path / "mine"
 
 
 def test_cut_back(config):
