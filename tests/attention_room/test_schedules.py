@@ -7,7 +7,7 @@ import pytest
 from jax.sharding import PartitionSpec
 
 from model.attention import Mask, TokenCoords, attend, attention, get_kernel
-from model.attention.kernels import Kernel
+from model.attention.kernels import KERNELS, Kernel
 from model.attention.schedules import Attention2D, Ring
 from model.attention.schedules.attention2d import fewest_bytes
 from model.remat import scan_layers
@@ -101,6 +101,11 @@ def test_attention2d_takes_the_grid_of_fewest_bytes():
             return (c - 1) * query * (2 + 4 + 2 + 2 + 4) + (64 // c - 1) * 2 * kv * (2 + 2 + 4)
 
         assert total(columns) == min(total(c) for c in (1, 2, 4, 8, 16, 32, 64))
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if name != "reference"])  # that one has no tiles
+def test_a_kernel_asked_for_again_is_not_compiled_again(name):
+    assert get_kernel(name, query_tile=64) == get_kernel(name, query_tile=64) != get_kernel(name, query_tile=32)
 
 
 class InPlace:

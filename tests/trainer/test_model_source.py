@@ -95,6 +95,19 @@ def test_what_ends_an_answer_by_the_generation_config_alone_is_kept(base):
         open_model(str(base))
 
 
+@pytest.mark.parametrize(("said", "trained", "written"), [(64, 128, 128), (256, 128, 256), (None, 128, None)])
+def test_the_tokenizer_takes_texts_as_long_as_the_model_was_trained_at(base, said, trained, written):
+    """Of the length before it, transformers would cut longer texts, or warn of them; a larger one, or none, stays."""
+    settings = json.loads((base / "tokenizer_config.json").read_text())
+    (base / "tokenizer_config.json").write_text(json.dumps({**settings, "model_max_length": said}))
+    shutil.copytree(base, base / "assets")
+    source = dataclasses.replace(open_model(str(base)), kind="checkpoint", folder=base)
+    config = dataclasses.replace(source.config, max_position_embeddings=trained)
+    dataclasses.replace(source, config=config).write_assets(base / "out", source.tokenizer(), "x", "")
+    found = json.loads((base / "out/tokenizer_config.json").read_text())
+    assert found["model_max_length"] == written and found["eos_token"] == settings["eos_token"]
+
+
 def test_line_retrieval_asks_and_stops_as_the_template_says(base):
     """The end of a turn ends an answer, whatever the model's config knows of it."""
     tokenizer, config = Tokenizer.load(base), LlamaConfig.from_hf(base)

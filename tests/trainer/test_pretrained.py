@@ -58,8 +58,6 @@ def run(recipe, hf_model, order):
     model = pathlib.Path(shutil.copytree(hf_model, recipe.parent / "model"))
     written = json.loads((model / "config.json").read_text(encoding="utf-8"))
     (model / "config.json").write_text(json.dumps({**written, "max_position_embeddings": OWN_LENGTH}), encoding="utf-8")
-    written = json.loads((model / "tokenizer_config.json").read_text(encoding="utf-8"))
-    (model / "tokenizer_config.json").write_text(json.dumps({**written, "model_max_length": OWN_LENGTH}), encoding="utf-8")
     batches, check = TextObjective.batches, _Training._check_finite
 
     def vanishing(objective, step):
@@ -101,8 +99,6 @@ def test_export_and_evaluation_see_the_trained_length_and_the_new_base(run, tmp_
     exported = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
     assert exported.max_position_embeddings == LENGTH > OWN_LENGTH and exported.rope_parameters["rope_theta"] == THETA
     assert open_model(str(run)).config.max_position_embeddings == LENGTH
-    # Of its own length, it would cut texts at what the model took before.
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "hf").model_max_length == LENGTH
 
 
 @pytest.mark.parametrize("name", ["", f"checkpoints/{STEPS}"], ids=["a run", "a checkpoint"])

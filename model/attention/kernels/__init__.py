@@ -12,6 +12,7 @@ found. Any kernel can do it; one that brings functions of its own for it spares 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import warnings
 from collections.abc import Callable
 
@@ -105,10 +106,12 @@ WIDEST_HEAD = 256
 KERNELS = ("auto", "tpu", "gpu", "xla", "reference")
 
 
+@functools.cache
 def get_kernel(name: str = "auto", *, query_tile: int = 0, key_tile: int = 0) -> Kernel:
     """The kernel of this name; `auto` is `tpu` on TPUs, `gpu` on NVIDIA's GPUs, `xla` elsewhere and for global tokens.
 
-    query_tile, key_tile: tokens in a tile; 0 leaves it to the kernel.
+    query_tile, key_tile: tokens in a tile; 0 leaves it to the kernel. Asked again it is the same object: static arguments are
+    compared, and another would be compiled anew.
 
     Raises:
       ValueError: an unknown name.
