@@ -71,7 +71,7 @@ class Attending:
 
 def _delta(out, lse, dout, dlse=0.0):
     """d score = weight * (dweight - delta); d lse / d score = weight, so that lse's own cotangent joins delta."""
-    delta = jnp.einsum("bthd,bthd->bht", dout.astype(jnp.float32), out.astype(jnp.float32))
+    delta = jnp.einsum("bthd,bthd->bht", dout.astype(jnp.float32), out.astype(jnp.float32), precision="highest")
     return delta - jnp.where(jnp.isneginf(lse), 0.0, dlse)
 
 
