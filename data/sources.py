@@ -120,6 +120,7 @@ def _records(file: File, format: str, account: SourceReport, advance: Advance) -
 
 
 def _rows(file: File) -> Iterator[dict]:
+    """A Parquet file's rows, a few hundred in memory at a time; UserError for one that cannot be read."""
     import pyarrow
     from pyarrow import parquet
 

@@ -104,6 +104,7 @@ class ModelSource:
 
 
 def _change(path: Path, **fields: object) -> None:
+    """These fields in a JSON file, all others as they are."""
     content = {**json.loads(path.read_text(encoding="utf-8")), **fields}
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 

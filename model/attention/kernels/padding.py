@@ -17,7 +17,7 @@ def tile_size(length: int, at_most: int, unit: int = 1) -> int:
 
 
 def pad(x: jax.Array, tile: int, axis: int, value=0) -> jax.Array:
-    """x with `axis` filled up to a multiple of the tile; x itself where it is one already."""
+    """x, of any shape and dtype, with `axis` filled up to a multiple of the tile; x itself where it is one already."""
     missing = -x.shape[axis] % tile
     if not missing:
         return x
@@ -26,5 +26,5 @@ def pad(x: jax.Array, tile: int, axis: int, value=0) -> jax.Array:
 
 
 def padded(coords: TokenCoords, tile: int) -> TokenCoords:
-    """Coordinates filled up with padding: segment 0 sees nothing and is seen by nothing."""
+    """Coordinates [B, T], int32, filled up to whole tiles with padding: segment 0 sees nothing and is seen by nothing."""
     return jax.tree.map(lambda x: pad(x, tile, 1), coords)

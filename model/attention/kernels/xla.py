@@ -90,7 +90,7 @@ class Tiles:
     key_tile: int = 512
 
     def _whole(self, q, k, v, q_coords, kv_coords):
-        """The block's arrays filled up to whole tiles, and the tiles' sizes."""
+        """q [B, Tq, Hq, D], k, v [B, Tk, Hkv, D], their coordinates: lengths filled up to whole tiles; and the tiles' sizes."""
         query_tile, key_tile = tile_size(q.shape[1], self.query_tile), tile_size(k.shape[1], self.key_tile)
         return (pad(q, query_tile, 1), pad(k, key_tile, 1), pad(v, key_tile, 1), padded(q_coords, query_tile),
                 padded(kv_coords, key_tile), query_tile, key_tile)
