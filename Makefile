@@ -36,7 +36,7 @@ lint: $(VENV)/.requirements-test.stamp
 	$(RUN) -m ruff check .
 
 bench: $(VENV)/.requirements-test.stamp
-	$(RUN) -m scripts.bench
+	$(RUN) -m scripts.benchmarks
 
 soak: $(VENV)/.requirements-test.stamp
 	$(RUN) -m pytest tests -m slow

@@ -13,7 +13,7 @@ def main(argv: list[str] | None = None) -> int:
     """Configuration -> trainer."""
 
     def work():
-        from trainer import config
+        from trainer.config import load as config
         from trainer.loop import train
 
         run_config = config.load(argv)

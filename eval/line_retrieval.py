@@ -19,7 +19,7 @@ from data.tokenizer import Tokenizer
 from eval import line_cases, report, scoring
 from model.config import LlamaConfig
 from trainer import entry
-from trainer.config import AttentionConfig, MeshConfig, ModelConfig, RunConfig
+from trainer.config.schema import AttentionConfig, MeshConfig, ModelConfig, RunConfig
 
 
 def parse(argv=None) -> argparse.Namespace:

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from .chunked import product
 from .config import LlamaConfig
+from .memory.chunked import product
 from .sharding import Parallel
 
 

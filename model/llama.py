@@ -19,16 +19,16 @@ from jax.sharding import Mesh, PartitionSpec
 from .attention import Mask, TokenCoords, attend, attending, document_starts
 from .attention.kernels import Kernel, get_kernel
 from .attention.schedules import get_schedule
-from .chunked import Chunks, chunked, chunked_total, product
 from .config import LlamaConfig
 from .feedforward import rms_norm
-from .head_groups import attend_in_groups, check_groups
 from .loss import token_losses
+from .memory.chunked import Chunks, chunked, chunked_total, product
+from .memory.head_groups import attend_in_groups, check_groups
+from .memory.packed_shards import Parcels
+from .memory.prefetch import Layer, run_layers
+from .memory.query_chunks import check_chunks, layer_in_chunks
+from .memory.remat import check_policy, scan_layers
 from .modules import bind, declare, init
-from .parcels import Parcels
-from .prefetch import Layer, run_layers
-from .query_chunks import check_chunks, layer_in_chunks
-from .remat import check_policy, scan_layers
 from .sharding import BATCH_AXES, HIDDEN, Parallel, Parameter, Sharding, arrive, gather
 
 TOKENS = PartitionSpec(BATCH_AXES, "sequence")
@@ -44,7 +44,7 @@ class Llama:
     Attributes:
       schedule, kernel, mask: see `model.attention`.
       dtype: compute precision; parameters stay float32.
-      remat, every_k: a policy of `model.remat`.
+      remat, every_k: a policy of `model.memory.remat`.
       attention_groups: groups of heads that are projected and attend one after the other; divides a tensor rank's key heads.
       prefetch: the next layer's weights arrive while a layer runs, see `prefetch.py`.
       query_chunks: chunks of a device's tokens, each going through a whole layer by itself; see `query_chunks`.

@@ -16,9 +16,9 @@ from data.paths import output_file
 from model.attention.layout import LAYOUTS
 from model.attention.schedules import SCHEDULES as NAMES
 from model.config import LlamaConfig
+from planning.costs import HARDWARE, Job, Sizes, estimate
+from planning.costs.step import REMAT
 from trainer import entry
-from trainer.costs import HARDWARE, Job, Sizes, estimate
-from trainer.costs.step import REMAT
 
 SCHEDULES = {
     **{name: name for name in NAMES}, "ring_bidirectional": {"name": "ring", "bidirectional": True},

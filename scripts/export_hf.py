@@ -30,8 +30,8 @@ def main(argv: list[str] | None = None) -> int:
         # Here, so that --help answers at once and Ctrl-C ends in one line.
         from data.paths import new_folder
         from model.config import LlamaConfig
-        from trainer.checkpoint import find_checkpoint, stored_parameters
-        from trainer.huggingface_write import write_hf
+        from trainer.checkpoint.store import find_checkpoint, stored_parameters
+        from trainer.huggingface.write import write_hf
 
         new_folder(arguments.hf_dir)  # before all checksums are compared
         checkpoint = find_checkpoint(arguments.checkpoint, ["model", "assets"])

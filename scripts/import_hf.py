@@ -31,8 +31,8 @@ def main(argv: list[str] | None = None) -> int:
 
         from data.paths import new_folder
         from model.config import LlamaConfig
-        from trainer.checkpoint import save_checkpoint
-        from trainer.huggingface import copy_assets, read_hf, resolve_model_path
+        from trainer.checkpoint.store import save_checkpoint
+        from trainer.huggingface.read import copy_assets, read_hf, resolve_model_path
 
         new_folder(arguments.checkpoint)  # before all weights are read
         source = resolve_model_path(arguments.hf_dir)

@@ -74,7 +74,7 @@ def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> tupl
     from data.batch import permute
     from data.errors import UserError
     from data.loader import Loader
-    from trainer import config as configuration
+    from trainer.config import load as configuration
     from trainer.mesh import make_mesh, place_batch, simulate
     from trainer.objective import TextObjective
     from trainer.step import text_batch

@@ -2,7 +2,7 @@
 
     python -m scripts.make_fixtures [FOLDER]
 
-The same script writes the same bytes (tests/data_room/test_fixtures.py compares). What is in them, and in which
+The same script writes the same bytes (tests/data/test_fixtures.py compares). What is in them, and in which
 proportion, is told in data/fixtures/README.md, which it writes too.
 """
 
@@ -364,7 +364,7 @@ exist nowhere.
 - `line_cases.jsonl`: {CASES} cases of {LINES} lines for the evaluator. One (key, number) pair in twenty is in training only
   answered together with other lines; the line asked for here is one of those, and the records are new.
 - `dirty.json`: what real dumps have (spellings, empty turns, web pages, a busy service, a cut end), counted in
-  `tests/data_room/test_sources.py`.
+  `tests/data/test_sources.py`.
 - `tiny_tokenizer/`: byte-level BPE, 1,024 tokens, trained on the above; a key is one token, and so is a line's number with
   its colon (": 41"). `tiny.model`: sentencepiece BPE, 1,000 pieces.
 """

@@ -60,10 +60,10 @@ def parser() -> argparse.ArgumentParser:
 def job_of(args):
     """The job that the options describe. Raises UserError, ValueError for what is wrong in them."""
     from data.errors import UserError
-    from trainer.config import load
+    from planning.plan import MEMORY, PLAIN, Job
+    from planning.topology import host_gib
+    from trainer.config.load import load
     from trainer.model_source import choose_model, open_model
-    from trainer.plan import MEMORY, PLAIN, Job
-    from trainer.topology import host_gib
 
     # What a plan does not ask for, and a recipe may leave to the command line.
     if args.config:
@@ -99,7 +99,7 @@ def job_of(args):
 
 def mesh_of(text: str | None):
     """fsdp=8,sequence=8 -> MeshConfig; dcn.data=2 is a factor of mesh.dcn; None for nothing."""
-    from trainer.schema import MeshConfig
+    from trainer.config.schema import MeshConfig
 
     try:
         axes = dict(part.split("=") for part in (text or "").split(",") if part)
@@ -162,7 +162,7 @@ def run(args) -> int:
     import jax
 
     jax.config.update("jax_platforms", "cpu")
-    from trainer.plan import DoesNotFit, plan
+    from planning.plan import DoesNotFit, plan
 
     job = job_of(args)
     if args.output:  # refused now, not after the compiler's minutes
@@ -186,8 +186,8 @@ def run(args) -> int:
 
 def searched(job, args):
     """The longest job (or with --best alone the best of its context), its plan, and what else was found on the way."""
-    from trainer.plan import DoesNotFit
-    from trainer.plan_search import policies, search, ways
+    from planning.plan import DoesNotFit
+    from planning.search import policies, search, ways
 
     tries = []
 

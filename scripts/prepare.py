@@ -14,9 +14,9 @@ from trainer import entry
 
 def prepare(recipe: str, flags: list[str]) -> None:
     """Tokenizes, or finds the data tokenized, and says what became of the records; UserError for a recipe or data at fault."""
-    from data.inspect import describe
     from data.loader import Loader
-    from trainer.config import load
+    from scripts.inspect_data import describe
+    from trainer.config.load import load
     from trainer.model_source import choose_model, for_templates
     from trainer.objective import prepare_text
 

@@ -10,7 +10,8 @@ import subprocess
 import sys
 
 from data.errors import UserError
-from trainer.config import RunConfig, load
+from trainer.config.load import load
+from trainer.config.schema import RunConfig
 
 RECIPE = "configs/quickstart.yaml"
 ROWS = 20  # prompts answered together

@@ -1,5 +1,6 @@
-"""What every test shares: 8 simulated CPU devices, and a folder kept between runs."""
+"""What every test shares: 8 simulated CPU devices, a folder kept between runs, a small run and a small pretrained model."""
 
+import json
 import os
 import pathlib
 import signal
@@ -11,7 +12,15 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 CACHE = pathlib.Path(os.environ.get("LONGSTRIPE_CACHE") or pathlib.Path.home() / ".cache" / "longstripe")
 
 import jax  # noqa: E402
+import numpy as np  # noqa: E402
 import pytest  # noqa: E402
+
+from data.templates import jinja_template  # noqa: E402
+from data.tokenizer import Tokenizer  # noqa: E402
+from model.config import LlamaConfig  # noqa: E402
+from tests import small_run  # noqa: E402
+from trainer.huggingface.read import hf_layout, write_source_dtype  # noqa: E402
+from trainer.huggingface.write import write_hf  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Programs of several CPU devices must not come back from a cache: see trainer.mesh.simulate.
@@ -35,3 +44,35 @@ def cache() -> pathlib.Path:
     """A folder kept between runs, for what is dear to make: models."""
     CACHE.mkdir(parents=True, exist_ok=True)
     return CACHE
+
+
+@pytest.fixture(scope="session")
+def small_recipe(tmp_path_factory, repository):
+    """Recipe of a very small run."""
+    return small_run.recipe(tmp_path_factory.mktemp("small"), repository)
+
+
+@pytest.fixture(scope="session")
+def whole_run(small_recipe, repository):
+    """Folder of that run, never interrupted; tests copy what they spoil."""
+    run = small_recipe.parent / "whole"
+    small_run.finish(small_run.start(repository, small_recipe, run), run)
+    return run
+
+
+@pytest.fixture(scope="session")
+def hf_model(tmp_path_factory, repository):
+    """A Hugging Face folder of a very small LLaMA."""
+    folder = tmp_path_factory.mktemp("model")
+    config = LlamaConfig(vocab_size=1024, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2, max_position_embeddings=128)
+    assets = folder / "assets"
+    assets.mkdir()
+    tokenizer = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
+    tokenizer.save(assets, jinja_template("vicuna_v1.1", tokenizer))
+    write_source_dtype(assets, "float32")
+    (assets / "config.json").write_text(json.dumps(config.to_hf()), encoding="utf-8")
+    generator = np.random.default_rng(0)
+    params = {entry.name: generator.normal(size=entry.shape).astype(np.float32) for entry in hf_layout(config)}
+    write_hf(params, config, assets, folder / "hf")
+    return folder / "hf"

@@ -45,7 +45,7 @@ def _out_of_memory(error: RuntimeError) -> str | None:
 def run(work: Callable[[], object]) -> int:
     """Runs a command's work; 2 and one line on standard error for an error that its user can mend, 130 after Ctrl-C, 143 after
     SIGTERM."""
-    from trainer.preemption import Preempted
+    from trainer.run.preemption import Preempted
 
     # A Ctrl-C within a callback, from which Python lets no exception out, comes again a moment later.
     unraisable, sys.unraisablehook = sys.unraisablehook, _interrupt_again

@@ -13,18 +13,19 @@ import numpy as np
 
 from data.errors import UserError
 
-from .boards import import_wandb
-from .checkpoint import CheckpointStore
-from .cluster import first_then_others, join, meet
-from .config import RunConfig, resolved
+from .checkpoint.store import CheckpointStore
+from .config.load import resolved
+from .config.schema import RunConfig
 from .mesh import make_mesh, place_batch, simulate
-from .metrics import Meter, MetricsLog
 from .objective import Objective, TextObjective
 from .optimizer import split_trainable
-from .preemption import Preempted, notices
-from .profiling import Profiler
-from .run_directory import RunDirectory, check_run, open_run
-from .run_lock import held
+from .reporting.boards import import_wandb
+from .reporting.metrics import Meter, MetricsLog
+from .reporting.profiling import Profiler
+from .run.cluster import first_then_others, join, meet
+from .run.directory import RunDirectory, check_run, open_run
+from .run.lock import held
+from .run.preemption import Preempted, notices
 from .step import BY_SOURCE, StepBuilder
 
 

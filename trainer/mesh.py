@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from data.errors import UserError
 from model.sharding import BATCH_AXES, MESH_AXES
 
-from .config import MeshConfig
+from .config.schema import MeshConfig
 from .placement import ring_placed
 
 # What waits for nothing wants the nearest: tensor's sums before the ring along the sequence, which runs under the kernels.

@@ -14,12 +14,19 @@ from data.templates import end_ids, missing_controls
 from data.tokenizer import Tokenizer
 from model.attention import Mask
 from model.config import POSITIONS, LlamaConfig
+from model.padding import VOCABULARY_AXES
 
-from .checkpoint import assets_dir, restore_model
-from .config import DataConfig, ModelConfig
-from .huggingface import copy_assets, read_hf, resolve_model_path, trained_mask, weights_fingerprint, write_source_dtype
-from .manifest import MANIFEST, fingerprint
-from .padding import VOCABULARY_AXES
+from .checkpoint.manifest import MANIFEST, fingerprint
+from .checkpoint.store import assets_dir, restore_model
+from .config.schema import DataConfig, ModelConfig
+from .huggingface.read import (
+    copy_assets,
+    read_hf,
+    resolve_model_path,
+    trained_mask,
+    weights_fingerprint,
+    write_source_dtype,
+)
 
 
 @dataclasses.dataclass(frozen=True)

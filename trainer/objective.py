@@ -27,11 +27,11 @@ from model.attention.layout import permutation
 from model.attention.schedules import get_schedule
 from model.llama import Chunks, Llama
 
-from . import config as configuration
-from .cluster import first_then_others
-from .config import RunConfig
+from .config import load as configuration
+from .config.schema import RunConfig
 from .mesh import Part, part_here, wanted
 from .model_source import chat_templates, choose_model, for_templates
+from .run.cluster import first_then_others
 from .step import text_batch
 
 

@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.errors import UserError
 
-from .config import OptimizerConfig
+from .config.schema import OptimizerConfig
 from .streaming import in_host_memory
 
 

@@ -17,9 +17,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from model.sharding import BATCH_AXES, OnHost
 
+from .config.schema import RunConfig
 from .mesh import batch_sharding
 from .optimizer import clipping, learning_rate, make_optimizer, optimizer_shardings, split_trainable
-from .schema import RunConfig
 from .streaming import chosen, in_host_memory, streamed_update
 
 LABELS = ("tokens", "targets", "index", "segment_ids", "positions")

@@ -310,8 +310,8 @@ def at_callback():
     gc.collect()
 
 def at_writing():
-    import trainer.manifest
-    trainer.manifest.write_manifest = lambda *_: (at_import(), time.sleep(100))
+    import trainer.checkpoint.manifest
+    trainer.checkpoint.manifest.write_manifest = lambda *_: (at_import(), time.sleep(100))
 
 sys.meta_path.insert(0, Finder())
 trainer.entry.leave(import_hf.main(sys.argv[1:]))

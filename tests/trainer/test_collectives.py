@@ -11,12 +11,12 @@ import pytest
 from model.config import LlamaConfig
 from model.llama import Llama
 from model.sharding import STORAGE_AXES
-from trainer.compiled.overlap import crossings
-from trainer.compiled.transfers import COLLECTIVES
-from trainer.config import MeshConfig
+from planning.compiled.overlap import crossings
+from planning.compiled.transfers import COLLECTIVES
+from planning.plan import compile_step
+from planning.topology import topology_devices
+from trainer.config.schema import MeshConfig
 from trainer.mesh import make_mesh
-from trainer.plan import compile_step
-from trainer.topology import topology_devices
 
 # How often a layer's parameter is gathered in a direction; outside the layers, at most in both.
 GATHERS = 1

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from planning.topology import topology_devices
 from trainer import entry
-from trainer.topology import topology_devices
 
 PROGRAM = """
 import sys
@@ -63,7 +63,7 @@ def test_other_errors_keep_their_traceback():
         entry.run(broken)
 
 
-@pytest.mark.parametrize("command", ["data.inspect", "eval.line_retrieval", "scripts.loss_by_position"])
+@pytest.mark.parametrize("command", ["scripts.inspect_data", "eval.line_retrieval", "scripts.loss_by_position"])
 def test_ctrl_c_during_a_commands_imports_is_one_line(command, tmp_path, repository):
     """A numpy that sends it stands before the real one."""
     (tmp_path / "numpy.py").write_text("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n")

@@ -10,12 +10,12 @@ import pytest
 from data.errors import UserError
 from model.config import LlamaConfig
 from model.sharding import MESH_AXES
-from trainer.compiled.text import parse
-from trainer.compiled.transfers import COLLECTIVES, groups
+from planning.compiled.text import parse
+from planning.compiled.transfers import COLLECTIVES, groups
+from planning.plan import compile_step
+from planning.topology import memory_gib, topology_devices
+from trainer.config.schema import MeshConfig
 from trainer.mesh import ORDER, _placed, make_mesh
-from trainer.plan import compile_step
-from trainer.schema import MeshConfig
-from trainer.topology import memory_gib, topology_devices
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ from data.tokenizer import Tokenizer
 from eval.line_cases import generate
 from eval.line_retrieval import prompt_ids, stop_ids
 from model.config import LlamaConfig
-from trainer.config import DataConfig, ModelConfig, SourceConfig
+from trainer.config.schema import DataConfig, ModelConfig, SourceConfig
 from trainer.model_source import choose_model, for_templates, open_model
 
 

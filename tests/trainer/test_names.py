@@ -4,16 +4,17 @@ import typing
 
 import pytest
 
-from model import query_chunks, remat
 from model.attention.kernels import KERNELS
 from model.attention.layout import LAYOUTS
 from model.attention.schedules import SCHEDULES
 from model.llama import PREFETCHED
+from model.memory import query_chunks, remat
 from model.sharding import MESH_AXES, TENSOR_SPLIT, Parallel
+from planning import search as plan_search
+from planning.costs.step import REMAT
+from planning.plan import Job
 from scripts import plan
-from trainer import plan_search, schema
-from trainer.costs.step import REMAT
-from trainer.plan import Job
+from trainer.config import schema
 
 
 def accepted(section, field):

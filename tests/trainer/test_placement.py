@@ -8,10 +8,10 @@ import pytest
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from planning.topology import topology_devices
+from trainer.config.schema import MeshConfig
 from trainer.mesh import make_mesh
 from trainer.placement import closed_walk
-from trainer.schema import MeshConfig
-from trainer.topology import topology_devices
 
 
 @pytest.mark.parametrize("cells", [(1,), (2,), (1, 2, 1), (2, 2), (4, 3), (3, 4), (8, 2), (4, 4, 4), (3, 3, 2), (1, 16, 16),

@@ -12,13 +12,13 @@ import yaml
 import train
 from model.llama import Llama
 from scripts import export_hf
-from trainer import manifest
-from trainer.huggingface import weights_fingerprint
+from trainer.checkpoint import manifest
+from trainer.config.schema import MeshConfig
+from trainer.huggingface.read import weights_fingerprint
 from trainer.loop import _Training
 from trainer.mesh import make_mesh
 from trainer.model_source import open_model
 from trainer.objective import TextObjective
-from trainer.schema import MeshConfig
 from trainer.step import StepBuilder
 
 STEPS = 3

@@ -24,11 +24,12 @@ from data.sources import Source
 from data.tokenizer import Tokenizer
 from model.attention.layout import permutation
 from scripts import launch_local
-from tests.trainer import small_run
-from trainer import checkpoint, cluster
+from tests import small_run
+from trainer.checkpoint import store as checkpoint
+from trainer.config.schema import DistributedConfig, MeshConfig
 from trainer.mesh import batch_sharding, make_mesh, part_of, simulate, wanted
-from trainer.metrics import MEASURED
-from trainer.schema import DistributedConfig, MeshConfig
+from trainer.reporting.metrics import MEASURED
+from trainer.run import cluster
 
 # 2 processes with 2 devices each, and a program that compiles fast: twelve starts compile it.
 SMALLER = ("--mesh.tensor", "1", "--mesh.simulate", "4", "--attention.kernel", "reference")

@@ -11,15 +11,16 @@ import pytest
 
 import train
 from data.errors import UserError
-from tests.trainer import small_run
-from trainer import checkpoint, config
+from tests import small_run
+from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint.saving import flatten
+from trainer.config import load as config
 from trainer.loop import _Training
 from trainer.mesh import make_mesh
-from trainer.metrics import MEASURED
 from trainer.objective import TextObjective
 from trainer.optimizer import split_trainable
-from trainer.run_directory import open_run
-from trainer.saving import flatten
+from trainer.reporting.metrics import MEASURED
+from trainer.run.directory import open_run
 from trainer.step import StepBuilder
 
 

@@ -12,9 +12,9 @@ import jax
 import numpy as np
 import pytest
 
-from tests.model_room.build import MESHES, llama, packed_batch, permuted, tiny
-from trainer.compiled.transfers import collectives
-from trainer.config import OptimizerConfig
+from planning.compiled.transfers import collectives
+from tests.model.build import MESHES, llama, packed_batch, permuted, tiny
+from trainer.config.schema import OptimizerConfig
 from trainer.mesh import place_batch
 from trainer.step import StepBuilder, text_batch
 

@@ -11,8 +11,8 @@ from data.prepare import prepare
 from data.sources import Source
 from data.tokenizer import Tokenizer
 from model.llama import Chunks
-from tests.model_room.build import MESHES, llama, packed_batch, permuted, tiny
-from trainer.config import DataConfig, OptimizerConfig, RunConfig, SourceConfig
+from tests.model.build import MESHES, llama, packed_batch, permuted, tiny
+from trainer.config.schema import DataConfig, OptimizerConfig, RunConfig, SourceConfig
 from trainer.mesh import place_batch
 from trainer.objective import source_names
 from trainer.step import BY_SOURCE, StepBuilder, text_batch

@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from model.llama import Chunks
 from model.sharding import Parameter
-from tests.model_room.build import MESHES, llama, mesh_of, packed_batch, tiny
-from trainer.checkpoint import CheckpointStore
-from trainer.compiled.transfers import collectives
-from trainer.config import OptimizerConfig
+from planning.compiled.transfers import collectives
+from tests.model.build import MESHES, llama, mesh_of, packed_batch, tiny
+from trainer.checkpoint.store import CheckpointStore
+from trainer.config.schema import OptimizerConfig
 from trainer.mesh import place_batch
 from trainer.optimizer import split_trainable
 from trainer.step import StepBuilder, text_batch

@@ -12,15 +12,15 @@ import transformers
 
 import train
 from data.tokenizer import Tokenizer
+from model.padding import HEAD_AXES, HIDDEN_AXES, VOCABULARY_AXES
 from scripts import export_hf
-from trainer.checkpoint import CheckpointStore, restore, restore_model
-from trainer.huggingface import copy_assets, read_hf
-from trainer.huggingface_write import write_hf
+from tests.model.build import llama
+from trainer.checkpoint.store import CheckpointStore, restore, restore_model
+from trainer.huggingface.read import copy_assets, read_hf
+from trainer.huggingface.write import write_hf
 from trainer.model_source import open_model
-from trainer.padding import HEAD_AXES, HIDDEN_AXES, VOCABULARY_AXES
 
-from ..model_room.build import llama
-from .test_huggingface import make_model, tensors
+from .huggingface.test_huggingface import make_model, tensors
 
 ROWS = 129  # 129 on one tensor rank, 130 on two, 132 on four, 136 on eight
 HIDDEN = 42  # 44 on four ranks that share the storage

@@ -9,7 +9,7 @@ import model.decode
 from eval import line_retrieval
 from model.attention import Mask
 from scripts import export_hf
-from tests.trainer import small_run
+from tests import small_run
 from trainer import entry
 from trainer.model_source import open_model
 

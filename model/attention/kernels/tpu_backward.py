@@ -10,7 +10,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..coords import FULL, MASKED, Mask, TokenCoords
-from .tpu_tiles import LANES, ByQueryTile, Meetings, column, coordinate_rows, cost, key_operands, nbytes, product, seen, spread
+from .tpu_tiles import (
+    LANES,
+    ByQueryTile,
+    Meetings,
+    column,
+    coordinate_rows,
+    cost,
+    key_operands,
+    nbytes,
+    product,
+    seen,
+    spread,
+)
 
 
 def _finite(lse):

@@ -28,8 +28,8 @@ from ..partial import AttentionPartial, merge, per_row
 from . import plan
 from .ranks import Ranks
 from .ring import Ring
+from .ring_pass import tour
 from .schedule import Schedule
-from .tour import tour
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,8 +27,8 @@ from ..coords import Mask
 from ..partial import AttentionPartial
 from . import plan
 from .ranks import Ranks
+from .ring_pass import add
 from .schedule import Schedule
-from .tour import add
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@
 Forward: each shard receives 2 T Hkv D numbers and 2 T coordinates a hop, P - 1 times. Backward: the same, and the float32
 dK, dV follow one hop behind, P - 1 times, with one more hop home. With the layout `striped` this is Striped Attention.
 How transfers and kernels overlap is told in `tour.py`. Other arrays may ride along, hidden by the same kernels: a gather with K
-and V (`carry_forward`), a reduce-scatter with dK and dV (`carry_backward`); `model/prefetch.py` sends weights that way.
+and V (`carry_forward`), a reduce-scatter with dK and dV (`carry_backward`); `model/memory/prefetch.py` sends weights that way.
 
 `bidirectional`: the earlier half of every block's tokens goes one way round and the later half the other, so that both
 directions of each link are used at once: as many hops, bytes and kernels, half of the bytes in each direction. A round meets
@@ -23,8 +23,8 @@ from jax import lax
 from ..coords import Mask
 from . import plan
 from .ranks import Ranks
+from .ring_pass import tour
 from .schedule import Schedule
-from .tour import tour
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,8 +18,8 @@ from jax import lax
 from ..coords import Mask, visible
 from ..partial import AttentionPartial
 from . import plan
+from .ring_pass import tour
 from .schedule import Schedule
-from .tour import tour
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,79 @@
+"""Measures by the TPU compiler that a device's activation memory depends on its own tokens, not on how many devices there are.
+
+    python -m scripts.benchmarks.activation_memory [--tokens 65536] [--output FILE.json]
+
+Compiles the step that train.py runs (ring, striped, nothing kept but the layers' inputs) for ever more chips with the same
+tokens on each: Ring Attention's Table 1, "independent of the sequence length". Activations are the compiler's temporaries;
+parameters, gradients' shards among them, shrink with the number of devices, so the model is small beside its activations.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+
+from data.paths import output_file
+from trainer import entry
+
+TOPOLOGIES = ("v4:2x2x2", "v4:2x2x4", "v4:4x4x4", "v4:4x8x8", "v4:8x8x8")
+
+
+def measure(topology: str, tokens: int, layers: int, hidden: int) -> dict:
+    """What one device of the topology holds in a step with `tokens` tokens on each: sizes in MiB. ValueError if unknown."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+    from model.config import LlamaConfig
+    from planning.compiled import memory
+    from planning.plan import compile_step
+    from planning.topology import topology_devices
+
+    devices = topology_devices(topology)
+    heads = hidden // 128
+    config = LlamaConfig(vocab_size=1024, hidden_size=hidden, intermediate_size=11 * hidden // 4, num_hidden_layers=layers,
+                         num_attention_heads=heads, num_key_value_heads=heads)
+    start = time.perf_counter()
+    plan = memory(compile_step(config, devices, tokens * len(devices), remat="nothing"))
+    block = tokens * hidden * 2 / 2**20  # one c x h block in bfloat16
+    return {"topology": topology, "devices": len(devices), "tokens_a_device": tokens, "length": tokens * len(devices),
+            "activations_mib": plan["temporaries"] * 1024, "blocks_of_c_x_h": plan["temporaries"] * 1024 / block,
+            "parameters_and_moments_mib": plan["arguments"] * 1024, "compile_seconds": time.perf_counter() - start}
+
+
+def spread(rows: list[dict]) -> float:
+    """Largest over smallest activation memory, less one."""
+    sizes = [row["activations_mib"] for row in rows]
+    return max(sizes) / min(sizes) - 1
+
+
+def main(argv=None) -> int:
+    """Prints a line for each topology and the spread; with --output writes them as JSON. 1 if the spread is above 2%."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.activation_memory", description=__doc__.splitlines()[0],
+                                     allow_abbrev=False)
+    parser.add_argument("--topologies", nargs="+", default=TOPOLOGIES, help="generation:shape, from few devices to many")
+    parser.add_argument("--tokens", type=int, default=65536, help="on each device (default 65536)")
+    parser.add_argument("--layers", type=int, default=2, help="of the model (default 2)")
+    parser.add_argument("--hidden", type=int, default=256, help="its width, a multiple of 128 (default 256)")
+    parser.add_argument("--output", help="also write the rows to this JSON file")
+    args = parser.parse_args(argv)
+    rows = []
+    return entry.run(lambda: work(args, rows)) or int(spread(rows) > 0.02)
+
+
+def work(args, rows: list[dict]) -> None:
+    """Fills `rows`, one for each topology, and writes them."""
+    if args.output:
+        output_file(args.output)
+    for topology in args.topologies:
+        rows.append(row := measure(topology, args.tokens, args.layers, args.hidden))
+        print(f"{topology:8} {row['devices']:4} devices {row['length']:9} tokens, activations {row['activations_mib']:.2f} MiB "
+              f"= {row['blocks_of_c_x_h']:.2f} blocks of c x h  ({row['compile_seconds']:.0f} s)", flush=True)
+    print(f"spread {100 * spread(rows):.2f}%")
+    if args.output:
+        with open(args.output, "w", encoding="utf-8") as file:
+            json.dump({"rows": rows, "spread": spread(rows)}, file, indent=2)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

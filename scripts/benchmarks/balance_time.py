@@ -1,0 +1,132 @@
+"""Times balance: striped and balanced attention over the contiguous ring, forward and backward, on two single-threaded devices.
+
+Each device is one CPU thread, so a rank that waits for the other shows in time (Striped Attention, Figure 5). All cases of a
+length are timed in turn, in one process, and the median counts; beside each stands the bound that counting tiles gives. On a
+busy machine the figures mean nothing: the spread that is printed tells.
+"""
+from __future__ import annotations
+
+import os
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from data.errors import UserError
+from model.attention import TokenCoords, attention, get_kernel
+from model.attention.layout import permutation
+
+CASES = {  # schedule, layout; the first is what the others are compared with
+    "contiguous ring": ("ring", "contiguous"),
+    "striped ring": ("ring", "striped"),
+    "zigzag ring": ("ring", "zigzag"),
+    "balanced, split": ({"name": "balanced", "split": True}, "contiguous"),
+}
+COLOURS = {"striped ring": "#4477aa", "zigzag ring": "#228833", "balanced, split": "#cc6677"}
+RANKS = 2
+
+
+def bound(name: str, tiles: int) -> float:
+    """How much faster than the contiguous ring, if time were tiles: `tiles` on a side of each of two blocks.
+
+    The contiguous ring takes a diagonal block, then a whole one; the others two diagonal ones, or a diagonal and half a one.
+    """
+    diagonal, whole = tiles * (tiles + 1) / 2, tiles * tiles
+    taken = {"contiguous ring": diagonal + whole, "striped ring": 2 * diagonal, "zigzag ring": diagonal + whole / 2,
+             "balanced, split": diagonal + whole / 2}
+    return taken["contiguous ring"] / taken[name]
+
+
+def compiled_cases(length: int, tiles: int, heads: int, head_dim: int) -> dict:
+    """name -> a call without arguments that runs attention and its gradients once, to the end."""
+    mesh = Mesh(np.array(jax.devices()[:RANKS]), ("sequence",))
+    sharding = NamedSharding(mesh, PartitionSpec(None, "sequence"))
+    tile = length // RANKS // tiles
+    rng = np.random.default_rng(0)
+    arrays = [jax.device_put(rng.standard_normal((1, length, heads, head_dim), dtype=np.float32), sharding) for _ in range(4)]
+
+    def case(schedule, layout):
+        @jax.jit
+        def run(q, k, v, dout, coords):
+            def out(q, k, v):
+                return attention(q, k, v, coords, mesh=mesh, layout=layout, schedule=schedule,
+                                 kernel=get_kernel("xla", query_tile=tile, key_tile=tile))
+
+            out, pull = jax.vjp(out, q, k, v)
+            return out, *pull(dout)
+
+        index = permutation(length, RANKS, layout)[None].astype(np.int32)
+        coords = TokenCoords(jax.device_put(index, sharding), jax.device_put(jnp.ones_like(index), sharding))
+        return lambda: jax.block_until_ready(run(*arrays, coords))
+
+    return {name: case(*CASES[name]) for name in CASES}
+
+
+def measure(length: int, tiles: int, repeats: int, heads: int, head_dim: int) -> list[dict]:
+    """One row for each case: median and all seconds, speed-up over the contiguous ring, and the bound."""
+    cases = compiled_cases(length, tiles, heads, head_dim)
+    for run in cases.values():
+        run()
+    seconds: dict[str, list[float]] = {name: [] for name in cases}
+    for _ in range(repeats):
+        for name, run in cases.items():
+            start = time.perf_counter()
+            run()
+            seconds[name].append(time.perf_counter() - start)
+    first = statistics.median(next(iter(seconds.values())))
+    return [{"case": name, "length": length, "tiles": tiles, "tile": length // RANKS // tiles, "heads": heads,
+             "head_dim": head_dim, "seconds": statistics.median(took), "all_seconds": took,
+             "speedup": first / statistics.median(took), "bound": bound(name, tiles)} for name, took in seconds.items()]
+
+
+def draw(rows: list[dict], path: str) -> None:
+    """Speed-up over the contiguous ring against length, measured and bound (as Striped Attention's Figure 5)."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    names: dict[float, list[str]] = {}
+    for name, colour in COLOURS.items():
+        mine = [row for row in rows if row["case"] == name]
+        lengths = [row["length"] for row in mine]
+        axes.plot(lengths, [row["speedup"] for row in mine], "o-", color=colour, label=name)
+        names.setdefault(mine[0]["bound"], []).append(name)
+    for bound_, same in names.items():  # the same for every length
+        axes.axhline(bound_, color="#555555", linestyle=":")
+        axes.text(lengths[0], bound_ + 0.01, f"bound by tiles: {'; '.join(same)}", fontsize=9, color="#555555")
+    axes.axhline(1, color="#999999", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(sorted({row["length"] for row in rows}))
+    axes.xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}K")
+    axes.set(xlabel="tokens", ylabel="speed-up over the contiguous ring", ylim=(0.9, 1.65))
+    axes.set_title(f"attention, forward + backward, {RANKS} one-thread devices, {rows[0]['tiles']} tiles a block", fontsize=10)
+    axes.legend(fontsize=9, frameon=False, loc="lower right", bbox_to_anchor=(1, 0.12))
+    figure.savefig(path, dpi=120)
+
+
+def time_table(lengths, tiles: int, repeats: int, heads: int, head_dim: int) -> list[dict]:
+    """Every case of each length (tokens in all), printed as it is found; to be called before JAX has started its devices."""
+    for length in lengths:
+        if length % (RANKS * tiles * 2):
+            raise UserError(f"--lengths: {length} is not divisible by {RANKS} ranks x {tiles} tiles x 2 (zigzag)")
+    # No matrix product on more than its device's own thread.
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
+    jax.config.update("jax_num_cpu_devices", RANKS)
+    print(f"{'tokens':>7} {'case':18} {'tile':>5} {'seconds':>9} {'slowest / fastest':>18} {'speed-up':>9} {'bound':>6}")
+    rows = []
+    for length in lengths:
+        for row in measure(length, tiles, repeats, heads, head_dim):
+            rows.append(row)
+            spread = max(row["all_seconds"]) / min(row["all_seconds"])
+            print(f"{length:7} {row['case']:18} {row['tile']:5} {row['seconds']:9.3f} {spread:18.2f} {row['speedup']:9.3f} "
+                  f"{row['bound']:6.3f}", flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    raise SystemExit("no command; python -m scripts.benchmarks.bench_schedules time prints what this measures")

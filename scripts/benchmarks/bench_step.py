@@ -1,0 +1,181 @@
+"""One device's training step, beside transformers + torch on a CPU: tokens a second, memory, share of the matrix-product rate.
+
+    python -m scripts.benchmarks.bench_step [--lengths 2048 4096] [--steps 3] [--output DIR]
+    python -m scripts.benchmarks.bench_step --side ours --model llama-3.1-8b --layers 4 --dtype bfloat16 \\
+        --remat save_attention \\
+        --lengths 32768 131072 1048576                                                    # on a GPU or TPU: MFU
+
+One step (forward, backward, clipping, AdamW) on one row of one document; SmolLM2-135M in float32 unless asked otherwise. Each
+side runs in a process of its own, one after the other in turns, and the fastest step counts. torch runs as a user would: SDPA,
+and from 4096 tokens on gradient checkpointing, without which it needs more memory.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+
+from data.errors import UserError
+from data.paths import output_folder
+from trainer import entry
+
+CHECKPOINT_FROM = 4096  # tokens from which torch recomputes its layers
+
+
+def matmul_rate(multiply) -> float:
+    """FLOP/s of `multiply()`, a 2048 x 2048 x 2048 product, the best of ten."""
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        multiply()
+        times.append(time.perf_counter() - start)
+    return 2 * 2048**3 / min(times)
+
+
+def preset(args):
+    """The model to be measured, perhaps with fewer layers."""
+    from model.config import LlamaConfig
+
+    config = LlamaConfig.preset(args.model)
+    return dataclasses.replace(config, num_hidden_layers=args.layers) if args.layers else config
+
+
+def ours(length: int, args) -> dict:
+    """Seconds of each step of the compiled step that `train.py` runs."""
+    import jax
+    import jax.numpy as jnp
+
+    from model.llama import Llama
+    from trainer.config.schema import MeshConfig, OptimizerConfig
+    from trainer.mesh import make_mesh
+    from trainer.reporting.metrics import peak_device_gib, peak_flops
+    from trainer.step import StepBuilder, text_batch
+
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    model = Llama(preset(args), mesh, dtype=jnp.dtype(args.dtype), remat=args.remat)
+    builder = StepBuilder(model, model.loss, tuple(model.parameters), text_batch(1, length, mesh), OptimizerConfig(), 100)
+    step = builder.lower_train().compile()
+    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, length + 1), np.int32)
+    place = np.arange(length, dtype=np.int32)[None]
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "index": place, "positions": place,
+             "segment_ids": np.ones_like(place), "loss_weights": np.ones(place.shape, np.float32)}
+    batch = {name: jax.device_put(x, builder.abstract_batch[name].sharding) for name, x in batch.items()}
+    params = model.init(0)
+    moments = builder.init_optimizer(params)
+    seconds = []
+    for number in range(args.steps + 1):
+        start = time.perf_counter()
+        params, moments, metrics = step(params, {}, moments, batch, number)
+        loss = float(metrics["loss_nats_per_target"])
+        seconds.append(time.perf_counter() - start)
+    a = jnp.ones((2048, 2048), args.dtype)
+    multiply = jax.jit(jnp.matmul)
+    device = mesh.devices.flat[0]
+    return {"seconds": seconds, "loss": loss, "matmul": matmul_rate(lambda: multiply(a, a).block_until_ready()),
+            "device": device.device_kind, "peak_flops": peak_flops(device.device_kind), "device_gib": peak_device_gib([device])}
+
+
+def theirs(length: int, args) -> dict:
+    """Seconds of each step of transformers' model under torch, in float32 on the CPU."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    model = LlamaForCausalLM(LlamaConfig(**preset(args).to_hf(), attn_implementation="sdpa")).train()
+    if length >= CHECKPOINT_FROM:
+        model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, model.config.vocab_size, (1, length)))
+    seconds = []
+    for _ in range(args.steps + 1):
+        start = time.perf_counter()
+        optimizer.zero_grad()
+        loss = model(tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        seconds.append(time.perf_counter() - start)
+    a = torch.ones(2048, 2048)
+    return {"seconds": seconds, "loss": float(loss), "matmul": matmul_rate(lambda: a @ a)}
+
+
+def measure(side: str, length: int, args) -> dict:
+    """One side in a process of its own, so that its peak memory is its own."""
+    command = [sys.executable, "-m", "scripts.benchmarks.bench_step", "--one", side, "--lengths", str(length),
+               "--steps", str(args.steps),
+               "--model", args.model, "--layers", str(args.layers), "--dtype", args.dtype, "--remat", args.remat]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"{' '.join(command)} failed: {(done.stderr.strip().splitlines() or ['without a word'])[-1]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def compare(length: int, args) -> list[dict]:
+    """The sides in turns; the fastest step of each."""
+    from trainer.reporting.metrics import flops_per_step
+
+    flops = flops_per_step(preset(args), length, length * (length + 1) // 2)
+    turns = [(side, measure(side, length, args)) for side in args.side * args.turns]
+    matmul = max(result["matmul"] for _, result in turns)
+    rows = []
+    for side in args.side:
+        mine = [result for name, result in turns if name == side]
+        seconds = min(min(result["seconds"][1:]) for result in mine)
+        peak = mine[0].get("peak_flops")
+        rows.append({
+            "side": side, "length": length, "tokens_per_second": length / seconds, "step_seconds": seconds,
+            "peak_gib": max(result["peak_gib"] for result in mine), "device_gib": mine[0].get("device_gib"),
+            "matmul_gflops": max(result["matmul"] for result in mine) / 1e9, "share_of_matmul": flops / seconds / matmul,
+            "mfu": flops / seconds / peak if peak else None, "device": mine[0].get("device", "cpu")})
+    return rows
+
+
+def main(argv=None) -> int:
+    """Prints the table; writes OUTPUT/step.json."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.bench_step", description=__doc__.splitlines()[0],
+                                     allow_abbrev=False)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096], help="tokens in the row (default 2048 4096)")
+    parser.add_argument("--steps", type=int, default=3, help="steps timed in a turn, after one that is not (default 3)")
+    parser.add_argument("--turns", type=int, default=2, help="processes of each side, in turns (default 2)")
+    parser.add_argument("--side", nargs="+", choices=["theirs", "ours"], default=["theirs", "ours"], help="default both")
+    parser.add_argument("--model", default="smollm2-135m", help="a preset (default smollm2-135m)")
+    parser.add_argument("--layers", type=int, default=0, help="as many layers as fit; 0 is all of them (default)")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="our compute precision")
+    parser.add_argument("--remat", default="everything", help="our policy (default everything)")
+    parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder for results (default runs/bench)")
+    parser.add_argument("--one", choices=["ours", "theirs"], help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.one:
+        result = (ours if args.one == "ours" else theirs)(args.lengths[0], args)
+        result["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print(json.dumps(result))
+        return 0
+    return entry.run(lambda: report(args))
+
+
+def report(args) -> None:
+    """Measures, prints and writes."""
+    output_folder(args.output)
+    rows = [row for length in args.lengths for row in compare(length, args)]
+    print(f"{'side':8} {'tokens':>7} {'tokens/s':>9} {'s/step':>8} {'peak GiB':>9} {'matmul GFLOP/s':>15} {'share':>7} "
+          f"{'MFU':>6}")
+    for row in rows:
+        mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
+        peak = row["device_gib"] or row["peak_gib"]
+        print(f"{row['side']:8} {row['length']:7} {row['tokens_per_second']:9.1f} {row['step_seconds']:8.2f} {peak:9.2f} "
+              f"{row['matmul_gflops']:15.1f} {row['share_of_matmul']:7.1%} {mfu:>6}")
+    speeds = {(row["side"], row["length"]): row["tokens_per_second"] for row in rows}
+    for length in args.lengths:
+        if {("ours", length), ("theirs", length)} <= speeds.keys():
+            print(f"{length} tokens: {speeds['ours', length] / speeds['theirs', length]:.3f}x torch")
+    (args.output / "step.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

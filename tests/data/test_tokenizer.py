@@ -1,0 +1,91 @@
+"""Tokens that are added beside a vocabulary: their ids are transformers' own, and text becomes only those that are text."""
+
+import json
+
+import pytest
+
+from data.errors import UserError
+from data.templates import missing_controls, render
+from data.tokenizer import Tokenizer
+from tests.data.test_templates import MODEL, TINY, _ids, _messages
+
+
+@pytest.mark.parametrize("written", ["added_tokens.json", "tokenizer_config.json"])
+def test_tokens_that_a_folder_adds_to_a_sentencepiece_model_keep_their_ids(tmp_path, written):
+    """As in chat models of 2023 that came without tokenizer.json; ids as transformers gives them."""
+    from transformers import AutoTokenizer
+
+    added = {"<|im_end|>": 1000, "<|im_start|>": 1001, "[PAD]": 1002}  # not in our order
+    config = {"tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "<|im_end|>", "pad_token": "[PAD]"}
+    if written == "tokenizer_config.json":
+        config["added_tokens_decoder"] = {str(number): {"content": token, "special": True} for token, number in added.items()}
+    else:
+        (tmp_path / written).write_text(json.dumps(added))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "tokenizer.model").write_bytes(MODEL.read_bytes())
+    tokenizer, bare = Tokenizer.load(tmp_path), Tokenizer.load(MODEL)
+    assert {token: tokenizer.control_id(token) for token in added} == added and tokenizer.vocab_size == 1003
+    assert (tokenizer.eos_id, tokenizer.pad_id) == (1000, 1002) and missing_controls("chatml", tokenizer) == ()
+    theirs = AutoTokenizer.from_pretrained(tmp_path)
+    assert theirs.convert_tokens_to_ids(list(added)) == list(added.values())
+    for text in ("Who are you?", "".join(added)):
+        assert tokenizer.encode(text) == bare.encode(text)
+    grown = tokenizer.with_controls(["<|eot_id|>"])
+    grown.save(tmp_path / "saved")
+    for again in (grown, Tokenizer.load(tmp_path / "saved")):
+        assert {**added, "<|eot_id|>": 1003}.items() <= {text: token.id for text, token in again.controls.items()}.items()
+    (tmp_path / "added_tokens.json").write_text(json.dumps({"[SEP]": 1005}))
+    with pytest.raises(UserError, match=r"'\[SEP\]' has id 1005, the one before it"):
+        Tokenizer.load(tmp_path)
+
+
+def with_added(folder, tokens, **options):
+    """The tiny tokenizer with further added tokens that are not special, in a folder."""
+    spec = json.loads((TINY / "tokenizer.json").read_text())
+    option = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False, **options}
+    spec["added_tokens"] += [{"id": 1024 + number, "content": token, **option} for number, token in enumerate(tokens)]
+    folder.mkdir()
+    (folder / "tokenizer.json").write_text(json.dumps(spec))
+    (folder / "tokenizer_config.json").write_bytes((TINY / "tokenizer_config.json").read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_runs_of_white_space_and_letters_that_are_added_tokens_are_text(tmp_path, normalized):
+    """As GPT-NeoX and DeepSeek have them, with ids behind the vocabulary's; transformers' own ids."""
+    from transformers import AutoTokenizer
+
+    folder = with_added(tmp_path / "in", ["     ", "   ", "語x", "<think>"], normalized=normalized)
+    ours, theirs = Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+    assert {"<pad>", "<s>", "</s>", "<think>"} == ours.controls.keys()
+    for text in ("a   b", "     def f():\n        return 1 語x 2", "   ", "語 x", "a     "):
+        assert ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
+        assert ours.decode(ours.encode(text)) == text
+    assert [(start, end) for _, start, end in ours.encode_spans("a   b")] == [(0, 1), (1, 4), (4, 5)]
+    assert 1024 + 3 not in ours.encode("<think>") and ours.typed("a <think> b</s>") == {"<think>", "</s>"}
+
+
+@pytest.mark.parametrize("kind", ["tokenizer.json", "sentencepiece"])
+def test_text_tokens_are_taken_where_they_are_typed(tmp_path, kind):
+    """What a reasoning model thinks between <think> and </think>: letters, unless a recipe says that they are tokens."""
+    if kind == "tokenizer.json":
+        bare = Tokenizer.load(with_added(tmp_path / "in", ["<think>", "</think>"]))
+    else:
+        bare = Tokenizer.load(MODEL).with_controls(["<think>", "</think>"])
+    marks = [bare.control_id("<think>"), bare.control_id("</think>")]
+    talk = _messages([("user", "Who </s> are you?"), ("assistant", "<think> a </think>You too!")])
+    assert not set(marks) & set(_ids(render(talk, "vicuna_v1.1", bare)))
+    tokenizer = bare.with_text_tokens(["</think>", "<think>"])
+    assert tokenizer.fingerprint != bare.fingerprint and tokenizer.with_text_tokens([]) is tokenizer
+    *_, answer = render(talk, "vicuna_v1.1", tokenizer)
+    assert answer.train and [token for token in answer.ids if token in marks] == marks
+    assert tokenizer.decode(answer.ids, skip_control=False).strip() == "<think> a </think>You too!</s>"
+    controls = {control.id for control in tokenizer.controls.values()}
+    assert _ids(render(talk, "vicuna_v1.1", tokenizer)).count(tokenizer.eos_id) == 1 and not controls & set(marks)
+    assert tokenizer.typed("<think></s>") == {"</s>"}
+    tokenizer.save(tmp_path / "saved")
+    again = Tokenizer.load(tmp_path / "saved").with_text_tokens(tokenizer.text_tokens)
+    assert _ids(render(talk, "vicuna_v1.1", again)) == _ids(render(talk, "vicuna_v1.1", tokenizer))
+    for wrong in ("<thin>", "</s>"):
+        with pytest.raises(UserError, match=f"text_tokens: '{wrong}' is no added token.*</think>, <think> would work"):
+            bare.with_text_tokens([wrong])

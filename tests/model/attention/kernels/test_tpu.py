@@ -1,0 +1,133 @@
+"""The TPU kernel in the TPU interpret mode against dense float64 attention: out, lse and all gradients, within 1e-5.
+
+Two shards attend as in a ring, without the ring: every block of queries meets every block of keys, each on top of what was seen
+before (`carry`). Contiguous shards give diagonal, full and empty blocks, striped ones causal and strictly causal blocks.
+"""
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+from jax.experimental.pallas import tpu as pltpu
+
+from model.attention import Mask, TokenCoords
+from model.attention.kernels.padding import tile_size
+from model.attention.kernels.tpu import Tpu
+from model.attention.kernels.tpu_tiles import LANES, fitting
+from model.attention.layout import permutation
+from model.attention.partial import empty
+from tests.model.attention.dense import dense_attention
+from tests.model.attention.test_exactness import check
+
+# head size -> rows, query heads, key heads, length: irregular lengths are padded inside, to tiles of 128.
+SHAPES = {64: (2, 2, 1, 330), 80: (1, 2, 2, 512), 96: (1, 3, 1, 330), 100: (1, 2, 1, 330), 128: (1, 2, 1, 512),
+          256: (1, 1, 1, 300)}
+MASKS = [Mask(), Mask(causal=False), Mask(window=50), Mask(causal=False, window=150)]
+KERNEL = Tpu(query_tile=128, key_tile=128, interpret=pltpu.InterpretParams())
+
+
+def documents(kind, rows, length):
+    """index and segment_ids [rows, length]: one document, or several with padding between and behind them."""
+    index = np.tile(np.arange(length, dtype=np.int32), (2, 1))
+    segments = np.ones((2, length), np.int32)
+    if kind == "packed":
+        for row, ends in enumerate(((97, 100, 270, length - 20), (160, length - 150))):
+            segments[row] = np.searchsorted(ends, np.arange(length), side="right") + 1
+            segments[row, ends[-1]:] = 0
+        segments[0, 110:130] = 0
+    return index[:rows], segments[:rows]
+
+
+@functools.cache
+def inputs(head_dim, seed=0):
+    rng = np.random.default_rng(seed)
+    rows, query_heads, kv_heads, length = SHAPES[head_dim]
+    heads = (query_heads, kv_heads, kv_heads, query_heads)
+    return [rng.standard_normal((rows, length, h, head_dim), dtype=np.float32) for h in heads]
+
+
+@functools.cache
+def compiled(mask, kernel=KERNEL):
+    """extend and gradients, jitted (shapes, coordinates and packing are runtime inputs)."""
+    def options(q):
+        return {"mask": mask, "scale": q.shape[-1] ** -0.5}
+
+    return (jax.jit(lambda carry, q, *block: kernel.extend(carry, q, *block, **options(q))),
+            jax.jit(lambda carry, q, *block: kernel.gradients(carry, q, *block, **options(q))))
+
+
+def attend(q, k, v, dout, coords, mask, kernel=KERNEL):
+    """out, lse, dq, dk, dv of two shards, by four kernel calls each way."""
+    extend, gradients = compiled(mask, kernel)
+    half = q.shape[1] // 2
+    shards = [slice(0, half), slice(half, None)]
+    blocks = [np.stack([k[:, s], v[:, s]]) for s in shards]
+    places = [jax.tree.map(lambda x, s=s: x[:, s], coords) for s in shards]
+    parts, dqs, dkvs = [], [], [0.0, 0.0]
+    for s, place in zip(shards, places, strict=True):
+        partial = empty(q.shape[0], half, q.shape[2], q.shape[3])
+        for block, other in zip(blocks, places, strict=True):
+            partial = extend(partial, q[:, s], block, place, other)
+        parts.append(partial)
+        delta = np.einsum("bthd,bthd->bht", partial.out, dout[:, s])
+        dq = np.zeros_like(q[:, s])
+        for j, (block, other) in enumerate(zip(blocks, places, strict=True)):
+            dq, dkv = gradients(dq, q[:, s], block, dout[:, s], partial.lse, delta, place, other)
+            dkvs[j] = dkvs[j] + dkv
+        dqs.append(dq)
+    return (np.concatenate([part.out for part in parts], 1), np.concatenate([part.lse for part in parts], 2),
+            np.concatenate(dqs, 1), *np.concatenate(dkvs, 2))
+
+
+def check_case(head_dim, mask, layout, kind, kernel=KERNEL):
+    arrays = inputs(head_dim)
+    rows, length = arrays[0].shape[:2]
+    at = documents(kind, rows, length)
+    expected = dense_attention(*arrays[:3], *at, arrays[3], causal=mask.causal, window=mask.window)
+    order = permutation(length, 2, layout)
+    coords = TokenCoords(*(x[:, order] for x in at))
+    check(attend(*(x[:, order] for x in arrays), coords, mask, kernel), expected, order)
+
+
+EVERYTHING = list(itertools.product(SHAPES, MASKS, ("contiguous", "striped"), ("one", "packed")))
+# Each layout, packing and kind of mask; what shares a head size and a mask shares its compiled functions.
+COVERING = [
+    (64, MASKS[0], "contiguous", "packed"), (64, MASKS[0], "striped", "one"), (100, MASKS[2], "striped", "packed"),
+    (128, MASKS[1], "contiguous", "packed"),
+]
+
+
+@pytest.mark.parametrize(("head_dim", "mask", "layout", "kind"), COVERING, ids=str)
+def test_kernel_is_exact(head_dim, mask, layout, kind):
+    check_case(head_dim, mask, layout, kind)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "mask", "layout", "kind"), [case for case in EVERYTHING if case not in COVERING], ids=str)
+def test_kernel_is_exact_in_every_case(head_dim, mask, layout, kind):
+    check_case(head_dim, mask, layout, kind)
+
+
+def check_nothing_to_see(kernel):
+    """K and V as a pair. Rows that see nothing: out 0, lse -inf, gradients 0, and no NaN anywhere."""
+    q, k, v, dout = (x[:1, :130] for x in inputs(96))
+    here = TokenCoords(*(x[:, :130] for x in documents("one", 1, 130)))
+    elsewhere = TokenCoords(here.index, 2 * here.segment_ids)
+    options = {"mask": Mask(), "scale": 1.0}
+    out, lse = jax.jit(functools.partial(kernel.forward, **options))(q, k, v, here, elsewhere)
+    assert (np.asarray(out) == 0).all() and np.isneginf(lse).all()
+    nothing = np.zeros_like(lse)
+    for gradient in jax.jit(functools.partial(kernel.backward, **options))(q, k, v, dout, lse, nothing, here, elsewhere):
+        assert (np.asarray(gradient) == 0).all()
+
+
+def test_without_a_carry_and_with_nothing_to_see():
+    check_nothing_to_see(KERNEL)
+
+
+def test_tiles_fit_whatever_is_asked():
+    cases = (131072, 1024), (16384, 512), (500, 1024), (16256, 1024), (1280, 1024), (7, 64)
+    assert [tile_size(*case, LANES) for case in cases] == [1024, 512, 512, 1024, 640, 128]
+    assert fitting(1024, 1024, 128, 2) == (1024, 1024)
+    assert fitting(1024, 1024, 256, 2) == (512, 1024)

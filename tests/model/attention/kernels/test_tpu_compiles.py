@@ -1,0 +1,114 @@
+"""The TPU kernel by the TPU's own compiler, which needs no TPU: it fits every generation, and a ring adds no pass around it."""
+import itertools
+import re
+import time
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import SingleDeviceSharding
+
+from model.attention import AttentionPartial, Mask, TokenCoords
+from model.attention.kernels import get_kernel
+from model.config import LlamaConfig
+from planning.plan import compile_step
+from planning.topology import topology_devices
+
+TOKENS = 131072
+KERNEL = "@tpu_custom_call"
+CALL = 'custom_call_target="tpu_custom_call"'
+# v3's kernels take no bfloat16.
+GENERATIONS = {"v3:2x2": jnp.float32, "v4:2x2x1": jnp.bfloat16, "v5e:2x2": jnp.bfloat16, "v5p:2x2x1": jnp.bfloat16,
+               "v6e:2x2": jnp.bfloat16}
+HEAD_SIZES = (64, 80, 96, 100, 128, 256)
+
+
+def lower_both(topology, dtype, head_dim, mask=Mask()):
+    """Forward and backward of 131,072 queries against as many keys, in place as in a ring, for one device: lowered."""
+    device = SingleDeviceSharding(topology_devices(topology)[0])
+
+    def shape(*dims, dtype):
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=device)
+
+    kernel, options = get_kernel("tpu"), {"mask": mask, "scale": head_dim ** -0.5}
+    q, kv = shape(1, TOKENS, 4, head_dim, dtype=dtype), shape(2, 1, TOKENS, 2, head_dim, dtype=dtype)
+    coords = TokenCoords(*[shape(1, TOKENS, dtype=jnp.int32)] * 2)
+    rows, wide = shape(1, 4, TOKENS, dtype=jnp.float32), shape(*q.shape, dtype=jnp.float32)
+    forward = jax.jit(lambda *block: kernel.extend(*block, **options), donate_argnums=0)
+    backward = jax.jit(lambda *block: kernel.gradients(*block, **options), donate_argnums=0)
+    return (forward.lower(AttentionPartial(wide, rows), q, kv, coords, coords),
+            backward.lower(wide, q, kv, q, rows, rows, coords, coords))
+
+
+def check(topology, dtype, head_dim, mask=Mask()):
+    """The calls are counted before the compiler: jaxlib cannot read all that libtpu writes for v5p and v6e."""
+    start = time.process_time()  # the processor's, so that other work on the machine does not count
+    lowered = lower_both(topology, dtype, head_dim, mask)
+    for part in lowered:
+        part.compile()
+    assert time.process_time() - start < 60
+    assert [part.as_text().count(KERNEL) for part in lowered] == [1, 2]
+
+
+def test_kernels_compile_at_128k_tokens_a_device():
+    check("v5e:2x2", jnp.bfloat16, 128)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("topology", "head_dim"), itertools.product(GENERATIONS, HEAD_SIZES))
+def test_kernels_compile_for_every_generation_and_head_size(topology, head_dim):
+    check(topology, GENERATIONS[topology], head_dim)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mask", [Mask(causal=False), Mask(window=4096)], ids=str)
+def test_kernels_compile_with_other_masks(mask):
+    check("v5e:2x2", jnp.bfloat16, 128, mask)
+
+
+@pytest.mark.slow
+def test_float32_compiles_where_bfloat16_would_do():
+    check("v5e:2x2", jnp.float32, 256)
+
+
+def computations(text):
+    """The computations of a compiled text that hold an attention kernel: lists of (operation, result's type, line)."""
+    found, lines = [], []
+    for line in text.splitlines():
+        if line.endswith("{") and not line.startswith(" "):
+            lines = []
+        operation = re.match(r"\s+(?:ROOT )?%[\w.-]+ = (.*?) ([a-z][\w-]*)\(", line)
+        if operation:
+            lines.append((operation[2], operation[1], line))
+        if line.startswith("}") and any(CALL in line for *_, line in lines):
+            found.append(lines)
+    return found
+
+
+SMALL = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
+                    num_key_value_heads=2)
+
+
+def test_a_bfloat16_step_compiles_for_v3():
+    """Its kernels take no bfloat16 operands: tiles, which come as bfloat16, are made float32 inside."""
+    text = compile_step(SMALL, topology_devices("v3:2x2"), 8 * 1536).as_text()
+    calls = [line for lines in computations(text) for _, _, line in lines if CALL in line]
+    assert len(calls) == 9 and all("bf16[2,1,2,1536,64]" in line for line in calls)
+
+
+def test_a_ring_is_one_kernel_a_round_and_nothing_moves_around_it():
+    """A training step on v5e 2x4, 1536 tokens a device, 4 query heads of 64 on 2 key heads."""
+    kernel = get_kernel(query_tile=256, key_tile=256)
+    text = compile_step(SMALL, topology_devices("v5e:2x4"), 8 * 1536, kernel=kernel).as_text()
+    found = computations(text)
+    calls = [line for lines in found for operation, _, line in lines if CALL in line]
+    # First round, the scan's round and last round; in the backward two kernels each. The forward is never run again.
+    assert sum("attention_forward" in line for line in calls) == 3
+    assert sum("attention_dq" in line for line in calls) == sum("attention_dkv" in line for line in calls) == 3
+    for line in calls:
+        operands = line[line.index("operand_layout_constraints"):]
+        assert operands.count("bf16[2,1,2,1536,64]") == 2, "K and V as they travelled: neither expanded nor cut"
+    for lines in found:
+        for operation, result, line in lines:
+            if operation == "transpose" or (operation == "copy" and re.search(r"\[1,(1536,4|4,1536),64\]", result)):
+                raise AssertionError(f"moved around a kernel: {line.strip()[:200]}")

@@ -1,0 +1,64 @@
+"""How even the work is, from counts that the running kernels emit, against the papers' arithmetic."""
+import numpy as np
+import pytest
+
+from model.attention import get_schedule
+from model.attention.layout import permutation
+from model.attention.schedules.plan import Block
+from scripts.benchmarks.balance import TILE, computed_tiles, imbalance, measure, per_round
+
+TILES = 16  # on a side of a block, as the papers' arithmetic is stated
+
+
+def contiguous_ring(size):
+    """Round 0 is a diagonal block for all; in each of the others somebody has a whole block, and P - t of P do."""
+    n, diagonal = TILES, TILES * (TILES + 1) / 2
+    return (diagonal + (size - 1) * n * n) / (diagonal + n * n * (size - 1) / 2)
+
+
+def distflashattn(size):
+    """P // 2 rounds of whole blocks, of which even P leaves half the ranks idle in the last."""
+    n, diagonal = TILES, TILES * (TILES + 1) / 2
+    return (diagonal + size // 2 * n * n) / (diagonal + n * n * (size - 1) / 2)
+
+
+@pytest.mark.parametrize(("schedule", "layout", "size", "expected", "most"), [
+    ("ring", "contiguous", 4, contiguous_ring(4), 2 - 1 / 4),
+    ("ring", "striped", 4, 1.0, 1.07),
+    ("ring", "zigzag", 4, 1.0, 1.07),
+    ("balanced", "contiguous", 4, distflashattn(4), 1 / (1 - 1 / 4)),
+    ("balanced", "contiguous", 3, distflashattn(3), 1.0),
+    ({"name": "balanced", "split": True}, "contiguous", 4, 1.0, 1.05),
+], ids=str)
+def test_balance_is_the_papers_arithmetic(schedule, layout, size, expected, most):
+    row = measure(schedule, layout, size, TILES)
+    for which in ("forward", "backward"):
+        assert row[which]["imbalance"] == pytest.approx(expected, rel=1e-12)
+        assert row[which]["imbalance"] <= most
+    if layout == "contiguous" and schedule == "ring":
+        assert row["forward"]["imbalance"] >= 0.99 * most
+
+
+def test_an_idle_fraction_of_one_in_p_plus_two():
+    """DistFlashAttn with even P, a diagonal counted as a block: from counts in whole blocks (one tile a side)."""
+    row = measure("balanced", "contiguous", 4, 1)
+    assert 1 - 1 / row["forward"]["imbalance"] == pytest.approx(1 / (4 + 2))
+
+
+@pytest.mark.parametrize("schedule", ["ring", "balanced", "attention2d", {"name": "ulysses", "degree": 2}], ids=str)
+def test_running_kernels_compute_each_needed_tile_once(schedule):
+    """The truth is the visible pairs themselves; USP's two ranks of a line compute each tile for half of the heads."""
+    size, tiles, layout = 4, 4, "striped"
+    order = permutation(size * tiles * TILE, size, layout).reshape(-1, TILE)
+    needed = {(q, k) for q, queries in enumerate(order) for k, keys in enumerate(order) if queries.max() >= keys.min()}
+    for told in computed_tiles(schedule, layout, size, tiles).values():
+        pairs = [(qb * tiles + q, kb * tiles + k) for _, qb, q, kb, k in told.tolist()]
+        assert set(pairs) == needed
+        assert len(pairs) == len(needed) * (2 if isinstance(schedule, dict) else 1)
+
+
+def test_a_tile_outside_the_plan_is_found():
+    rounds = get_schedule("ring", 2).plan(2, Block(1, 8, 2, 2, 2)).forward
+    assert imbalance(per_round(np.array([[0, 0, 0, 0, 0], [1, 1, 0, 1, 0]]), rounds, 2)) == 1.0
+    with pytest.raises(KeyError):
+        per_round(np.array([[0, 1, 0, 0, 0]]), rounds, 2)

@@ -1,0 +1,164 @@
+"""What schedules send and run again, counted in the traced program: both ways round, windows, Attention2D's overlap, remat."""
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import PartitionSpec
+
+from model.attention import Mask, TokenCoords, attend, attention, get_kernel
+from model.attention.kernels import KERNELS, Kernel
+from model.attention.schedules import Attention2D, Ring
+from model.attention.schedules.attention2d import fewest_bytes
+from model.memory.remat import scan_layers
+from tests.model.attention.cases import SCHEDULES, mesh_of
+from tests.model.attention.jaxprs import counts, sent
+
+SIZE, TOKENS, HEADS, DIM = 8, 30, 2, 4
+LENGTH = SIZE * TOKENS
+KEYS = 2 * TOKENS * HEADS * DIM * 4  # bytes of a rank's K and V
+COORDS = 2 * TOKENS * 4
+
+
+def traced(schedule, mask=Mask(), layout="contiguous", size=SIZE, heads=HEADS, kernel="reference"):
+    """What the forward and the backward of one attention send, and their primitives: (sent, counts) of each."""
+    x = jnp.zeros((1, LENGTH, heads, DIM))
+    coords = (jnp.zeros((1, LENGTH), jnp.int32),) * 2
+
+    def run(q, k, v):
+        return attention(q, k, v, coords, mesh=mesh_of(size), layout=layout, schedule=schedule, kernel=kernel, mask=mask)
+
+    def both(q, k, v, dout):
+        return jax.vjp(run, q, k, v)[1](dout)
+
+    forward, both = jax.make_jaxpr(run)(x, x, x).jaxpr, jax.make_jaxpr(both)(x, x, x, x).jaxpr
+    return (sent(forward), counts(forward)), (sent(both) - sent(forward), counts(both) - counts(forward))
+
+
+def test_a_ring_goes_one_way():
+    (forward, _), (backward, _) = traced("ring")
+    hops = SIZE - 1
+    assert forward == {1: hops * (KEYS + COORDS)}
+    assert backward == {1: hops * (KEYS + COORDS) + SIZE * KEYS}
+
+
+def test_a_bidirectional_ring_sends_half_each_way():
+    """P - 1 hops each way of half a block; dK and dV half each way too."""
+    (forward, _), (backward, _) = traced(Ring(bidirectional=True))
+    hops = SIZE - 1
+    assert forward == {1: hops * (KEYS + COORDS) // 2, hops: hops * (KEYS + COORDS) // 2}
+    assert backward == dict.fromkeys((1, hops), (hops * (KEYS + COORDS) + SIZE * KEYS) // 2)
+
+
+@pytest.mark.parametrize(("window", "reach"), [(1, 0), (2, 1), (TOKENS + 1, 1), (TOKENS + 2, 2), (3 * TOKENS + 1, 3),
+                                               (LENGTH, 7)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_window_visits_the_ranks_in_reach_alone(window, reach, causal):
+    """As many rounds as the first query of a rank and the last key of an earlier one are in the window; hops home apart."""
+    assert reach == max(d for d in range(SIZE) if d == 0 or (d - 1) * TOKENS + 1 < window)
+    (forward, met), (backward, met_back) = traced("ring", Mask(causal, window))
+    ways, hops = (1, reach) if causal else (2, reach) if 2 * reach < SIZE - 1 else (1, SIZE - 1)
+    assert sum(forward.values()) == ways * hops * (KEYS + COORDS)
+    assert sum(backward.values()) == ways * (hops * (KEYS + COORDS) + (hops + 1) * KEYS)
+    assert met["dot_general"] == 2 * (hops + 1)
+    assert met_back["dot_general"] == 5 * (hops + 1) + 1  # one more makes delta
+
+
+def test_a_window_does_not_shorten_a_dealt_ring_nor_one_with_global_tokens():
+    coords = TokenCoords(*(jnp.zeros((1, LENGTH), jnp.int32),) * 3)
+    x = jnp.zeros((1, LENGTH, HEADS, DIM))
+    for layout, mask in (("striped", Mask(window=5)), ("contiguous", Mask(window=5, global_tokens=2))):
+        run = functools.partial(attention, coords=coords, mesh=mesh_of(SIZE), layout=layout, kernel="reference", mask=mask)
+        assert counts(jax.make_jaxpr(run)(x, x, x).jaxpr)["dot_general"] == 2 * SIZE
+
+
+def test_a_window_leaves_out_rounds_of_balanced():
+    """8 ranks, keys within 2: own block and the rounds of distance 1 and 2, without helpers (distances 7 and 6)."""
+    (_, windowed), _ = traced("balanced", Mask(window=TOKENS + 2))
+    (_, whole), _ = traced("balanced")
+    assert (windowed["dot_general"], whole["dot_general"]) == (2 * 3, 2 * 5)
+
+
+@pytest.mark.parametrize("columns", [2, 4, 8])
+def test_attention2d_with_overlap_gathers_nothing_and_sends_as_much(columns):
+    """Section 3.3 counts for R rows and C columns: forward Q and partials C - 1 times, K and V R - 1 times."""
+    rows = SIZE // columns
+    (forward, primitives), (backward, more) = traced(Attention2D(columns, overlap=True), layout="striped")
+    collectives = ("all_", "psum", "pmax", "reduce_scatter", "ppermute")
+    assert {name for name in {*primitives, *more} if name.startswith(collectives)} == {"ppermute"}
+    one, lse = KEYS // 2, TOKENS * HEADS * 4  # a rank's Q, or float32 out; its lse
+    assert sum(forward.values()) == (columns - 1) * (2 * one + lse + COORDS) + (rows - 1) * (KEYS + COORDS)
+    assert sum(backward.values()) == (columns - 1) * (3 * one + 2 * lse + COORDS) + (rows - 1) * (2 * KEYS + COORDS)
+
+
+def test_attention2d_takes_the_grid_of_fewest_bytes():
+    """Equal heads: as many columns as rows or nearly; with few key heads fewer columns, as K and V are cheap to send."""
+    best = {heads: fewest_bytes(64, *heads, 2) for heads in ((32, 32), (32, 8), (32, 1))}
+    assert 1 <= best[32, 1] < best[32, 8] < best[32, 32] <= 8
+    for (query, kv), columns in best.items():
+        def total(c, query=query, kv=kv):  # of a token: q, out; q, dout, dq along rows: k, v; k, v, dk, dv along columns
+            return (c - 1) * query * (2 + 4 + 2 + 2 + 4) + (64 // c - 1) * 2 * kv * (2 + 2 + 4)
+
+        assert total(columns) == min(total(c) for c in (1, 2, 4, 8, 16, 32, 64))
+
+
+@pytest.mark.parametrize("name", [name for name in KERNELS if name != "reference"])  # that one has no tiles
+def test_a_kernel_asked_for_again_is_not_compiled_again(name):
+    assert get_kernel(name, query_tile=64) == get_kernel(name, query_tile=64) != get_kernel(name, query_tile=32)
+
+
+class InPlace:
+    """A kernel that takes K and V stacked alone, as they travelled: to cut the stack would copy both."""
+
+    def extend(self, carry, q, kv, q_coords, kv_coords, **options):
+        assert kv.ndim == 5
+        return get_kernel("reference").extend(carry, q, kv, q_coords, kv_coords, **options)
+
+    def gradients(self, carry, q, kv, *rest, **options):
+        assert kv.ndim == 5
+        return get_kernel("reference").gradients(carry, q, kv, *rest, **options)
+
+
+@pytest.mark.parametrize("schedule", ["ring", "ring bidirectional", "balanced", "all_gather", "attention2d overlap 2"])
+def test_keys_and_values_that_travel_stacked_are_never_cut(schedule):
+    traced(SCHEDULES[schedule], size=4, kernel=Kernel("in place", None, None, InPlace()))
+
+
+@pytest.mark.parametrize("heads", [2, 8])
+def test_ulysses_adds_up_gradients_without_a_scatter(heads):
+    """Of key heads as many as ranks, or replicated: a scatter by constant places, even by 0, 1, 2, ..., stays one on TPUs."""
+    _, (_, backward) = traced("ulysses", heads=heads)
+    assert backward["all_to_all"] and not [name for name in backward if name.startswith("scatter")]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_save_attention_never_runs_attention_forward_again(schedule):
+    """With attention's output and lse kept, two layers run as many exponentials and transfers as without any remat."""
+    mesh, heads = mesh_of(4), 4
+    coords = TokenCoords(jnp.zeros((1, 32), jnp.int32), jnp.ones((1, 32), jnp.int32))
+    kernel = get_kernel("reference")
+
+    def loss(layers, x, coords, policy):
+        def body(carry, weights):
+            x, coords = carry
+            q, k, v = jnp.einsum("bte,ehdn->nbthd", x, weights)
+            attended, _ = attend(q, k, v, coords, coords, schedule=SCHEDULES[schedule], kernel=kernel, axis="sequence", size=4)
+            return (x + attended.reshape(x.shape), coords), None
+
+        def run(layers, x, coords):
+            (x, _), _ = scan_layers(body, (x, coords), layers, policy)
+            return x
+
+        tokens = PartitionSpec(None, "sequence")
+        run = jax.shard_map(run, mesh=mesh, in_specs=(PartitionSpec(), tokens, tokens), out_specs=tokens, check_vma=False)
+        return jnp.sum(run(layers, x, coords))
+
+    def work(policy):
+        layers, x = jnp.zeros((2, heads * DIM, heads, DIM, 3)), jnp.zeros((1, 32, heads * DIM))
+        found = counts(jax.make_jaxpr(jax.grad(loss), static_argnums=3)(layers, x, coords, policy).jaxpr)
+        return {name: n for name, n in found.items()
+                if name in ("exp", "ppermute", "all_gather", "all_to_all", "reduce_scatter", "pmax")}
+
+    assert work("save_attention") == work("everything")
+    again = work("nothing")
+    assert again["exp"] > work("everything")["exp"]

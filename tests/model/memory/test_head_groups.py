@@ -1,0 +1,50 @@
+"""Attention in groups of heads against the formula of attention, differentiated by jax itself, on one device."""
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from model.attention import TokenCoords, attending
+from model.attention.kernels import get_kernel
+from model.memory.chunked import chunked, product
+from model.memory.head_groups import attend_in_groups
+
+TOKENS, HIDDEN, HEADS, KEY_HEADS, SIZE = 8, 4, 4, 2, 2
+
+
+def inward(weights, x, positions):
+    """Something before the projections, of which all groups share the weight, and something that positions change."""
+    x = x * weights["norm"] * jnp.cos(positions)[..., None]
+    return tuple(product("bte,ehd->bthd", x, weights[f"{name}_proj"]) for name in "qkv")
+
+
+def in_groups(weights, x, positions, coords):
+    def project(weights, x, positions):
+        return chunked(lambda w, arrays, labels: inward(w, arrays["x"], labels["positions"]), weights, {"x": x},
+                       {"positions": positions}, dtype=jnp.float32, chunk=4, through="x")
+
+    how = attending(SIZE, schedule="local", kernel=get_kernel("reference"), axis="sequence", size=1)
+    x, out = attend_in_groups(project, how, 2, weights, x, positions, coords, jnp.float32)
+    return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.sin(x))
+
+
+def by_formula(weights, x, positions, coords):
+    q, k, v = inward(weights, x, positions)
+    k, v = (jnp.repeat(t, HEADS // KEY_HEADS, 2) for t in (k, v))
+    scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * SIZE ** -0.5
+    seen = coords.index[:, :, None] >= coords.index[:, None, :]
+    scores = jnp.where(seen[:, None], scores, -jnp.inf)
+    out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores, -1), v)
+    return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.sin(x))
+
+
+def test_groups_of_heads_are_attention():
+    rng = np.random.default_rng(0)
+    shapes = {"norm": (HIDDEN,), "q_proj": (HIDDEN, HEADS, SIZE), "k_proj": (HIDDEN, KEY_HEADS, SIZE),
+              "v_proj": (HIDDEN, KEY_HEADS, SIZE)}
+    weights = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    x = rng.standard_normal((1, TOKENS, HIDDEN)).astype(np.float32)
+    index = np.arange(TOKENS, dtype=np.int32)[None]
+    arguments = (weights, x, index, TokenCoords(index, np.ones_like(index)))
+    got, expected = jax.jit(lambda *a: tuple(jax.value_and_grad(f, (0, 1))(*a) for f in (in_groups, by_formula)))(*arguments)
+    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert np.abs(one - other).max() <= 1e-5 * np.abs(other).max()

@@ -1,0 +1,69 @@
+"""With every schedule: `save_attention` never runs attention forward again, and nothing of length x length is kept."""
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from model.attention.kernels import Kernel, get_kernel
+from model.llama import Chunks
+from tests.model.build import llama, tiny
+
+ROWS, LENGTH = 1, 1024  # no other size of the model is as large as a device's 256 tokens
+SCHEDULES = ["ring", "all_gather", "balanced", {"name": "balanced", "split": True}, "ulysses", {"name": "ulysses", "degree": 2},
+             "attention2d"]
+
+
+@functools.cache
+def marked():
+    """The blockwise kernel, whose forward is a call that can be told in a traced program by its name."""
+    kernel = get_kernel("xla", query_tile=64, key_tile=64)
+
+    def attention_forward(*args, mask, scale):
+        return kernel.forward(*args, mask=mask, scale=scale)
+
+    return Kernel("marked", jax.jit(attention_forward, static_argnames=("mask", "scale")), kernel.backward)
+
+
+def equations(jaxpr):
+    """Every equation, those of inner programs too."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                yield from equations(inner)
+
+
+def traced(schedule, remat, gradient):
+    model = llama(tiny(), {"sequence": 4}, schedule=schedule, remat=remat, kernel=marked(), chunks=Chunks(64, 64, 64))
+    batch = {name: jax.ShapeDtypeStruct((ROWS, LENGTH), dtype) for name, dtype in (
+        ("tokens", jnp.int32), ("targets", jnp.int32), ("index", jnp.int32), ("segment_ids", jnp.int32),
+        ("positions", jnp.int32), ("loss_weights", jnp.float32))}
+    params = {name: jax.ShapeDtypeStruct(one.shape, jnp.float32) for name, one in model.parameters.items()}
+
+    def loss(params, batch):
+        return model.loss(params, batch)[0]
+
+    return list(equations(jax.make_jaxpr(jax.grad(loss) if gradient else loss)(params, batch).jaxpr))
+
+
+def kernel_calls(found):
+    """Calls of the kernel's forward that multiply matrices: splitting for the gradient leaves calls that hold constants."""
+    return sum(one.params.get("name") == "attention_forward"
+               and any(inner.primitive.name == "dot_general" for inner in equations(one.params["jaxpr"].jaxpr))
+               for one in found)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
+def test_save_attention_never_runs_attention_forward_again(schedule):
+    """As often as without a gradient; where layers keep nothing but their inputs, twice as often."""
+    once = kernel_calls(traced(schedule, "save_attention", gradient=False))
+    assert once > 0
+    saved = traced(schedule, "save_attention", gradient=True)
+    assert kernel_calls(saved) == once
+    assert kernel_calls(traced(schedule, "nothing", gradient=True)) == 2 * once
+    shapes = {out.aval.shape for one in saved for out in one.outvars if hasattr(out.aval, "shape")}
+    here, all_ = LENGTH // 4, LENGTH
+    assert any(all_ in shape or here in shape for shape in shapes)
+    assert not [shape for shape in shapes if sum(size in (here, all_, here * 2) for size in shape) >= 2]

@@ -1,0 +1,80 @@
+"""A model with a sliding window and global tokens, trained and decoding, against transformers under the mask pair by pair."""
+import jax
+import numpy as np
+import pytest
+import torch
+
+from model.attention import Mask
+from model.attention.schedules import Ring
+from model.config import LlamaConfig
+from model.decode import Generator
+from tests.model.attention.dense import visible
+from trainer.huggingface.read import read_hf
+
+from .build import llama, packed_batch, permuted, tiny
+from .test_llama import saved_by_transformers
+
+WINDOW, BOTH = Mask(window=9), Mask(window=9, global_tokens=3)
+CHUNKS = {"query_chunks": 2, "remat": "nothing"}
+
+
+def dense_logits(truth, mask, tokens, index, segment_ids, positions) -> np.ndarray:
+    """transformers' logits in float64 (softmax in float32), told of every pair of tokens whether it is visible: [B, L, V]."""
+    seen = visible(index, segment_ids, window=mask.window, global_tokens=mask.global_tokens)
+    hidden = torch.tensor(np.where(seen, 0.0, -1e30))[:, None]  # finite also in the softmax's float32
+    with torch.no_grad():
+        return truth(torch.tensor(tokens), attention_mask=hidden, position_ids=torch.tensor(positions)).logits.numpy()
+
+
+@pytest.fixture
+def model_of(tmp_path):
+    """A function that gives the truth, our model under a mask on a mesh, and its parameters."""
+    truth = saved_by_transformers(tmp_path, tiny()).double().eval()
+    truth.set_attn_implementation("eager")
+    config = LlamaConfig.from_hf(tmp_path)
+
+    def make(mask, shape, **options):
+        model = llama(config, shape, mask=mask, **options)
+        return truth, model, read_hf(tmp_path, config, model.shardings)
+
+    return make
+
+
+@pytest.mark.parametrize(("mask", "schedule", "layout", "options"), [
+    (WINDOW, "ring", "striped", {}), (WINDOW, Ring(ordered=True), "contiguous", {}), (BOTH, "ring", "striped", {}),
+    (BOTH, "all_gather", "zigzag", {}), (WINDOW, Ring(ordered=True), "contiguous", CHUNKS), (BOTH, "ring", "striped", CHUNKS)],
+    ids=str)
+def test_logits_of_packed_documents_are_the_dense_masks(model_of, mask, schedule, layout, options):
+    truth, model, params = model_of(mask, {"tensor": 2, "sequence": 4}, schedule=schedule, **options)
+    batch = packed_batch(model.config, rows=2, length=64)
+    given = [batch[name] for name in ("tokens", "index", "segment_ids", "positions")]
+    expected = dense_logits(truth, mask, *given)
+    real = batch["segment_ids"] > 0
+    unmasked = dense_logits(truth, Mask(), *given)
+    assert np.abs(unmasked - expected)[real].max() > 0.1 * np.abs(expected).max()
+    dealt, order = permuted(batch, model, layout)
+    got = np.asarray(jax.jit(model.logits)(params, dealt))
+    assert np.abs(got - expected[:, order])[real[:, order]].max() <= 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("mask", [WINDOW, BOTH], ids=str)
+def test_decoding_sees_what_training_sees(model_of, mask):
+    """Each token is the likeliest after those before it, by the forward pass and by the dense mask; 12 tokens, so that the
+    window leaves the prompts behind."""
+    truth, model, params = model_of(mask, {"sequence": 4})
+    prompts = [np.random.default_rng(length).integers(3, 128, length).tolist() for length in (2, 31, 52)]
+    answers = Generator(model, "striped", rows=3, length=52, new_tokens=12, stop_ids=())(params, prompts)
+    rows, index = np.zeros((3, 64), np.int32), np.broadcast_to(np.arange(64, dtype=np.int32), (3, 64))
+    for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
+        rows[row, :len(prompt) + 12] = prompt + answer
+    batch = {"tokens": rows, "index": index, "positions": index, "segment_ids": np.ones_like(rows)}
+    dealt, order = permuted(batch, model)
+    forward = np.empty((3, 64, 128))
+    forward[:, order] = jax.jit(model.logits)(params, dealt)
+    dense, unmasked = (dense_logits(truth, one, rows, index, np.ones_like(rows), index) for one in (mask, Mask()))
+
+    def chosen(logits):
+        return [logits[row, len(prompt) - 1:len(prompt) + 11].argmax(-1).tolist() for row, prompt in enumerate(prompts)]
+
+    assert chosen(forward) == chosen(dense) == answers
+    assert chosen(unmasked) != answers

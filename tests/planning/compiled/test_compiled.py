@@ -1,0 +1,204 @@
+"""Reading compiled texts: bytes and hops against the schedules' plans, transfers behind kernels, and texts made by hand."""
+import functools
+import itertools
+
+import numpy as np
+import pytest
+
+from model.attention import Mask, get_schedule
+from model.attention.schedules.plan import Block
+from planning.compiled.overlap import crossings
+from planning.compiled.text import parse
+from planning.compiled.transfers import groups, received, transfers
+from planning.topology import topology_devices
+from scripts.benchmarks.bench_schedules import CASES, case, compile_pass, count_bytes, small_step
+from tests.compiled_text import arrays_with
+
+BLOCK = Block(batch=1, tokens=1024, query_heads=32, kv_heads=8, head_dim=128)
+SMALL = Block(batch=1, tokens=256, query_heads=8, kv_heads=4, head_dim=128)  # so small that gradients would be all-reduced
+HOPS = [name for name in CASES if name.startswith(("ring", "balanced")) or name.endswith("overlap")]
+COVERING = [*itertools.product(["ring", "ring bidirectional", "balanced split", "attention2d overlap"], (4, 8)),
+            *itertools.product(["ring window", "ring_self_attention", "all_gather", "ulysses", "attention2d square"], (4,))]
+
+
+@functools.cache
+def counted(name, size):
+    return count_bytes(name, size, SMALL if name in HOPS else BLOCK)
+
+
+def agrees(name, size):
+    """Maximum and mean within 2% of the plan's own formula, and no collective but the planned ones."""
+    row = counted(name, size)
+    for which in ("forward", "backward"):
+        one = row[which]
+        assert one["kinds"] == one["planned_kinds"], which
+        for kind in ("max", "mean"):
+            assert one[f"{kind}_bytes"] == pytest.approx(one[f"planned_{kind}_bytes"], rel=0.02), (which, kind)
+        if name in HOPS:
+            assert one["kinds"] == ["collective-permute"]
+    if name == "ring":  # K and V as one array, coordinates as one, in each of P - 1 hops; and P hops of dK and dV
+        assert (row["forward"]["permutes"], row["backward"]["permutes"]) == (2 * (size - 1), 2 * (size - 1) + size)
+    if name == "ring bidirectional":  # as many hops of halves, either way
+        assert (row["forward"]["permutes"], row["backward"]["permutes"]) == (4 * (size - 1), 4 * (size - 1) + 2 * size)
+
+
+@pytest.mark.parametrize(("name", "size"), COVERING)
+def test_compiled_bytes_are_the_planned_ones(name, size):
+    agrees(name, size)
+
+
+def test_the_ring_both_ways_receives_no_more_than_one_way():
+    for which in ("forward", "backward"):
+        assert counted("ring bidirectional", 8)[which]["max_bytes"] == counted("ring", 8)[which]["max_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "size"), [one for one in itertools.product(CASES, (4, 8, 16)) if one not in COVERING])
+def test_every_schedules_compiled_bytes_are_the_planned_ones(name, size):
+    agrees(name, size)
+
+
+@functools.cache
+def step(name):
+    """Permutes and text of a small model's training step: 4 layers, 4/2 heads of 128, sequence 8, 512 tokens a chip."""
+    text = small_step("v5e:2x4", 512, case(name, 8, 512)[0])
+    return [one for one in crossings(text) if one.kind == "collective-permute"], text
+
+
+DKV = OUT = 2 * 512 * 2 * 128
+HOME = {  # elements of what no kernel hides in a layer, forward and backward
+    "ring": ([], [DKV]), "ring bidirectional": ([], [DKV // 2, DKV // 2]), "attention2d overlap": ([OUT, 4 * 512], [OUT]),
+    # Without the split nobody helps in the last round; its dK and dV leave beside the kernel that makes dQ.
+    "balanced": ([], []),
+}
+
+
+@pytest.mark.parametrize("name", [name if name in ("ring", "balanced") else pytest.param(name, marks=pytest.mark.slow)
+                                  for name in HOME])
+def test_every_transfer_hides_behind_a_kernel_but_the_hop_home(name):
+    """Coordinates, 8 bytes a token, are left out: their first hop ends before the kernel that starts next."""
+    found, _ = step(name)
+    for backward, expected in zip((False, True), HOME[name], strict=True):
+        here = [one for one in found if one.loops and one.backward == backward and one.results[0].dtype != "s32"]
+        bare = [array.elements for one in here if not one.kernels for array in one.results]
+        assert sorted(bare, reverse=True) == expected
+        assert all(kernel.startswith("attention_") for one in here for kernel in one.kernels)  # Pallas's
+        assert {one.times for one in here} <= {4, 4 * (8 - 2)} and len(here) > len(expected)  # layers; rounds of a scan
+
+
+@pytest.mark.parametrize("topology", ["v4:2x2x2", "v5p:2x2x2"])
+def test_every_transfer_of_a_round_hides_behind_a_kernel_where_rounds_are_short(topology):
+    """512 tokens a rank: the sum of the dK/dV that arrive and a round's own takes as long as K and V are under way."""
+    block = Block(batch=1, tokens=512, query_heads=4, kv_heads=2, head_dim=128)
+    text = compile_pass(get_schedule("ring", 8), Mask(), 8, topology_devices(topology), block, backward=True, kernel="tpu")
+    rounds = [one for one in crossings(text) if one.loops]
+    assert sorted(one.nbytes for one in rounds) == [block.coords, block.keys, block.key_gradients]
+    assert {one.times for one in rounds} == {8 - 2}
+    assert all(one.kernels for one in rounds), [one for one in rounds if not one.kernels]
+
+
+def test_the_step_holds_nothing_of_tokens_times_tokens():
+    assert not [array for array in arrays_with(step("ring")[1], 512) if "4096" in array]  # 512 tokens a device, 4,096 in all
+
+
+HAND = """HloModule hand, is_scheduled=true, num_partitions=4
+
+%body (p: (s32[], f32[2,8])) -> (s32[], f32[2,8]) {
+  %p = (s32[], f32[2,8]) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %x = f32[2,8]{1,0} get-tuple-element(%p), index=1
+  %one = s32[] constant(1)
+  %next = s32[] add(%i, %one)
+  %send = (f32[2,8]{1,0}, f32[2,8]{1,0}, u32[], u32[]) collective-permute-start(%x), source_target_pairs={{0,1},{1,2},{2,3}}, metadata={op_name="jit(f)/ppermute"}
+  BEFORE
+  %got = f32[2,8]{1,0} collective-permute-done(%send)
+  AFTER
+  ROOT %out = (s32[], f32[2,8]) tuple(%next, %got)
+}
+
+%condition (p.1: (s32[], f32[2,8])) -> pred[] {
+  %p.1 = (s32[], f32[2,8]) parameter(0)
+  %limit = s32[] constant(7)
+  %i.1 = s32[] get-tuple-element(%p.1), index=0
+  ROOT %less = pred[] compare(%i.1, %limit), direction=LT
+}
+
+ENTRY %main (a: f32[2,8]) -> f32[2,8] {
+  %a = f32[2,8]{1,0} parameter(0)
+  %zero = s32[] constant(0)
+  %start = (s32[], f32[2,8]) tuple(%zero, %a)
+  %loop = (s32[], f32[2,8]) while(%start), condition=%condition, body=%body
+  ROOT %b = f32[2,8]{1,0} get-tuple-element(%loop), index=1
+}
+"""  # noqa: E501
+KERNEL = '%kernel = f32[2,8]{1,0} custom-call(%x), custom_call_target="tpu_custom_call"'
+
+
+@pytest.mark.parametrize(("before", "after", "hidden"), [
+    (KERNEL, "", True), ("", KERNEL, False), ("", "", False),
+    ('%other = f32[2,8]{1,0} custom-call(%x), custom_call_target="AllocateBuffer"', "", False),
+])
+def test_a_transfer_that_hides_behind_nothing_is_found(before, after, hidden):
+    (one,) = crossings(HAND.replace("BEFORE", before).replace("AFTER", after))
+    assert bool(one.kernels) == hidden and one.times == 7 and not one.backward
+    assert (one.kind, one.loops, one.results) == ("collective-permute", 1, (("f32", 16),))
+
+
+def test_a_gather_within_fusions_is_found_where_it_starts():
+    """The TPU's way to gather beside a product: a fusion starts it, another carries it on, a third ends it."""
+    gather = """%{name} (y: f32[2,8]) -> f32[8,8] {{
+  %y = f32[2,8] parameter(0)
+  ROOT %g = f32[8,8] all-gather(%y), dimensions={{0}}, metadata={{op_name="jit(f)/transpose(jvp())/all_gather"}}
+}}
+
+"""
+    fusions = """%async-collective-start = (f32[2,8], f32[8,8], s32[2]) fusion(%x), kind=kCustom, calls=%fused_computation
+  %part = f32[8,8] get-tuple-element(%async-collective-start), index=1
+  %carry = (f32[8,8], f32[2,8]) fusion(%part), kind=kCustom, calls=%async_collective_fusion.1
+  %async-collective-done = f32[8,8] fusion(%carry), kind=kCustom, calls=%fused_computation.2"""
+    text = HAND.replace("BEFORE", fusions).replace("AFTER", "")
+    names = ("fused_computation", "async_collective_fusion.1", "fused_computation.2")
+    inside = "".join(gather.format(name=name) for name in names)
+    gathers = [one for one in crossings(text.replace("%body (p", inside + "%body (p", 1)) if one.kind == "all-gather"]
+    assert [(one.name, one.results, one.backward) for one in gathers] == [("async-collective-start", (("f32", 64),), True)]
+
+
+def test_an_end_in_another_computation_hides_nothing():
+    """Started in the loop's body, ended after the loop: whatever stands behind it there is no overlap."""
+    text = HAND.replace("  %got = f32[2,8]{1,0} collective-permute-done(%send)\n", "").replace("%next, %got", "%next, %x")
+    (one,) = crossings(text.replace("BEFORE", KERNEL).replace("AFTER", ""))
+    assert not one.kernels
+
+
+def test_a_text_that_is_not_scheduled_is_refused():
+    with pytest.raises(ValueError, match="not scheduled"):
+        crossings(HAND.replace("is_scheduled=true, ", ""))
+
+
+def test_bytes_of_a_text_made_by_hand():
+    """Seven rounds, 64 bytes to each of the ranks 1, 2, 3."""
+    text = HAND.replace("BEFORE", "").replace("AFTER", "")
+    assert received(transfers(text, 4)).tolist() == [0, 448, 448, 448]
+    gather = ("%g = bf16[4,8]{1,0} all-gather(%x), replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}\n"
+              "  %s = f32[2]{0} reduce-scatter(%x), replica_groups={{0,1},{2,3}}, dimensions={0}")
+    found = transfers(HAND.replace("BEFORE", gather).replace("AFTER", ""), 4)
+    assert received(found, "all-gather").tolist() == [7 * 32] * 4  # half of 64 bytes
+    assert received(found, "reduce-scatter").tolist() == [7 * 8] * 4  # one other rank's part
+
+
+def test_a_collective_in_a_loop_of_unknown_length_is_refused():
+    text = HAND.replace("BEFORE", "").replace("AFTER", "").replace("%zero = s32[] constant(0)", "%zero = s32[] partition-id()")
+    with pytest.raises(ValueError, match="number of rounds"):
+        transfers(text, 4)
+
+
+def test_groups_as_they_are_written():
+    assert groups("{{0,2},{1,3}}", 4) == [[0, 2], [1, 3]]
+    assert groups("[2,4]<=[8]", 8) == np.arange(8).reshape(2, 4).tolist()
+    assert groups("[4,2]<=[2,4]T(1,0)", 8) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+    assert groups(None, 3) == [[0, 1, 2]]
+    assert groups("mesh['a'=2,'b'=3] {'b'}", 6) == [[0, 1, 2], [3, 4, 5]]
+    assert groups("mesh['a'=2,'b'=3] {'a'}", 6) == [[0, 3], [1, 4], [2, 5]]
+    assert groups("mesh['a'=2,'b'=4] {'b':(2)2}", 8) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert groups("mesh['a'=2,'b'=4] {'b':(1)2}", 8) == [[0, 2], [1, 3], [4, 6], [5, 7]]
+    assert parse(HAND.replace("BEFORE", "").replace("AFTER", "")).runs["body"] == 7

@@ -1,0 +1,216 @@
+"""The cost model: its tile counts against the attention's own rule, its bytes against formulas, its times against limits."""
+import dataclasses
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.attention.coords import SKIP, Mask, TokenCoords, tile_bounds, tile_kind
+from model.attention.layout import LAYOUTS, permutation
+from model.attention.schedules import Attention2D, Balanced, Ring, Ulysses, get_schedule, plan
+from model.config import LlamaConfig
+from planning.costs import HARDWARE, Job, Network, Sizes, estimate, rounds
+from planning.costs.tiles import tile_counts
+from trainer.reporting.metrics import flops_per_step, peak_flops
+
+BLOCK = plan.Block(batch=1, tokens=256, query_heads=8, kv_heads=2, head_dim=16)
+SMALL = Sizes.of(LlamaConfig.preset("llama-1b"))
+CHIP = HARDWARE["v4"]
+SCHEDULES = ["ring", Ring(bidirectional=True), "all_gather", "balanced", Balanced(split=True), "attention2d",
+             Attention2D(overlap=True), "ulysses"]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("ranks", "query_tiles", "key_tiles"), [(1, 4, 4), (2, 1, 1), (3, 4, 2), (4, 3, 6), (8, 2, 2)])
+def test_tiles_are_those_of_the_attentions_own_rule(layout, ranks, query_tiles, key_tiles):
+    """On a longer sequence than the model's: tiles of 6 and more tokens."""
+    tokens = 6 * math.lcm(query_tiles, key_tiles)
+    index = jnp.asarray(permutation(ranks * tokens, ranks, layout), jnp.int32)[None]
+    coords = TokenCoords(index, jnp.ones_like(index))
+    queries, keys = tile_bounds(coords, tokens // query_tiles), tile_bounds(coords, tokens // key_tiles)
+    kinds = tile_kind(jax.tree.map(lambda x: x[0][:, None], queries), jax.tree.map(lambda x: x[0][None], keys), Mask())
+    computed = np.asarray(kinds != SKIP).reshape(ranks, query_tiles, ranks, key_tiles).sum((1, 3))
+    np.testing.assert_array_equal(tile_counts(ranks, query_tiles, key_tiles, layout), computed)
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_computes_every_tile_once(ranks, layout, schedule):
+    if schedule == "ulysses" and BLOCK.query_heads % ranks:
+        schedule = Ulysses(degree=math.gcd(ranks, BLOCK.query_heads))
+    for passes in rounds(schedule, ranks, layout, BLOCK, (4, 4)):
+        assert sum(one.tiles.sum() for one in passes) == pytest.approx(tile_counts(ranks, 4, 4, layout).sum())
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize("layout", ["contiguous", "striped"])
+@pytest.mark.parametrize("schedule", [*SCHEDULES, Ulysses(degree=1, inner=Balanced()), "ring_self_attention"])
+def test_what_travels_is_what_the_schedule_declares(ranks, layout, schedule):
+    declared = get_schedule(schedule, ranks, layout).plan(ranks, BLOCK)
+    for passes, planned in zip(rounds(schedule, ranks, layout, BLOCK, (1, 1)), declared, strict=True):
+        moved = [plan.Round((), (*one.hidden, *one.exposed)) for one in passes]
+        np.testing.assert_allclose(plan.received(moved, ranks), plan.received(planned, ranks))
+
+
+def test_padded_heads_cost_as_much_as_others():
+    """33 heads over 16 ranks: 3 for each, as of 48 (DistFlashAttn, section 4.3)."""
+    forward, _ = rounds("ulysses", 16, "striped", dataclasses.replace(BLOCK, query_heads=33, kv_heads=33), (4, 4))
+    assert sum(one.tiles.sum() for one in forward) == pytest.approx(48 / 33 * tile_counts(16, 4, 4, "striped").sum())
+
+
+def test_balanced_fetches_a_round_ahead_and_brings_home_a_round_later():
+    """Algorithm 2, on 4 ranks: rounds of distance 1 (one helper) and 2 (none); the last results wait for no kernel."""
+    forward, backward = rounds("balanced", 4, "contiguous", BLOCK, (1, 1))
+    assert [[send.what for send in one.hidden] for one in forward] == [["K, V", "Q"], ["K, V"], ["out, lse"], []]
+    queries = "Q, dout, lse, delta"
+    assert [[send.what for send in one.hidden] for one in backward] == [
+        ["K, V", queries], ["K, V"], ["dK, dV", "dQ"], []]
+    assert [send.what for send in backward[-1].exposed] == ["dK, dV"]
+    assert not any(one.exposed for one in (*forward, *backward[:-1]))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_ring_self_attention_skips_nothing(layout):
+    for one in rounds("ring_self_attention", 4, layout, BLOCK, (4, 4)):
+        assert sum(r.tiles.sum() for r in one) == pytest.approx(4 * 4 * 16)
+
+
+@pytest.mark.parametrize(("schedule", "layout", "bound"), [
+    ("ring", "striped", 1.07), ("ring", "zigzag", 1.07), (Balanced(split=True), "contiguous", 1.05)])
+def test_balance_of_16_tiles_a_block_on_8_ranks(schedule, layout, bound):
+    forward, _ = rounds(schedule, 8, layout, BLOCK, (16, 16))
+    assert sum(r.tiles.max() for r in forward) / sum(r.tiles.mean() for r in forward) <= bound
+
+
+def test_the_contiguous_ring_takes_almost_twice_as_long():
+    """2 - 1/P with a diagonal block counted half; P = 8, tiles so small that it is."""
+    forward, _ = rounds("ring", 8, "contiguous", BLOCK, (256, 256))
+    assert sum(r.tiles.max() for r in forward) / sum(r.tiles.mean() for r in forward) == pytest.approx(2 - 1 / 8, rel=1e-3)
+
+
+def test_both_ways_round_halves_what_a_link_carries():
+    network = Network(1e9, 0.0, torus=True)
+    one, both = (rounds(Ring(bidirectional=way), 8, "striped", BLOCK, (4, 4))[0] for way in (False, True))
+    assert network.seconds(both[0].hidden, 8) == pytest.approx(network.seconds(one[0].hidden, 8) / 2)
+
+
+def _shift(by, size):
+    return plan.Send("", plan.PERMUTE, size, plan.shift(8, by))
+
+
+def test_a_torus_carries_a_shift_over_every_link_between():
+    torus = Network(link=1e9, latency=0.0, torus=True)
+    one, three, back = (torus.seconds((_shift(by, 1e6),), 8) for by in (1, 3, -3))
+    assert one == pytest.approx(1e-3)
+    assert three == back == pytest.approx(3 * one)
+    assert torus.seconds((_shift(1, 5e5), _shift(-1, 5e5)), 8) == pytest.approx(one / 2)
+
+
+def test_between_nodes_a_pair_has_one_card_and_a_collective_all_of_them():
+    network = Network(link=100e9, latency=0.0, node=4, flow=10e9, uplink=40e9)
+    assert network.seconds((_shift(1, 1e9),), 8) == pytest.approx(0.1)  # one pair crosses: its own card
+    assert network.seconds((_shift(1, 1e9), _shift(1, 5e8)), 8) == pytest.approx(0.15)
+    assert network.seconds((_shift(4, 1e9),), 8) == pytest.approx(0.1)  # four pairs, four cards
+    everywhere, inside = (plan.Send("", plan.GATHER, 1e9, plan.everyone(lines)) for lines in (
+        [range(8)], [range(4), range(4, 8)]))
+    assert network.seconds((everywhere,), 8) == pytest.approx(7e9 / 40e9)
+    assert network.seconds((inside,), 8) == pytest.approx(3e9 / 100e9)
+    exchange = plan.Send("", plan.EXCHANGE, 1e9, plan.everyone([range(8)]))
+    assert network.seconds((exchange,), 8) == pytest.approx(4 * 4e9 / 40e9)  # from each to each of the other node
+
+
+def _chip(**changes):
+    """A machine of round numbers: every rate 1, no latency, a block is one tile."""
+    return dataclasses.replace(CHIP, matmul=1.0, attention=1.0, attention_backward=1.0, **changes)
+
+
+@pytest.mark.parametrize(("share", "hidden"), [(1.02, True), (0.98, False)])
+def test_a_ring_hides_its_transfers_from_c_equal_to_f_over_b(share, hidden):
+    """Ring Attention, section 3: 4 d c^2 / F >= 4 c d / B. Forward, not causal; the coordinates' 8 bytes a token are 0.1%."""
+    bandwidth, ranks = 268e9, 8
+    c = round(share * 275e12 / bandwidth)
+    hardware = _chip(network=Network(bandwidth, 0.0, torus=True), tile=(c, c))
+    sizes = dataclasses.replace(Sizes.of(LlamaConfig.preset("llama-7b")), layers=1)
+    forward = estimate(Job(sizes, hardware, c * ranks, sequence=ranks, causal=False)).attention_forward
+    assert (forward.exposed < 1e-9 * forward.seconds) == hidden
+
+
+@pytest.mark.parametrize(("schedule", "layout"), [("ring", "striped"), ("balanced", "contiguous"), ("attention2d", "striped")])
+def test_with_a_perfect_network_nothing_is_exposed(schedule, layout):
+    hardware = dataclasses.replace(CHIP, network=Network(1e30, 0.0, torus=True))
+    found = estimate(Job(SMALL, hardware, 1 << 17, sequence=8, schedule=schedule, layout=layout))
+    assert found.step.exposed < 1e-9 * found.seconds
+
+
+def test_with_a_slow_network_a_ring_takes_as_long_as_its_bytes():
+    network = Network(1e6, 0.0, torus=True)
+    job = Job(SMALL, dataclasses.replace(CHIP, network=network), 1 << 16, sequence=8, zero=False)
+    declared = get_schedule("ring", 8).plan(8, job.block)
+    sent = SMALL.layers * sum(plan.received(passes, 8).max() for passes in declared) / 1e6
+    assert estimate(job).seconds == pytest.approx(sent, rel=0.01)
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+def test_no_machine_beats_its_own_rates_and_all_its_figures_have_a_source(name):
+    hardware = HARDWARE[name]
+    found = estimate(Job(SMALL, hardware, 1 << 17, sequence=8, remat="everything"))
+    assert 0 < found.mfu < max(hardware.matmul, hardware.attention)
+    assert found.seconds == pytest.approx(found.step.compute + found.step.exposed)
+    named = " ".join(hardware.sources)
+    assert all(word in named for word in ("peak", "matmul", "attention", "latency", "tile"))
+    assert all(len(source) > 10 for source in hardware.sources.values())
+
+
+@pytest.mark.parametrize(("name", "kind"), [
+    ("v3", "TPU v3"), ("v4", "TPU v4"), ("v5e", "TPU v5 lite"), ("v5p", "TPU v5p"), ("v6e", "TPU v6 lite"),
+    ("a100-nvlink", "NVIDIA A100-SXM4-80GB"), ("h100-infiniband", "NVIDIA H100 80GB HBM3")])
+def test_the_peak_is_the_metrics_own(name, kind):
+    assert HARDWARE[name].peak == pytest.approx(peak_flops(kind))
+
+
+def test_needed_work_is_the_metrics_own():
+    config = LlamaConfig.preset("llama-gqa")
+    assert Sizes.of(config).needed_flops(1000, 4567) == pytest.approx(flops_per_step(config, 1000, 4567))
+
+
+def test_less_kept_takes_longer():
+    times = [estimate(Job(SMALL, CHIP, 1 << 17, sequence=8, remat=remat)).seconds
+             for remat in ("everything", "save_attention", "nothing", "every_k")]
+    assert times == sorted(times) and len(set(times)) == 4
+
+
+def test_one_device_has_no_schedule():
+    alone = [estimate(Job(SMALL, CHIP, 1 << 14, schedule=schedule)) for schedule in SCHEDULES]
+    assert all(one == alone[0] for one in alone)
+    assert alone[0].step.exposed == 0
+
+
+@pytest.mark.parametrize(("schedule", "layout"), [
+    ("ring", "contiguous"), ("ring", "striped"), ("balanced", "contiguous"), ("all_gather", "striped"), ("ulysses", "striped"),
+    ("attention2d", "striped")])
+def test_slower_parts_never_make_a_step_faster(schedule, layout):
+    def seconds(hardware=CHIP, **changes):
+        return estimate(Job(SMALL, hardware, 1 << 16, sequence=8, schedule=schedule, layout=layout, **changes)).seconds
+
+    slower = dataclasses.replace(CHIP.network, link=CHIP.network.link / 100)
+    assert seconds(dataclasses.replace(CHIP, network=slower)) >= seconds()
+    assert seconds(dataclasses.replace(CHIP, attention=CHIP.attention / 2)) > seconds()
+    assert seconds(overlap=False) >= seconds()
+
+
+def test_tensor_shards_share_work_and_pay_for_it():
+    whole, split = (estimate(Job(SMALL, CHIP, 1 << 17, sequence=8, tensor=tensor)) for tensor in (1, 4))
+    assert split.step.compute == pytest.approx(whole.step.compute / 4, rel=0.01)
+    assert split.step.exposed > whole.step.exposed / 4
+
+
+@pytest.mark.parametrize(("changes", "told"), [
+    ({"remat": "all"}, "remat: found 'all'"), ({"fsdp": 2}, "batch: 1 rows"), ({"sequence": 3}, "length: 65536"),
+    ({"schedule": "snake"}, "schedule: found 'snake'"), ({"schedule": {"name": "ulysses", "degree": 3}}, "degree: 3")])
+def test_what_cannot_be_is_one_line(changes, told):
+    with pytest.raises(ValueError, match=told) as error:
+        estimate(Job(SMALL, CHIP, 1 << 16, **{"sequence": 8, **changes}))
+    assert "\n" not in str(error.value)

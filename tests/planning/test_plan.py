@@ -1,0 +1,236 @@
+"""The TPU compiler's plan of the real step: LLaMA-7B at a million tokens fits, and nothing of length x length is kept."""
+import dataclasses
+import itertools
+import json
+import math
+import re
+
+import jax
+import pytest
+import yaml
+
+from model.attention import get_kernel, get_schedule
+from model.attention.schedules.plan import Block, received
+from model.config import LlamaConfig
+from model.modules import declare
+from planning.compiled import GIB, memory
+from planning.compiled.communication import communication
+from planning.compiled.transfers import collectives
+from planning.plan import PLAIN, DoesNotFit, Job, _refusal, compile_step, host_parts_gib, parts_gib, plan
+from planning.search import search, ways
+from planning.topology import memory_gib, topology_devices
+from scripts.plan import job_of, main, mesh_of, parser
+from tests.compiled_text import arrays_with
+from trainer.config.load import load
+from trainer.config.schema import MeshConfig, OptimizerConfig, TrainConfig
+from trainer.mesh import make_mesh
+
+CONTEXT = 1_048_576
+SMALL = LlamaConfig(vocab_size=1024, hidden_size=512, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=4,
+                    num_key_value_heads=2)
+
+
+@pytest.fixture(scope="module")
+def compiled():
+    """One minute of the compiler's time, shared."""
+    return compile_step(LlamaConfig.preset("llama-7b"), topology_devices("v4:4x4x4"), CONTEXT, remat="nothing")
+
+
+def test_llama_7b_at_a_million_tokens_fits_in_14_gib(compiled):
+    plan = memory(compiled)
+    assert plan["peak"] <= 14.0
+    assert plan["host"] == 0.0
+
+
+def test_nothing_of_length_times_length_is_kept(compiled):
+    """c = 16384 tokens a device. Tiles are 1024 x 1024: no array has two axes of 4096 or more but weights and activations,
+    of which the largest other axis is the hidden size 4096, the FFN width or the vocabulary."""
+    tokens = CONTEXT // 64
+    assert not arrays_with(compiled.as_text(), tokens)
+
+
+def test_the_ring_is_the_only_permute_and_no_activation_is_gathered(compiled):
+    text = compiled.as_text()
+    assert collectives(text)["collective-permute"] > 0
+    assert collectives(text)["all-to-all"] == 0
+
+
+def test_what_the_step_sends_and_what_hides_it(compiled):
+    """Each layer's ring runs forward twice (remat `nothing`) and backward once; all but the hops home are behind a kernel."""
+    found = communication(compiled, 64)
+    block = Block(batch=1, tokens=CONTEXT // 64, query_heads=32, kv_heads=32, head_dim=128, itemsize=2)
+    forward, backward = (received(rounds, 64).max() for rounds in get_schedule("ring", 64).plan(64, block))
+    assert found["collective-permute"]["received_gib"] * GIB == pytest.approx(32 * (2 * forward + backward), rel=0.02)
+    assert found["collective-permute"]["hidden"] > 0.97
+    weights = sum(math.prod(parameter.shape) for parameter in declare(LlamaConfig.preset("llama-7b")).values())
+    assert found["all-gather"]["received_gib"] * GIB == pytest.approx(2 * 2 * weights * 63 / 64, rel=0.1)
+    assert found["reduce-scatter"]["received_gib"] * GIB == pytest.approx(4 * weights * 63 / 64, rel=0.1)
+    assert found["all-reduce"]["received_gib"] < 0.1 * found["all-gather"]["received_gib"]
+
+
+@pytest.mark.parametrize("prefetch", [False, True])
+def test_offload_keeps_the_layers_inputs_in_the_hosts_memory(monkeypatch, prefetch):
+    """Layers x tokens a device x hidden size in bfloat16, to the byte: 8 x 4096 x 512 x 2; a host of less is refused."""
+    job = Job("small", "v5e:2x2", 4 * 4096, remat="offload", config=SMALL, prefetch=prefetch)
+    compiled, on_host = job.compile(), 8 * 4096 * 512 * 2
+    assert memory(compiled)["host"] * GIB == on_host == pytest.approx(sum(host_parts_gib(job, SMALL, 4).values()) * GIB)
+    monkeypatch.setattr(Job, "compile", lambda job: compiled)
+    assert plan(dataclasses.replace(job, host_gib=on_host / GIB))["host_gib"] * GIB == on_host
+    with pytest.raises(DoesNotFit, match=r"needs 0.03 GiB of 0.03 of the host's memory") as refusal:
+        plan(dataclasses.replace(job, host_gib=0.99 * on_host / GIB))
+    assert refusal.value.needs_gib * GIB == on_host
+
+
+def test_what_is_known_of_moments_is_what_the_step_takes():
+    """Parameters and moments are a step's arguments, but for a batch of 256 tokens and counters."""
+    recipe = dataclasses.replace(PLAIN, optimizer=OptimizerConfig(moment_dtype="bfloat16"),
+                                 model=dataclasses.replace(PLAIN.model, trainable=r"layers\.mlp.*"))
+    job = Job("small", "v5e:2x2", 256, recipe=recipe, config=SMALL)
+    compiled = compile_step(SMALL, jax.devices()[:1], 256, recipe=recipe, kernel=get_kernel("reference"))
+    parts = parts_gib(job, SMALL, 1)
+    assert parts["parameters"] + parts["moments"] == pytest.approx(memory(compiled)["arguments"], rel=0.01)
+    on_host = dataclasses.replace(job, moments_on_host=True)
+    assert host_parts_gib(on_host, SMALL, 1)["moments"] == parts["moments"] and not parts_gib(on_host, SMALL, 1)["moments"]
+
+
+def planned(*argv) -> Job:
+    return job_of(parser().parse_args([str(word) for word in argv]))
+
+
+def test_a_recipe_is_planned_as_it_is_written(repository):
+    """And what stands beside it wins; all of them, whatever their chunks, masks and schedules."""
+    where = ["--model", "llama-7b", "--topology", "v4:4x4x4"]
+    job = planned("--config", repository / "configs/sharegpt_llama7b_1m.yaml", *where, "--batch", 2, "--remat", "offload")
+    assert (job.context, job.batch, job.remat, job.schedule) == (1_048_576, 2, "offload", "ring")
+    assert job.mesh == MeshConfig(sequence=64) and job.host_gib == 100
+    for recipe in sorted((repository / "configs").glob("*.yaml")):
+        job, run = planned("--config", recipe, *where), yaml.safe_load(recipe.read_text())
+        assert job.context == run["data"]["context_length"] and job.llama == LlamaConfig.preset("llama-7b")
+        assert job.recipe.attention.window == run.get("attention", {}).get("window")
+        assert job.recipe.memory.loss_chunk == run.get("memory", {}).get("loss_chunk", 1024)
+        assert job.schedule == run["attention"]["schedule"]
+    own = planned("--config", repository / "configs/quickstart.yaml", "--topology", "v4:2x2x2")
+    assert own.llama.hidden_size == yaml.safe_load((repository / "configs/quickstart.yaml").read_text())["model"][
+        "overrides"]["hidden_size"]
+
+
+def test_the_planned_step_is_the_one_that_train_runs(repository):
+    """Whatever a recipe says that has no option here: precision, parts of a batch, what is trained."""
+    recipe = load(["--config", str(repository / "configs/quickstart.yaml"), "--model.compute_dtype", "float32",
+                   "--train.accumulation", "2", "--model.trainable", "norm.weight"])
+    config = LlamaConfig.preset("tiny")
+    compiled = compile_step(config, jax.devices()[:2], 64, batch=2, mesh=MeshConfig(sequence=2), recipe=recipe, remat="nothing")
+    moved = compiled.out_info[0]
+    assert set(moved) == {"norm.weight"} and "bf16[" not in compiled.as_text()
+    assert compiled.as_text() != compile_step(config, jax.devices()[:2], 64, batch=2, mesh=MeshConfig(sequence=2),
+                                              recipe=dataclasses.replace(recipe, train=TrainConfig(batch_size=2)),
+                                              remat="nothing").as_text(), "no parts"
+
+
+def test_a_models_folder_is_a_model(tmp_path):
+    config = dataclasses.replace(LlamaConfig.preset("smollm2-135m"), num_hidden_layers=3)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    assert planned("--model", tmp_path, "--topology", "v5e:2x2", "--context", 64).llama.num_hidden_layers == 3
+
+
+@pytest.mark.parametrize(("argv", "said"), [
+    (("--context", "4097"), "data.context_length is 4097; it must be a multiple of mesh.sequence = 4"),
+    (("--context", "4096", "--mesh", "fsdp=4"), "train.batch_size is 1; it must be a multiple of"),
+    (("--context", "4096", "--mesh", "fsdp"), "--mesh: found 'fsdp'; write axis=size"),
+    (("--context", "4096", "--mesh", "tensor=3"), "mesh: data 1 x fsdp 1 x tensor 3 x sequence 1 is 3 devices, found 4"),
+    ((), "--context: missing"),
+])
+def test_what_cannot_be_planned_is_one_line(argv, said, capsys):
+    assert main(["--model", "smollm2-135m", "--topology", "v5e:2x2", *argv]) == 2
+    error = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    assert len(error) == 1 and said in error[0]
+
+
+def test_parameters_and_moments_on_the_host_are_never_whole_on_a_device():
+    """The host holds 12 bytes a parameter beside the layers' inputs, once: what a step moves lies where it lay."""
+    sizes = memory(compile_step(SMALL, topology_devices("v5e:2x2"), 4 * 4096, remat="offload", attention_groups=2,
+                               moments_on_host=True, parameters_on_host=True))
+    count = sum(math.prod(parameter.shape) for parameter in declare(SMALL).values())
+    assert sizes["host"] * 2**30 == pytest.approx(8 * 4096 * 512 * 2 + 12 * count / 4, rel=0.01)
+    assert sizes["arguments"] * 2**30 <= 64 * 4096  # the batch: six arrays of 4 bytes a token
+
+
+@pytest.mark.slow
+def test_chunks_of_queries_hold_no_queries_of_all_tokens():
+    """Attention's output and its gradient, each tokens x hidden size in bfloat16, are not there; nor are queries."""
+    config = LlamaConfig(vocab_size=1024, hidden_size=1024, intermediate_size=1024, num_hidden_layers=2,
+                         num_attention_heads=8, num_key_value_heads=2)
+    tokens = 16384
+    groups, chunks = (compile_step(config, topology_devices("v5e:2x2"), 4 * tokens, remat="nothing", attention_groups=2,
+                                   query_chunks=count) for count in (1, 8))
+    spared = memory(groups)["temporaries"] - memory(chunks)["temporaries"]
+    assert spared * 2**30 >= 2 * tokens * 1024 * 2
+    of_all = f"bf16[1,{tokens},8,128]"
+    assert of_all in groups.as_text() and of_all not in chunks.as_text()
+
+
+def test_an_unknown_topology_is_one_line(capsys):
+    assert main(["--model", "llama-7b", "--topology", "v9:1x1", "--context", "1024"]) == 2
+    assert "write generation:shape" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_an_answer(capsys):
+    """The compiler's refusal as figures and names, and no trace."""
+    assert main(["--model", "smollm2-135m", "--topology", "v5e:2x2", "--context", str(1 << 22), "--remat", "everything"]) == 1
+    said = capsys.readouterr().err
+    needs, has = re.search(r"needs ([\d.]+) GiB of ([\d.]+); of it products [\d.]+, attention outputs", said).groups()
+    assert float(needs) > float(has) == 15.75
+
+
+def test_too_much_for_the_host_is_a_refusal_too():
+    """The compiler's words for 80 layers' inputs at 8M tokens on 256 chips of v5e."""
+    refusal = _refusal("RESOURCE_EXHAUSTED: Allocation (size=171798691840) would exceed memory (size=137438953472) :: ...")
+    assert (refusal.needs_gib, refusal.has_gib) == (160.0, 128.0)
+    scalars = _refusal("RESOURCE_EXHAUSTED: XLA:TPU ... Ran out of memory in memory space smem. Used 25.2K of 16.0K smem. ...")
+    assert str(scalars) == "needs 25.2 KiB of 16.0 of scalar memory"
+
+
+def test_meshes_in_words():
+    assert mesh_of("data=4,fsdp=8,dcn.data=2") == MeshConfig(data=4, fsdp=8, dcn={"data": 2})
+
+
+def test_the_search_ends_at_the_longest_context_that_fits(monkeypatch):
+    """A compiler of which we know what it would say: 1 GiB each 1000 tokens, half of it under `nothing`, 7 GiB in all."""
+    import planning.plan
+
+    def plan(job):
+        gib = job.context / 1000 * (0.5 if job.remat == "nothing" else 1.0)
+        if gib > 7:
+            raise DoesNotFit(gib, 7.0)
+        return {"context": job.context, "remat": job.remat, "peak_gib": gib}
+
+    monkeypatch.setattr(planning.plan, "plan", plan)
+    tried = []
+
+    def two(job):
+        return [dataclasses.replace(job, remat=remat) for remat in ("save_attention", "nothing")]
+
+    longest, best, refusal = search(Job("tiny", "v5e:2x2", 1000), two, lambda job, _: tried.append((job.context, job.remat)))
+    assert (longest.context, best["context"], best["remat"], refusal.needs_gib) == (8000, 8000, "nothing", 8.0)
+    assert tried == [(1000, "save_attention"), (2000, "save_attention"), (4000, "save_attention"), (8000, "save_attention"),
+                     (8000, "nothing"), (16000, "nothing")]
+
+
+def test_the_ways_of_a_job():
+    """Llama 3.1 8B, four rows on 16 chips: every way has all chips, rows go to fsdp first, none is slower than the next."""
+    job = Job("llama-3.1-8b", "v5e:4x4", 8192, batch=4)
+    found = ways(job)
+    meshes = {(way.mesh.fsdp, way.mesh.tensor, way.mesh.sequence) for way in found}
+    assert meshes == {(4, 1, 4), (4, 2, 2), (4, 4, 1), (2, 8, 1)}
+    prefetched = {(way.schedule, way.remat, way.mesh.sequence > 1) for way in found if way.prefetch}
+    assert prefetched == {("ring", "save_attention", True), ("ring", "nothing", True), ("ring", "offload", True)}
+    seconds = [way.estimate().seconds for way in found]
+    assert all(later > 0.9 * earlier for earlier, later in itertools.pairwise(seconds)), "rounded to two digits"
+    assert len(found) > 10 and seconds[-1] > 1.2 * seconds[0]
+    assert all(sum(parts_gib(way, LlamaConfig.preset(job.model), 16).values()) < memory_gib(job.topology) for way in found)
+
+
+def test_an_axis_may_be_a_part_of_a_physical_one():
+    """8 x 4 x 2 devices on a torus of 4 x 4 x 4, every device once."""
+    mesh = make_mesh(MeshConfig(fsdp=8, tensor=4, sequence=2), topology_devices("v5p:4x4x4"))
+    assert mesh.devices.shape == (1, 8, 4, 2) and len({device.id for device in mesh.devices.flat}) == 64

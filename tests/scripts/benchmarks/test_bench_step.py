@@ -1,0 +1,25 @@
+"""The step's benchmark runs the real step in a process of its own, and its figures fit each other."""
+import json
+
+import pytest
+
+from model.config import LlamaConfig
+from scripts.benchmarks.bench_step import main
+from trainer.reporting.metrics import flops_per_step
+
+
+def test_both_sides_of_a_tiny_model(tmp_path, capsys):
+    assert main(["--model", "tiny", "--lengths", "128", "--steps", "1", "--turns", "1", "--output", str(tmp_path)]) == 0
+    theirs, ours = json.loads((tmp_path / "step.json").read_text())
+    said = capsys.readouterr().out
+    assert f"128 tokens: {ours['tokens_per_second'] / theirs['tokens_per_second']:.3f}x torch" in said
+    flops = flops_per_step(LlamaConfig.preset("tiny"), 128, 128 * 129 // 2)
+    for row in (theirs, ours):
+        assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(128)
+        rate = max(theirs["matmul_gflops"], ours["matmul_gflops"]) * 1e9
+        assert row["share_of_matmul"] == pytest.approx(flops / row["step_seconds"] / rate)
+
+
+def test_a_side_that_fails_is_one_line(tmp_path, capsys):
+    assert main(["--side", "ours", "--model", "tiny", "--lengths", "0", "--steps", "1", "--output", str(tmp_path)]) == 2
+    assert "--one ours" in capsys.readouterr().err

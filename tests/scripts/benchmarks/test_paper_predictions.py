@@ -1,0 +1,117 @@
+"""The papers' rows by the cost model: what must come out exactly, and what is printed about what does not."""
+import json
+import math
+
+import pytest
+
+from model.attention.schedules import Balanced
+from model.attention.schedules.plan import Block
+from planning.costs import rounds
+from scripts.benchmarks import paper_predictions as papers
+from scripts.benchmarks import paper_rows
+from scripts.benchmarks import papers as command
+from scripts.benchmarks.paper_predictions import busiest_share, every_row, flops_ratio
+
+
+def _rows(source, place="", what=""):
+    found = [row for row in every_row() if row.source == source and place in row.place and what in row.what]
+    assert found
+    return found
+
+
+def test_all_133_theoretical_speedups_of_striped_attention_to_two_decimals():
+    rows = _rows("Striped Attention", what="TMS")
+    assert len(rows) == 133
+    assert [row for row in rows if round(row.predicted, 2) != row.paper] == []
+
+
+@pytest.mark.parametrize(("tiles", "speedup"), [(16, 1.44), (32, 1.47), (4096, 1.50)])
+def test_attention_alone_on_two_ranks(tiles, speedup):
+    """Worked by hand: the busiest ranks do n(n+1)/2 + n^2 tiles contiguous, twice n(n+1)/2 striped."""
+    contiguous, striped = (busiest_share(2, tiles, layout, (1, 1)) for layout in ("contiguous", "striped"))
+    if tiles < 100:  # a tile of one token has no diagonal half; two tokens do
+        contiguous, striped = (busiest_share(2, 2 * tiles, layout, (2, 2)) for layout in ("contiguous", "striped"))
+    assert contiguous / striped == pytest.approx((tiles * (tiles + 1) / 2 + tiles**2) / (tiles * (tiles + 1)), rel=1e-12)
+    assert round(contiguous / striped, 2) == speedup
+
+
+def test_no_gain_measured_where_a_block_is_one_tile_wide():
+    """Striped Attention, section 4.2: 'in our GPU experiments Striped Attention does not save computation at the smallest
+    block size', on TPUs 25% of attention."""
+    assert busiest_share(4, 4096, "striped", (2048, 4096)) == 1.0
+    assert busiest_share(4, 4096, "striped", (2048, 2048)) == 0.75
+
+
+def test_ring_attention_table_2_within_one_percent():
+    for row in _rows("Ring Attention", "Table 2", "minimal sequence"):
+        assert abs(row.error) <= 0.01, row
+    for row in _rows("Ring Attention", "Table 2", "minimal block"):  # printed to one decimal
+        assert round(row.predicted, 1) == row.paper or abs(row.error) <= 0.01, row
+
+
+@pytest.mark.parametrize("name", paper_rows.RING_FIGURE_5_HIDDEN)
+@pytest.mark.parametrize("longer", [2, 32, 256, 25600])
+def test_ring_attention_figure_5_is_its_closed_form(name, longer):
+    six = 6 * paper_rows.RING_FIGURE_5_HIDDEN[name]
+    assert flops_ratio(name, longer) == pytest.approx((six + 4096 * longer) / (six + 4096), rel=1e-12)
+
+
+def test_ring_attention_appendix_c_text():
+    assert round(flops_ratio("GPT3-175B", 3072), 1) == 162.6
+    assert 20 <= flops_ratio("LLaMA-7B", 256) <= 40
+
+
+def test_distflashattn_expects_4_5_and_7_2():
+    expected = {row.what.split(":")[0]: row.predicted for row in _rows("DistFlashAttn", what="expected")}
+    assert expected == pytest.approx({"ring": 36 / 8, "balanced": 36 / 5})
+
+
+@pytest.mark.parametrize("ranks", range(2, 12))
+def test_idle_share_of_the_balanced_schedule(ranks):
+    """Even: in the last of P/2 + 1 rounds half of the ranks idle. Odd: nobody ever does. With the split nobody does either."""
+    def idle(split):
+        forward, _ = rounds(Balanced(split), ranks, "contiguous", Block(1, 2, 1, 1, 2), (1, 1))
+        return 1 - sum(r.tiles.sum() for r in forward) / (ranks * sum(r.tiles.max() for r in forward))
+
+    assert idle(False) == pytest.approx(1 / (ranks + 2) if ranks % 2 == 0 else 0)
+    assert idle(True) == pytest.approx(0)
+
+
+def test_distflashattn_communicates_3nd_and_megatron_14nd():
+    for row in _rows("DistFlashAttn", "Appendix C", "received a worker"):
+        ranks = int(row.what.split("P = ")[1].split(",")[0])
+        if "helpers" in row.what:
+            assert row.predicted < 3  # a helped block is smaller
+        else:
+            assert row.predicted == pytest.approx(row.paper * (ranks - 1) / ranks, rel=1e-12)
+    assert all(row.reproduced for row in _rows("DistFlashAttn", "Appendix C", "over"))
+
+
+def test_megatron_pads_33_heads_to_48():
+    """DistFlashAttn, section 4.3: 45.5% of computation is wasted on 16 GPUs; so much of attention, and of its projections."""
+    length = 1 << 19
+    plain, padded = (papers.megatron_seconds(model, 2, length) for model in ("llama-7b", "llama-33h"))
+    assert 1.40 < padded / plain < 48 / 32
+
+
+def test_what_is_claimed_is_reproduced_and_what_is_missed_has_a_reason():
+    for row in every_row():
+        assert math.isfinite(row.predicted), row
+        assert row.reproduced is not False, row
+        if row.error is not None and abs(row.error) > 0.05 and not row.reproduced:
+            assert row.note, row
+
+
+def test_the_command_prints_every_row_and_writes_them(tmp_path, capsys):
+    assert command.main(["--output", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    written = json.loads((tmp_path / "papers.json").read_text(encoding="utf-8"))
+    assert len(written["rows"]) == len(every_row())
+    text = " ".join(printed.split())  # long rows take two lines
+    for row in written["rows"]:
+        assert " ".join(row["row"].split()) in text
+    assert max(len(line) for line in printed.splitlines() if str(tmp_path) not in line) <= 100
+    assert written["summary"]["Striped Attention"]["claimed and reproduced"] == 133
+    assert (tmp_path / "papers.png").stat().st_size > 20_000
+    for lost in ("Ring Attention Table 4", "Ring Attention Figure 3", "DistFlashAttn Table 2"):
+        assert lost in printed

@@ -1,0 +1,111 @@
+"""Ring Attention's table: the search finds what trying every context finds, asks about both ends, and keeps the answers."""
+import itertools
+import json
+
+import pytest
+
+import planning.plan
+from scripts.benchmarks import table3
+from scripts.benchmarks.table3 import LEAST, MOST, Cell, Table, fill, longest
+
+CONTEXTS = [LEAST << power for power in range(21)]
+
+
+@pytest.mark.parametrize(("start", "fixed", "power"), itertools.product((LEAST, 1 << 16, MOST), (0.0, 0.4, 1.5), (1, 2)))
+@pytest.mark.parametrize("need", [lambda c: 0.3 + c / 5e5, lambda c: 0.9 + c / 1e9, lambda c: (c / 7e4)**2, lambda c: 2.0,
+                                  lambda c: 0.5])
+def test_the_search_finds_what_trying_every_context_finds(need, start, fixed, power):
+    """Whatever it supposes about memory, wrongly most of the time."""
+    asked = []
+
+    def share(context):
+        asked.append(context)
+        return need(context)
+
+    fits, fails = longest(share, start, fixed, power)
+    good = [context for context in CONTEXTS if need(context) <= 1]
+    assert fits == max(good, default=LEAST // 2)
+    assert fails == (2 * fits if 2 * fits <= MOST else None)
+    assert not good or fits in asked
+    assert fails is None or fails in asked
+    assert len(asked) == len(set(asked))
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """A table of one small machine, 100 MiB a device; what is compiled, by context and way."""
+    monkeypatch.setattr(table3, "PAPER", {"v5e:2x2": {"tiny": (1, 2, 4, 16)}})
+    for module in (planning.plan, table3):
+        monkeypatch.setattr(module, "memory_gib", lambda topology: 100 / 1024)
+    compiled, real = {}, table3.compiled
+
+    def once(job):
+        key = (job.context, job.remat, job.kernel)
+        if key not in compiled:
+            compiled[key] = real(job)
+        return compiled[key]
+
+    monkeypatch.setattr(table3, "compiled", once)
+    return compiled
+
+
+@pytest.mark.slow
+def test_a_compiled_cell_is_the_one_found_by_trying_every_context(small, monkeypatch, tmp_path):
+    """The ring of a tiny model on four chips, by the TPU compiler: from 32K to the second that does not fit."""
+    contexts = CONTEXTS[5:]
+    cell = Cell("v5e:2x2", "tiny", "ring", "device")
+    [way] = cell.ways()
+    sizes = []
+    monkeypatch.setattr(table3, "LEAST", 1 << 15)
+    for context in contexts:
+        tried = table3.compiled(cell.job(context, way))
+        sizes.append(tried["peak_gib"] if tried["fits"] else tried["needs_gib"])
+        if sum(size > 100 / 1024 for size in sizes) == 2:
+            break
+    expected = max(context for context, size in zip(contexts, sizes, strict=False) if size <= 100 / 1024)
+    table = Table(tmp_path / "table.json")
+    fill(table, cell)
+    found = table.filled(cell)
+    assert (found["longest"], found["next"], found["paper"]) == (expected, 2 * expected, 16 << 10)
+    assert {expected, 2 * expected} <= {int(context) for context in table.of(cell, way)}
+    assert found["plan"]["peak_gib"] <= 100 / 1024 and "needs" in found["next_refused"][0]
+    assert found["plan"]["mesh"]["sequence"] == 4
+
+
+def test_columns_are_configurations_of_one_step(small):
+    jobs = {column: Cell("v5e:2x2", "tiny", column, "device").job(4096, {"remat": "nothing"}) for column in table3.COLUMNS}
+    assert {column: (job.batch, job.kernel, job.chunks is None) for column, job in jobs.items()} == {
+        "vanilla": (4, "reference", False), "memory-efficient": (4, "auto", False),
+        "blockwise feed-forward": (4, "auto", True), "ring": (1, "auto", True)}
+    assert {column: (job.mesh.fsdp, job.mesh.sequence) for column, job in jobs.items()} == {
+        column: (1, 4) if column == "ring" else (4, 1) for column in jobs}
+
+
+def test_host_memory_is_bounded_and_a_second_start_asks_nothing(small, monkeypatch, tmp_path, capsys):
+    """A compiler of which we know what it would say of 4K tokens: (GiB of the device's 0.1, GiB on a host that has 48)."""
+    says = {"every_k": (0.05, 0), "offload": (0.001, 12), "offload_every_k": (0.01, 6)}
+    asked = []
+
+    def compiled(job):
+        asked.append(job.context)
+        device, host = (gib * job.context / 4096 for gib in says[job.remat])
+        if device > 0.1:
+            return {"fits": False, "needs_gib": device, "has_gib": 0.1, "compile_seconds": 0.0}
+        return {"fits": True, "peak_gib": device, "device_gib": 0.1, "host_gib": host, "compile_seconds": 0.0}
+
+    monkeypatch.setattr(table3, "compiled", compiled)
+    path = tmp_path / "table.json"
+    assert table3.main(["--only", "ring", "--output", str(path)]) == 0
+    assert "| v5e:2x2 | tiny | ? / ? (1K) | ? / ? (2K) | ? / ? (4K) | 8K / 32K (16K) |" in capsys.readouterr().out
+    cells = {cell["memory"]: cell for cell in json.loads(path.read_text())["cells"]}
+    assert cells["device"]["next_refused"] == ["needs 0.20 GiB of 0.10"]
+    assert cells["ours"]["way"]["remat"] == "offload_every_k"
+    assert cells["ours"]["next_refused"] == ["needs 192.00 GiB of the host's 48", "needs 0.16 GiB of 0.10"]
+    # Two layers, hidden size 64, width 128, 4 heads and 2 key heads of 32, 512 tokens: 6 a weight and token, 12 a head's number
+    # and visible pair.
+    weights = 2 * 64 * (2 * 4 * 32 + 2 * 2 * 32 + 3 * 128) + 64 * 512
+    flops = 6 * weights * 32768 + 12 * 2 * 4 * 32 * 32768 * 32769 / 2
+    assert cells["ours"]["flops"] == pytest.approx(flops)
+    asked.clear()
+    assert table3.main(["--only", "ring", "--output", str(path)]) == 0
+    assert not asked

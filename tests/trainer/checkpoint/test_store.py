@@ -1,0 +1,292 @@
+"""Checkpoints: bitwise, atomic, verified, restored onto other meshes."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from data.errors import UserError
+from trainer.checkpoint import manifest
+from trainer.checkpoint import store as checkpoint
+from trainer.checkpoint.manifest import DamagedError, ForeignError
+from trainer.checkpoint.store import (
+    CheckpointStore,
+    assets_dir,
+    find_checkpoint,
+    read_data,
+    restore,
+    restore_model,
+    save_checkpoint,
+    stored_parameters,
+)
+
+TX = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+
+
+def placed(mesh_shape: tuple[int, int], values: dict[str, np.ndarray]) -> dict[str, jax.Array]:
+    mesh = jax.make_mesh(mesh_shape, ("a", "b"), axis_types=(AxisType.Auto,) * 2)
+    specs = {"embed.weight": ("a", "b"), "layers.w.weight": (None, ("a", "b"))}
+    return {n: jax.device_put(v, NamedSharding(mesh, PartitionSpec(*specs.get(n, ())))) for n, v in values.items()}
+
+
+def values() -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    odd = np.array([np.nan, -0.0, np.inf, 1e-45, 3.0], np.float32)
+    return {"embed.weight": rng.standard_normal((8, 8)).astype(np.float32), "norm.weight": odd,
+            "layers.w.weight": rng.standard_normal((3, 8, 4)).astype(jnp.bfloat16)}
+
+
+def abstract(tree):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+def same_bits(a, b) -> bool:
+    return all(np.asarray(x).tobytes() == np.asarray(y).tobytes() and x.dtype == y.dtype
+               for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
+
+
+@pytest.fixture
+def assets(tmp_path) -> Path:
+    folder = tmp_path / "assets"
+    (folder / "deep").mkdir(parents=True)
+    (folder / "config.json").write_text("{}")
+    (folder / "deep/run.yaml").write_text("seed: 1\n")
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path, assets) -> Path:
+    """A run with checkpoints at 10 and 20."""
+    model = placed((2, 4), values())
+    with CheckpointStore(tmp_path / "run") as store:
+        for step in (10, 20):
+            store.save(step, model=model, optimizer=TX.init(model), data={"step": step}, assets=assets)
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("mesh", [(2, 4), (8, 1), (1, 2)])
+def test_everything_comes_back_bitwise_on_any_mesh(run, mesh):
+    model = placed(mesh, values())
+    state = TX.init(model)
+    store = CheckpointStore(run)
+    assert store.latest_good() == 20
+    found = store.restore(20, abstract(model), abstract(state))
+    assert found.step == 20 and found.data == {"step": 20}
+    assert same_bits(found.model, model) and same_bits(found.optimizer, state)
+    assert jax.tree.structure(found.optimizer) == jax.tree.structure(state)
+    assert all(found.model[name].sharding == model[name].sharding for name in model)
+    assert (found.assets / "deep/run.yaml").read_text() == "seed: 1\n"
+
+
+def test_donated_while_saving(tmp_path, assets):
+    """The next step overwrites the arrays while they are being written."""
+    step = jax.jit(lambda m: {k: v * 0 - 1 for k, v in m.items()}, donate_argnums=0)
+    store, model = CheckpointStore(tmp_path / "run"), placed((2, 4), values())
+    big = jax.device_put(np.arange(2**22, dtype=np.float32), model["norm.weight"].sharding)
+    model["big"] = big
+    store.save(1, model=model, assets=assets)
+    for _ in range(5):
+        model = step(model)
+    jax.block_until_ready(model)
+    store.wait()
+    found = restore_model(tmp_path / "run")
+    assert same_bits({k: found[k] for k in values()}, values())
+    np.testing.assert_array_equal(found["big"], np.arange(2**22, dtype=np.float32))
+
+
+def test_one_flipped_bit_in_any_file_is_found(run):
+    newest = run / "checkpoints/20"
+    files = [path for path in sorted(newest.rglob("*")) if path.is_file()]
+    assert len(files) > 10
+    for file in files:
+        original = file.read_bytes()
+        if not original:
+            continue
+        for place in {0, len(original) // 2, len(original) - 1}:
+            file.write_bytes(original[:place] + bytes([original[place] ^ 4]) + original[place + 1:])
+            with pytest.warns(UserWarning, match=file.name):
+                assert CheckpointStore(run).latest_good() == 10
+        file.write_bytes(original[:-1])
+        with pytest.warns(UserWarning, match=file.name):
+            assert CheckpointStore(run).latest_good() == 10
+        file.unlink()
+        with pytest.warns(UserWarning, match=f"{file.name} is missing|no {file.name}"):
+            assert CheckpointStore(run).latest_good() == 10
+        file.write_bytes(original)
+    assert CheckpointStore(run).latest_good() == 20
+
+
+@pytest.fixture
+def read(monkeypatch):
+    """The files that are compared with the manifest, one for each time."""
+    paths, digest = [], manifest._digest
+    monkeypatch.setattr(manifest, "_digest", lambda path: paths.append(path) or digest(path))
+    return paths
+
+
+def restore_all(path):
+    return restore(path, abstract(placed((1, 2), values())))
+
+
+@pytest.mark.parametrize("use", [restore_model, stored_parameters, restore_all])
+def test_every_file_is_compared_once(run, read, use):
+    for path in (run, run / "checkpoints/20"):
+        read.clear()
+        use(path)
+        assert run / "checkpoints/20/assets/config.json" in read and len(read) == len(set(read)), path
+
+
+def test_one_process_compares_for_all(run, read, monkeypatch):
+    """Process 1 reads no file: it believes what process 0 says."""
+    told = "20"
+    monkeypatch.setattr(checkpoint, "first_then_others", lambda work, tell: work(told))
+    assert find_checkpoint(run) == run / "checkpoints/20"
+    assert find_checkpoint(run / "checkpoints/10", ["model"]) == run / "checkpoints/10"
+    told = "-1"
+    assert CheckpointStore(run).latest_good() is None
+    assert not read
+
+
+def test_damaged_by_path_and_all_damaged(run):
+    for step in (10, 20):
+        (run / f"checkpoints/{step}/data/data.json").write_text('{"step": 11}')
+    with pytest.raises(DamagedError, match=r"data/data\.json"):
+        restore(run / "checkpoints/10", abstract(placed((2, 4), values())))
+    with pytest.raises(ValueError, match="every checkpoint is damaged"), pytest.warns(UserWarning):
+        CheckpointStore(run).latest_good()
+    restore_model(run / "checkpoints/10")  # what it does not read may be damaged
+
+
+def test_a_damaged_one_is_replaced_and_not_counted(run, assets):
+    model = placed((2, 4), values())
+    (run / "checkpoints/20/assets/config.json").write_text("{ }")
+    store = CheckpointStore(run, keep=2)
+    with pytest.warns(UserWarning):
+        assert store.latest_good() == 10
+    store.save(15, model=model, assets=assets)
+    store.wait()
+    assert store.steps() == [10, 15, 20]
+    store.save(20, model=model, assets=assets)
+    store.wait()
+    assert store.steps() == [15, 20]
+    assert CheckpointStore(run).latest_good() == 20
+
+
+def test_retention(tmp_path, assets):
+    with CheckpointStore(tmp_path / "run", keep=2) as store:
+        for step in (5, 10, 100, 20):
+            store.save(step, model=placed((2, 4), values()), assets=assets)
+    assert store.steps() == [20, 100]
+    assert sorted(p.name for p in store.folder.iterdir()) == ["100", "20"]
+
+
+def test_foreign_and_absent(tmp_path, run, assets):
+    assert CheckpointStore(tmp_path / "new").latest_good() is None
+    with pytest.raises(ForeignError, match="no such folder"):
+        find_checkpoint(tmp_path / "new")
+    with pytest.raises(ForeignError, match="Hugging Face folder"):
+        restore_model(assets)
+    (tmp_path / "foreign/checkpoints/7/params").mkdir(parents=True)
+    with pytest.raises(ForeignError, match="not a checkpoint of this project"), pytest.warns(UserWarning):
+        CheckpointStore(tmp_path / "foreign").latest_good()
+    (tmp_path / "web").mkdir()
+    (tmp_path / "web/manifest.json").write_text(json.dumps({"name": "a web page"}))
+    with pytest.raises(ForeignError, match="another kind"):
+        restore_model(tmp_path / "web")
+    assert find_checkpoint(run) == find_checkpoint(run / "checkpoints") == run / "checkpoints/20"
+
+
+def test_another_model_or_optimizer_is_named(run):
+    model = placed((2, 4), values())
+    path = run / "checkpoints/20"
+
+    def message(other, state=None) -> str:
+        with pytest.raises(ValueError) as caught:
+            restore(path, abstract(other), state and abstract(state))
+        return str(caught.value)
+
+    assert "norm.weight" in message({k: v for k, v in model.items() if k != "norm.weight"})
+    assert "extra is not in the checkpoint" in message({**model, "extra": model["norm.weight"]})
+    wrong = message({**model, "norm.weight": jnp.zeros(7)})
+    assert "norm.weight" in wrong and "[5]" in wrong and "[7]" in wrong
+    assert "bfloat16" in message({**model, "norm.weight": jnp.zeros(5, jnp.bfloat16)})
+    assert "optimizer state" in message(model, optax.sgd(0.1, momentum=0.9).init(model))
+
+
+def test_an_imported_model_has_no_optimizer(tmp_path, assets):
+    model = placed((2, 4), values())
+    save_checkpoint(tmp_path / "ck", model=model, assets=assets)
+    assert sorted(p.name for p in (tmp_path / "ck").iterdir()) == ["assets", "manifest.json", "model"]
+    assert same_bits(restore_model(tmp_path / "ck", {k: v.sharding for k, v in model.items()}), model)
+    assert read_data(tmp_path / "ck") is None
+    assert (assets_dir(tmp_path / "ck") / "config.json").exists()
+    with pytest.raises(ForeignError, match="no optimizer"):
+        restore(tmp_path / "ck", abstract(model), abstract(TX.init(model)))
+    with pytest.raises(UserError, match="not an empty folder"):
+        save_checkpoint(tmp_path / "ck", model=model, assets=assets)
+
+
+def test_a_failed_save_is_told(tmp_path, assets, monkeypatch):
+    store = CheckpointStore(tmp_path / "run")
+
+    def full(*_):
+        raise OSError("No space left on device")
+    monkeypatch.setattr("trainer.checkpoint.saving.write_manifest", full)
+    store.save(1, model=placed((2, 4), values()), assets=assets)
+    with pytest.raises(OSError, match=r"saving checkpoint .* No space left"):
+        store.wait()
+    assert store.steps() == []
+
+
+def test_who_ends_by_an_error_finishes_its_save_and_waits_for_nobody(tmp_path, assets, monkeypatch):
+    """The others stand in a step that this process has left: they would never meet it."""
+    met = []
+    monkeypatch.setattr("trainer.checkpoint.saving.meet", met.append)
+    with pytest.raises(KeyError), CheckpointStore(tmp_path / "run") as store:
+        store.save(1, model=placed((2, 4), values()), assets=assets)
+        raise KeyError
+    assert met == ["checkpoint 1 begins"] and CheckpointStore(tmp_path / "run").latest_good() == 1
+
+
+SAVER = """
+import sys
+import jax, numpy as np
+jax.config.update("jax_num_cpu_devices", 2)
+from trainer.checkpoint.store import CheckpointStore
+store = CheckpointStore(sys.argv[1], keep=2)
+start = (store.latest_good() or 0) + 1
+for step in range(start, 10**6):
+    store.save(step, model={"w": jax.numpy.full((256, 1024), step, "float32")}, data={"step": step}, assets=sys.argv[2])
+    print(step, flush=True)
+"""
+
+
+def test_killed_at_any_moment(tmp_path, assets, repository):
+    """kill -9 again and again while it does nothing but save: there is always a good one, and it holds its own step."""
+    run, best = tmp_path / "run", 0
+    for delay in (0.0, 0.013, 0.029, 0.047):
+        process = subprocess.Popen([sys.executable, "-c", SAVER, str(run), str(assets)], cwd=repository,
+                                   stdout=subprocess.PIPE, env={**os.environ, "PYTHONPATH": "."})
+        for _ in range(3):
+            process.stdout.readline()
+        time.sleep(delay)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        step = CheckpointStore(run).latest_good()
+        assert step > best
+        best = step
+        assert read_data(run) == {"step": step}
+        assert (restore_model(run)["w"] == step).all()
+    shutil.rmtree(run)

@@ -1,0 +1,217 @@
+"""Tests of trainer/config/load.py: recipes, overrides, and for each mistake an error that names field and remedy."""
+
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from data.errors import UserError
+from trainer.config import load as configuration
+from trainer.config.load import dump, load, resolved
+
+RECIPE = {
+    "model": {"preset": "tiny", "tokenizer": "somewhere", "overrides": {"vocab_size": 512}},
+    "data": {"sources": [{"path": "a.json"}, {"path": "b.json", "weight": 0.5}], "context_length": 64},
+    "optimizer": {"learning_rate": "1e-3"},
+}
+
+
+def write(tmp_path, change=None, name="small.yaml"):
+    """A recipe file: RECIPE with `change` merged into its sections."""
+    recipe = {section: dict(fields) for section, fields in RECIPE.items()}
+    for section, fields in (change or {}).items():
+        recipe[section] = {**recipe.get(section, {}), **fields} if isinstance(fields, dict) else fields
+    path = tmp_path / name
+    path.write_text(yaml.safe_dump(recipe))
+    return str(path)
+
+
+def again(tmp_path, config):
+    """A run's configuration from the config.yaml that it writes."""
+    path = tmp_path / "config.yaml"
+    path.write_text(dump(config))
+    return load(["--config", str(path)])
+
+
+def test_defaults_overrides_and_name(tmp_path):
+    flags = ["--train.steps", "7", "--mesh.fsdp=1", "--model.overrides.hidden_size", "32"]
+    config = load(["--config", write(tmp_path), *flags])
+    assert config.train.steps == 7 and config.name == "small" and str(config.folder) == "runs/small"
+    assert config.model.overrides == {"vocab_size": 512, "hidden_size": 32}
+    assert config.optimizer.learning_rate == 1e-3, "YAML reads 1e-3 as text"
+    assert config.data.sources[1].weight == 0.5
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.train.steps = 8
+
+
+def test_resolved_round_trips_through_yaml(tmp_path):
+    flags = ["--attention.schedule", '{"name": "ring", "bidirectional": true}', "--evaluate.line_cases", '["x.jsonl"]']
+    config = load(["--config", write(tmp_path), *flags])
+    assert again(tmp_path, config) == config
+    assert resolved(config)["data"]["sources"][0]["path"] == "a.json"
+    assert configuration.schedule_name(config.attention) == "ring"
+
+
+def test_data_path_replaces_sources(tmp_path):
+    config = load(["--config", write(tmp_path), "--data.path", "mine.json"])
+    assert [source.path for source in config.data.sources] == ["mine.json"] and config.data.path is None
+    config = load(["--config", write(tmp_path), "--data.sources", '[{"path": "other.json", "template": "tokenizer"}]'])
+    assert [(source.path, source.template) for source in config.data.sources] == [("other.json", "tokenizer")]
+
+
+def test_cleaning_is_asked_for_field_by_field(tmp_path):
+    clean = load(["--config", write(tmp_path, {"data": {"clean": {"languages": ["en", "de"]}}})]).data.clean
+    assert clean.languages == ("en", "de") and clean.duplicates and not clean.refusals and not clean.company_names
+    config = load(["--config", write(tmp_path), "--data.clean.refusals", "true", "--data.clean.languages", "[fr]"])
+    assert config.data.clean.refusals and config.data.clean.languages == ("fr",)
+    assert again(tmp_path, config) == config
+
+
+def test_model_path_replaces_the_scratch_model(tmp_path):
+    model = load(["--config", write(tmp_path), "--model.path", "hf"]).model
+    assert (model.path, model.preset, model.tokenizer, model.overrides) == ("hf", None, None, {})
+
+
+def test_a_pretrained_model_may_get_other_positions_and_nothing_else(tmp_path):
+    """Overrides of positions alone are no model from scratch: a recipe's stay when the model is named."""
+    positions = {"rope_theta": 5e5, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 8192}
+    recipe = {"model": {"preset": None, "tokenizer": None, "overrides": positions}}
+    assert load(["--config", write(tmp_path, recipe), "--model.path", "hf"]).model.overrides == positions
+    flags = ["--model.path", "hf", "--model.overrides", '{"rope_scaling": {"rope_type": "linear", "factor": 2.0}}']
+    assert load(["--config", write(tmp_path), *flags]).model.overrides["rope_scaling"]["factor"] == 2.0
+    with pytest.raises(UserError, match=r"hidden_size.*model\.path fixes all but rope_theta, rope_scaling, max_position_emb"):
+        load(["--config", write(tmp_path), "--model.path", "hf", "--model.overrides.hidden_size", "64"])
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--mesh.seq 2", ["--mesh.seq", "did you mean --mesh.sequence?"]),
+        ("--train.stps 4", ["--train.stps", "did you mean --train.steps?", "train.batch_size"]),
+        ("--stesp 4", ["unknown field --stesp", "valid: config_version, name", "train.*"]),
+        ("--mesh 4", ["--mesh is a section", "mesh.fsdp"]),
+        ("--data.clean true", ["--data.clean is a section", "data.clean.refusals"]),
+        ("--data.clean.refusal true", ["did you mean --data.clean.refusals?"]),
+        ("--data.clean.html yes", ["data.clean.html", "detect", "yes"]),
+        ("--train.steps x", ["train.steps", "int", "x"]),
+        ("--train.steps", ["--train.steps needs a value"]),
+        ("stray", ["stray"]),
+        ("--memory.remat all", ["memory.remat", "nothing", "save_attention", "all"]),
+        ("--attention.schedule rong", ["attention.schedule", "rong", "local, ring, all_gather"]),
+        ("--attention.schedule {\"degree\":8}", ["attention.schedule", "name"]),
+        ("--attention.schedule local --mesh.sequence 2", ["attention.schedule", "use ring"]),
+        ("--attention.window 0", ["attention.window is 0", "at least 1", "null"]),
+        ("--attention.window wide", ["attention.window", "wide"]),
+        ("--attention.global_tokens 4", ["attention.global_tokens is 4", "give a window"]),
+        ("--attention.global_tokens -1 --attention.window 8", ["attention.global_tokens is -1"]),
+        ("--attention.global_tokens 4 --attention.window 8 --attention.kernel tpu", ["attention.kernel is 'tpu'", "xla"]),
+        ("--data.path x --data.sources []", ["--data.path and --data.sources"]),
+        ("--data.sources.path x", ["--data.sources.path", "--data.path FILE"]),
+        ("--data.sources []", ["no data", "--data.path FILE"]),
+        ("--data.sources [{\"pth\":\"x\"}]", ["data.sources", "pth", "weight"]),
+        ("--data.context_length 65 --mesh.sequence 4", ["data.context_length is 65", "68", "64"]),
+        ("--data.context_length 60 --mesh.sequence 4 --attention.layout=zigzag", ["2 * mesh.sequence = 8 (zig", "64", "56"]),
+        ("--mesh.fsdp 4 --train.batch_size 6", ["train.batch_size is 6", "= 4", "8"]),
+        ("--train.accumulation 4 --train.batch_size 6", ["train.batch_size is 6", "train.accumulation = 4", "8"]),
+        ("--train.accumulation 0", ["train.accumulation is 0"]),
+        ("--memory.every_k 0", ["memory.every_k is 0"]),
+        ("--memory.query_chunks 3 --memory.remat nothing --data.context_length 64", ["memory.query_chunks is 3", "64 tokens"]),
+        ("--logging.profile_steps [3]", ["logging.profile_steps is (3,)", "first and the last", "[]"]),
+        ("--logging.profile_steps [4,9] --train.steps 8", ["logging.profile_steps is (4, 9)", "train.steps = 8"]),
+        ("--optimizer.moment_dtype bfloat16 --optimizer.beta2 0.999", ["optimizer.beta2 is 0.999", "at most 0.99"]),
+        ("--mesh.tensor 0", ["mesh.tensor is 0"]),
+        ('--mesh.data 3 --mesh.dcn {"data":2} --train.batch_size 3', ["mesh.dcn is {'data': 2}", "a divisor", "data 3"]),
+        ('--mesh.dcn {"rows":2}', ["mesh.dcn is {'rows': 2}", "factors of the axes"]),
+        ('--mesh.order ["data","fsdp","tensor"]', ["mesh.order is", "each once", "sequence"]),
+        ("--mesh.simulate 8", ["mesh.simulate is 8", "simulate 1"]),
+        ("--model.preset null --model.overrides {}", ["no model", "--model.path"]),
+        ("--model.path hf --model.preset tiny", ["model.preset", "model.path"]),
+        ("--model.trainable (", ["model.trainable", "regular expression"]),
+        ("--optimizer.learning_rate 0", ["optimizer.learning_rate", "positive"]),
+        ("--config_version 1", ["config_version is 1"]),
+    ],
+)
+def test_mistakes_on_the_command_line(tmp_path, flags, words):
+    with pytest.raises(UserError) as error:
+        load(["--config", write(tmp_path), *flags.split(" ")])
+    for word in words:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"trian": {"steps": 1}}, ["unknown field trian", "did you mean train?"]),
+        ({"train": {"step": 1}}, ["unknown field train.step ", "train.steps", "batch_size"]),
+        ({"data": {"sources": [{"path": "a", "wieght": 1}]}}, ["data.sources[0].wieght", "data.sources[0].weight"]),
+        ({"data": {"sources": [{"weight": 1}]}}, ["data.sources", "path"]),
+        ({"data": {"path": "a"}}, ["data.path and data.sources"]),
+        ({"data": {"clean": {"langages": ["en"]}}}, ["data.clean.langages", "did you mean data.clean.languages?"]),
+        ({"data": {"clean": None}}, ["data.clean expects", "found None"]),
+        ({"train": 5}, ["train expects", "found 5"]),
+        ({"train": {"steps": "many"}}, ["train.steps", "int", "many"]),
+        ({"config_version": 9}, ["config_version 9", "1, 2"]),
+    ],
+)
+def test_mistakes_in_the_recipe(tmp_path, change, words):
+    path = write(tmp_path, change)
+    with pytest.raises(UserError) as error:
+        load(["--config", path])
+    for word in [path, *words]:
+        assert word in str(error.value)
+
+
+def test_a_recipe_of_version_1_is_brought_up_to_date(tmp_path):
+    """Version 2 left out train.seed; version 2 itself does not know it."""
+    old = {"config_version": 1, "train": {"seed": 3, "steps": 7}}
+    config = load(["--config", write(tmp_path, old)])
+    assert config.config_version == configuration.VERSION == 2 and config.train.steps == 7
+    assert config == load(["--config", write(tmp_path, {"train": {"steps": 7}})])
+    with pytest.raises(UserError, match=r"unknown field train\.seed"):
+        load(["--config", write(tmp_path, {**old, "config_version": 2})])
+
+
+def test_recipe_missing_or_broken(tmp_path):
+    write(tmp_path, name="here.yaml")
+    with pytest.raises(UserError, match=r"gone\.yaml.*here\.yaml"):
+        load(["--config", str(tmp_path / "gone.yaml")])
+    (tmp_path / "bad.yaml").write_text("train: [")
+    with pytest.raises(UserError, match=r"bad\.yaml: not valid YAML"):
+        load(["--config", str(tmp_path / "bad.yaml")])
+    with pytest.raises(UserError, match="--config"):
+        load([])
+
+
+def test_help_documents_every_field(repository):
+    code = "from trainer.config import load; load(['--help'])"
+    command = [sys.executable, "-c", code]
+    text = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True).stdout
+    words = " ".join(text.split())
+    for leaf in configuration.LEAVES:
+        assert f"--{leaf}" in text
+    for section, cls in configuration.SECTIONS.items():
+        assert f"--{section}." in text and cls.__doc__.rstrip(".")[:40] in words
+    assert "train.py itself does not evaluate line retrieval" in words
+    # A field without a docstring would show its type at once.
+    assert "CONTEXT_LENGTH Tokens in a packed row" in words and "LEARNING_RATE Peak learning rate" in words
+    for leaf in configuration.LEAVES:
+        described = words.split(f"--{leaf} ")[-1].split(" (type:")[0].split(" (default:")[0]
+        assert len(described.split()) >= 4, f"{leaf} is not documented"
+
+
+def test_every_recipe_loads_and_opens_with_its_command(repository):
+    recipes = sorted((repository / "configs").glob("*.yaml"))
+    assert recipes
+    for recipe in recipes:
+        given = yaml.safe_load(recipe.read_text())
+        model = [] if given["model"].get("path") or given["model"].get("tokenizer") else ["--model.path", "hf"]
+        data = [] if given["data"].get("sources") else ["--data.path", "conversations.json"]
+        config = load(["--config", str(recipe), *model, *data])
+        assert config.name == recipe.stem
+        head = recipe.read_text().split("\n\n")[0]
+        assert f"configs/{recipe.name}" in head
+        for word in ("Command", "Hardware", "Time", "Result"):
+            assert f"# {word}" in head, f"{recipe.name} does not tell its {word}"

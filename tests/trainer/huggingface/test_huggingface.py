@@ -1,0 +1,304 @@
+"""Reading and writing Hugging Face folders, judged by transformers, torch and safetensors."""
+
+import dataclasses
+import json
+import math
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import transformers
+from jax.sharding import NamedSharding, PartitionSpec
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from data.errors import UserError
+from model.config import LlamaConfig
+from trainer.checkpoint.store import save_checkpoint, stored_parameters
+from trainer.huggingface.read import copy_assets, hf_layout, read_hf, resolve_model_path
+from trainer.huggingface.write import write_hf
+
+PRESETS = ["llama-1b", "llama-3b", "llama-7b", "llama-13b", "llama-30b", "llama-65b", "llama-gqa", "llama-33h", "llama-16h",
+           "llama-8h", "llama-4h", "llama-2h", "llama-3.1-8b", "llama-3.1-70b", "llama-3.2-1b", "llama-3.2-3b",
+           "smollm2-135m", "tiny"]
+
+
+def make_model(folder: Path, dtype: torch.dtype, **fields) -> LlamaConfig:
+    """A random LLaMA saved by transformers; every tensor, biases and norms too, is random."""
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    shards = {"max_shard_size": fields.pop("max_shard_size", "5GB")}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**sizes, **fields}))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter)
+    model.to(dtype).save_pretrained(folder, **shards)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    return LlamaConfig.from_hf(folder)
+
+
+def shardings(config: LlamaConfig) -> dict[str, NamedSharding]:
+    """Awkward on purpose: matrices split over two axes, head_dim too, layers kept whole or not."""
+    mesh = jax.make_mesh((2, 2, 2), ("a", "b", "c"), axis_types=(jax.sharding.AxisType.Auto,) * 3)
+    specs = {}
+    for entry in hf_layout(config):
+        axes = [None] * len(entry.shape)
+        for place, axis in zip(range(len(entry.shape) - 1, -1, -1), ("a", "b", "c"), strict=False):
+            if entry.shape[place] % 2 == 0:
+                axes[place] = axis
+        specs[entry.name] = NamedSharding(mesh, PartitionSpec(*axes))
+    return specs
+
+
+def tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {k: v for file in sorted(folder.glob("*.safetensors")) for k, v in load_file(file).items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("fields", [
+    {}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True},
+    {"num_key_value_heads": 1, "head_dim": 8},
+], ids=["untied", "tied", "bias", "mqa"])
+def test_import_then_export_gives_the_same_bytes(tmp_path, dtype, fields):
+    config = make_model(tmp_path / "in", dtype, **fields)
+    params = read_hf(tmp_path / "in", config, shardings(config))
+    copy_assets(tmp_path / "in", tmp_path / "assets")
+    write_hf(params, config, tmp_path / "assets", tmp_path / "out")
+    before, after = tensors(tmp_path / "in"), tensors(tmp_path / "out")
+    assert before.keys() == after.keys()
+    for name in before:
+        assert before[name].dtype == after[name].dtype == dtype
+        assert torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)), name
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert loaded.dtype == dtype
+    assert LlamaConfig.from_hf(tmp_path / "out") == config
+    assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages }}"
+    assert (tmp_path / "out/generation_config.json").exists()
+
+
+def test_arrays_are_placed_and_oriented_as_the_table_says(tmp_path):
+    config = make_model(tmp_path, torch.float32)
+    wanted = shardings(config)
+    params = read_hf(tmp_path, config, wanted)
+    source = tensors(tmp_path)
+    for name, value in params.items():
+        assert value.sharding == wanted[name]
+        assert value.dtype == np.float32
+    q = np.stack([source[f"model.layers.{i}.self_attn.q_proj.weight"].numpy().T.reshape(32, 4, 16) for i in range(3)])
+    o = np.stack([source[f"model.layers.{i}.self_attn.o_proj.weight"].numpy().T.reshape(4, 16, 32) for i in range(3)])
+    np.testing.assert_array_equal(params["layers.self_attn.q_proj.weight"], q)
+    np.testing.assert_array_equal(params["layers.self_attn.o_proj.weight"], o)
+    np.testing.assert_array_equal(params["lm_head.weight"], source["lm_head.weight"].numpy().T)
+    np.testing.assert_array_equal(params["embed_tokens.weight"], source["model.embed_tokens.weight"].numpy())
+
+
+def test_sharded_index_is_read_and_written(tmp_path):
+    config = make_model(tmp_path / "in", torch.bfloat16, max_shard_size="8KB")
+    assert (tmp_path / "in/model.safetensors.index.json").exists()
+    params = read_hf(tmp_path / "in", config, shardings(config))
+    copy_assets(tmp_path / "in", tmp_path / "assets")
+    write_hf(params, config, tmp_path / "assets", tmp_path / "out", max_shard_bytes=8000)
+    assert all(file.stat().st_size < 12000 for file in (tmp_path / "out").glob("*.safetensors"))
+    before, after = tensors(tmp_path / "in"), tensors(tmp_path / "out")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+
+
+def shape_of(preset: str, most: float) -> LlamaConfig:
+    """A preset at one layer. Its own widths where that makes less than `most` parameters, else widths and vocabulary by
+    about 16, with its heads, key heads and ties."""
+    config = dataclasses.replace(LlamaConfig.preset(preset), num_hidden_layers=1)
+    if sum(math.prod(entry.shape) for entry in hf_layout(config)) < most:
+        return config
+    head_dim = config.head_dim // 32 * 2
+    return dataclasses.replace(config, head_dim=head_dim, hidden_size=config.num_attention_heads * head_dim,
+                               intermediate_size=config.intermediate_size // 16, vocab_size=config.vocab_size // 16)
+
+
+def in_shards(folder: Path, config: LlamaConfig, shards: int) -> None:
+    """A folder as transformers saves it, with its names and shapes, random bfloat16 weights, and an index."""
+    folder.mkdir()
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**config.to_hf()))
+    model.config.architectures = ["LlamaForCausalLM"]
+    model.config.dtype = torch.bfloat16
+    model.config.save_pretrained(folder)
+    shapes = {name: p.shape for name, p in model.state_dict().items()
+              if name != "lm_head.weight" or not config.tie_word_embeddings}
+    files = {name: f"model-{i % shards + 1:05d}-of-{shards:05d}.safetensors" for i, name in enumerate(shapes)}
+    for file in set(files.values()):
+        part = {name: torch.randn(shape, dtype=torch.bfloat16) for name, shape in shapes.items() if files[name] == file}
+        save_file(part, folder / file, metadata={"format": "pt"})
+    total = sum(2 * shape.numel() for shape in shapes.values())
+    index = {"metadata": {"total_size": total}, "weight_map": files}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+# In `make soak` every one at its own widths; the widest, llama-3.1-70b, takes 6 GB on disk, twice, and some more in memory.
+WIDE = [pytest.param(name, math.inf, marks=pytest.mark.slow) for name in PRESETS
+        if shape_of(name, 1e8) != shape_of(name, math.inf)]
+
+
+@pytest.mark.parametrize(("preset", "most"), [*((name, 1e8) for name in PRESETS), *WIDE])
+def test_every_presets_shape_from_shards_to_shards_gives_the_same_bytes(tmp_path, preset, most):
+    config = shape_of(preset, most)
+    in_shards(tmp_path / "in", config, shards=3)
+    assert LlamaConfig.from_hf(tmp_path / "in") == config
+    # The widest as one copy in two bytes a weight: several devices' parts would be put together once more on the host.
+    wide = sum(math.prod(entry.shape) for entry in hf_layout(config)) > 5e8
+    where = jax.sharding.SingleDeviceSharding(jax.devices()[0]) if wide else shardings(config)
+    params = read_hf(tmp_path / "in", config, where, dtype=ml_dtypes.bfloat16 if wide else np.float32)
+    copy_assets(tmp_path / "in", tmp_path / "assets")
+    before = json.loads((tmp_path / "in/model.safetensors.index.json").read_text())
+    write_hf(params, config, tmp_path / "assets", tmp_path / "out", max_shard_bytes=before["metadata"]["total_size"] // 2)
+    after = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert before["weight_map"].keys() == after["weight_map"].keys()
+    assert before["metadata"]["total_size"] == after["metadata"]["total_size"]
+    for name in before["weight_map"]:
+        was, now = (stored(tmp_path / where, index["weight_map"][name], name) for where, index in
+                    (("in", before), ("out", after)))
+        assert was.dtype == now.dtype and torch.equal(was.view(torch.uint8), now.view(torch.uint8)), name
+    assert LlamaConfig.from_hf(tmp_path / "out") == config
+
+
+def stored(folder: Path, file: str, name: str) -> torch.Tensor:
+    with safe_open(folder / file, framework="pt") as opened:
+        return opened.get_tensor(name)
+
+
+class Taken:
+    """An array that keeps what was taken of it."""
+
+    def __init__(self, value):
+        self.value, self.shape, self.taken = np.asarray(value), value.shape, []
+
+    def __getitem__(self, index):
+        self.taken.append(index)
+        return self.value[index]
+
+    def __array__(self, dtype=None, copy=None):
+        self.taken.append("whole")
+        return self.value
+
+
+def test_export_holds_one_layer_at_a_time(tmp_path):
+    config = make_model(tmp_path / "in", torch.bfloat16)
+    copy_assets(tmp_path / "in", tmp_path / "assets")
+    params = read_hf(tmp_path / "in", config, shardings(config))
+    # On disk a layer is a piece of its own, so that taking one reads one.
+    save_checkpoint(tmp_path / "checkpoint", model=params, assets=tmp_path / "assets")
+    stored = stored_parameters(tmp_path / "checkpoint")
+    assert stored.keys() == params.keys()
+    for name, value in stored.items():
+        pieces = value.chunk_layout.read_chunk.shape
+        assert pieces[0] == 1 or not name.startswith("layers."), name
+        np.testing.assert_array_equal(np.asarray(value), params[name])
+    watched = {name: Taken(value) for name, value in params.items()}
+    write_hf(watched, config, tmp_path / "assets", tmp_path / "out", max_shard_bytes=8000)
+    for name, value in watched.items():
+        assert value.taken == ([0, 1, 2] if name.startswith("layers.") else ["whole"]), name
+    before, after = tensors(tmp_path / "in"), tensors(tmp_path / "out")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_mixed_dtypes_and_special_values_survive(tmp_path):
+    config = make_model(tmp_path / "in", torch.bfloat16)
+    found = tensors(tmp_path / "in")
+    found["model.norm.weight"] = found["model.norm.weight"].float() + 1e-3
+    found["lm_head.weight"][0, :4] = torch.tensor([1e-40, -0.0, float("inf"), 9.2e-41])  # denormal in bfloat16
+    save_file(found, tmp_path / "in/model.safetensors", metadata={"format": "pt"})
+    params = read_hf(tmp_path / "in", config, shardings(config))
+    copy_assets(tmp_path / "in", tmp_path / "assets")
+    write_hf(params, config, tmp_path / "assets", tmp_path / "out")
+    after = tensors(tmp_path / "out")
+    for name in found:
+        assert found[name].dtype == after[name].dtype
+        assert torch.equal(found[name].view(torch.uint8), after[name].view(torch.uint8)), name
+
+
+def _replace(folder: Path, **changes) -> None:
+    found = tensors(folder)
+    for name, value in changes.items():
+        name = name.replace("__", ".")
+        if value is None:
+            del found[name]
+        else:
+            found[name] = value
+    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_what_does_not_fit_is_named(tmp_path):
+    folder = tmp_path / "good"
+    config = make_model(folder, torch.float32)
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def message(change) -> str:
+        broken = tmp_path / "broken"
+        shutil.rmtree(broken, ignore_errors=True)
+        shutil.copytree(folder, broken)
+        change(broken)
+        with pytest.raises(ValueError) as caught:
+            read_hf(broken, config, one)
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    assert "model.norm.weight is missing" in message(lambda f: _replace(f, model__norm__weight=None))
+    wrong = message(lambda f: _replace(f, model__layers__1__mlp__up_proj__weight=torch.zeros(32, 48)))
+    assert "model.layers.1.mlp.up_proj.weight" in wrong and "[32, 48]" in wrong and "[48, 32]" in wrong
+    bias = message(lambda f: _replace(f, model__layers__0__self_attn__q_proj__bias=torch.zeros(64)))
+    assert "q_proj.bias does not belong" in bias
+    assert "I64" in message(lambda f: _replace(f, model__norm__weight=torch.zeros(32, dtype=torch.int64)))
+    cut = message(lambda f: (f / "model.safetensors").write_bytes((f / "model.safetensors").read_bytes()[:5000]))
+    assert "not a whole safetensors file" in cut
+    pickled = message(lambda f: (f / "model.safetensors").rename(f / "pytorch_model.bin"))
+    assert "pickled" in pickled and "convert" in pickled
+    assert "no weights" in message(lambda f: (f / "model.safetensors").unlink())
+    index = json.dumps({"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}})
+
+    def only_index(f):
+        (f / "model.safetensors").unlink()
+        (f / "model.safetensors.index.json").write_text(index)
+    assert "model-00001-of-00002.safetensors: missing" in message(only_index)
+
+
+def test_write_refuses_what_it_would_spoil(tmp_path):
+    config = make_model(tmp_path / "in", torch.float32)
+    params = read_hf(tmp_path / "in", config, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+    copy_assets(tmp_path / "in", tmp_path / "assets")
+    with pytest.raises(UserError, match="not an empty folder"):
+        write_hf(params, config, tmp_path / "assets", tmp_path / "in")
+    with pytest.raises(ValueError, match=r"norm\.weight is missing"):
+        write_hf({k: v for k, v in params.items() if k != "norm.weight"}, config, tmp_path / "assets", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_model_path(tmp_path, monkeypatch):
+    assert resolve_model_path(tmp_path) == tmp_path
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ValueError, match="hf download some-org/some-model --revision abc"):
+        resolve_model_path("some-org/some-model@abc")
+    with pytest.raises(ValueError, match="no such folder"):
+        resolve_model_path(tmp_path / "absent")
+
+
+def test_commands(tmp_path, repository):
+    """import_hf and export_hf as a user calls them; errors are one line without a traceback."""
+    make_model(tmp_path / "in", torch.bfloat16, tie_word_embeddings=True)
+
+    def run(*arguments) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-m", *map(str, arguments)]
+        return subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
+
+    assert run("scripts.import_hf", tmp_path / "in", tmp_path / "checkpoint").returncode == 0
+    assert run("scripts.export_hf", tmp_path / "checkpoint", tmp_path / "out").returncode == 0
+    before, after = tensors(tmp_path / "in"), tensors(tmp_path / "out")
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    failed = run("scripts.export_hf", tmp_path / "in", tmp_path / "out2")
+    assert failed.returncode == 2 and failed.stderr.startswith("error: ") and failed.stderr.count("\n") == 1

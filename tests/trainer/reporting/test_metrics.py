@@ -1,0 +1,168 @@
+"""Tests of trainer/reporting/metrics.py: counts against brute force, timing with a clock of our own, files line by line."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from model.attention import Mask
+from model.config import LlamaConfig
+from tests.model.attention.dense import visible
+from trainer.reporting.metrics import (
+    MEASURED,
+    NAMES,
+    Meter,
+    MetricsLog,
+    ProgressBar,
+    flops_per_step,
+    peak_flops,
+    peak_host_gib,
+    visible_pairs,
+)
+from trainer.run.directory import RunDirectory
+
+
+def test_visible_pairs_against_the_mask():
+    segment_ids = np.array([1] * 5 + [2] * 3 + [0] * 4 + [7] * 12)
+    same = (segment_ids[:, None] == segment_ids[None, :]) & (segment_ids[:, None] > 0)
+    assert visible_pairs(np.array([5, 3, 12])) == (same & np.tril(np.ones((24, 24), bool))).sum() == 15 + 6 + 78
+    assert visible_pairs(np.array([])) == 0
+    assert visible_pairs(np.array([200_000], np.int32)) == 200_000 * 200_001 // 2, "beyond int32"
+
+
+@pytest.mark.parametrize("mask", [Mask(window=1), Mask(window=4), Mask(window=4, global_tokens=2), Mask(window=20)], ids=str)
+def test_visible_pairs_of_a_window_against_the_mask(mask):
+    index = np.broadcast_to(np.arange(12), (2, 12))
+    segment_ids = np.array([[1] * 5 + [2] * 3 + [0] * 4, [7] * 12])
+    seen = visible(index, segment_ids, window=mask.window, global_tokens=mask.global_tokens)
+    assert visible_pairs(np.array([5, 3, 12]), mask) == seen.sum()
+
+
+def test_flops_of_llama_7b():
+    config = LlamaConfig.preset("llama-7b")
+    weights = 6_738_415_616 - 32000 * 4096 - 65 * 4096  # all but the embedding table and the norms
+    tokens = 4096
+    pairs = tokens * (tokens + 1) // 2
+    assert flops_per_step(config, tokens, 0) == 6 * weights * tokens
+    assert flops_per_step(config, 0, pairs) == 3 * 32 * 4 * 4096 * pairs
+
+
+@pytest.mark.parametrize(
+    ("kind", "tflops"),
+    [("TPU v3", 61.5), ("TPU v4", 275), ("TPU v5 lite", 197), ("TPU v5p", 459), ("TPU v5", 459), ("TPU v6 lite", 918),
+     ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H200", 989),
+     ("cpu", None), ("NVIDIA H100 PCIe", None), ("NVIDIA H200 NVL", None), ("TPU v4 lite", None)],
+)  # fmt: skip
+def test_peaks(kind, tflops):
+    assert peak_flops(kind) == (tflops * 1e12 if tflops else None)
+
+
+class Clock:
+    """A clock that moves when told."""
+
+    now = 100.0
+
+    def __call__(self):
+        return self.now
+
+    def tick(self, seconds):
+        self.now += seconds
+
+
+class Chip:
+    """A device as far as Meter asks."""
+
+    device_kind, process_index = "TPU v4", 0
+
+    def memory_stats(self):
+        return {"peak_bytes_in_use": 3 * 2**30}
+
+
+def run_meter(devices, clock):
+    """Two steps of 2 s, one waiting 0.5 s for data, with a compile of 10 s before and a save of 5 s between."""
+    config = LlamaConfig.preset("llama-7b")
+    meter = Meter(config, devices, clock)
+    with meter.compiling():
+        clock.tick(10)
+    meter.start()
+    batch = np.array([6]), 8
+    with meter.waiting_for_data():
+        clock.tick(0.5)
+    clock.tick(1.5)
+    meter.count(*batch)
+    with meter.paused():
+        clock.tick(5)
+    clock.tick(2)
+    meter.count(*batch)
+    values = {"loss_nats_per_target": np.float32(1.5), "target_tokens": np.int32(4), "grad_norm": 2.0}
+    row = meter.read(2, **values, learning_rate=0.1)
+    return meter, row, flops_per_step(config, 12, 42)
+
+
+def test_meter_counts_only_steps():
+    meter, row, flops = run_meter([Chip(), Chip()], Clock())
+    assert tuple(row) == ("step", *NAMES)
+    expected = {
+        "step": 2, "loss_nats_per_target": 1.5, "target_tokens": 4, "tokens_per_second": 3.0,
+        "tokens_per_second_per_device": 1.5, "grad_norm": 2.0, "learning_rate": 0.1, "data_wait_seconds": 0.25,
+        "step_seconds": 2.0, "compile_seconds": 10.0, "peak_device_gib": 3.0, "padding_share": 0.25,
+    }  # fmt: skip
+    assert {name: row[name] for name in expected} == expected
+    assert row["mfu"] == pytest.approx(flops / 4 / (2 * 275e12))
+    assert meter.seconds_left(2, 7) == 10
+    assert set(MEASURED) < set(NAMES)
+
+
+def test_unknown_hardware_is_null():
+    _, row, _ = run_meter(jax.devices(), Clock())
+    assert row["mfu"] is None and row["peak_device_gib"] is None
+    assert row["peak_host_gib"] == pytest.approx(peak_host_gib(), rel=0.1) and row["peak_host_gib"] > 0.01
+    json.loads(json.dumps(row, allow_nan=False))
+
+
+def test_log_is_there_line_by_line_and_cut_on_resume(tmp_path):
+    run = RunDirectory(tmp_path)
+    log = MetricsLog(run, steps=4, console=False)
+    for step in (1, 2, 3):
+        log.train({"step": step, "loss_nats_per_target": np.float32(1 / step), "mfu": None})
+        assert len(run.metrics.read_text().splitlines()) == step, "flushed: a kill loses nothing"
+    log.held_out({"step": 3, "held_out_loss_nats_per_target": float("nan")})
+    assert json.loads(run.held_out.read_text()) == {"step": 3, "held_out_loss_nats_per_target": None}
+    log.close()
+    with MetricsLog(run, steps=4, start_step=2, console=False) as log:
+        log.train({"step": 3, "loss_nats_per_target": 0.5, "mfu": None})
+    rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3] and rows[2]["loss_nats_per_target"] == 0.5
+    assert rows[1]["loss_nats_per_target"] == 0.5 and run.held_out.read_text() == ""
+    assert any(run.tensorboard.iterdir())
+
+
+def test_other_processes_write_nothing(tmp_path):
+    with MetricsLog(RunDirectory(tmp_path / "run"), steps=1, write=False) as log:
+        log.train({"step": 1})
+        log.say("nothing")
+    assert not (tmp_path / "run").exists()
+
+
+def test_progress_tells_loss_rate_and_time_left(tmp_path, capsys):
+    with MetricsLog(RunDirectory(tmp_path), steps=10, tensorboard=False) as log:
+        log.train({"step": 10, "loss_nats_per_target": 1.25, "tokens_per_second": 1234.5}, seconds_left=3723)
+    assert "step 10/10  loss 1.2500  1,234 tokens/s  1:02:03 left" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [
+    (0.01, [8, 18, 28, 38, 40]),  # a 20th of the run: ten steps
+    (7, [8, 13, 18, 23, 28, 33, 38, 40]),  # 30 seconds: five steps
+    (300, [*range(8, 41)]),
+])
+def test_a_log_file_is_told_the_first_step_and_then_by_time_or_steps(seconds, shown, capsys):
+    """A run of 200 steps that goes on after step 7, and whose last step is called 200 when it comes to 40."""
+    clock = Clock()
+    bar = ProgressBar(200, 7, clock)
+    for step in range(8, 41):
+        clock.tick(seconds)
+        bar.update({"step": step if step < 40 else 200}, None)
+    bar.close()
+    told = [int(line.split()[1].split("/")[0]) for line in capsys.readouterr().err.splitlines()]
+    assert told == [*shown[:-1], 200]

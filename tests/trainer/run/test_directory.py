@@ -1,0 +1,157 @@
+"""Tests of trainer/run/directory.py: the same run goes on, another is refused, logs are cut back."""
+
+import dataclasses
+import json
+
+import pytest
+import yaml
+
+from data.errors import UserError
+from trainer.config.schema import (
+    AttentionConfig,
+    CheckpointConfig,
+    DataConfig,
+    EvaluateConfig,
+    LoggingConfig,
+    MemoryConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RunConfig,
+    SourceConfig,
+    TrainConfig,
+)
+from trainer.run import directory as run_directory
+from trainer.run.directory import identity, open_run
+
+
+@pytest.fixture
+def config(tmp_path):
+    return RunConfig(
+        name="one", model=ModelConfig(preset="tiny", tokenizer="t"), data=DataConfig(sources=(SourceConfig("a.json"),)),
+        run_dir=str(tmp_path / "run"),
+    )  # fmt: skip
+
+
+def test_same_run_goes_on_after_its_files_have_moved_and_however_often_it_saves(config):
+    """What is in the files is told by fingerprints in the checkpoints: see tests/trainer/test_pretrained.py."""
+    config = dataclasses.replace(config, model=ModelConfig(path="hf"))
+    run = open_run(config)
+    moved = DataConfig(sources=(SourceConfig("elsewhere/a.json"),), held_out_path="elsewhere/b.json")
+    assert open_run(dataclasses.replace(config, model=ModelConfig(path="elsewhere/hf", tokenizer="there"), data=moved)) == run
+    often = {"checkpoint": CheckpointConfig(every=1, keep=9), "evaluate": EvaluateConfig(max_new_tokens=5),
+             "train": TrainConfig(evaluate_every=3)}
+    assert open_run(dataclasses.replace(config, **often)) == run
+    assert "evaluate_every: 3" in run.config.read_text()
+
+
+def test_same_run_goes_on_whatever_the_hardware(config):
+    run = open_run(config)
+    elsewhere = dataclasses.replace(
+        config,
+        name="two",
+        mesh=MeshConfig(fsdp=4, simulate=4),
+        memory=MemoryConfig(loss_chunk=8),
+        attention=AttentionConfig(kernel="xla", query_tile=8),
+        logging=LoggingConfig(console=False),
+        data=dataclasses.replace(config.data, prepared="/elsewhere"),
+        train=TrainConfig(log_every=5, non_finite="skip", accumulation=2),
+    )
+    assert open_run(elsewhere) == run
+    assert identity(elsewhere) == identity(config)
+    assert "query_tile: 8" in run.config.read_text(), "config.yaml tells how it was last run"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"train": TrainConfig(steps=5)}, "train.steps is 100 there and 5 now"),
+        ({"optimizer": OptimizerConfig(learning_rate=1.0)}, "optimizer.learning_rate is 2e-05 there and 1.0 now"),
+        ({"data": DataConfig(sources=(SourceConfig("a.json", weight=2.0),))},
+         ": data.sources[0].weight is 1.0 there and 2.0 now;"),
+        ({"data": DataConfig(sources=(SourceConfig("a.json"), SourceConfig("b.json")))}, "data.sources[1] is"),
+        ({"model": ModelConfig(preset="tiny", tokenizer="t", seed=1)}, "model.seed is 0 there and 1 now"),
+        ({"attention": AttentionConfig(layout="contiguous")}, "attention.layout is 'striped' there"),
+    ],
+)
+def test_another_run_is_refused(config, change, words):
+    run = open_run(config)
+    before = run.config.read_text()
+    with pytest.raises(UserError) as error:
+        open_run(dataclasses.replace(config, **change))
+    assert words in str(error.value)
+    assert "--run_dir" in str(error.value) and "delete" in str(error.value)
+    assert run.config.read_text() == before
+
+
+def test_a_trained_run_is_lengthened_from_its_weights_and_never_deleted(config):
+    run = open_run(config)
+    run.checkpoints.mkdir()
+    for change, way in (({"train": TrainConfig(steps=200)}, f"--model.path {run.folder} --run_dir NEW starts from the weights"),
+                        ({"optimizer": OptimizerConfig(learning_rate=1.0)}, "give another --run_dir")):
+        with pytest.raises(UserError) as error:
+            open_run(dataclasses.replace(config, **change))
+        assert way in str(error.value) and "delete" not in str(error.value)
+
+
+def test_a_run_of_version_1_goes_on(config):
+    """Its config.yaml has a field less to know and lacks those that came later."""
+    run = open_run(config)
+    written = yaml.safe_load(run.config.read_text())
+    written |= {"config_version": 1, "train": {"steps": 100, "batch_size": 1, "evaluate_every": 0, "log_every": 1, "seed": 0}}
+    del written["optimizer"]["moment_dtype"], written["memory"]["every_k"], written["data"]["clean"]["languages"]
+    run.config.write_text(yaml.safe_dump(written))
+    open_run(config)
+    run.config.write_text(yaml.safe_dump(written))
+    with pytest.raises(UserError, match=r"optimizer.moment_dtype is 'float32' there and 'bfloat16' now"):
+        open_run(dataclasses.replace(config, optimizer=OptimizerConfig(moment_dtype="bfloat16")))
+
+
+def test_a_folder_that_is_no_run_is_refused(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    open_run(config)  # empty is fine
+    other = dataclasses.replace(config, run_dir=str(tmp_path))
+    with pytest.raises(UserError, match="not a run"):
+        open_run(other)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="is a file"):
+        open_run(dataclasses.replace(config, run_dir=str(tmp_path / "file")))
+    (tmp_path / "run" / "config.yaml").write_text("[")
+    with pytest.raises(UserError, match=r"config\.yaml: cannot be read"):
+        open_run(config)
+
+
+def test_killed_while_opening_can_be_opened(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml.tmp").write_text("half")
+    assert open_run(config).config.exists()
+
+
+def test_only_the_first_process_writes_and_the_others_see_it(config, monkeypatch):
+    """On disks of their own they would train up to the first checkpoint, and lose it."""
+    monkeypatch.setattr(run_directory, "SEEN_SECONDS", 0)
+    with pytest.raises(UserError, match=r"run: not seen here, .* a --run_dir that all processes share would work"):
+        open_run(config, write=False)
+    run = open_run(config)
+    assert open_run(config, write=False) == run
+
+
+def test_a_folder_may_lie_in_the_users_home(config, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_run(dataclasses.replace(config, run_dir="~/mine")).folder == tmp_path / "mine"
+
+
+def test_cut_back(config):
+    run = open_run(config)
+    lines = [json.dumps({"step": step, "loss": 1 / step}) for step in range(1, 6)]
+    run.metrics.write_text("\n".join(lines) + '\n{"step": 6, "lo')
+    run.cut_back(3)
+    assert run.metrics.read_text() == "\n".join(lines[:3]) + "\n"
+    assert not run.held_out.exists()
+    run.held_out.write_text("\n".join(lines))
+    run.cut_back(3)
+    assert run.held_out.read_text() == "\n".join(lines[:3]) + "\n"
+    run.cut_back(3, evaluated=False)
+    assert run.held_out.read_text() == "\n".join(lines[:2]) + "\n", "that of step 3 is measured again"
+    run.cut_back(0)
+    assert run.metrics.read_text() == run.held_out.read_text() == ""

@@ -1,0 +1,1 @@
+"""Hugging Face folders: reading and writing models in the format of `transformers`."""

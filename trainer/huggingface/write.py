@@ -1,0 +1,156 @@
+"""Hugging Face model folders written: one tensor at a time is on the host, however large the model is."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+
+from data.paths import new_folder
+from model.attention import Mask
+from model.config import LlamaConfig
+
+from .read import ASSET_FILES, DTYPES, HFEntry, check_params, hf_layout, source_dtype, trained_mask
+
+
+def write_hf(
+    params: Mapping[str, Any], config: LlamaConfig, assets: str | Path, out: str | Path, *,
+    max_shard_bytes: int = 5 * 10**9,
+) -> None:
+    """Writes a Hugging Face folder that transformers loads: weights, config, generation config, tokenizer, template.
+
+    `params` is our flat dictionary (jax, numpy, or arrays that are read from disk when sliced, any float dtype); one tensor
+    at a time is on the host. Tensors are written in the source dtype that `assets` records, without padding. Weights above
+    `max_shard_bytes` are split, with an index. Written beside `out` and renamed at the end: what is at `out` is always
+    whole. A window and global tokens, for which a LLaMA's config has no place, are told by a warning. Raises UserError if
+    `out` has something in it, ValueError if params do not fit config.
+    """
+    assets, out = Path(assets), new_folder(out)
+    layout = hf_layout(config)
+    check_params({name: tuple(value.shape) for name, value in params.items()}, config)
+    common, exceptions = source_dtype(assets)
+    if (mask := trained_mask(assets)) != Mask():
+        warnings.warn(f"{out}: trained with attention.window = {mask.window} and attention.global_tokens = "
+                      f"{mask.global_tokens}, which a LLaMA's config.json cannot say: transformers will attend to all earlier "
+                      "tokens; the checkpoint itself keeps them", stacklevel=2)
+    scratch = out.parent / f"{out.name}.tmp-{os.getpid()}"
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    try:
+        _write_weights(params, layout, common, exceptions, scratch, max_shard_bytes)
+        for name in ASSET_FILES:
+            if (assets / name).is_file():
+                shutil.copyfile(assets / name, scratch / name)
+        # Both spellings: transformers 4 reads torch_dtype, transformers 5 dtype.
+        _write_json(scratch / "config.json", {**config.to_hf(), "torch_dtype": common, "dtype": common})
+        if not (scratch / "generation_config.json").exists():
+            ids = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id,
+                   "eos_token_id": config.to_hf()["eos_token_id"]}
+            _write_json(scratch / "generation_config.json",
+                        {"_from_model_config": True, **{key: value for key, value in ids.items() if value is not None}})
+        if out.exists():
+            out.rmdir()
+        scratch.rename(out)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _write_weights(
+    params: Mapping[str, Any], layout: list[HFEntry], common: str, exceptions: Mapping[str, str], folder: Path,
+    limit: int,
+) -> None:
+    # Planned first, from shapes alone: a file's name tells the number of files. In the order of the layers, as
+    # transformers writes, so that a shard holds whole layers.
+    plan: list[list[_Planned]] = [[]]
+    total = used = 0
+    for name, entry, layer in _in_layer_order(layout):
+        tensor = _Planned(name, entry, layer, exceptions.get(name, common))
+        if plan[-1] and used + tensor.size > limit:
+            plan.append([])
+            used = 0
+        plan[-1].append(tensor)
+        used, total = used + tensor.size, total + tensor.size
+    weight_map = {}
+    for number, part in enumerate(plan, start=1):
+        file = "model.safetensors" if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
+        _write_safetensors(folder / file, part, params)
+        weight_map |= {tensor.name: file for tensor in part}
+    if len(plan) > 1:
+        _write_json(folder / "model.safetensors.index.json",
+                    {"metadata": {"total_size": total}, "weight_map": weight_map})
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A tensor that is to be written: its Hugging Face name, what it is made of, and as what."""
+
+    name: str
+    entry: HFEntry
+    layer: int
+    dtype_name: str
+
+    @property
+    def dtype(self) -> np.dtype:
+        return np.dtype(ml_dtypes.bfloat16 if self.dtype_name == "bfloat16" else self.dtype_name)
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return math.prod(self.entry.hf_shape) * self.dtype.itemsize
+
+
+def _write_safetensors(path: Path, part: list[_Planned], params: Mapping[str, Any]) -> None:
+    """One file, tensor after tensor: the safetensors library's own writer wants all of them in memory at once.
+
+    The format: the header's length in 8 bytes, the header as JSON, the tensors' bytes without gaps, row-major, little-endian
+    (https://huggingface.co/docs/safetensors). Wide types come first and the header is filled up to 8 bytes, so that all are
+    aligned, as the library does it.
+    """
+    part = sorted(part, key=lambda tensor: -tensor.dtype.itemsize)  # stable: else in the order of the layers
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    codes, end = {dtype: code for code, dtype in DTYPES.items()}, 0
+    for tensor in part:
+        header[tensor.name] = {"dtype": codes[tensor.dtype_name], "shape": tensor.entry.hf_shape,
+                               "data_offsets": [end, end := end + tensor.size]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in part:
+            value = tensor.entry.to_hf(_one_layer(params[tensor.entry.name], tensor.entry, tensor.layer))
+            file.write(np.ascontiguousarray(value, tensor.dtype).view(np.uint8).data)
+
+
+def _in_layer_order(layout: list[HFEntry]) -> Iterator[tuple[str, HFEntry, int]]:
+    """(Hugging Face name, entry, layer) of every tensor: embedding, layer by layer, then the rest."""
+    layers = next(entry.layers for entry in layout if entry.layers is not None)
+    yield from ((entry.hf_name, entry, 0) for entry in layout if entry.name == "embed_tokens.weight")
+    for layer in range(layers):
+        yield from ((entry.hf_name.format(i=layer), entry, layer) for entry in layout if entry.layers is not None)
+    yield from ((e.hf_name, e, 0) for e in layout if e.layers is None and e.name != "embed_tokens.weight")
+
+
+@jax.jit
+def _take_layer(value: jax.Array, layer: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_index_in_dim(value, layer, keepdims=False)
+
+
+def _one_layer(value: Any, entry: HFEntry, layer: int) -> np.ndarray:
+    """One layer of ours on the host, without padding: of a sharded array, only that layer is gathered."""
+    if entry.layers is not None:
+        value = _take_layer(value, np.int32(layer)) if isinstance(value, jax.Array) else value[layer]
+    return np.asarray(value)[tuple(map(slice, entry.one_shape))]
+
+
+def _write_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

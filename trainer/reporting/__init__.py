@@ -1,0 +1,1 @@
+"""What a run reports: metrics, TensorBoard and Weights & Biases, profiles."""

@@ -1,0 +1,325 @@
+"""Metrics of a run: what they are counted from, the one clock, and where they go (JSONL, boards, progress bar).
+
+A line of metrics.jsonl is {"step": ..., NAMES...}, and with several sources `loss_by_source/NAME` of each that has a
+target in the step. Losses, target_tokens, grad_norm and learning_rate are that step's; times and rates are means over the
+steps since the line before; compile_seconds and the peaks are totals of the process so far.
+"""
+
+import contextlib
+import json
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+from model.attention import Mask
+from model.config import LlamaConfig
+from trainer.reporting.boards import TensorBoard, WeightsAndBiases
+from trainer.run.directory import RunDirectory
+
+NAMES = (
+    "loss_nats_per_target", "target_tokens", "tokens_per_second", "tokens_per_second_per_device", "mfu", "grad_norm",
+    "learning_rate", "data_wait_seconds", "step_seconds", "compile_seconds", "peak_device_gib", "peak_host_gib",
+    "padding_share",
+)  # fmt: skip
+# What may differ between two runs that are bitwise the same.
+MEASURED = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "data_wait_seconds", "step_seconds",
+            "compile_seconds", "peak_device_gib", "peak_host_gib")  # fmt: skip
+
+# Dense bfloat16 TFLOP/s of one JAX device, by how its device_kind begins; from the vendors' datasheets. A TPU v3 device
+# is one of the two cores of a chip of 123. "TPU v5" alone is how a v5p names itself. None: a slower card of that name.
+PEAK_TFLOPS = {
+    "TPU v3": 123 / 2, "TPU v4": 275, "TPU v5 lite": 197, "TPU v5e": 197, "TPU v5p": 459, "TPU v5": 459,
+    "TPU v6 lite": 918, "TPU v6e": 918,
+    "NVIDIA A100": 312, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H200": 989,
+    "TPU v4 lite": None, "NVIDIA H200 NVL": None,
+}  # fmt: skip
+
+
+# Counting
+
+
+def visible_pairs(lengths: np.ndarray, mask: Mask = Mask()) -> int:
+    """Query-key pairs that a causal mask shows within documents of these lengths."""
+    lengths = np.asarray(lengths).astype(np.int64)  # 100M tokens make 5e15 pairs
+    pairs = int((lengths * (lengths + 1) // 2).sum())
+    if mask.window is not None:  # the last query has lost so many keys, the one before it one fewer, ...
+        lost = np.maximum(lengths - mask.window - mask.global_tokens, 0)
+        pairs -= int((lost * (lost + 1) // 2).sum())
+    return pairs
+
+
+def flops_per_step(config: LlamaConfig, tokens: int, visible_pairs: int) -> float:
+    """Floating-point operations that a training step needs; recomputed and masked work is not counted.
+
+    tokens: all tokens but padding, in the loss or not. A matrix of n weights takes 6n a token (2 forward, 4 backward),
+    a visible pair 4 * head_dim a head forward (scores and values) and twice that backward.
+    """
+    query_width = config.num_attention_heads * config.head_dim
+    key_value_width = config.num_key_value_heads * config.head_dim
+    attention = config.hidden_size * (2 * query_width + 2 * key_value_width)
+    feed_forward = 3 * config.hidden_size * config.intermediate_size
+    weights = config.num_hidden_layers * (attention + feed_forward) + config.hidden_size * config.vocab_size
+    return 6.0 * weights * tokens + 12.0 * config.num_hidden_layers * query_width * visible_pairs
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """bfloat16 peak of one device in FLOP/s, or None for hardware that is not in the table."""
+    found = [name for name in PEAK_TFLOPS if device_kind.upper().startswith(name.upper())]
+    tflops = PEAK_TFLOPS[max(found, key=len)] if found else None
+    return tflops * 1e12 if tflops else None
+
+
+def peak_device_gib(devices) -> float | None:
+    """Largest memory used so far on any of this process's `devices`; None where the backend does not tell."""
+    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    known = [peak for peak in peaks if peak is not None]
+    return max(known) / 2**30 if known else None
+
+
+def peak_host_gib() -> float:
+    """Largest resident memory of this process so far."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes on macOS, KiB on Linux
+
+
+# Timing
+
+
+class Meter:
+    """The one owner of time: step, data wait, compiling, rates and the time left.
+
+        meter = Meter(model_config, devices, mask=mask)
+        with meter.compiling(): ...                 # before or between steps; not part of a step
+        meter.start()
+        for step in ...:
+            with meter.waiting_for_data(): batch = ...
+            loss = ...                              # wait for it: what is dispatched has not been computed
+            meter.count(lengths, places)
+            if time to log: row = meter.read(step, loss_nats_per_target=..., target_tokens=..., ...)
+            with meter.paused(): save, evaluate     # not part of a step
+
+    devices: all devices of the mesh, of every process. The batches counted are the global ones.
+    """
+
+    def __init__(self, config: LlamaConfig, devices, clock: Callable[[], float] = time.perf_counter,
+                 mask: Mask = Mask()) -> None:
+        self._config, self._devices, self._clock, self._mask = config, list(devices), clock, mask
+        peak = peak_flops(self._devices[0].device_kind)
+        self._peak = peak * len(self._devices) if peak else None
+        self.compile_seconds = 0.0
+        self.seconds_per_step: float | None = None
+        self._start = clock()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._steps = self._tokens = self._places = self._pairs = 0
+        self._data_wait = self._not_counted = 0.0
+        self._start = self._clock()
+
+    def start(self) -> None:
+        """Begin the first interval; what went before is no step's time."""
+        self._reset()
+
+    @contextlib.contextmanager
+    def compiling(self) -> Iterator[None]:
+        """Time spent here is compile_seconds, and no step's."""
+        before = self._clock()
+        with self.paused():
+            yield
+        self.compile_seconds += self._clock() - before
+
+    @contextlib.contextmanager
+    def waiting_for_data(self) -> Iterator[None]:
+        """Time spent here is data_wait_seconds, and part of the step."""
+        before = self._clock()
+        yield
+        self._data_wait += self._clock() - before
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent here belongs to no step."""
+        before = self._clock()
+        yield
+        self._not_counted += self._clock() - before
+
+    def count(self, lengths: np.ndarray, places: int) -> None:
+        """Count a finished step's global batch: tokens of each document in it, and the places that it has, padding's too."""
+        self._steps += 1
+        self._tokens += int(np.sum(lengths))
+        self._places += places
+        self._pairs += visible_pairs(lengths, self._mask)
+
+    def read(self, step: int, **values: float) -> dict[str, Any]:
+        """One row of metrics for `step` with the loop's own `values` in it; begins the next interval."""
+        seconds = max(self._clock() - self._start - self._not_counted, 1e-9)
+        steps = max(self._steps, 1)
+        self.seconds_per_step = seconds / steps
+        rate = self._tokens / seconds
+        flops = flops_per_step(self._config, self._tokens, self._pairs)
+        row = {
+            **values,
+            "tokens_per_second": rate,
+            "tokens_per_second_per_device": rate / len(self._devices),
+            "mfu": flops / seconds / self._peak if self._peak else None,
+            "data_wait_seconds": self._data_wait / steps,
+            "step_seconds": self.seconds_per_step,
+            "compile_seconds": self.compile_seconds,
+            "peak_device_gib": peak_device_gib(_local(self._devices)),
+            "peak_host_gib": peak_host_gib(),
+            "padding_share": 1 - self._tokens / self._places if self._places else 0.0,
+        }
+        self._reset()
+        names = dict.fromkeys([*(name for name in NAMES if name in row), *values])
+        return {"step": step, **{name: _number(row[name]) for name in names}}
+
+    def seconds_left(self, step: int, steps: int) -> float | None:
+        """Time that the steps after `step` will take at the last pace; None before the first reading."""
+        return None if self.seconds_per_step is None else (steps - step) * self.seconds_per_step
+
+
+def _local(devices) -> list:
+    """This process's devices among them: only theirs can be asked for memory."""
+    import jax
+
+    return [device for device in devices if device.process_index == jax.process_index()]
+
+
+def _number(value: Any) -> float | int | None:
+    """A plain number; None for what JSON cannot say (nan, inf)."""
+    if value is None or isinstance(value, int):
+        return value
+    value = value.item() if hasattr(value, "item") else value
+    return value if math.isfinite(value) else None
+
+
+# Writing
+
+
+class MetricsLog:
+    """Writes rows to metrics.jsonl, held_out.jsonl and the boards, and shows a progress bar.
+
+    With several processes only the first writes (`write`). `start_step` is the restored step: what the files hold of
+    later steps is cut off before anything is written, and its own held-out loss where that is still to be measured (not
+    `evaluated`). wandb: the project, name and config of a `WeightsAndBiases`.
+    """
+
+    def __init__(self, run: RunDirectory, *, steps: int, start_step: int = 0, evaluated: bool = True, tensorboard: bool = True,
+                 console: bool = True, write: bool = True, wandb: dict[str, Any] | None = None) -> None:  # fmt: skip
+        self._files: dict[str, Any] = {}
+        self._boards: list[TensorBoard | WeightsAndBiases] = []
+        self._bar = None
+        if not write:
+            return
+        run.cut_back(start_step, evaluated)
+        run.folder.mkdir(parents=True, exist_ok=True)
+        self._files = {
+            name: open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+            for name, path in (("train", run.metrics), ("held_out", run.held_out))
+        }
+        if tensorboard:
+            self._boards.append(TensorBoard(run.tensorboard, start_step))
+        if wandb:
+            self._boards.append(WeightsAndBiases(run.folder, **wandb))
+        if console:
+            self._bar = ProgressBar(steps, start_step)
+
+    def train(self, row: dict[str, Any], seconds_left: float | None = None) -> None:
+        """One row of training metrics, as Meter.read gives it."""
+        self._write("train", row)
+        if self._bar:
+            self._bar.update(row, seconds_left)
+
+    def held_out(self, row: dict[str, Any]) -> None:
+        """One row {"step", "held_out_loss_nats_per_target", "held_out_target_tokens", ...}."""
+        self._write("held_out", row)
+        if self._bar and "held_out_loss_nats_per_target" in row:
+            self._bar.say(f"step {row['step']}: held-out loss {_short(row['held_out_loss_nats_per_target'])}")
+
+    def say(self, text: str) -> None:
+        """A line above the progress bar; nothing without one."""
+        if self._bar:
+            self._bar.say(text)
+
+    def _write(self, name: str, row: dict[str, Any]) -> None:
+        if not self._files:
+            return
+        row = {key: _number(value) for key, value in row.items()}
+        self._files[name].write(json.dumps(row, allow_nan=False) + "\n")
+        self._files[name].flush()  # every line: a killed run keeps what it logged
+        for board in self._boards:
+            board.add(name, row)
+
+    def close(self) -> None:
+        """Close the files and stop the bar."""
+        for file in self._files.values():
+            file.close()
+        for board in self._boards:
+            board.close()
+        if self._bar:
+            self._bar.close()
+
+    def __enter__(self) -> "MetricsLog":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+# Where there is no terminal, a line of progress comes after so many seconds at the latest.
+LINE_SECONDS = 30
+
+
+class ProgressBar:
+    """Loss, tokens/s and time left: a bar in a terminal; elsewhere a line for the first row, and then one every LINE_SECONDS
+    or twentieth of the run, whichever is sooner."""
+
+    def __init__(self, steps: int, start_step: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        self._steps, self._clock = steps, clock
+        self._next_step, self._next_time = 0, 0.0  # when a line is due: at once
+        self._console = Console(stderr=True)
+        self._live = self._console.is_terminal
+        self._progress = Progress(
+            TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"),
+            console=self._console, disable=not self._live,
+        )  # fmt: skip
+        self._progress.start()
+        self._task = self._progress.add_task("train", total=steps, completed=start_step, text="")
+
+    def update(self, row: dict[str, Any], seconds_left: float | None) -> None:
+        """Show a row of metrics."""
+        step = row["step"]
+        text = (f"loss {_short(row.get('loss_nats_per_target'))}  {_short(row.get('tokens_per_second'), 0)} tokens/s  "
+                f"{_duration(seconds_left)} left")  # fmt: skip
+        self._progress.update(self._task, completed=step, text=text)
+        if not self._live and (step >= min(self._steps, self._next_step) or self._clock() >= self._next_time):
+            self._next_step, self._next_time = step + max(1, self._steps // 20), self._clock() + LINE_SECONDS
+            self.say(f"step {step}/{self._steps}  {text}")
+
+    def say(self, text: str) -> None:
+        """A line above the bar."""
+        self._console.print(text, markup=False, highlight=False)
+
+    def close(self) -> None:
+        """Leave the terminal as it was."""
+        self._progress.stop()
+
+
+def _short(value: float | None, digits: int = 4) -> str:
+    return "-" if value is None else f"{value:,.{digits}f}"
+
+
+def _duration(seconds: float | None) -> str:
+    """1:02:03, 2:03 or -:--."""
+    if seconds is None:
+        return "-:--"
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

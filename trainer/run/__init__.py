@@ -1,0 +1,1 @@
+"""A run's folder and processes: paths, lock, cluster, notice of preemption."""
