@@ -111,6 +111,16 @@ def new_folder(path: str | Path) -> Path:
     return path
 
 
+def no_pattern(path: str | Path, field: str) -> Path:
+    """The absolute path of a folder for checkpoints. UserError that names `field` where Orbax, which looks for what it wrote by
+    a pattern that begins with this path, would not find it, or would find another folder's files too."""
+    path = Path(path).expanduser().absolute()
+    if characters := [character for character in "*?[\\" if character in str(path)]:
+        raise UserError(f"{field}: {path} has {' and '.join(characters)} in it, and Orbax cannot save checkpoints in such a "
+                        "path; one without *, ?, [ and backslash would work, such as that of a link to this folder")
+    return path
+
+
 def local_folder(path: str | Path) -> Path:
     """The folder itself, or, of a store's, the one in the cache that stands for it: array_record reads local files only."""
     if not is_remote(path):
