@@ -25,13 +25,14 @@ def is_remote(path: str | Path) -> bool:
 def _system(path: str | Path) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
     """The file system and the path in it. What goes wrong in a store is a UserError: its libraries raise errors of their own
     for missing credentials or a network that is down."""
+    if not is_remote(path):  # as it stands: fsspec would take :: for a chain of file systems
+        yield fsspec.filesystem("file"), os.path.abspath(os.path.expanduser(path))
+        return
     try:
         yield fsspec.core.url_to_fs(str(path))
     except (UserError, OSError):
         raise
     except Exception as error:  # also: no gcsfs or s3fs, an unknown protocol; the message names it
-        if not is_remote(path):
-            raise
         raise UserError(f"{path}: {(str(error) or type(error).__name__).splitlines()[0]}") from error
 
 
