@@ -25,13 +25,14 @@ def is_remote(path: str | Path) -> bool:
 def _system(path: str | Path) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
     """The file system and the path in it. What goes wrong in a store is a UserError: its libraries raise errors of their own
     for missing credentials or a network that is down."""
+    if not is_remote(path):  # as it stands: fsspec would take :: for a chain of file systems
+        yield fsspec.filesystem("file"), os.path.abspath(os.path.expanduser(path))
+        return
     try:
         yield fsspec.core.url_to_fs(str(path))
     except (UserError, OSError):
         raise
     except Exception as error:  # also: no gcsfs or s3fs, an unknown protocol; the message names it
-        if not is_remote(path):
-            raise
         raise UserError(f"{path}: {(str(error) or type(error).__name__).splitlines()[0]}") from error
 
 
@@ -108,6 +109,16 @@ def new_folder(path: str | Path) -> Path:
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path}: exists and is not an empty folder; name another one or remove it")
     output_folder(path.parent)
+    return path
+
+
+def no_pattern(path: str | Path, field: str) -> Path:
+    """The absolute path of a folder for checkpoints. UserError that names `field` where Orbax, which looks for what it wrote by
+    a pattern that begins with this path, would not find it, or would find another folder's files too."""
+    path = Path(path).expanduser().absolute()
+    if characters := [character for character in "*?[\\" if character in str(path)]:
+        raise UserError(f"{field}: {path} has {' and '.join(characters)} in it, and Orbax cannot save checkpoints in such a "
+                        "path; one without *, ?, [ and backslash would work, such as that of a link to this folder")
     return path
 
 

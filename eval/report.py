@@ -42,6 +42,7 @@ def print_table(scores: list[Score], console=None) -> None:
     """The scores as plain tables of at most 80 columns, one for each family of keys."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = console or Console()
     for family in dict.fromkeys(one.family for one in scores):
@@ -53,7 +54,7 @@ def print_table(scores: list[Score], console=None) -> None:
         for one in scores:
             if one.family == family:
                 table.add_row(
-                    one.source, "beyond" if one.beyond_trained_length else "within", str(one.num_lines),
+                    Text(one.source), "beyond" if one.beyond_trained_length else "within", str(one.num_lines),
                     f"{one.mean_prompt_tokens:,.0f}", f"{one.right}/{one.cases}", f"{one.accuracy:.2f}",
                     f"{one.low:.2f}-{one.high:.2f}", f"{one.chance:.3f}",
                 )  # fmt: skip

@@ -29,12 +29,12 @@ def main(argv: list[str] | None = None) -> int:
         # Here, so that --help answers at once and Ctrl-C ends in one line.
         import jax
 
-        from data.paths import new_folder
+        from data.paths import new_folder, no_pattern
         from model.config import LlamaConfig
         from trainer.checkpoint.store import save_checkpoint
         from trainer.huggingface.read import copy_assets, read_hf, resolve_model_path
 
-        new_folder(arguments.checkpoint)  # before all weights are read
+        new_folder(no_pattern(arguments.checkpoint, "CHECKPOINT"))  # before all weights are read
         source = resolve_model_path(arguments.hf_dir)
         config = LlamaConfig.from_hf(source)
         one = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])

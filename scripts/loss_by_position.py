@@ -141,11 +141,12 @@ def print_table(curves: dict[str, list[dict]], title: str) -> None:
     """A table of each checkpoint's buckets, in the terminal."""
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     console = Console(soft_wrap=True, highlight=False)
     console.print(title)
     for name, rows in curves.items():
-        table = Table(title=name, title_justify="left", box=None, padding=(0, 3, 0, 0), pad_edge=False)
+        table = Table(title=Text(name), title_justify="left", box=None, padding=(0, 3, 0, 0), pad_edge=False)
         for column in ("tokens before", "targets", "nats per target", "standard error"):
             table.add_column(column, justify="right")
         for row in rows:

@@ -45,6 +45,25 @@ def put(system, path, content):
         file.write(content)
 
 
+@pytest.mark.parametrize("root", ["lr[0.1]", "a*b", "a?b", "a::b", "memory://lr[0.1]", "memory://a*b"])
+def test_no_path_is_a_pattern(store, tmp_path, monkeypatch, root):
+    """Beside each folder lies one that its name, taken for a pattern, would mean."""
+    monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
+    system = store if paths.is_remote(root) else fsspec.filesystem("file", auto_mkdir=True)
+    root = root if paths.is_remote(root) else str(tmp_path / root)
+    for folder in (root, root.replace("lr[0.1]", "lr0").replace("a*b", "axb").replace("a?b", "axb")):
+        put(system, f"{folder}/a.txt", folder.encode())
+    for path in (root, f"{root}/a.txt"):
+        assert [item.text for item in read(Source(path, "text"), Report())] == [root]
+    tokenizer = Tokenizer.load(FIXTURES / "tiny_tokenizer")
+    first, again = [], []
+    for documents in (first, again):
+        train = prepare([Source(f"{root}/a.txt", "text")], tokenizer, 64, f"{root}/prepared", progress=False).train
+        documents += [train[number].tokens.tolist() for number in range(len(train))]
+        shutil.rmtree(tmp_path / "cache", ignore_errors=True)
+    assert first == again and first
+
+
 def test_a_store_is_read_as_a_folder_is(store, tmp_path):
     dirty = (FIXTURES / "dirty.json").read_bytes()
     array, local = np.arange(9, dtype=np.int32), tmp_path / "local"

@@ -53,6 +53,12 @@ def test_table_fits_80_columns(name):
     assert ["beyond", "1000", "120,000", "1000/1000", "1.00", "1.00-1.00", "0.001"] in [line[1:] for line in lines]
 
 
+@pytest.mark.parametrize("name", ["[red]680.jsonl", "a[/b].jsonl"])
+def test_a_file_s_name_is_not_markup(name, capsys):
+    print_table(score([outcome(LineCase("", 7, 20, "line", name, "noun_noun"), "7", 480, 8192, new_tokens=100)]))
+    assert name in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("lengths", [(20,), (20, 40)])
 def test_each_panel_shows_chance(tmp_path, monkeypatch, lengths):
     """One length is one panel; several are two, and each has its marks of chance at its points."""

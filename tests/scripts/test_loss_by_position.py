@@ -36,6 +36,12 @@ def test_buckets_are_powers_of_two_of_the_tokens_before():
         assert row["standard_error"] == pytest.approx(np.std(here, ddof=1) / len(here) ** 0.5)
 
 
+@pytest.mark.parametrize("name", ["runs/[red]/checkpoints/3", "runs/lr[/0.1]"])
+def test_a_checkpoint_s_path_is_not_markup(name, capsys):
+    loss_by_position.print_table({name: []}, "Loss by position")
+    assert name in capsys.readouterr().out
+
+
 def test_the_command_gives_transformers_losses(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
     tokenizer = Tokenizer.load(TOKENIZER)

@@ -281,6 +281,16 @@ def test_model_that_cannot_be_used(refused, model_copy, tmp_path, spoil, words, 
     assert not (tmp_path / "imported").exists()
 
 
+def test_a_folder_that_orbax_would_take_for_a_pattern(refused, model_copy, tmp_path, capfd):
+    run = tmp_path / "lr[0.1]" / "run"
+    said = refused(run=run)
+    assert f"run_dir: {run} has [ in it" in said and "would work" in said and not run.parent.exists()
+    target = tmp_path / "a*b"
+    assert import_hf.main([str(model_copy), str(target)]) == 2
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith(f"error: CHECKPOINT: {target} has * in it") and not target.exists()
+
+
 def test_model_that_is_not_there(refused):
     assert "hf download nobody/nothing" in refused("--model.path", "nobody/nothing")
     assert "no such folder" in refused("--model.path", "./nowhere")

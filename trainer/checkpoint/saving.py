@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
+from etils import epath
 
-from trainer.checkpoint.manifest import write_manifest
+from trainer.checkpoint.manifest import DamagedError, write_manifest
 from trainer.run.cluster import meet
 
 CHECKPOINTS = "checkpoints"
@@ -48,6 +49,7 @@ class Saving:
         trees = {"model": _flat_model(model)}
         if optimizer is not None:
             trees["optimizer"] = flatten(optimizer)
+        self.shapes = {item: {name: np.shape(value) for name, value in tree.items()} for item, tree in trees.items()}
         self.items = [*trees, "assets", *(["data"] if data is not None else [])]
         self.checkpointers = []
         try:
@@ -70,6 +72,7 @@ class Saving:
             for checkpointer in self.checkpointers:
                 checkpointer.wait_until_finished()  # with several processes: until all have written
             if jax.process_index() == 0:
+                self._read_back()  # before the manifest makes it count, and before anything older goes
                 write_manifest(self.scratch, self.items)
                 if self.target.exists():  # a damaged one of the same step, met again after going back
                     remove(self.target)
@@ -81,6 +84,11 @@ class Saving:
         finally:
             self._close()
 
+    def _read_back(self) -> None:
+        for item, shapes in self.shapes.items():
+            if {name: array.shape for name, array in stored_shapes(self.scratch, item).items()} != shapes:
+                raise DamagedError(f"{self.scratch}: the arrays of {item} are not those that were saved")
+
     def _close(self) -> None:
         for checkpointer in self.checkpointers:
             checkpointer.close()
@@ -90,6 +98,16 @@ class Saving:
         if self.error is not None:
             raise OSError(f"saving checkpoint {self.target} failed: {self.error}") from self.error
         meet(f"checkpoint {self.target.name} ends")
+
+
+def stored_shapes(folder: Path, item: str) -> dict[str, jax.ShapeDtypeStruct]:
+    """Name -> shape and dtype of an Orbax item's arrays, each of which is opened; DamagedError where it cannot be."""
+    try:
+        tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder / item)).tree
+    except (OSError, ValueError) as error:
+        raise DamagedError(f"{folder}: Orbax finds no index of the arrays of {item} ({str(error).splitlines()[0]}); an older "
+                           "checkpoint would work, or a path without *, ?, [ and backslash") from error
+    return {name: jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype) for name, leaf in tree.items()}
 
 
 def _flat_model(model: Mapping[str, Any]) -> dict[str, Any]:

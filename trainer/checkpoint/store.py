@@ -34,7 +34,7 @@ from data.paths import new_folder
 from model.config import LlamaConfig
 from model.padding import fits
 from trainer.checkpoint.manifest import MANIFEST, DamagedError, ForeignError, read_manifest, verify
-from trainer.checkpoint.saving import CHECKPOINTS, Saving, flatten, remove
+from trainer.checkpoint.saving import CHECKPOINTS, Saving, flatten, remove, stored_shapes
 from trainer.huggingface.read import hf_layout
 from trainer.run.cluster import first_then_others
 
@@ -308,10 +308,8 @@ def _fits(folder: Path, name: str, found: tuple[int, ...], wanted: tuple[int, ..
 
 
 def _stored(folder: Path, item: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Name -> shape and dtype of an Orbax item. Raises ForeignError if the checkpoint does not have the item."""
+    """As stored_shapes; ForeignError if the checkpoint does not have the item."""
     if item not in read_manifest(folder)["items"]:
         raise ForeignError(f"{folder}: this checkpoint has no {item}" + (
             " (an imported or exported model: start a run from it as model.path)" if item == "optimizer" else ""))
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        tree = checkpointer.metadata(folder / item).item_metadata.tree
-    return {name: jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype) for name, leaf in tree.items()}
+    return stored_shapes(folder, item)

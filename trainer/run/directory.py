@@ -28,6 +28,7 @@ from typing import Any
 import yaml
 
 from data.errors import UserError
+from data.paths import no_pattern
 from trainer.config import load as configuration
 from trainer.config.schema import RunConfig
 from trainer.run.lock import require_free
@@ -118,6 +119,7 @@ def check_run(config: RunConfig, first: bool = True) -> RunDirectory:
     """The run's folder, untouched; UserError if another run, or (asked by the first process) no run, is in it, or if
     another start is training there."""
     run = RunDirectory(config.folder)
+    no_pattern(run.folder, "run_dir")
     if run.folder.exists() and not run.folder.is_dir():
         raise UserError(f"{run.folder}: is a file; give another --run_dir")
     if run.config.exists():

@@ -249,6 +249,38 @@ def test_a_failed_save_is_told(tmp_path, assets, monkeypatch):
     assert store.steps() == []
 
 
+def test_a_save_that_cannot_be_read_back_neither_counts_nor_removes_older_ones(run, assets, monkeypatch):
+    """Orbax leaves out the index of its arrays, without an error, where it does not find what its processes wrote."""
+    finish = checkpoint.ocp.AsyncCheckpointer.wait_until_finished
+
+    def without_index(checkpointer):
+        finish(checkpointer)
+        (run / "checkpoints/30.tmp/model/manifest.ocdbt").unlink(missing_ok=True)
+
+    monkeypatch.setattr(checkpoint.ocp.AsyncCheckpointer, "wait_until_finished", without_index)
+    store = CheckpointStore(run, keep=1)
+    store.save(30, model=placed((2, 4), values()), assets=assets)
+    with pytest.raises(OSError, match=r"saving checkpoint .*30 failed: .*30\.tmp: .* no index of the arrays of model"):
+        store.wait()
+    assert store.steps() == [10, 20] and store.latest_good() == 20
+
+
+@pytest.mark.parametrize("use", [restore_model, stored_parameters, restore_all])
+def test_a_checkpoint_that_was_sealed_without_its_index_is_told_in_one_line(run, use):
+    newest = run / "checkpoints/20"
+    (newest / "model/manifest.ocdbt").unlink()
+    manifest.write_manifest(newest, ["assets", "data", "model", "optimizer"])
+    with pytest.raises(DamagedError, match=r"checkpoints/20: .* no index of the arrays of model.* would work"):
+        use(newest)
+
+
+@pytest.mark.parametrize("name", ["lr[0.1]", "[!a]", "a*b", "a?b"])
+def test_a_checkpoint_is_read_wherever_it_was_moved_to(run, tmp_path, name):
+    moved = run.rename(tmp_path / name)
+    assert same_bits(restore_model(moved), values())
+    assert all(same_bits(np.asarray(x), values()[key]) for key, x in stored_parameters(moved).items())
+
+
 def test_who_ends_by_an_error_finishes_its_save_and_waits_for_nobody(tmp_path, assets, monkeypatch):
     """The others stand in a step that this process has left: they would never meet it."""
     met = []

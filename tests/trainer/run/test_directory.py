@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 
 import pytest
 import yaml
@@ -119,6 +120,21 @@ def test_a_folder_that_is_no_run_is_refused(config, tmp_path):
     (tmp_path / "run" / "config.yaml").write_text("[")
     with pytest.raises(UserError, match=r"config\.yaml: cannot be read"):
         open_run(config)
+
+
+@pytest.mark.parametrize(("name", "character"), [("lr[0.1]", "["), ("[!a]", "["), ("a*b", "*"), ("a?b", "?"), ("a\\b", "\\")])
+def test_a_path_in_which_no_checkpoint_could_be_saved_is_refused(config, tmp_path, name, character, monkeypatch):
+    """Orbax looks for what it wrote by a pattern that begins with the folder's path, from the root on."""
+    told = f"run_dir: {re.escape(str(tmp_path / name))}.* has {re.escape(character)} in it"
+    with pytest.raises(UserError, match=f"{told}.* would work"):
+        open_run(dataclasses.replace(config, run_dir=str(tmp_path / name / "run")))
+    assert not (tmp_path / name).exists()
+    (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / name)
+    with pytest.raises(UserError, match=told):
+        open_run(dataclasses.replace(config, run_dir=None))
+    (tmp_path / "link").symlink_to(tmp_path / name)
+    assert open_run(dataclasses.replace(config, run_dir=str(tmp_path / "link" / "run"))).config.exists()
 
 
 def test_killed_while_opening_can_be_opened(config, tmp_path):
