@@ -25,12 +25,11 @@ import pathlib
 import time
 from typing import Any
 
-import yaml
-
 from data.errors import UserError
 from trainer import config as configuration
 from trainer.config import RunConfig
 from trainer.run_lock import require_free
+from trainer.yaml_text import InvalidYAML, parse
 
 # Sections and fields that do not make another run: a resumed run may change them.
 PLACEMENT = (
@@ -163,9 +162,9 @@ def _strangers(config: RunConfig) -> list[pathlib.Path]:
 def _require_same(run: RunDirectory, config: RunConfig) -> None:
     """UserError that names the first difference between the folder's run and `config`."""
     try:
-        written = configuration.upgraded(yaml.safe_load(run.config.read_text(encoding="utf-8")), str(run.config))
+        written = configuration.upgraded(parse(run.config.read_text(encoding="utf-8"), str(run.config)), str(run.config))
         there = _identity(_completed(written, configuration.resolved(RunConfig())))
-    except (OSError, yaml.YAMLError, AttributeError, TypeError, UnicodeDecodeError) as error:
+    except (OSError, InvalidYAML, AttributeError, TypeError, UnicodeDecodeError) as error:
         raise UserError(f"{run.config}: cannot be read as a run's configuration ({error}); give another --run_dir, "
                         f"or delete {run.folder}") from error  # fmt: skip
     here = identity(config)

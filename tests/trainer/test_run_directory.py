@@ -107,6 +107,14 @@ def test_a_run_of_version_1_goes_on(config):
         open_run(dataclasses.replace(config, optimizer=OptimizerConfig(moment_dtype="bfloat16")))
 
 
+def test_a_key_written_twice_in_the_runs_configuration_is_refused(config):
+    run = open_run(config)
+    number = len(run.config.read_text().splitlines()) + 1
+    run.config.write_text(run.config.read_text() + "train: {}\n")
+    with pytest.raises(UserError, match=rf"config\.yaml: train is written twice, on lines \d+ and {number}; "):
+        open_run(config)
+
+
 def test_a_folder_that_is_no_run_is_refused(config, tmp_path):
     (tmp_path / "run").mkdir()
     open_run(config)  # empty is fine
