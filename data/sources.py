@@ -185,11 +185,15 @@ def _integers(values: object, bools: bool = False) -> np.ndarray | None:
     """int32 [n], or None where the values are anything else."""
     if not isinstance(values, list | np.ndarray) or len(values) == 0:
         return None
+    if not bools and isinstance(values, list) and any(isinstance(value, bool) for value in values):
+        return None  # beside integers, numpy makes 0 and 1 of them
     try:
         array = np.asarray(values)
     except ValueError:
         return None
-    if array.ndim != 1 or array.dtype.kind not in ("iub" if bools else "iu") or abs(array).max() >= 2**31:
+    if array.ndim != 1 or array.dtype.kind not in ("iub" if bools else "iu"):
+        return None
+    if array.min() < -(2**31) or array.max() >= 2**31:  # not abs(): that of the lowest int64 is itself
         return None
     return array.astype(np.int32)
 

@@ -15,9 +15,10 @@ import argparse
 import dataclasses
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
-import yaml
+from trainer.config.yaml_text import parse
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,7 +33,8 @@ def parser() -> argparse.ArgumentParser:
     found.add_argument("--mesh", help="such as fsdp=8,sequence=8 or tensor=8,sequence_parallel=1; "
                        "all devices on sequence unless given")
     found.add_argument("--batch", type=int, help="rows (default 1)")
-    found.add_argument("--schedule", type=yaml.safe_load, help="as a recipe's attention.schedule (default ring)")
+    found.add_argument("--schedule", type=partial(parse, where="--schedule"),
+                       help="as a recipe's attention.schedule (default ring)")
     found.add_argument("--layout", choices=["contiguous", "striped", "zigzag"], help="(default striped)")
     found.add_argument("--remat", help="what layers keep for the backward (default save_attention)",
                        choices=["nothing", "save_attention", "offload", "every_k", "offload_every_k", "everything"])

@@ -217,3 +217,42 @@ def test_texts_and_tokens_of_files_and_folders(tmp_path):
     ):
         with pytest.raises(UserError, match=says):
             _read(path, format=format)
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [5, -(2**63)], [-(2**63)], [5, -(2**31) - 1], [5, 2**31], [5, 2**63], [5, 2**63 + 5], [-1, 2**63], [5, 2**64], [5, 1.0],
+        [5, float("nan")], [5, float("inf")], [5, True], [False, 5], [True, True], [5, None], [5, "6"], [[5, 6]],
+    ],
+)  # fmt: skip
+def test_what_is_no_32_bit_integer_is_no_token(tmp_path, values):
+    """Beside a good record it is dropped, in every kind of file; what numpy makes of it is never learned."""
+    records = [{"id": "good", "tokens": [5, 6]}, {"id": "bad", "tokens": values}]
+    for number, suffix in enumerate((".json", ".jsonl")):
+        path = tmp_path / f"{number}{suffix}"
+        path.write_text(json.dumps(records) if suffix == ".json" else "\n".join(map(json.dumps, records)))
+        found, report = _read(path, format="tokens")
+        assert [item.id for item in found] == ["good"] and sum(report.dropped.values()) == 1
+
+
+@pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.float32, np.bool_])
+@pytest.mark.parametrize("suffix", [".npy", ".parquet"])
+def test_tokens_of_binary_files_are_32_bit_integers(tmp_path, dtype, suffix):
+    """The lowest int64 is its own absolute value; the highest uint64 is -1 as int32."""
+    value = {"i": np.iinfo(np.int64).min, "u": np.iinfo(np.uint64).max, "f": np.nan, "b": True}[np.dtype(dtype).kind]
+    bad, path = np.array([1, value], dtype), tmp_path / f"tokens{suffix}"
+    if suffix == ".npy":
+        np.save(path, bad)
+    else:
+        parquet.write_table(pyarrow.table({"tokens": [bad]}), path)
+    with pytest.raises(UserError, match=r"none of its 1 records is a usable tokens .*no list of integers"):
+        _read(path, format="tokens")
+
+
+def test_a_label_or_mask_that_is_no_32_bit_integer_makes_no_mask(tmp_path):
+    path = tmp_path / "tokens.json"
+    masks = [{"labels": [5, -(2**63)]}, {"loss_mask": [1, -(2**63)]}, {"labels": [True, 6]}, {"loss_mask": [True, 0]}]
+    path.write_text(json.dumps([{"tokens": [5, 6], **mask} for mask in masks]))
+    found, report = _read(path, format="tokens")
+    assert [item.record for item in found] == [4] and report.dropped == {"`loss_mask` or `labels` unlike its tokens": 3}

@@ -139,6 +139,8 @@ def test_a_models_folder_is_a_model(tmp_path):
     (("--context", "4096", "--mesh", "fsdp"), "--mesh: found 'fsdp'; write axis=size"),
     (("--context", "4096", "--mesh", "tensor=3"), "mesh: data 1 x fsdp 1 x tensor 3 x sequence 1 is 3 devices, found 4"),
     ((), "--context: missing"),
+    (("--schedule", "{name: ring, name: ulysses}"), "--schedule: name is written twice"),
+    (("--schedule", "{name: ring"), "--schedule: not valid YAML"),
 ])
 def test_what_cannot_be_planned_is_one_line(argv, said, capsys):
     assert main(["--model", "smollm2-135m", "--topology", "v5e:2x2", *argv]) == 2

@@ -1,5 +1,6 @@
 """The run's configuration: typed sections, read from a YAML recipe and overridden by `--section.field value`."""
 
+import contextlib
 import dataclasses
 import difflib
 import pathlib
@@ -31,6 +32,7 @@ from .schema import (
     SourceConfig,
     TrainConfig,
 )
+from .yaml_text import InvalidYAML, parse
 
 __all__ = [
     "SCHEDULES", "VERSION", "AttentionConfig", "CheckpointConfig", "DataConfig", "EvaluateConfig", "LoggingConfig",
@@ -70,6 +72,7 @@ def load(argv: list[str] | None = None, own: Iterable[str] = ()) -> RunConfig:
     if {"-h", "--help"} & set(argv):
         parser.parse_args(["--help"])  # prints and exits
     recipe, flags = _split(argv, own)
+    _check_values(flags)
     written = _read(recipe)
     given = {flag.split("=", 1)[0].removeprefix("--") for flag in flags if flag.startswith("--")}
     _replace_shorthands(written, given)
@@ -153,6 +156,20 @@ def _check_flag(name: str, own: Iterable[str] = ()) -> None:
     raise UserError(f"command line: unknown field --{name}{_nearest(name, [*own, *LEAVES], '--')}; valid: {', '.join(valid)}")
 
 
+def _check_values(flags: list[str]) -> None:
+    """Refuse what would be lost without a word: a key that is written twice, and what a later flag replaces as a whole."""
+    words, earlier = iter(flags), []
+    for word in words:
+        flag, equals, text = word.partition("=")
+        text, value = text if equals else next(words), None
+        with contextlib.suppress(InvalidYAML):  # a name such as `a: b: c`
+            value = parse(text, f"command line: {flag}")
+        for name, given, old in earlier:
+            if name.startswith(flag + ".") or (name == flag and isinstance(old, dict | list)):
+                raise UserError(f"command line: {flag} {text} would drop {name} {given} before it; write both as one {flag}")
+        earlier.append((flag, text, value))
+
+
 def _fields(prefix: str) -> str:
     return ", ".join(leaf for leaf in LEAVES if leaf.startswith(prefix))
 
@@ -172,10 +189,7 @@ def _read(recipe: str) -> Row:
         there = sorted(str(path) for path in folder.glob("*.yaml")) if folder.is_dir() else []
         reason = getattr(error, "strerror", None) or error
         raise UserError(f"{recipe}: cannot read the recipe ({reason}); there: {', '.join(there) or 'none'}") from error
-    try:
-        written = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise UserError(f"{recipe}: not valid YAML: {' '.join(str(error).split())}") from error
+    written = parse(text, recipe)
     if not isinstance(written, dict):
         raise UserError(f"{recipe}: expected sections such as model: and data:, found {type(written).__name__}")
     written = upgraded(written, recipe)

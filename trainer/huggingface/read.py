@@ -196,16 +196,16 @@ def weights_fingerprint(folder: str | Path) -> str:
 
 
 def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Tensor name -> opened safetensors file that holds it."""
+    """Tensor name -> opened safetensors file to read it from: of several the one that the index names."""
     index_file, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
     if single.is_file():
-        paths = [single]
-        expected = None
+        paths, named = [single], {}
     elif index_file.is_file():
         try:
-            expected = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
-            paths = [folder / name for name in sorted(set(expected.values()))]
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
+            weight_map = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
+            named = {name: folder / file for name, file in weight_map.items()}
+            paths = sorted(set(named.values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{index_file}: not a safetensors index ({error!r}); download it again") from None
         outside = [path for path in paths if path.parent != folder]
         if outside:
@@ -220,7 +220,7 @@ def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
                 "refused; convert them to safetensors (https://huggingface.co/docs/safetensors/convert-weights)"
             )
         raise ValueError(f"{folder}: no weights here; needs model.safetensors or model.safetensors.index.json")
-    tensors = {}
+    tensors, holders = {}, {}
     for path in paths:
         try:
             opened = stack.enter_context(safe_open(path, framework="np"))
@@ -228,10 +228,17 @@ def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
             raise ValueError(f"{path}: missing, but {index_file.name} names it; download it again") from None
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: not a whole safetensors file ({error}); download it again") from None
-        tensors.update(dict.fromkeys(opened.keys(), opened))
-    for name in expected or ():
+        for name in opened.keys():  # noqa: SIM118 - not a mapping
+            if named.get(name, path) != path:
+                continue
+            if name in tensors:
+                raise ValueError(f"{folder}: tensor {name} is in {holders[name].name} and {path.name}, and {index_file.name} "
+                                 "does not say in which; download the folder again")
+            tensors[name], holders[name] = opened, path
+    for name, path in named.items():
         if name not in tensors:
-            raise ValueError(f"{folder}: tensor {name} is in {index_file.name}, but not in {expected[name]}")
+            raise ValueError(f"{index_file}: tensor {name} is not in {path.name}, the file that it names; download the folder "
+                             "again")
     return tensors
 
 

@@ -3,6 +3,7 @@
     RUN/config.yaml           the resolved configuration, as last run
     RUN/metrics.jsonl         one line of training metrics every train.log_every steps
     RUN/held_out.jsonl        one line for every held-out loss
+    RUN/*.jsonl.unreadable    lines of these two that could not be read when the run went on
     RUN/tensorboard/          the same figures for TensorBoard
     RUN/wandb/                the same for Weights & Biases, where it is asked for
     RUN/profile/              what the devices did in logging.profile_steps
@@ -22,15 +23,15 @@ import itertools
 import json
 import os
 import pathlib
+import sys
 import time
 from typing import Any
-
-import yaml
 
 from data.errors import UserError
 from data.paths import no_pattern
 from trainer.config import load as configuration
 from trainer.config.schema import RunConfig
+from trainer.config.yaml_text import InvalidYAML, parse
 from trainer.run.lock import require_free
 
 # Sections and fields that do not make another run: a resumed run may change them.
@@ -102,12 +103,12 @@ class RunDirectory:
         """Forget the logged lines after `step`, the one that training goes on from; 0 forgets all.
 
         Steps that were logged but not saved are run again, and must not be in the files twice; nor the held-out loss of `step`
-        itself where it is still to be measured (not `evaluated`).
+        itself where it is still to be measured (not `evaluated`). Lines that cannot be read are kept in a file beside, with a
+        warning.
         """
         for path, last in ((self.metrics, step), (self.held_out, step if evaluated else step - 1)):
             if path.exists():
-                kept = [line for line in path.read_text(encoding="utf-8").splitlines() if _step(line) <= last]
-                _write(path, "".join(line + "\n" for line in kept))
+                _cut_back(path, last)
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
@@ -165,9 +166,9 @@ def _strangers(config: RunConfig) -> list[pathlib.Path]:
 def _require_same(run: RunDirectory, config: RunConfig) -> None:
     """UserError that names the first difference between the folder's run and `config`."""
     try:
-        written = configuration.upgraded(yaml.safe_load(run.config.read_text(encoding="utf-8")), str(run.config))
+        written = configuration.upgraded(parse(run.config.read_text(encoding="utf-8"), str(run.config)), str(run.config))
         there = _identity(_completed(written, configuration.resolved(RunConfig())))
-    except (OSError, yaml.YAMLError, AttributeError, TypeError, UnicodeDecodeError) as error:
+    except (OSError, InvalidYAML, AttributeError, TypeError, UnicodeDecodeError) as error:
         raise UserError(f"{run.config}: cannot be read as a run's configuration ({error}); give another --run_dir, "
                         f"or delete {run.folder}") from error  # fmt: skip
     here = identity(config)
@@ -220,12 +221,31 @@ def _identity(written: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _step(line: str) -> float:
-    """The line's step; infinity for a line that a kill cut short."""
+def _cut_back(path: pathlib.Path, last: int) -> None:
+    kept, unreadable, numbers = [], [], []
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines, 1):
+        if (step := _step(line)) is not None:
+            kept += [line.decode() + "\n"] if step <= last else []
+        elif line.strip() and number < len(lines):  # a last line without an end was cut short by a kill
+            unreadable.append(line + b"\n")
+            numbers.append(str(number))
+    if unreadable:
+        aside = path.with_name(path.name + ".unreadable")
+        with aside.open("ab") as file:
+            file.writelines(unreadable)
+        shown = f"line{'s' * (len(numbers) > 1)} {', '.join(numbers[:5])}{', ...' * (len(numbers) > 5)}"
+        print(f"warning: {path}: {shown} cannot be read; moved to {aside.name}", file=sys.stderr)
+    _write(path, "".join(kept))
+
+
+def _step(line: bytes) -> int | None:
+    """A logged line's step; None for a line that cannot be read."""
     try:
-        return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return float("inf")
+        step = json.loads(line.decode())["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None
 
 
 def _write(path: pathlib.Path, text: str) -> None:

@@ -185,6 +185,67 @@ def test_recipe_missing_or_broken(tmp_path):
         load([])
 
 
+@pytest.mark.parametrize(
+    ("text", "key", "lines"),
+    [
+        ("optimizer:\n  learning_rate: 0.1\ntrain:\n  steps: 7\noptimizer:\n  beta1: 0.8\n", "optimizer", "lines 1 and 5"),
+        ("optimizer:\n  learning_rate: 0.1\n  beta1: 0.8\n  'learning_rate': 0.2\n", "learning_rate", "lines 2 and 4"),
+        ("data:\n  sources:\n  - path: a\n    weight: 2\n    path: b\n", "path", "lines 3 and 5"),
+        ("train:\n  {steps: 7, steps: 8}\n", "steps", "line 2"),
+    ],
+)
+def test_a_key_written_twice_is_refused(tmp_path, text, key, lines):
+    path = tmp_path / "twice.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as error:
+        load(["--config", str(path)])
+    assert str(error.value) == f"{path}: {key} is written twice, on {lines}; keep one of the two"
+
+
+def test_a_merged_key_may_be_written_over(tmp_path):
+    """YAML's `<<` fills in what its mapping does not say itself: no key is written twice."""
+    path = tmp_path / "merged.yaml"
+    text = yaml.safe_dump({section: RECIPE[section] for section in ("model", "optimizer")})
+    path.write_text(text + "data:\n  sources:\n  - &a {path: a, weight: 2}\n  - {<<: *a, path: b}\n")
+    assert [(source.path, source.weight) for source in load(["--config", str(path)]).data.sources] == [("a", 2), ("b", 2)]
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (['--model.overrides={"vocab_size": 64, "vocab_size": 32}'], ["--model.overrides: vocab_size is written twice;"]),
+        (["--data.sources", '[{"path": "a", "path": "b"}]'], ["--data.sources: path is written twice;"]),
+        (["--attention.schedule", '{"name": "ring", "name": "ulysses"}'], ["--attention.schedule: name is written twice;"]),
+        (["--model.overrides", "{hidden_size: 64}", "--model.overrides={num_hidden_layers: 3}"],
+         ["--model.overrides", "would drop", "hidden_size", "as one"]),
+        (["--model.overrides.hidden_size", "64", "--model.overrides", "{num_hidden_layers: 3}"],
+         ["--model.overrides", "would drop", "--model.overrides.hidden_size 64", "as one"]),
+        (["--data.sources", "[{path: a}]", "--data.sources", "[{path: b}]"], ["--data.sources", "would drop", "as one"]),
+    ],
+)
+def test_what_the_command_line_would_drop_is_refused(tmp_path, flags, words):
+    with pytest.raises(UserError) as error:
+        load(["--config", write(tmp_path), *flags])
+    for word in ["command line: ", *words]:
+        assert word in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_the_last_of_two_flags_counts_and_a_field_may_follow_its_mapping(tmp_path):
+    flags = ["--train.steps", "3", "--train.steps=4", "--attention.schedule", "ring", "--attention.schedule", "all_gather",
+             "--model.overrides", "{num_hidden_layers: 3}", "--model.overrides.hidden_size", "64"]  # fmt: skip
+    config = load(["--config", write(tmp_path), *flags])
+    assert config.train.steps == 4 and config.attention.schedule == "all_gather"
+    assert config.model.overrides == {"num_hidden_layers": 3, "hidden_size": 64}
+
+
+@pytest.mark.parametrize("text", ["name: 2024-13-45", "[" * 3000])
+def test_what_no_yaml_can_be_made_of_names_the_recipe(tmp_path, text):
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(UserError, match=r"bad\.yaml: not valid YAML: "):
+        load(["--config", str(tmp_path / "bad.yaml")])
+
+
 def test_help_documents_every_field(repository):
     code = "from trainer.config import load; load(['--help'])"
     command = [sys.executable, "-c", code]

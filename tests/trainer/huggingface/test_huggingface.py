@@ -111,6 +111,40 @@ def test_sharded_index_is_read_and_written(tmp_path):
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
 
+def test_the_index_says_which_shard_a_tensor_comes_from(tmp_path):
+    """Two shards hold the norm, each its own: the index decides, whichever file is read first."""
+    config = make_model(tmp_path, torch.float32)
+    weights = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    names, norm = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"], "model.norm.weight"
+    save_file({**weights, norm: torch.full((32,), 1.0)}, tmp_path / names[0], metadata={"format": "pt"})
+    head = "lm_head.weight"
+    save_file({head: weights[head], norm: torch.full((32,), 2.0)}, tmp_path / names[1], metadata={"format": "pt"})
+
+    def read(changes):
+        index = {**dict.fromkeys(weights, names[0]), head: names[1], **changes}
+        index = {name: file for name, file in index.items() if file}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+        return read_hf(tmp_path, config, jax.sharding.SingleDeviceSharding(jax.devices()[0]))["norm.weight"]
+
+    for number, file in enumerate(names, 1):
+        assert (np.asarray(read({norm: file})) == number).all()
+    first = "model.layers.0.input_layernorm.weight"
+    with pytest.raises(ValueError, match=rf"index\.json: tensor {first} is not in {names[1]}, .*; download the folder again"):
+        read({first: names[1]})
+    with pytest.raises(ValueError, match=rf"tensor {norm} is in {names[0]} and {names[1]}, and .*index\.json does not say"):
+        read({norm: None})
+    with pytest.raises(ValueError, match=r"model-00003-of-00002\.safetensors: missing, but .*index\.json names it"):
+        read({norm: "model-00003-of-00002.safetensors"})
+
+
+def test_an_index_that_is_no_text_is_named(tmp_path):
+    config = make_model(tmp_path, torch.float32, max_shard_size="8KB")
+    (tmp_path / "model.safetensors.index.json").write_bytes(b'{"weight_map": {"\xff": ""}}')
+    with pytest.raises(ValueError, match=r"index\.json: not a safetensors index"):
+        read_hf(tmp_path, config, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
+
+
 def shape_of(preset: str, most: float) -> LlamaConfig:
     """A preset at one layer. Its own widths where that makes less than `most` parameters, else widths and vocabulary by
     about 16, with its heads, key heads and ties."""

@@ -108,6 +108,14 @@ def test_a_run_of_version_1_goes_on(config):
         open_run(dataclasses.replace(config, optimizer=OptimizerConfig(moment_dtype="bfloat16")))
 
 
+def test_a_key_written_twice_in_the_runs_configuration_is_refused(config):
+    run = open_run(config)
+    number = len(run.config.read_text().splitlines()) + 1
+    run.config.write_text(run.config.read_text() + "train: {}\n")
+    with pytest.raises(UserError, match=rf"config\.yaml: train is written twice, on lines \d+ and {number}; "):
+        open_run(config)
+
+
 def test_a_folder_that_is_no_run_is_refused(config, tmp_path):
     (tmp_path / "run").mkdir()
     open_run(config)  # empty is fine
@@ -171,3 +179,30 @@ def test_cut_back(config):
     assert run.held_out.read_text() == "\n".join(lines[:2]) + "\n", "that of step 3 is measured again"
     run.cut_back(0)
     assert run.metrics.read_text() == run.held_out.read_text() == ""
+
+
+@pytest.mark.parametrize("name", ["metrics", "held_out"])
+def test_lines_that_cannot_be_read_are_kept_aside(config, name, capfd):
+    """Whatever a line holds, the run goes on; only what a kill cut off at the end goes without a word."""
+    run = open_run(config)
+    path = getattr(run, name)
+    aside = path.with_name(path.name + ".unreadable")
+    good = [json.dumps({"step": step, "loss": 1 / step}).encode() for step in range(1, 4)]
+    path.write_bytes(b"\n".join([good[0], b"", good[1], good[2], b'{"step": 4, "lo']))
+    run.cut_back(3)
+    assert path.read_bytes() == b"".join(line + b"\n" for line in good)
+    assert not aside.exists() and capfd.readouterr().err == ""
+
+    bad = [b'{"step": 1, "lo', b'{"step": 2, "loss": "\xff"}', b'{"loss": 0.5}', b'{"step": "2"}', b'{"step": NaN}', b"[1]",
+           b"\0\0"]  # fmt: skip
+    path.write_bytes(b"\n".join([good[0], bad[0], good[1], bad[1], good[2], *bad[2:], b'{"step": 4, "l\xc3']))
+    run.cut_back(2)
+    assert path.read_bytes() == b"".join(line + b"\n" for line in good[:2])
+    assert aside.read_bytes() == b"".join(line + b"\n" for line in bad)
+    error = capfd.readouterr().err
+    assert error == f"warning: {path}: lines 2, 4, 6, 7, 8, ... cannot be read; moved to {aside.name}\n"
+
+    path.write_bytes(good[0] + b"\n" + bad[0] + b"\n")
+    run.cut_back(2)
+    assert path.read_bytes() == good[0] + b"\n" and aside.read_bytes().splitlines() == [*bad, bad[0]]
+    assert capfd.readouterr().err == f"warning: {path}: line 2 cannot be read; moved to {aside.name}\n"
