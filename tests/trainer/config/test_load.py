@@ -247,7 +247,7 @@ def test_what_no_yaml_can_be_made_of_names_the_recipe(tmp_path, text):
 
 
 def test_help_documents_every_field(repository):
-    code = "from trainer.config import load; load(['--help'])"
+    code = "from trainer.config.load import load; load(['--help'])"
     command = [sys.executable, "-c", code]
     text = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True).stdout
     words = " ".join(text.split())
