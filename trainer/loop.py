@@ -49,9 +49,14 @@ def train(config: RunConfig) -> Path:
         training = _Training(config, objective, store)
         training.compile()
         # Only now is the folder this run's: after data, a model or a step that is refused, another try may use it.
-        run = first_then_others(lambda told: open_run(config, write=told is None), lambda run: "")
-        if first:
-            lock.enter_context(held(run.lock))
+        def opened(told: str | None) -> RunDirectory:
+            run = open_run(config, write=told is None)
+            if told is None:
+                lock.enter_context(held(run.lock))
+            return run
+
+        run = first_then_others(opened, lambda run: "")
+        training.catch_up()
         return training.run(run)
 
 
@@ -64,10 +69,13 @@ class _Training:
         self.trained, self.fixed = split_trainable(model.parameters, config.model.trainable)
         self.builder = StepBuilder.of(config, model, objective.loss, objective.abstract_batch(), objective.sources)
         self.meter = Meter(model.config, model.mesh.devices.flat, mask=model.mask)
+        self.train_step = None
         self.step = self._restore()
 
     def _restore(self) -> int:
         """Parameters, moments and the step they belong to: from the newest good checkpoint, or fresh."""
+        self.trainable = self.frozen = self.optimizer_state = None  # of an earlier restore: the memory is needed
+        self.steps_seen = self.store.steps_for_all()
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always")
             latest = self.store.latest_good()
@@ -91,6 +99,13 @@ class _Training:
         self._say(f"already trained to step {latest}" if done else f"going on from step {latest} ({self.store.path(latest)})")
         return restored.data["step"]
 
+    def catch_up(self) -> None:
+        """Restores again if another start has saved in this folder since: it may have come and gone before this one had the
+        lock."""
+        if self.store.steps_for_all() != self.steps_seen:
+            self.step = self._restore()
+            self.compile()
+
     @property
     def _origins(self) -> dict[str, str]:
         """What a checkpoint tells of the files that its run was made from, wherever these lie."""
@@ -106,8 +121,8 @@ class _Training:
         self.frozen = {name: params[name] for name in self.fixed}
 
     def compile(self) -> None:
-        """The steps, unless the run is at its end already."""
-        if self.step >= self.config.train.steps:
+        """The steps, once; not if the run is at its end already."""
+        if self.step >= self.config.train.steps or self.train_step is not None:
             return
         with self.meter.compiling():
             lowered = self.builder.lower_train()  # what refuses a step speaks here, and within seconds

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -77,6 +78,48 @@ def test_ctrl_c_to_one_process_saves_the_same_step_on_all(whole_run, small_recip
     said = f"stopped (Ctrl-C): saved {run / 'checkpoints' / str(saved)}; the same command goes on"
     assert capfd.readouterr().err.count(said) == 1 and small_run.steps_logged(run) == saved < small_run.STEPS
     assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
+    agree(small_run.rows(run / "metrics.jsonl"), small_run.rows(whole_run / "metrics.jsonl"))
+
+
+# Stands in for train.py: says when it has compiled, and goes on when it is told.
+WAITS = """
+import pathlib, sys, time
+import train
+from trainer.loop import _Training
+
+compile, run = _Training.compile, sys.argv[sys.argv.index("--run_dir") + 1]
+number = sys.argv[sys.argv.index("--distributed.process_id") + 1]
+
+def waiting(training):
+    compile(training)
+    pathlib.Path(f"{run}.compiled.{number}").touch()
+    while not pathlib.Path(f"{run}.go").exists():
+        time.sleep(0.02)
+
+_Training.compile = waiting
+sys.exit(train.main())
+"""
+
+
+@pytest.mark.slow
+def test_two_processes_that_another_start_overtook_both_go_on_from_what_it_saved(
+    whole_run, small_recipe, tmp_path, repository, monkeypatch, capfd,
+):
+    """That one was killed after its checkpoint 35."""
+    run = tmp_path / "run"
+    (tmp_path / "waits.py").write_text(WAITS)
+    monkeypatch.setattr(launch_local, "TRAIN", tmp_path / "waits.py")
+    monkeypatch.setenv("PYTHONPATH", str(repository))
+    running = launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(run)])
+    try:
+        wait_for(lambda: len(list(tmp_path.glob("run.compiled.*"))) == 2, running)
+        shutil.copytree(whole_run, run)
+        shutil.rmtree(run / "checkpoints/40")
+        (tmp_path / "run.go").touch()
+        assert launch_local.wait(running) == 0
+    finally:
+        launch_local.end(running)
+    assert "going on from step 35" in capfd.readouterr().err
     agree(small_run.rows(run / "metrics.jsonl"), small_run.rows(whole_run / "metrics.jsonl"))
 
 

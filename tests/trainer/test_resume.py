@@ -118,6 +118,30 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_goes_on_wit
     assert_same_run(run, whole_run, final_state)
 
 
+@pytest.mark.parametrize("words", ["already trained to step 40", "going on from step 35"])
+def test_a_start_that_another_overtook_goes_on_from_what_that_one_saved(
+    tmp_path, monkeypatch, repository, small_recipe, whole_run, final_state, capfd, words,
+):
+    """While this one compiles, another begins in the same folder, and has come to its end, or was killed after its checkpoint
+    35, before this one has the lock."""
+    run, compile = tmp_path / "run", _Training.compile
+
+    def overtaken(training):
+        compile(training)
+        if run.exists():
+            return
+        if "40" in words:
+            small_run.finish(small_run.start(repository, small_recipe, run), run)
+        else:
+            shutil.copytree(whole_run, run)
+            shutil.rmtree(run / "checkpoints/40")
+
+    monkeypatch.setattr(_Training, "compile", overtaken)
+    assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
+    assert words in capfd.readouterr().err
+    assert_same_run(run, whole_run, final_state)
+
+
 def test_batches_go_on_where_they_were(objective):
     """The row order of a resumed start is the one of the first start, over the end of an epoch too."""
     whole, steps = objective.batches(0), len(objective.loader) + 3

@@ -158,6 +158,11 @@ def test_one_process_compares_for_all(run, read, monkeypatch):
     assert not read
 
 
+def test_all_processes_go_by_the_steps_that_the_first_sees(tmp_path, run, monkeypatch):
+    monkeypatch.setattr(checkpoint, "first_then_others", lambda work, tell: work(None) and work(tell([10])))
+    assert CheckpointStore(run).steps_for_all() == [10]
+
+
 def test_damaged_by_path_and_all_damaged(run):
     for step in (10, 20):
         (run / f"checkpoints/{step}/data/data.json").write_text('{"step": 11}')
