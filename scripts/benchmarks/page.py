@@ -1,0 +1,192 @@
+"""Writes BENCHMARKS.md from the result files in docs/results.
+
+    python -m scripts.benchmarks.page            # write the page
+    python -m scripts.benchmarks.page --check    # exit with 1 if the page is not what the results give
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from scripts.benchmarks.results import ROOT, Result, combine, load_all
+
+PAGE = ROOT / "BENCHMARKS.md"
+INTRODUCTION = """\
+# Benchmarks
+
+Made by `python -m scripts.benchmarks.page` from the files in [docs/results](docs/results); do not edit it by hand.
+`make bench` measures what is not fresh, writes its result files and makes this page again;
+`python -m scripts.benchmarks --stale` lists the results whose code has changed since they were measured.
+
+Every row names its result file, which holds all figures, the command, the machine, versions and commit.
+What was tried and why is told in [docs/notes](docs/notes). No figure here is a speed on a TPU or GPU:
+memory, transfers and overlap on those were read from what their compilers make, on a machine with 2 CPU cores.
+"""
+PROVENANCE = """\
+## When, at which commit, by which command
+
+Commands that are cut short stand whole in the result files. `carried`: taken over from the hand-written page of
+before, with the commit that recorded the figures. `inputs`: a digest of the files that the result depends on.
+"""
+# What users ask first: question, and the NAME.ROW that answers it.
+HEADLINES = (
+    ("Longest context, LLaMA-3.1-8B on 8 x H100-80GB", "contexts.h100_8_16m"),
+    ("The same within 100 GiB of host memory a GPU", "contexts.h100_8_8m"),
+    ("Longest context, LLaMA-3.1-8B on one H200", "contexts.h200_1_2m"),
+    ("Longest context, LLaMA-7B on 256 TPU v4 chips", "table3.v4_8x8x4_7b"),
+    ("Ring Attention's Table 3: rows of the ring held", "table3.rows_held"),
+    ("LLaMA-7B at 1M tokens on 64 TPU v4 chips, GiB a chip", "memory_1m.nothing"),
+    ("Training step on a CPU, 4,096 tokens, beside torch", "step.speed_4096"),
+    ("Attention kernel on a CPU, 16K tokens, beside torch", "kernels.both_16384"),
+    ("Striped over contiguous ring at 16K, of the bound", "balance_time.striped_16384"),
+    ("Logits against transformers, SmolLM2, 8,192 tokens", "exactness.smollm2_logits"),
+    ("All schedules against dense float64", "exactness.all_pairs"),
+    ("Loss and gradients, any mesh against one device", "exactness.five_meshes"),
+    ("Killed with -9 and resumed", "exactness.resume"),
+    ("Striped Attention's theoretical speed-ups", "papers.striped_bounds"),
+    ("Quickstart: lines retrieved, 8 simulated devices", "quickstart.retrieval"),
+)
+# Heading -> results whose rows are shown, in order.
+SECTIONS = {
+    "Exactness": ("exactness", "exactness_by_hand", "suite"),
+    "Speed on a CPU": ("step", "kernels"),
+    "Balance": ("balance", "balance_time"),
+    "What schedules send, and what hides it": ("bytes", "distflashattn_volume", "overlap", "placement", "launch_flags"),
+    "Memory": ("memory_length", "activation_memory", "memory_1m", "megatron_memory", "export_memory"),
+    "Longest contexts": ("contexts",),
+    "Ring Attention's Table 3": ("table3",),
+    "Plans of recipes and pods": ("recipes", "pods"),
+    "The papers, by the cost model": ("papers",),
+    "Training for real": ("quickstart", "identity", "data", "books"),
+}
+# Results of which the page shows these rows only.
+SELECTED = {
+    "exactness": ("smollm2_logits", "small_logits", "all_pairs", "pallas_kernels", "tpu_kernel_compiles", "five_meshes",
+                  "twenty_steps_loss", "twenty_steps_end", "collectives", "rope_angles", "templates", "resume",
+                  "import_export", "ten_kills"),
+    "exactness_by_hand": ("one_two_four_processes", "axis_of_eight", "float32_text", "float32_random"),
+    "bytes": ("ring", "all_gather", "balanced", "ulysses", "attention2d"),
+    "pods": ("ring_hidden", "gathers_prefetch", "llama_3_1_8b_1048576_v5e_16x16", "llama_3_1_8b_1048576_v5p_8x8x4",
+             "llama_3_1_70b_1048576_v5e_16x16", "llama_3_1_70b_1048576_v5p_8x8x4", "llama_3_1_70b_8388608_v5p_8x8x4"),
+}
+
+
+def cell(text: str) -> str:
+    """Returns a text as a table cell."""
+    return str(text).replace("|", "\\|").replace("\n", " ")
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    """Returns a table in Markdown."""
+    columns = list(columns)
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join("| " + " | ".join(map(cell, line)) + " |" for line in lines) + "\n"
+
+
+def links(results: Mapping[str, Result]) -> str:
+    """Returns the definitions of the page's links, `[NAME]` to a result file and `[NAME note]` to a page of docs/notes."""
+    notes = {result.note for result in results.values()}
+    lines = [f"[{name}]: docs/results/{name}.json" for name in results]
+    return "\n".join(lines + [f"[{Path(note).stem} note]: {note}" for note in sorted(notes - {""})]) + "\n"
+
+
+def note(result: Result) -> str:
+    """Returns the link to the page that says what was tried and why; empty where there is none."""
+    return f"[{Path(result.note).stem} note]" if result.note else ""
+
+
+def verdict(row: Mapping[str, str]) -> str:
+    """Returns a row's verdict as the page shows it."""
+    return {"short": "**fell short**", "no goal": ""}.get(row["verdict"], row["verdict"])
+
+
+def headlines(results: Mapping[str, Result]) -> str:
+    """Returns the table of HEADLINES."""
+    rows = []
+    for question, reference in HEADLINES:
+        name, row_id = reference.split(".")
+        row = results[name].rows[row_id]
+        rows.append((question, row["found"], row["goal"], verdict(row), f"[{name}]"))
+    return table(("question", "found", "goal", "", "source"), rows)
+
+
+def section(heading: str, names: Iterable[str], results: Mapping[str, Result]) -> str:
+    """Returns one topic's heading, table of all rows of its results, and notes."""
+    names = list(names)
+    rows = [(row["what"], row["goal"], row["found"], verdict(row), f"[{name}]") for name in names
+            for row_id, row in results[name].rows.items() if row_id in SELECTED.get(name, results[name].rows)]
+    notes = list(dict.fromkeys(note(results[name]) for name in names if results[name].note))
+    more = f"\nWhat was tried and why: {', '.join(notes)}.\n" if notes else ""
+    return f"## {heading}\n\n{table(('what', 'goal', 'found', '', 'source'), rows)}{more}"
+
+
+def selected(wanted: str, results: Mapping[str, Result]) -> list[tuple[str, str, Mapping[str, str]]]:
+    """Returns (result name, row id, row) of all rows with one verdict."""
+    return [(name, row_id, row) for name, result in results.items() for row_id, row in result.rows.items()
+            if row["verdict"] == wanted]
+
+
+def fell_short(results: Mapping[str, Result]) -> str:
+    """Returns the section of rows that missed their goal."""
+    rows = [(row["what"], row["goal"], row["found"], f"[{name}], {note(results[name])}")
+            for name, _, row in selected("short", results)]
+    return ("## Fell short\n\n" + table(("what", "goal", "found", "source"), rows)
+            + "\nKnown limits that are no figures: [docs/notes/limits.md](docs/notes/limits.md)\n")
+
+
+def not_measured(results: Mapping[str, Result]) -> str:
+    """Returns the section of rows that nobody has measured, what each would need."""
+    rows = [(row["what"], row["found"], f"[{name}]")
+            for name, _, row in selected("not measured", results)]
+    return "## Not measured\n\n" + table(("what", "needs", "source"), rows)
+
+
+def short(command: str, width: int = 60) -> str:
+    """Returns a command as code, cut after `width` characters; the result file has it whole."""
+    if not command:
+        return "by hand"
+    return f"`{command if len(command) <= width else command[: width - 4] + ' ...'}`"
+
+
+def provenance(results: Mapping[str, Result]) -> str:
+    """Returns the section of dates, commits and commands. `inputs` digests the fingerprints of the files it depends on."""
+    rows = []
+    for name, result in results.items():
+        if result.date:
+            digest = combine(sorted(result.depends_on.items()))[:8]
+            commit = f"{result.commit}{', carried' if result.carried else ''}"
+            rows.append((f"[{name}]", result.date, commit, digest, short(result.command)))
+    return f"{PROVENANCE}\n{table(('result', 'date', 'commit', 'inputs', 'command'), rows)}"
+
+
+def render(results: Mapping[str, Result]) -> str:
+    """Returns the whole page; KeyError where SECTIONS or HEADLINES name a result or row that is not there."""
+    parts = [INTRODUCTION, "## Headlines\n\n" + headlines(results)]
+    parts += [section(heading, names, results) for heading, names in SECTIONS.items()]
+    parts += [fell_short(results), not_measured(results), provenance(results), links(results)]
+    return "\n".join(parts)
+
+
+def write(path: Path = PAGE) -> None:
+    """Makes the page anew from the committed results."""
+    path.write_text(render(load_all()), encoding="utf-8")
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.page", description=__doc__.splitlines()[0],
+                                     allow_abbrev=False)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if the page is out of date")
+    args = parser.parse_args(argv)
+    if not args.check:
+        write()
+        return 0
+    if PAGE.read_text(encoding="utf-8") == render(load_all()):
+        return 0
+    print("BENCHMARKS.md is not what docs/results gives: run python -m scripts.benchmarks.page", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,194 @@
+"""Result files: what was measured, when, on which machine, at which commit, and from which files of this repository.
+
+A result is docs/results/NAME.json; `Result` lists its fields. BENCHMARKS.md is made from these files alone, by
+
+    python -m scripts.benchmarks.page
+
+Any other page may quote a figure of a result. It gives the figure and names its cell in a comment on the same line:
+
+    trains 16,777,216 <!-- result: contexts.h100_8_16m.found --> tokens
+
+`NAME.ROW.COLUMN` is a row's `found` or `goal` (or another text of that row) in docs/results/NAME.json.
+tests/scripts/benchmarks/test_page.py checks in README.md, ARCHITECTURE.md and docs/ that the words before each comment are
+the cell's text (or its beginning, up to a space), so a figure that was measured again cannot stay behind on a page.
+"""
+from __future__ import annotations
+
+import dataclasses
+import datetime
+import functools
+import hashlib
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "docs" / "results"
+VERDICTS = ("held", "short", "no goal", "not measured")
+PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin", "torch", "transformers")
+CPU_FEATURES = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_bf16", "asimd", "sve")
+QUOTE = re.compile(r"<!-- result: ([\w-]+)\.([\w-]+)\.([\w-]+) -->")
+
+
+@dataclasses.dataclass
+class Result:
+    """One measurement.
+
+    Attributes:
+      title: what was measured, one line.
+      rows: row id -> texts `what`, `goal`, `found`, `verdict` (one of VERDICTS). A row that differs from the rest of the
+        result in its `command`, `date`, `commit` or `note` names its own.
+      tables: table name -> {"columns": [...], "rows": [[...], ...]}: all figures, where the rows give only the main ones.
+      command: what measured it; `python` and `pytest` are those of the environment.
+      date: day of the measurement, YYYY-MM-DD.
+      commit: commit of the measured code; for carried results the commit that recorded the figures.
+      hardware, versions: of the machine that measured; None or absent where that was not recorded.
+      depends_on: glob pattern -> fingerprint of the matching files at that commit (see `fingerprint`).
+      seconds: how long the command took, None where that was not recorded.
+      carried: whether the figures were taken over from the hand-written page that preceded the result files.
+      note: page of docs/notes that says what was tried and why.
+      facts: further figures and circumstances, one sentence each.
+    """
+
+    title: str
+    rows: dict[str, dict[str, str]]
+    command: str
+    date: str
+    commit: str
+    hardware: dict[str, object]
+    versions: dict[str, str]
+    depends_on: dict[str, str]
+    tables: dict[str, dict[str, list]] = dataclasses.field(default_factory=dict)
+    seconds: float | None = None
+    carried: bool = False
+    note: str = ""
+    facts: list[str] = dataclasses.field(default_factory=list)
+
+
+def load(name: str, folder: Path = FOLDER) -> Result:
+    """Reads the result `name`."""
+    return Result(**json.loads((folder / f"{name}.json").read_text(encoding="utf-8")))
+
+
+def load_all(folder: Path = FOLDER) -> dict[str, Result]:
+    """Reads all results, by name in alphabetical order."""
+    return {path.stem: load(path.stem, folder) for path in sorted(folder.glob("*.json"))}
+
+
+def save(name: str, result: Result, folder: Path = FOLDER) -> Path:
+    """Writes the result `name` in one step, leaving out what is empty; returns its path."""
+    for row_id, row in result.rows.items():
+        if row["verdict"] not in VERDICTS:
+            raise ValueError(f"{name}.{row_id}: verdict {row['verdict']!r} is none of {VERDICTS}")
+    optional = {"tables", "seconds", "carried", "note", "facts"}
+    fields = {key: value for key, value in dataclasses.asdict(result).items() if value or key not in optional}
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(fields, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.replace(path)
+    return path
+
+
+def measured(title: str, rows: Mapping[str, Mapping[str, str]], command: str, depends_on: Iterable[str], **rest) -> Result:
+    """Returns a result of this machine, this commit and today; `rest` are further fields of `Result`."""
+    return Result(title, {key: dict(row) for key, row in rows.items()}, command, datetime.date.today().isoformat(), commit(),
+                  hardware(), versions(), {pattern: fingerprint(pattern) for pattern in depends_on}, **rest)
+
+
+def row(what: str, found: str, goal: str = "", held: bool | None = None, **rest: str) -> dict[str, str]:
+    """Returns a row; its verdict follows from `held`, which is None where there is no goal."""
+    verdict = {True: "held", False: "short", None: "no goal"}[held]
+    return {"what": what, "goal": goal, "found": found, "verdict": verdict, **rest}
+
+
+def fingerprint(pattern: str) -> str:
+    """Returns a hash of the names and contents of the repository's files that match a glob pattern."""
+    paths = sorted(path for path in ROOT.glob(pattern) if path.is_file() and "__pycache__" not in path.parts)
+    return combine((path.relative_to(ROOT).as_posix(), git_blob(path.read_bytes())) for path in paths)
+
+
+def git_blob(content: bytes) -> str:
+    """Returns the id that git gives a file with this content, so that an old commit's files need no reading."""
+    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def combine(blobs: Iterable[tuple[str, str]]) -> str:
+    """Returns one hash of (path, git blob id) pairs in order."""
+    lines = "".join(f"{path} {blob}\n" for path, blob in blobs)
+    return hashlib.sha256(lines.encode()).hexdigest()[:16]
+
+
+def changed(result: Result) -> list[str]:
+    """Returns the patterns of `depends_on` whose files have changed since the result was measured; empty: it is fresh."""
+    return [pattern for pattern, known in result.depends_on.items() if fingerprint(pattern) != known]
+
+
+def commit() -> str:
+    """Returns the short id of the checked-out commit, with `+changes` where tracked files differ from it."""
+    try:
+        head = _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
+        changes = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", ".",
+                          ":!docs/results", ":!BENCHMARKS.md")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + ("+changes" if changes else "")
+
+
+def _output(*command: str) -> str:
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+
+@functools.cache
+def hardware() -> dict[str, object]:
+    """Returns this machine's processor, its vector features, cores, memory and NVIDIA GPUs, as far as Linux tells."""
+    cpuinfo = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+    fields = dict(re.findall(r"^(model name|flags|Features)\s*:\s*(.*)$", cpuinfo, re.MULTILINE))
+    flags = (fields.get("flags") or fields.get("Features") or "").split()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    described = {"processor": fields.get("model name") or platform.processor() or platform.machine(), "cores": cores,
+                 "features": [name for name in CPU_FEATURES if name in flags],
+                 "memory_gib": round(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30)}
+    try:
+        gpus = _output("nvidia-smi", "--query-gpu=name", "--format=csv,noheader")
+    except (OSError, subprocess.CalledProcessError):
+        gpus = ""
+    return described | ({"gpus": gpus.splitlines()} if gpus else {})
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of those PACKAGES that are installed."""
+    installed = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            installed[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return installed
+
+
+def wrong_quotes(text: str, results: Mapping[str, Result]) -> list[str]:
+    """Returns a message for each `<!-- result: NAME.ROW.COLUMN -->` in `text` that does not follow its cell's text."""
+    messages = []
+    for line in text.splitlines():
+        for match in QUOTE.finditer(line):
+            name, row_id, column = match.groups()
+            cell = results[name].rows.get(row_id, {}).get(column) if name in results else None
+            # Emphasis and earlier comments are no part of the words before the comment.
+            words = re.sub(r"<!--.*?-->|[*`]", "", line[: match.start()]).rstrip()
+            if cell is None:
+                messages.append(f"{match.group()}: there is no such cell in docs/results/{name}.json")
+            elif not any(re.search(rf"(^|[\s(>|]){re.escape(part)}$", words) for part in beginnings(cell)):
+                messages.append(f"{match.group()}: the page says {words[-40:]!r}, the result {cell!r}")
+    return messages
+
+
+def beginnings(cell: str) -> list[str]:
+    """Returns a cell's text and its beginnings that end before a space: "8 of 10 (two more ...)" may be quoted as "8 of 10"."""
+    words = cell.split(" ")
+    return [" ".join(words[:count]).rstrip(",;:") for count in range(1, len(words) + 1)]

@@ -1,0 +1,94 @@
+"""BENCHMARKS.md is what the committed results give, and figures on other pages are those of the results."""
+import dataclasses
+import re
+
+import pytest
+
+from scripts.benchmarks import page, results
+from scripts.benchmarks.results import ROOT, Result, changed, fingerprint, load_all, measured, row, save, wrong_quotes
+
+COMMITTED = load_all()
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def test_the_committed_page_is_made_from_the_committed_results(capsys):
+    assert page.main(["--check"]) == 0, "run python -m scripts.benchmarks.page"
+
+
+def test_every_result_is_on_the_page():
+    shown = {name for names in page.SECTIONS.values() for name in names}
+    assert shown | {"accelerators"} == set(COMMITTED)
+    for name, ids in page.SELECTED.items():
+        assert set(ids) <= set(COMMITTED[name].rows), name
+
+
+@pytest.mark.parametrize("name", COMMITTED)
+def test_a_result_names_what_is_needed_to_repeat_it(name):
+    result = COMMITTED[name]
+    assert result.title and result.rows
+    for row_id, cells in result.rows.items():
+        assert re.fullmatch(r"[\w-]+", row_id) and cells["verdict"] in results.VERDICTS
+        assert sum(len(cells[column]) for column in ("what", "goal", "found")) <= 105, f"{row_id}: too wide for the page"
+    if result.note:
+        assert (ROOT / result.note).is_file()
+    if name != "accelerators":
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", result.date) and result.commit and result.hardware and result.depends_on
+        assert "python" in result.versions and "jax" in result.versions
+    for columns in result.tables.values():
+        assert all(len(cells) == len(columns["columns"]) for cells in columns["rows"])
+
+
+def test_a_changed_figure_and_a_changed_hash_change_the_page():
+    text = page.render(COMMITTED)
+    step = COMMITTED["step"]
+    figure = dataclasses.replace(step, rows=step.rows | {"speed_2048": step.rows["speed_2048"] | {"found": "1.16x"}})
+    assert page.render(COMMITTED | {"step": figure}) != text
+    pattern = next(iter(step.depends_on))
+    other_code = dataclasses.replace(step, depends_on=step.depends_on | {pattern: "0" * 16})
+    assert page.render(COMMITTED | {"step": other_code}) != text
+
+
+def test_a_page_that_was_edited_by_hand_is_noticed(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(page, "PAGE", tmp_path / "BENCHMARKS.md")
+    page.PAGE.write_text(page.render(COMMITTED).replace("1.17x", "1.27x"), encoding="utf-8")
+    assert page.main(["--check"]) == 1 and "BENCHMARKS.md" in capsys.readouterr().err
+
+
+def test_a_result_is_stale_once_a_file_has_changed(monkeypatch, tmp_path):
+    monkeypatch.setattr(results, "ROOT", tmp_path)
+    (tmp_path / "code").mkdir()
+    file = tmp_path / "code" / "step.py"
+    file.write_text("one")
+    before = fingerprint("code/**/*.py")
+    result = Result("t", {"a": row("a", "1")}, "c", "2026-01-01", "abc", {}, {}, {"code/**/*.py": before})
+    assert changed(result) == []
+    file.write_text("two")
+    assert changed(result) == ["code/**/*.py"]
+    file.write_text("one")
+    (file.parent / "more.py").touch()
+    assert changed(result) == ["code/**/*.py"]
+
+
+def test_a_saved_result_is_read_back_and_says_where_it_was_measured(tmp_path):
+    result = measured("title", {"a": row("what", "1.2", "1", held=True)}, "command", ["LICENSE"], seconds=1.5)
+    save("x", result, tmp_path)
+    assert load_all(tmp_path) == {"x": result}
+    assert result.hardware["cores"] and result.versions["jax"] and result.depends_on["LICENSE"] == fingerprint("LICENSE")
+    result.rows["a"]["verdict"] = "splendid"
+    with pytest.raises(ValueError, match=r"x\.a.*splendid"):
+        save("x", result, tmp_path)
+
+
+def test_quotes_of_figures():
+    known = {"x": Result("t", {"a": row("what", "8 of 10 (two more)", "at least 8", held=True)}, "", "", "", {}, {}, {})}
+    for text in ("Found **8 of 10** <!-- result: x.a.found -->.", "| 8 of 10 (two more) <!-- result: x.a.found -->|",
+                 "at least 8 <!-- result: x.a.goal -->, 8 <!-- result: x.a.found -->"):
+        assert wrong_quotes(text, known) == []
+    for text, said in (("9 of 10 <!-- result: x.a.found -->", "9 of 10"), ("8 <!-- result: x.b.found -->", "no such cell"),
+                       ("18 of 10 <!-- result: x.a.found -->", "18 of 10"), ("8 <!-- result: y.a.found -->", "no such cell")):
+        assert said in wrong_quotes(text, known)[0]
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_figures_on_other_pages_are_those_of_the_results(path):
+    assert wrong_quotes(path.read_text(encoding="utf-8"), COMMITTED) == []
