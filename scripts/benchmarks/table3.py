@@ -24,13 +24,13 @@ from pathlib import Path
 from data.paths import output_file
 from model.config import LlamaConfig
 from model.llama import Chunks
-from planning.costs import Sizes
 from planning.plan import GIB, DoesNotFit, Job, host_parts_gib, parts_gib, plan, sizes_text
 from planning.topology import host_gib, memory_gib, topology_devices
 from scripts.benchmarks.paper_rows import RING_ATTENTION_COLUMNS as COLUMNS
 from scripts.benchmarks.paper_rows import RING_ATTENTION_CONTEXTS as PAPER
 from trainer import entry
 from trainer.config.schema import MeshConfig
+from trainer.flops import flops_per_step
 
 MEMORIES = ("device", "ours")
 LEAST, MOST = 1 << 10, 1 << 30
@@ -195,7 +195,7 @@ class Table:
         way, found = good[most]
         job = cell.job(most, way)
         estimate, tokens = job.estimate(causal=cell.column != "vanilla"), most * job.batch
-        flops = Sizes.of(LlamaConfig.preset(cell.model)).needed_flops(tokens, tokens * (most + 1) / 2)
+        flops = flops_per_step(LlamaConfig.preset(cell.model), tokens, tokens * (most + 1) / 2)
         return told | {"way": way, "plan": found, "flops": flops, "estimated_step_hours": estimate.seconds / 3600,
                        "estimated_mfu": estimate.mfu}
 

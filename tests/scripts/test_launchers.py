@@ -264,7 +264,7 @@ def test_each_generations_compiler_takes_its_flags(slice_):
     lowered = jax.jit(lambda x: x @ x, out_shardings=gathered).lower(x)
     lowered.compile(compiler_options={flag.name: flag.value for flag in xla_flags.flags("tpu", slice_.split(":")[0])})
     for flag in xla_flags.FLAGS["tpu"]:
-        assert not flag.only or set(flag.only) <= set(xla_flags.GENERATIONS)
+        assert not flag.only or set(flag.only) <= set(xla_flags.TPUS)
 
 
 def test_a_host_says_which_chips_it_has(tmp_path):

@@ -18,6 +18,8 @@ import numpy as np
 
 from model.attention import Mask
 from model.config import LlamaConfig
+from trainer.devices import peak_flops
+from trainer.flops import flops_per_step, visible_pairs
 from trainer.reporting.boards import TensorBoard, WeightsAndBiases
 from trainer.run.directory import RunDirectory
 
@@ -30,48 +32,8 @@ NAMES = (
 MEASURED = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "data_wait_seconds", "step_seconds",
             "compile_seconds", "peak_device_gib", "peak_host_gib")  # fmt: skip
 
-# Dense bfloat16 TFLOP/s of one JAX device, by how its device_kind begins; from the vendors' datasheets. A TPU v3 device
-# is one of the two cores of a chip of 123. "TPU v5" alone is how a v5p names itself. None: a slower card of that name.
-PEAK_TFLOPS = {
-    "TPU v3": 123 / 2, "TPU v4": 275, "TPU v5 lite": 197, "TPU v5e": 197, "TPU v5p": 459, "TPU v5": 459,
-    "TPU v6 lite": 918, "TPU v6e": 918,
-    "NVIDIA A100": 312, "NVIDIA H100 80GB HBM3": 989, "NVIDIA H200": 989,
-    "TPU v4 lite": None, "NVIDIA H200 NVL": None,
-}  # fmt: skip
 
-
-# Counting
-
-
-def visible_pairs(lengths: np.ndarray, mask: Mask = Mask()) -> int:
-    """Query-key pairs that a causal mask shows within documents of these lengths."""
-    lengths = np.asarray(lengths).astype(np.int64)  # 100M tokens make 5e15 pairs
-    pairs = int((lengths * (lengths + 1) // 2).sum())
-    if mask.window is not None:  # the last query has lost so many keys, the one before it one fewer, ...
-        lost = np.maximum(lengths - mask.window - mask.global_tokens, 0)
-        pairs -= int((lost * (lost + 1) // 2).sum())
-    return pairs
-
-
-def flops_per_step(config: LlamaConfig, tokens: int, visible_pairs: int) -> float:
-    """Floating-point operations that a training step needs; recomputed and masked work is not counted.
-
-    tokens: all tokens but padding, in the loss or not. A matrix of n weights takes 6n a token (2 forward, 4 backward),
-    a visible pair 4 * head_dim a head forward (scores and values) and twice that backward.
-    """
-    query_width = config.num_attention_heads * config.head_dim
-    key_value_width = config.num_key_value_heads * config.head_dim
-    attention = config.hidden_size * (2 * query_width + 2 * key_value_width)
-    feed_forward = 3 * config.hidden_size * config.intermediate_size
-    weights = config.num_hidden_layers * (attention + feed_forward) + config.hidden_size * config.vocab_size
-    return 6.0 * weights * tokens + 12.0 * config.num_hidden_layers * query_width * visible_pairs
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """bfloat16 peak of one device in FLOP/s, or None for hardware that is not in the table."""
-    found = [name for name in PEAK_TFLOPS if device_kind.upper().startswith(name.upper())]
-    tflops = PEAK_TFLOPS[max(found, key=len)] if found else None
-    return tflops * 1e12 if tflops else None
+# Memory
 
 
 def peak_device_gib(devices) -> float | None:

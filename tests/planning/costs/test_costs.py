@@ -13,7 +13,8 @@ from model.attention.schedules import Attention2D, Balanced, Ring, Ulysses, get_
 from model.config import LlamaConfig
 from planning.costs import HARDWARE, Job, Network, Sizes, estimate, rounds
 from planning.costs.tiles import tile_counts
-from trainer.reporting.metrics import flops_per_step, peak_flops
+from trainer.devices import peak_flops
+from trainer.flops import flops_per_step
 
 BLOCK = plan.Block(batch=1, tokens=256, query_heads=8, kv_heads=2, head_dim=16)
 SMALL = Sizes.of(LlamaConfig.preset("llama-1b"))

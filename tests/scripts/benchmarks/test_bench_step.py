@@ -5,7 +5,7 @@ import pytest
 
 from model.config import LlamaConfig
 from scripts.benchmarks.bench_step import main
-from trainer.reporting.metrics import flops_per_step
+from trainer.flops import flops_per_step
 
 
 def test_both_sides_of_a_tiny_model(tmp_path, capsys):

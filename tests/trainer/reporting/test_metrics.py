@@ -6,56 +6,17 @@ import jax
 import numpy as np
 import pytest
 
-from model.attention import Mask
 from model.config import LlamaConfig
-from tests.model.attention.dense import visible
+from trainer.flops import flops_per_step
 from trainer.reporting.metrics import (
     MEASURED,
     NAMES,
     Meter,
     MetricsLog,
     ProgressBar,
-    flops_per_step,
-    peak_flops,
     peak_host_gib,
-    visible_pairs,
 )
 from trainer.run.directory import RunDirectory
-
-
-def test_visible_pairs_against_the_mask():
-    segment_ids = np.array([1] * 5 + [2] * 3 + [0] * 4 + [7] * 12)
-    same = (segment_ids[:, None] == segment_ids[None, :]) & (segment_ids[:, None] > 0)
-    assert visible_pairs(np.array([5, 3, 12])) == (same & np.tril(np.ones((24, 24), bool))).sum() == 15 + 6 + 78
-    assert visible_pairs(np.array([])) == 0
-    assert visible_pairs(np.array([200_000], np.int32)) == 200_000 * 200_001 // 2, "beyond int32"
-
-
-@pytest.mark.parametrize("mask", [Mask(window=1), Mask(window=4), Mask(window=4, global_tokens=2), Mask(window=20)], ids=str)
-def test_visible_pairs_of_a_window_against_the_mask(mask):
-    index = np.broadcast_to(np.arange(12), (2, 12))
-    segment_ids = np.array([[1] * 5 + [2] * 3 + [0] * 4, [7] * 12])
-    seen = visible(index, segment_ids, window=mask.window, global_tokens=mask.global_tokens)
-    assert visible_pairs(np.array([5, 3, 12]), mask) == seen.sum()
-
-
-def test_flops_of_llama_7b():
-    config = LlamaConfig.preset("llama-7b")
-    weights = 6_738_415_616 - 32000 * 4096 - 65 * 4096  # all but the embedding table and the norms
-    tokens = 4096
-    pairs = tokens * (tokens + 1) // 2
-    assert flops_per_step(config, tokens, 0) == 6 * weights * tokens
-    assert flops_per_step(config, 0, pairs) == 3 * 32 * 4 * 4096 * pairs
-
-
-@pytest.mark.parametrize(
-    ("kind", "tflops"),
-    [("TPU v3", 61.5), ("TPU v4", 275), ("TPU v5 lite", 197), ("TPU v5p", 459), ("TPU v5", 459), ("TPU v6 lite", 918),
-     ("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H200", 989),
-     ("cpu", None), ("NVIDIA H100 PCIe", None), ("NVIDIA H200 NVL", None), ("TPU v4 lite", None)],
-)  # fmt: skip
-def test_peaks(kind, tflops):
-    assert peak_flops(kind) == (tflops * 1e12 if tflops else None)
 
 
 class Clock:

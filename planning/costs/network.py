@@ -1,0 +1,112 @@
+"""The network model: how long the transfers of a round take on a torus of TPUs, or on boxes of GPUs."""
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from model.attention.schedules.plan import EXCHANGE, PERMUTE, Pairs, Send, groups
+
+
+@dataclasses.dataclass(frozen=True)
+class Network:
+    """How the ranks are connected. Bandwidths are bytes/s one way, latencies are seconds.
+
+    A torus: the ranks in their order are a ring of neighbours. A transfer between ranks further apart passes through those
+    between them, the shorter way round. A collective has one axis of the torus to itself and uses both directions. (Times are
+    upper bounds: over several axes distant ranks have shorter ways, and a compiler can spread a collective over the axes.)
+
+    Nodes, that is boxes of GPUs: inside its node a rank is connected to all others. Between nodes, permutes and collectives
+    differ: a pair of ranks uses one network card, a collective spreads over all cards of a node.
+
+    Attributes:
+      link: bandwidth of a link to a neighbour (torus), or of a rank inside its node.
+      latency: of a hop on the torus, or of a transfer inside a node.
+      torus: which of the two networks this is.
+      node: ranks in a node; 0 puts all of them in one.
+      flow: what a rank receives at most from other nodes by permutes.
+      uplink: what a node receives at most from other nodes.
+      far_latency: of a transfer between nodes.
+    """
+
+    link: float
+    latency: float
+    torus: bool = False
+    node: int = 0
+    flow: float = 0.0
+    uplink: float = 0.0
+    far_latency: float = 0.0
+
+    def seconds(self, sends: Sequence[Send], ranks: int) -> float:
+        """The time of transfers that happen together: that of the busiest link of any kind, and the latencies.
+
+        Permutes wait for their latencies at the same time; other collectives follow one another.
+
+        Args:
+          sends: the transfers, between ranks numbered from 0.
+          ranks: how many ranks share the network.
+        """
+        sends = tuple(send for send in sends if send.pairs and send.nbytes)
+        if not sends:
+            return 0.0
+        return self._torus_seconds(sends, ranks) if self.torus else self._node_seconds(sends, ranks)
+
+    def _torus_seconds(self, sends: Sequence[Send], ranks: int) -> float:
+        # load_change[direction, i]: by how much the load of link i differs from that of link i - 1, on the ring unrolled twice.
+        load_change = np.zeros((2, 2 * ranks + 1))
+        shared_bytes, hops, farthest = 0.0, 0, 0
+        for send in sends:
+            if send.kind != PERMUTE:
+                size = len(groups(send.pairs)[0])
+                # In both directions: a gather halves its P - 1 blocks; in an exchange a block crosses P / 4 links on average.
+                shared_bytes += send.nbytes * (size**2 / 8 if send.kind == EXCHANGE else (size - 1) / 2)
+                hops += size // 2
+                continue
+            sources, targets, *_ = _route(send.kind, send.pairs)
+            ahead = (targets - sources) % ranks
+            backwards = 2 * ahead > ranks
+            distance = np.where(backwards, ranks - ahead, ahead)
+            first = np.where(backwards, targets, sources)
+            np.add.at(load_change, (backwards.astype(int), first), send.nbytes)
+            np.add.at(load_change, (backwards.astype(int), first + distance), -send.nbytes)
+            farthest = max(farthest, int(distance.max()))
+        load = load_change.cumsum(1)
+        load = load[:, :ranks] + load[:, ranks:-1]
+        return float((load.max() + shared_bytes) / self.link + (hops + farthest) * self.latency)
+
+    def _node_seconds(self, sends: Sequence[Send], ranks: int) -> float:
+        node = np.arange(ranks) // (self.node or ranks)
+        near_bytes, permuted_bytes, node_bytes = np.zeros(ranks), np.zeros(ranks), np.zeros(node[-1] + 1)
+        collective_latency, permute_latency = 0.0, 0.0
+        for send in sends:
+            sources, targets, times, steps = _route(send.kind, send.pairs)
+            far = node[sources] != node[targets]
+            np.add.at(near_bytes, targets[~far], times * send.nbytes)
+            np.add.at(node_bytes, node[targets[far]], times * send.nbytes)
+            latency = steps * (self.far_latency if far.any() else self.latency)
+            if send.kind == PERMUTE:
+                np.add.at(permuted_bytes, targets[far], send.nbytes)
+                permute_latency = max(permute_latency, latency)
+            else:
+                collective_latency += latency
+        seconds = near_bytes.max() / self.link
+        if node_bytes.any():
+            seconds = max(seconds, node_bytes.max() / self.uplink, permuted_bytes.max() / self.flow)
+        return float(seconds + collective_latency + permute_latency)
+
+
+@functools.lru_cache(maxsize=256)
+def _route(kind: str, pairs: Pairs) -> tuple[np.ndarray, np.ndarray, int, int]:
+    """How a collective moves its bytes between neighbours: (sources, targets, times, steps).
+
+    Each pair (source, target) moves a send's bytes `times` times; that takes `steps` steps. Permutes and all-to-alls go
+    directly; every other collective passes along its line of n ranks, in which each sends n - 1 times to the next.
+    """
+    if kind in (PERMUTE, EXCHANGE):
+        sources, targets = np.array(pairs).T
+        return sources, targets, 1, 1
+    lines = groups(pairs)
+    times = max(map(len, lines)) - 1
+    return np.concatenate(lines), np.concatenate([np.roll(line, -1) for line in lines]), times, times

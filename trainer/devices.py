@@ -1,0 +1,120 @@
+"""The facts of accelerators: one table, read by the metrics of a run (MFU), by plans and by the cost model.
+
+A "device" is what JAX calls one: a core of a TPU v3 (whose chips have two), a whole chip of every later TPU, one GPU.
+"""
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Device:
+    """One device, with the source of each figure.
+
+    Attributes:
+      kinds: beginnings of the `device_kind`s that JAX reports for it.
+      peak_flops: dense bfloat16 FLOP/s.
+      memory_gib: memory that a program may use; None where nothing asks for it.
+      memory_bandwidth: bytes/s between the device and its memory.
+      link: bytes/s one way: of one inter-chip link of a TPU, of all of a GPU's links to the others in its box.
+      host_gib: the host's memory, each device's share of it; None where `box_host_gib` is shared instead.
+      box_host_gib: the host's memory, shared by those GPUs of the box that a job uses.
+      sources: field -> where its figure comes from.
+    """
+
+    kinds: tuple[str, ...]
+    peak_flops: float
+    memory_bandwidth: float
+    link: float
+    memory_gib: float | None = None
+    host_gib: float | None = None
+    box_host_gib: float | None = None
+    sources: dict[str, str] = dataclasses.field(default_factory=dict, compare=False, hash=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Gpu(Device):
+    """A GPU, with the further figures that the CUDA compiler asks for when the device is absent.
+
+    Attributes:
+      product: the name that the driver reports.
+      compute_capability: (major, minor).
+      cores: streaming multiprocessors; fpus_per_core: float32 units of each.
+      l2_cache: bytes; shared_memory_per_core: bytes, of which the system keeps 1 KiB.
+    """
+
+    product: str
+    compute_capability: tuple[int, int]
+    cores: int
+    fpus_per_core: int
+    clock_ghz: float
+    l2_cache: int
+    shared_memory_per_core: int
+
+
+_LINKS = "How To Scale Your Model, chapter TPUs, table of ICI bandwidth per link, one way (jax-ml.github.io/scaling-book/tpus)"
+
+
+def _tpu(page: str, **facts) -> Device:
+    google = f"cloud.google.com/tpu/docs/{page}"
+    return Device(**facts, sources={
+        "peak_flops, memory_bandwidth": google, "host_gib": f"{google}, memory of a host divided by its devices",
+        "memory_gib": "what the TPU compiler says is available when it refuses a larger program", "link": _LINKS})
+
+
+def _gpu(sheet: str, bandwidth_source: str = "", **facts) -> Gpu:
+    return Gpu(**facts, sources={
+        "peak_flops, link": sheet, "memory_bandwidth": bandwidth_source or sheet,
+        "memory_gib": "the memory that the driver reports",
+        "box_host_gib": "NVIDIA DGX user guides: 2 TB; that a program may use 1,920 GiB of them is assumed"})
+
+
+# By the names that topologies use (v4:4x4x4, a100:8).
+TPUS: dict[str, Device] = {
+    # A chip has 123 TFLOP/s and 900 GB/s for its two cores, each of which is a device; the links are the chip's.
+    "v3": _tpu("v3", kinds=("TPU v3",), peak_flops=61.5e12, memory_gib=15.48, memory_bandwidth=450e9, link=100e9, host_gib=42),
+    # Memory as one device a chip has it (megacore).
+    "v4": _tpu("v4", kinds=("TPU v4",), peak_flops=275e12, memory_gib=30.75, memory_bandwidth=1200e9, link=45e9, host_gib=100),
+    "v5e": _tpu("v5e", kinds=("TPU v5 lite", "TPU v5e"), peak_flops=197e12, memory_gib=15.75, memory_bandwidth=819e9,
+                link=45e9, host_gib=48),
+    # A v5p reports itself as "TPU v5".
+    "v5p": _tpu("v5p", kinds=("TPU v5p", "TPU v5"), peak_flops=459e12, memory_gib=95.73, memory_bandwidth=2765e9, link=90e9,
+                host_gib=112),
+    "v6e": _tpu("v6e", kinds=("TPU v6 lite", "TPU v6e"), peak_flops=918e12, memory_gib=31.24, memory_bandwidth=1640e9,
+                link=90e9, host_gib=180),
+}
+GPUS: dict[str, Gpu] = {
+    # The cards of 40 GB have the same peak, but neither this memory nor this bandwidth.
+    "a100": _gpu("NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOP/s bfloat16, 2,039 GB/s, NVLink 600 GB/s both ways together",
+                 kinds=("NVIDIA A100",), product="NVIDIA A100-SXM4-80GB", compute_capability=(8, 0), peak_flops=312e12,
+                 memory_gib=85_024_112_640 / 2**30, memory_bandwidth=2039e9, link=300e9, box_host_gib=1920,
+                 cores=108, fpus_per_core=64, clock_ghz=1.41, l2_cache=40 << 20, shared_memory_per_core=164 << 10),
+    "h100": _gpu("NVIDIA H100 datasheet, SXM: 989 TFLOP/s bfloat16 dense, NVLink 900 GB/s both ways together",
+                 bandwidth_source="memory clock 2,619 MHz x 2 transfers x 5,120 bits; the datasheet rounds to 3.35 TB/s",
+                 kinds=("NVIDIA H100 80GB HBM3",), product="NVIDIA H100 80GB HBM3", compute_capability=(9, 0),
+                 peak_flops=989e12, memory_gib=84_978_434_048 / 2**30, memory_bandwidth=3352.32e9, link=450e9,
+                 box_host_gib=1920, cores=132, fpus_per_core=128, clock_ghz=1.98, l2_cache=50 << 20,
+                 shared_memory_per_core=228 << 10),
+    "h200": _gpu("NVIDIA H200 datasheet, SXM: 989 TFLOP/s bfloat16 dense, 4.8 TB/s, NVLink 900 GB/s both ways together",
+                 kinds=("NVIDIA H200",), product="NVIDIA H200", compute_capability=(9, 0), peak_flops=989e12,
+                 memory_gib=150_754_820_096 / 2**30, memory_bandwidth=4800e9, link=450e9, box_host_gib=1920,
+                 cores=132, fpus_per_core=128, clock_ghz=1.98, l2_cache=60 << 20, shared_memory_per_core=228 << 10),
+}
+A100_PCIE = Device(
+    kinds=("NVIDIA A100-PCIE", "NVIDIA A100 80GB PCIe"), peak_flops=312e12, memory_bandwidth=1935e9, link=32e9,
+    sources={"peak_flops, memory_bandwidth, link": "NVIDIA A100 datasheet, 80 GB PCIe: 312 TFLOP/s bfloat16, 1,935 GB/s, PCIe "
+             "4.0 x16 (32 GB/s one way)"})
+DEVICES: dict[str, Device] = {**TPUS, **GPUS, "a100-pcie": A100_PCIE}
+# Slower devices whose kinds begin with the kind of a listed one.
+UNLISTED_KINDS = ("TPU v4 lite", "NVIDIA H200 NVL")
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """The dense bfloat16 FLOP/s of one device, by JAX's `device_kind`; None for a kind that the table does not list.
+
+    The longest listed beginning decides, whatever the case of its letters.
+    """
+    peaks: dict[str, float | None] = {kind: device.peak_flops for device in DEVICES.values() for kind in device.kinds}
+    peaks |= dict.fromkeys(UNLISTED_KINDS)
+    matches = [kind for kind in peaks if device_kind.upper().startswith(kind.upper())]
+    return peaks[max(matches, key=len)] if matches else None

@@ -1,0 +1,54 @@
+"""The floating-point operations that a training step needs: the one formula, for metrics, plans, the cost model and benchmarks.
+
+Only work that the model itself asks for is counted, as MFU has it: neither what remat computes again nor masked pairs
+(Chowdhery et al., PaLM, arXiv 2204.02311, appendix B).
+"""
+from __future__ import annotations
+
+import numpy as np
+
+from model.attention import Mask
+from model.config import LlamaConfig
+
+
+def visible_pairs(lengths: np.ndarray, mask: Mask = Mask()) -> int:
+    """The number of query-key pairs that a causal mask shows within documents of these lengths (in tokens)."""
+    lengths = np.asarray(lengths).astype(np.int64)  # 100M tokens make 5e15 pairs
+    pairs = int((lengths * (lengths + 1) // 2).sum())
+    if mask.window is not None:  # the last query misses so many keys, the one before it one fewer, ...
+        missed = np.maximum(lengths - mask.window - mask.global_tokens, 0)
+        pairs -= int((missed * (missed + 1) // 2).sum())
+    return pairs
+
+
+def layer_weights(config: LlamaConfig) -> int:
+    """The number of weights in the matrices of one layer: attention's projections and the feed-forward network."""
+    query_width = config.num_attention_heads * config.head_dim
+    key_value_width = config.num_key_value_heads * config.head_dim
+    return config.hidden_size * (2 * query_width + 2 * key_value_width + 3 * config.intermediate_size)
+
+
+def head_weights(config: LlamaConfig) -> int:
+    """The number of weights in the matrix that makes logits."""
+    return config.hidden_size * config.vocab_size
+
+
+def training_flops(weights: float, attention_width: float, tokens: float, pairs: float) -> float:
+    """FLOPs of one training step, forward and backward.
+
+    A weight of a matrix takes 2 a token forward and 4 backward. A visible pair takes 4 for each number of a query forward
+    (a product for the score and one for the value) and 8 backward.
+
+    Args:
+      weights: of all matrices that tokens are multiplied by; an embedding that is only looked up is none.
+      attention_width: layers x query heads x head size.
+      tokens: all tokens but padding, whether in the loss or not.
+      pairs: visible query-key pairs, of one layer and head.
+    """
+    return 6.0 * weights * tokens + 12.0 * attention_width * pairs
+
+
+def flops_per_step(config: LlamaConfig, tokens: float, pairs: float) -> float:
+    """FLOPs of one training step of this model; `tokens` and `pairs` as in `training_flops`."""
+    weights = config.num_hidden_layers * layer_weights(config) + head_weights(config)
+    return training_flops(weights, config.num_hidden_layers * config.num_attention_heads * config.head_dim, tokens, pairs)
