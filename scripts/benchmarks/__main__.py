@@ -1,69 +1,116 @@
-"""Measures what BENCHMARKS.md claims and `make test` is too short for: prints each command, its time, and its result.
+"""Measures what is not fresh, writes docs/results, and makes BENCHMARKS.md anew: what `make bench` runs.
 
-    python -m scripts.benchmarks [--conversations FILE.json] [--output DIR]        (what `make bench` runs)
+    python -m scripts.benchmarks                       # every measurement whose code has changed; goes on where it stopped
+    python -m scripts.benchmarks --only step kernels   # these, fresh or not
+    python -m scripts.benchmarks --stale               # lists results whose code has changed, measures nothing
 
-Without a file of identity conversations the fine-tuning of the real model is left out, and said to be.
+A result is fresh while the files that it depends on are those that were measured. Results carried over from the page of
+before count by the files of the commit that recorded them.
 """
 from __future__ import annotations
 
 import argparse
-import json
+import shutil
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-IDENTITY = Path("../shared/data/conversations/fastchat_dummy.json")
+from scripts.benchmarks import page
+from scripts.benchmarks.commands import make_parser, read_json, write_json
+from scripts.benchmarks.measurements import CONVERSATIONS, MEASUREMENTS, Measurement
+from scripts.benchmarks.results import Result, changed, fingerprint, load_all, measured, save
 
 
-def run(results: list[dict], *command: str) -> None:
-    """One command of the project, timed; its failure ends the bench."""
-    print("\n$ python " + " ".join(command), flush=True)
+def stale_results() -> dict[str, list[str]]:
+    """Returns, by result, the patterns whose files have changed since it was measured."""
+    return {name: patterns for name, result in load_all().items() if (patterns := changed(result))}
+
+
+def report_stale() -> None:
+    """Prints a line for each stale result: where its figures are from, how to measure it, and what has changed."""
+    results = load_all()
+    for name, patterns in stale_results().items():
+        result = results[name]
+        origin = f"{'carried over, ' if result.carried else ''}{result.date}, commit {result.commit}"
+        took = f", took {result.seconds:.0f} s" if result.seconds else ""
+        how = f"measure with --only {name}" if name in MEASUREMENTS else f"measured by {result.command or 'hand'}"
+        print(f"{name}: {origin}{took}; {how}\n    changed: {', '.join(patterns)}")
+
+
+def run_commands(measurement: Measurement, out: Path, paths: dict[str, str]) -> float:
+    """Runs a measurement's commands in its folder and returns their seconds.
+
+    What was interrupted goes on with the first command that had not ended, unless the measured files have changed since.
+
+    Raises:
+      subprocess.CalledProcessError: a command failed.
+    """
+    inputs = {pattern: fingerprint(pattern) for pattern in measurement.depends_on}
+    progress = out / "progress.json"
+    if out.exists() and not (progress.exists() and read_json(progress)["inputs"] == inputs):
+        shutil.rmtree(out)
+    out.mkdir(parents=True, exist_ok=True)
+    seconds = read_json(progress)["seconds"] if progress.exists() else []
+    write_json(progress, {"inputs": inputs, "seconds": seconds})
+    for command in measurement.commands[len(seconds):]:
+        arguments = [argument.format(out=out, **paths) for argument in command]
+        print("\n$ python " + " ".join(arguments), flush=True)
+        start = time.perf_counter()
+        subprocess.run([sys.executable, *arguments], check=True)
+        seconds.append(round(time.perf_counter() - start, 1))
+        write_json(progress, {"inputs": inputs, "seconds": seconds})
+    return sum(seconds)
+
+
+def measure(name: str, folder: Path, conversations: Path) -> Result:
+    """Measures one result in FOLDER/NAME and writes it to docs/results."""
+    measurement, out = MEASUREMENTS[name], folder / name
+    seconds = run_commands(measurement, out, {"models": str(folder), "conversations": str(conversations)})
     start = time.perf_counter()
-    code = subprocess.run([sys.executable, *command], check=False).returncode
-    results.append({"command": " ".join(command), "seconds": round(time.perf_counter() - start, 1), "code": code})
-    if code:
-        sys.exit(code)
+    rows, tables = measurement.summarize(out)
+    result = measured(measurement.title, rows, measurement.command(name), measurement.depends_on, tables=tables,
+                      seconds=round(seconds + time.perf_counter() - start, 1), note=measurement.note)
+    save(name, result)
+    (out / "progress.json").unlink()  # complete: the next start measures anew
+    return result
 
 
-def main(argv=None) -> None:
-    """Runs everything, and writes OUTPUT/bench.json."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks", description=__doc__.splitlines()[0],
-                                     allow_abbrev=False)
-    parser.add_argument("--conversations", type=Path, default=IDENTITY, help=f"identity conversations (default {IDENTITY})")
-    parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder for results (default runs/bench)")
-    args = parser.parse_args(argv)
-    args.output.mkdir(parents=True, exist_ok=True)
-    results: list[dict] = []
-    for remat in ("nothing", "save_attention"):
-        run(results, "-m", "scripts.plan", "--model", "llama-7b", "--topology", "v4:4x4x4", "--context", "1048576",
-            "--remat", remat, "--output", str(args.output / f"llama_7b_1m_{remat}.json"))
-    run(results, "-m", "scripts.benchmarks.bench_step", "--output", str(args.output))
-    run(results, "-m", "scripts.benchmarks.bench_kernels", "--lengths", "8192", "16384", "--blocks", "diagonal", "--output",
-        str(args.output / "kernels"))
-    run(results, "-m", "scripts.benchmarks.bench_memory", "--output", str(args.output / "memory"))
-    for table in ("balance", "overlap", "time", "bytes", "distflashattn"):
-        run(results, "-m", "scripts.benchmarks.bench_schedules", table, "--output", str(args.output / f"{table}.json"))
-    run(results, "-m", "scripts.benchmarks.papers", "--output", str(args.output / "papers"))
-    run(results, "-m", "scripts.benchmarks.activation_memory", "--output", str(args.output / "activation_memory.json"))
-    model, trained, exported = (str(args.output / name) for name in ("smollm2", "identity", "identity_hf"))
-    run(results, "-m", "scripts.make_smollm2", model)
-    run(results, "-m", "scripts.benchmarks.bench_data", "--tokenizer", model, "--output", str(args.output / "data"))
-    if args.conversations.exists():
-        file = str(args.conversations)
-        run(results, "-m", "scripts.benchmarks.identity", model, "--unseen", file, "--output", str(args.output / "before.json"))
-        run(results, "train.py", "--config", "configs/sharegpt_smollm2.yaml", "--model.path", model, "--data.path", file,
-            "--run_dir", trained)
-        if not Path(exported).exists():
-            run(results, "-m", "scripts.export_hf", trained, exported)
-        run(results, "-m", "scripts.benchmarks.identity", exported, "--unseen", file, "--output",
-            str(args.output / "after.json"))
-    else:
-        print(f"\n{args.conversations}: not there; fine-tuning on identity conversations is left out")
-    (args.output / "bench.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
-    for row in results:
-        print(f"{row['seconds']:8.1f} s  {row['command']}")
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    parser = make_parser("", __doc__)
+    parser.add_argument("--only", nargs="+", choices=MEASUREMENTS, metavar="NAME",
+                        help=f"measure these, fresh or not: {', '.join(MEASUREMENTS)}")
+    parser.add_argument("--stale", action="store_true", help="list results whose code has changed, and measure nothing")
+    parser.add_argument("--conversations", type=Path, default=CONVERSATIONS,
+                        help=f"identity conversations (default {CONVERSATIONS})")
+    parser.add_argument("--output", type=Path, default=Path("runs/bench"),
+                        help="folder for what the commands write (default runs/bench)")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns 0, or 1 if a measurement failed; the others are made all the same."""
+    args = parse(argv)
+    if args.stale:
+        report_stale()
+        return 0
+    stale, known, failed = stale_results(), load_all(), []
+    for name in args.only or (name for name, measurement in MEASUREMENTS.items() if not measurement.hours):
+        if not args.only and name in known and name not in stale:
+            print(f"{name}: fresh")
+            continue
+        if MEASUREMENTS[name].needs_conversations and not args.conversations.exists():
+            print(f"{name}: left out; {args.conversations} is not there (--conversations)")
+            continue
+        try:
+            result = measure(name, args.output, args.conversations)
+            print(f"{name}: {result.seconds:.0f} s")
+        except subprocess.CalledProcessError as error:
+            print(f"{name}: failed with {error.returncode}", file=sys.stderr)
+            failed.append(name)
+        page.write()
+    return int(bool(failed))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

