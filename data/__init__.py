@@ -1,4 +1,4 @@
-"""What is learned from: sources, templates, tokenizers, packing, loader."""
+"""Data: from files of records to packed rows of token ids."""
 from data import errors
 
-errors.one_line_for_ctrl_c()
+errors.install_ctrl_c_hook()

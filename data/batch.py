@@ -1,8 +1,31 @@
-"""The one place where a batch's arrays are permuted together, last, for the mesh's layout."""
+"""The arrays of a batch, and their permutation into the layout of a mesh."""
+
+from typing import NotRequired, TypedDict
 
 import numpy as np
+from jaxtyping import Float32, Int, Int32
 
-ARRAYS = {
+
+class Batch(TypedDict):
+    """Packed rows as arrays [B, L]; a single row has arrays [L]."""
+
+    tokens: Int32[np.ndarray, "*B L"]
+    """Token ids; 0 in padding."""
+    targets: Int32[np.ndarray, "*B L"]
+    """The next token of the same document; 0 where there is none."""
+    loss_weights: Float32[np.ndarray, "*B L"]
+    """1 where the target is trained on, otherwise 0."""
+    positions: Int32[np.ndarray, "*B L"]
+    """Position for RoPE; restarts at 0 in each document."""
+    index: Int32[np.ndarray, "*B L"]
+    """Index of the token in its row before any permutation, 0..L-1."""
+    segment_ids: Int32[np.ndarray, "*B L"]
+    """Number of the document within the row, from 1; 0 in padding."""
+    source_ids: NotRequired[Int32[np.ndarray, "*B L"]]
+    """Number of the token's source in the recipe; 0 in padding. Present only if the loss is measured by source."""
+
+
+DTYPES = {
     "tokens": np.int32,
     "targets": np.int32,
     "loss_weights": np.float32,
@@ -12,14 +35,20 @@ ARRAYS = {
 }
 
 
-def permute(batch: dict[str, np.ndarray], order: np.ndarray) -> dict[str, np.ndarray]:
-    """A new batch whose arrays [B, L] (or [L]) are all `array[..., order]`; order: int [L], a permutation.
+def permute(batch: Batch, order: Int[np.ndarray, "L"]) -> Batch:
+    """Returns a new batch whose arrays are all `array[..., order]`.
 
-    Targets are already shifted and `index` remembers each token's place, so nothing after this needs to know the order.
-    Raises ValueError when the order's length is not the batch's.
+    Since targets are already shifted and `index` records each token's original index, nothing after this needs the order.
+
+    Args:
+        batch: arrays [B, L] or [L].
+        order: a permutation of 0..L-1.
+
+    Raises:
+        ValueError: the length of `order` differs from the batch's.
     """
     order = np.asarray(order)
     for name, array in batch.items():
         if array.shape[-1:] != order.shape:
-            raise ValueError(f"the order has {order.shape} places, {name} has shape {array.shape}")
+            raise ValueError(f"the order has shape {order.shape}, {name} has shape {array.shape}")
     return {name: np.ascontiguousarray(array[..., order]) for name, array in batch.items()}

@@ -1,12 +1,13 @@
-"""Cleaning, in the spirit of FastChat's and Koala's: a raw record becomes turns in order, or a reason to drop it."""
+"""Cleans conversations, similarly to FastChat and Koala: a raw record becomes ordered turns, or is dropped for a reason."""
 
 import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
-from typing import Literal, TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -14,10 +15,10 @@ from data import html
 from data.conversation import Message
 from data.errors import UserError
 
-T = TypeVar("T")
+Rendered = TypeVar("Rendered")
 
-# Many spellings are met in public dumps; both key styles use the same table.
-SPELLINGS = {
+# The names of roles in public dumps, for `from` and for `role`.
+ROLES = {
     **dict.fromkeys(["human", "user", "prompter", "person", "customer"], "user"),
     **dict.fromkeys(["gpt", "assistant", "chatgpt", "gpt-3.5", "gpt-4", "bing", "bard", "claude", "gemini"], "assistant"),
     **dict.fromkeys(["model", "bot", "ai", "function_call", "tool_call"], "assistant"),
@@ -25,6 +26,7 @@ SPELLINGS = {
     **dict.fromkeys(["tool", "function", "observation", "tool_response", "function_response", "ipython"], "tool"),
 }
 
+# Reasons to drop a record, as the report counts them.
 NOT_A_RECORD = "not a record"
 NO_FIELD = "no conversations or messages"
 EMPTY_RECORD = "empty record"
@@ -44,6 +46,7 @@ REFUSAL = "refusal"
 COMPANY_NAME = "company name"
 OTHER_LANGUAGE = "other language"
 
+# Changes to a record that is kept.
 LEADING_ASSISTANT = "leading assistant turns dropped"
 TRAILING_HUMAN = "unanswered last turn dropped"
 LONE_SURROGATE = "broken characters replaced"
@@ -52,7 +55,7 @@ FROM_HTML = "HTML turned into markdown"
 CUT_AT_RATE_LIMIT = "cut before a busy service's reply"
 SPLIT = "longer than context_length, split on whole exchanges"
 
-# A whole reply that is the service speaking, not the model; from real dumps.
+# A reply that is not the model's but a message of the service; from real dumps.
 _BUSY = re.compile(
     r"!?\s*(?:too many requests in 1 hour|network error|(?:chatgpt|the (?:model|server)) is (?:at capacity|overloaded)"
     r"|something went wrong|an error occurred\. (?:either|if)|there was an error generating a response"
@@ -60,7 +63,7 @@ _BUSY = re.compile(
     r"|the server (?:experienced|had) an error|error in (?:body|message) stream|rate limit (?:reached|exceeded))",
     re.IGNORECASE,
 )
-_BUSY_AT_MOST = 400  # characters: a longer reply that begins so talks *about* such a message
+_BUSY_MAX_LENGTH = 400  # characters; a longer reply that begins like this is *about* such a message
 
 _REFUSAL = re.compile(
     r"\bas an? (?:ai|artificial intelligence|(?:large )?language model)\b|\bi(?:'m| am) (?:just )?an? (?:ai|language) "
@@ -76,42 +79,56 @@ _COMPANY = re.compile(
 
 @dataclass(frozen=True)
 class CleanConfig:
-    """What is done to conversations before they are learned from. Texts and tokens are taken as they are."""
+    """How conversations are cleaned before training. Texts and tokens are used as they are."""
 
     html: Literal["detect", "always", "never"] = "detect"
-    """Turns that become markdown: those that are a web page as a whole, every turn with a tag in it (raw scrapes), none."""
+    """Turns converted to markdown: those that are entirely HTML, every turn that contains a tag (raw scrapes), or none."""
     rate_limits: bool = True
-    """Ends a conversation before the first reply that is only the service's message that it is busy or failed."""
+    """End a conversation before the first reply that is only the service's message that it is busy or has failed."""
     duplicates: bool = True
-    """Drops a conversation that says word for word what an earlier one of its source says."""
+    """Drop a conversation whose turns equal those of an earlier one in the same source."""
     split: bool = True
-    """Splits a conversation longer than context_length on whole exchanges, the last one kept, the system turn before each
-    part; else it is cut at any token. An exchange that is too long by itself is always cut."""
+    """Split a conversation longer than context_length between exchanges and repeat the system turn before each part; otherwise
+    it is cut at any token. An exchange that is too long by itself is always cut."""
     refusals: bool = False
-    """Drops conversations in which the assistant refuses, or speaks of itself as a language model (English)."""
+    """Drop conversations in which the assistant refuses, or calls itself a language model (in English)."""
     company_names: bool = False
-    """Drops conversations that name a company that makes assistants, or its assistant."""
+    """Drop conversations that name a company that makes assistants, or its assistant."""
     languages: tuple[str, ...] = ()
-    """Languages that are kept, as ISO 639-1 codes such as [en, de], told apart by py3langid; none given keeps all."""
+    """Keep only these languages, as ISO 639-1 codes such as [en, de], detected by py3langid; empty keeps all."""
 
 
 class Drop(Exception):
-    """A record cannot be used; the argument is the reason that is counted."""
+    """A record cannot be used; the argument is the reason, as the report counts it."""
+
+
+class Cleaned(NamedTuple):
+    """A record that can be used."""
+
+    id: str
+    messages: tuple[Message, ...]
+    """[system] user assistant (tool assistant)* user assistant ..."""
+    changes: set[str]
+    """What was changed, as the report counts it."""
 
 
 @dataclass
 class Cleaner:
-    """Cleans the records of one source, in order: it remembers which conversations it has seen (16 bytes of each)."""
+    """Cleans the records of one source, in order; remembers 16 bytes of each conversation to find duplicates."""
 
     config: CleanConfig = CleanConfig()
     _seen: set[bytes] = field(default_factory=set)
 
-    def clean(self, record: object) -> tuple[str, tuple[Message, ...], set[str]]:
-        """(id, turns in order, what was changed) of a record: `conversations` with from/value, `messages` with role/content,
-        or one exchange as Alpaca has it (`instruction`, perhaps `input`, `output`, and the exchanges before it as pairs in
-        `history`); perhaps with a text `system` beside them.
+    def clean(self, record: object) -> Cleaned:
+        """Returns the turns of a raw record.
 
-        Turns are [system] user assistant (tool assistant)* user assistant ... Raises Drop with the reason.
+        Args:
+            record: a dictionary with `conversations` of from/value, with `messages` of role/content, or with one exchange in
+                Alpaca's form (`instruction`, perhaps `input`, `output`, and the exchanges before it as pairs in `history`);
+                each perhaps with a text `system`.
+
+        Raises:
+            Drop: the record cannot be used.
         """
         if not isinstance(record, dict):
             raise Drop(NOT_A_RECORD)
@@ -122,94 +139,109 @@ class Cleaner:
         if record.get("tools"):
             changes.add(TOOLS_LEFT_OUT)
         messages = [self._message(turn, changes) for turn in turns]
-        beside = _first(record, "system", "system_prompt")
-        if isinstance(beside, str) and not (messages[0].role == "system" and messages[0].content):
-            messages = [self._message({"role": "system", "content": beside}, changes),
-                        *messages[messages[0].role == "system" :]]  # fmt: skip
+        messages = self._with_system(messages, _first_present(record, "system", "system_prompt"), changes)
         messages = _in_order(messages, changes)
         if self.config.rate_limits:
             messages = _before_rate_limit(messages, changes)
         self._filter(messages)
-        said = json.dumps([(message.role, message.content) for message in messages], ensure_ascii=True)
-        digest = hashlib.sha256(said.encode()).digest()[:16]
+        content = json.dumps([(message.role, message.content) for message in messages], ensure_ascii=True)
+        digest = hashlib.sha256(content.encode()).digest()[:16]
         if self.config.duplicates:
             if digest in self._seen:
                 raise Drop(DUPLICATE)
             self._seen.add(digest)
-        identity = record.get("id")
-        if not isinstance(identity, (str, int)) or identity == "":
-            identity = digest.hex()[:16]
-        return str(identity), tuple(messages), changes
+        record_id = record.get("id")
+        if not isinstance(record_id, (str, int)) or record_id == "":
+            record_id = digest.hex()[:16]
+        return Cleaned(str(record_id), tuple(messages), changes)
 
     def _message(self, turn: object, changes: set[str]) -> Message:
+        """Returns a raw turn as a message, or raises Drop; adds what it changes to `changes`."""
         if not isinstance(turn, dict):
             raise Drop(BAD_TURN)
-        role, content = _first(turn, "from", "role"), _first(turn, "value", "content")
-        if isinstance(content, list):  # OpenAI's parts: only those made of text alone can be learned from
-            parts = [part.get("text") if isinstance(part, dict) else part for part in content]
-            content = "".join(parts) if all(isinstance(part, str) for part in parts) else None
+        raw_role, content = _first_present(turn, "from", "role"), _joined(_first_present(turn, "value", "content"))
         if turn.get("tool_calls") or turn.get("function_call"):
             raise Drop(TOOL_CALLS)
-        if not isinstance(role, str) or not isinstance(content, str):
+        if not isinstance(raw_role, str) or not isinstance(content, str):
             raise Drop(BAD_TURN)
-        known = SPELLINGS.get(role) or SPELLINGS.get(role.strip().lower())
-        if known is None:
+        role = ROLES.get(raw_role) or ROLES.get(raw_role.strip().lower())
+        if role is None:
             raise Drop(UNKNOWN_ROLE)
         try:
             content.encode()
-        except UnicodeEncodeError:  # half of a \ud83d\ude00 pair: no tokenizer takes it
+        except UnicodeEncodeError:  # half of a surrogate pair such as \ud83d\ude00, which no tokenizer accepts
             content = content.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
             changes.add(LONE_SURROGATE)
         content = content.strip()
-        wanted = self.config.html
-        if wanted != "never" and (html.has_tags(content) if wanted == "always" else html.is_page(content)):
+        if self._is_html(content):
             try:
                 content = html.to_markdown(content)
             except ValueError:
                 raise Drop(BAD_HTML) from None
             changes.add(FROM_HTML)
-        # `weight` is OpenAI's (0 or 1); a number is no more than a yes or no here.
-        train = _first(turn, "train", "weight")
-        return Message(known, content, bool(train) if isinstance(train, bool | int | float) else True)
+        # OpenAI's `weight` is 0 or 1; any other number counts as yes.
+        train = _first_present(turn, "train", "weight")
+        return Message(role, content, bool(train) if isinstance(train, bool | int | float) else True)
+
+    def _is_html(self, content: str) -> bool:
+        if self.config.html == "never":
+            return False
+        return html.has_tags(content) if self.config.html == "always" else html.is_page(content)
+
+    def _with_system(self, messages: list[Message], system: object, changes: set[str]) -> list[Message]:
+        """Puts the record's `system` text first, unless the conversation begins with a system turn of its own."""
+        has_turn = messages[0].role == "system"
+        if not isinstance(system, str) or (has_turn and messages[0].content):
+            return messages
+        return [self._message({"role": "system", "content": system}, changes), *messages[has_turn:]]
 
     def _filter(self, messages: Sequence[Message]) -> None:
-        """What users may ask for, and nobody gets unasked."""
+        """Raises Drop for what the user's optional filters leave out."""
         config = self.config
         if config.refusals and any(m.role == "assistant" and _REFUSAL.search(m.content) for m in messages):
             raise Drop(REFUSAL)
         if config.company_names and any(_COMPANY.search(m.content) for m in messages):
             raise Drop(COMPANY_NAME)
         if config.languages:
-            # As much as tells a language; code blocks would only blur it.
+            # A beginning is enough to detect the language, and is clearer without blocks of code.
             text = re.sub(r"```.*?(?:```|\Z)", " ", "\n".join(m.content[:2000] for m in messages[:6]), flags=re.DOTALL)
-            if text.strip() and _language()(text[:4000])[0] not in config.languages:
+            if text.strip() and _language_classifier()(text[:4000])[0] not in config.languages:
                 raise Drop(OTHER_LANGUAGE)
 
 
-def _first(fields: dict, *names: str) -> object:
-    """What the first of these fields holds that there is: rows of a table have all columns, empty ones as None."""
+def _first_present(fields: dict, *names: str) -> object:
+    """Returns the first of these fields that is not None; rows of a table have all columns, with None in empty ones."""
     return next((fields[name] for name in names if fields.get(name) is not None), None)
+
+
+def _joined(content: object) -> object:
+    """Joins the parts of which OpenAI's contents may consist; returns None if a part is not text."""
+    if not isinstance(content, list):
+        return content
+    parts = [part.get("text") if isinstance(part, dict) else part for part in content]
+    return "".join(parts) if all(isinstance(part, str) for part in parts) else None
 
 
 def _turns(record: dict) -> list:
     for key in ("conversations", "conversation", "messages", "items"):
         if isinstance(record.get(key), list):
             return record[key]
-    return _alpaca(record)
+    return _alpaca_turns(record)
 
 
-def _alpaca(record: dict) -> list[dict]:
-    asked = [record.get("instruction"), record.get("input") or ""]
-    if not all(isinstance(text, str) for text in [*asked, record.get("output")]):
+def _alpaca_turns(record: dict) -> list[dict]:
+    prompt = [record.get("instruction"), record.get("input") or ""]
+    if not all(isinstance(text, str) for text in [*prompt, record.get("output")]):
         raise Drop(NO_FIELD)
-    exchanges = record.get("history") or []
-    if not (isinstance(exchanges, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in exchanges)):
+    history = record.get("history") or []
+    if not (isinstance(history, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in history)):
         raise Drop(BAD_HISTORY)
-    texts = [text for pair in exchanges for text in pair] + ["\n\n".join(filter(None, asked)), record["output"]]
+    texts = [text for pair in history for text in pair] + ["\n\n".join(filter(None, prompt)), record["output"]]
     return [{"from": ("user", "assistant")[number % 2], "value": text} for number, text in enumerate(texts)]
 
 
-def _language():
+def _language_classifier() -> Callable[[str], tuple[str, float]]:
+    """Returns a function from a text to its ISO 639-1 code and a score."""
     try:
         from py3langid import classify
     except ImportError:
@@ -218,10 +250,13 @@ def _language():
 
 
 def _in_order(messages: list[Message], changes: set[str]) -> list[Message]:
-    """[system] user assistant (tool assistant)* user assistant ...; anything else is a reason to drop."""
-    system = []
+    """Returns turns in the order [system] user assistant (tool assistant)* user assistant ..., or raises Drop.
+
+    Leading turns of the assistant and trailing turns without an answer are left out.
+    """
+    system: list[Message] = []
     if messages[0].role == "system":
-        # An empty system turn is common in exports and says nothing: leave it out, the template has its default.
+        # Exports often have an empty system turn; without it, the template uses its default.
         system = [messages[0]] if messages[0].content else []
         messages = messages[1:]
     first = next((i for i, message in enumerate(messages) if message.role != "assistant"), len(messages))
@@ -234,13 +269,13 @@ def _in_order(messages: list[Message], changes: set[str]) -> list[Message]:
         raise Drop(LATE_SYSTEM)
     if messages[0].role != "user":
         raise Drop(NOT_ALTERNATING)
-    follows = {"user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "assistant")}
-    for before, after in pairwise(messages):
-        if after.role not in follows[before.role]:
+    may_follow = {"user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "assistant")}
+    for message, following in pairwise(messages):
+        if following.role not in may_follow[message.role]:
             raise Drop(NOT_ALTERNATING)
     if any(not message.content for message in messages):
         raise Drop(EMPTY_TURN)
-    answered = _up_to_an_answer(messages)
+    answered = _up_to_last_answer(messages)
     if not answered:
         raise Drop(NO_ANSWER)
     if len(answered) < len(messages):
@@ -248,49 +283,87 @@ def _in_order(messages: list[Message], changes: set[str]) -> list[Message]:
     return system + answered
 
 
-def _up_to_an_answer(messages: list[Message]) -> list[Message]:
+def _up_to_last_answer(messages: list[Message]) -> list[Message]:
     end = next((i for i in range(len(messages), 0, -1) if messages[i - 1].role == "assistant"), 0)
     return messages[:end]
 
 
 def _before_rate_limit(messages: list[Message], changes: set[str]) -> list[Message]:
-    for place, message in enumerate(messages):
-        if message.role == "assistant" and len(message.content) <= _BUSY_AT_MOST and _BUSY.match(message.content):
+    """Returns the turns before the first reply that is a message of a busy service, up to the last answer."""
+    for index, message in enumerate(messages):
+        if message.role == "assistant" and len(message.content) <= _BUSY_MAX_LENGTH and _BUSY.match(message.content):
             changes.add(CUT_AT_RATE_LIMIT)
-            kept = _up_to_an_answer(messages[:place])
-            if not kept:
+            answered = _up_to_last_answer(messages[:index])
+            if not answered:
                 raise Drop(RATE_LIMITED)
-            return kept
+            return answered
     return messages
 
 
 def split(
-    messages: Sequence[Message], render: Callable[[Sequence[Message]], T], length: Callable[[T], int], room: int
-) -> Iterator[T]:
-    """Consecutive parts of whole exchanges, rendered, each as long as `room` allows and at least one exchange; the system
-    turn opens each part. Every exchange is in one part, the last one too (FastChat's own splitting loses it at times)."""
+    messages: Sequence[Message],
+    render: Callable[[Sequence[Message]], Rendered],
+    length: Callable[[Rendered], int],
+    max_length: int,
+) -> Iterator[Rendered]:
+    """Splits a conversation between exchanges into consecutive parts of at most `max_length`, and yields them rendered.
+
+    Each part has as many exchanges as fit, and at least one, even if that is longer; the system turn opens each part. Every
+    exchange is in one part, also the last one, which FastChat's own splitting sometimes loses.
+
+    Args:
+        messages: a clean conversation.
+        render: renders a conversation.
+        length: the length of a rendered conversation.
+        max_length: how long a part should be at most.
+    """
     whole = render(messages)
-    if length(whole) <= room:
+    if length(whole) <= max_length:
         yield whole
         return
     system = messages[:1] if messages[0].role == "system" else messages[:0]
-    starts = [place for place, message in enumerate(messages) if message.role == "user"] + [len(messages)]
-    ends = np.cumsum([0, *(len(message.content) for message in messages)])
-    typical = length(whole) / ends[-1]  # per character: a first guess, so that a part is rendered two or three times
-    at = 0
-    while at < len(starts) - 1:
-        left = len(starts) - 1 - at
-        guess = sum((ends[end] - ends[starts[at]]) * typical <= room for end in starts[at + 1 :])
-        least, beyond, step, found = 1, left + 1, 1, None  # `least` exchanges are taken, `beyond` are too many
-        while beyond - least > 1:
-            exchanges = min(max(guess, least + 1), beyond - 1)
-            rendered = render([*system, *messages[starts[at] : starts[at + exchanges]]])
-            if length(rendered) <= room:
-                least, found = exchanges, rendered
-                guess = exchanges + step if beyond == left + 1 else (least + beyond) // 2
-            else:
-                beyond = exchanges
-                guess = exchanges - step if least == 1 else (least + beyond) // 2
-            step *= 2
-        yield render([*system, *messages[starts[at] : starts[at + 1]]]) if found is None else found
-        at += least
+    starts = [index for index, message in enumerate(messages) if message.role == "user"] + [len(messages)]
+    characters = np.cumsum([0, *(len(message.content) for message in messages)])
+    length_per_character = length(whole) / characters[-1]
+
+    def render_exchanges(first: int, count: int) -> Rendered:
+        return render([*system, *messages[starts[first] : starts[first + count]]])
+
+    first = 0
+    while first < len(starts) - 1:
+        lengths = (characters[starts[first + 1 :]] - characters[starts[first]]) * length_per_character
+        count, part = _largest_part(
+            partial(render_exchanges, first), length, max_length,
+            guess=int((lengths <= max_length).sum()), available=len(starts) - 1 - first,
+        )
+        yield part
+        first += count
+
+
+def _largest_part(
+    render: Callable[[int], Rendered], length: Callable[[Rendered], int], max_length: int, guess: int, available: int
+) -> tuple[int, Rendered]:
+    """Returns how many exchanges fit into `max_length`, at least one, and these rendered.
+
+    Gallops from the guess until the number is enclosed, then bisects: with a good guess, two or three renderings.
+
+    Args:
+        render: renders the first so many exchanges.
+        length: the length of a rendered part.
+        max_length: how long the part should be at most.
+        guess: an estimate of the number.
+        available: how many exchanges there are.
+    """
+    fits, too_many, step = 1, available + 1, 1
+    part = None
+    while too_many - fits > 1:
+        count = min(max(guess, fits + 1), too_many - 1)
+        rendered = render(count)
+        if length(rendered) <= max_length:
+            fits, part = count, rendered
+            guess = count + step if too_many == available + 1 else (fits + too_many) // 2
+        else:
+            too_many = count
+            guess = count - step if fits == 1 else (fits + too_many) // 2
+        step *= 2
+    return fits, render(1) if part is None else part

@@ -1,19 +1,21 @@
-"""What sources give: a conversation, a plain text or ready tokens, whatever file it came from."""
+"""The three kinds of records that sources produce: conversations, plain texts and token ids."""
 
 from dataclasses import dataclass
 
 import numpy as np
+from jaxtyping import Bool, Int32
 
 ROLES = ("system", "user", "assistant", "tool")
 
 
 @dataclass(frozen=True)
 class Message:
-    """One turn. `train` says whether an assistant's turn is in the loss; no other role ever is."""
+    """One turn of a conversation."""
 
     role: str
     content: str
     train: bool = True
+    """Whether an assistant's turn counts in the loss; turns of other roles never do."""
 
     def __post_init__(self):
         if self.role not in ROLES:
@@ -22,18 +24,20 @@ class Message:
 
 @dataclass(frozen=True)
 class Conversation:
-    """A whole record: `id` is unique in its source (never a path), `source` the source's number in the recipe, `record`
-    its place among the source's records, from 1 (0: it came from no file)."""
+    """A conversation."""
 
     id: str
+    """Identifies the record within its source; never a path."""
     messages: tuple[Message, ...]
     source: int = 0
+    """Number of the source in the recipe."""
     record: int = 0
+    """Number of the record in the source, from 1; 0 if it was not read from a file."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A plain text, such as a book, learned from its first word to its last; id, source and record as above."""
+    """A plain text, such as a book, that is trained on from beginning to end; other fields as in Conversation."""
 
     id: str
     text: str
@@ -43,10 +47,14 @@ class Text:
 
 @dataclass(frozen=True)
 class Tokens:
-    """Ready ids: tokens int32 [n], loss_mask bool [n] (is token i a target trained on); the rest as above."""
+    """A document that is already tokenized; other fields as in Conversation."""
 
     id: str
-    tokens: np.ndarray
-    loss_mask: np.ndarray
+    tokens: Int32[np.ndarray, "n"]
+    loss_mask: Bool[np.ndarray, "n"]
+    """Whether token i is trained on as a target."""
     source: int = 0
     record: int = 0
+
+
+Record = Conversation | Text | Tokens

@@ -1,4 +1,4 @@
-"""Records to token documents that fit a row: rendered, split or cut; by several processes where there is much to do."""
+"""Encodes records as token documents that fit a row, in several processes if there are many."""
 
 import contextlib
 import multiprocessing
@@ -6,139 +6,160 @@ import signal
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int32, UInt8
 
 from data.clean import SPLIT, split
-from data.conversation import Conversation, Message, Text
-from data.sources import Item
+from data.conversation import Conversation, Message, Record, Text
 from data.templates import TemplateError, render
 from data.tokenizer import Tokenizer
 
 NO_TARGET = "no trained token"
 FOREIGN_ID = "an id that the tokenizer does not have"
 CUT = "longer than context_length, cut"
-TYPED = "typed in a turn, kept as letters: "  # of a control token; data.text_tokens could take it as a token
-BATCH = 64  # records that go to a process at a time
+TYPED = "typed in a turn, kept as letters: "  # followed by a control token; data.text_tokens could make it a token
+BATCH = 64  # records that a process receives at a time
 
-Whole = tuple[np.ndarray, np.ndarray]  # tokens int32 [n], loss mask uint8 [n]
+
+class TokenDocument(NamedTuple):
+    """Token ids and which of them are trained on."""
+
+    tokens: Int32[np.ndarray, "n"]
+    loss_mask: UInt8[np.ndarray, "n"]
+    """1 where token i is trained on as a target."""
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """documents: each of at most context_length tokens and with a target; changes: what had to be done to it."""
+    """What became of one record."""
 
-    documents: list[Whole]
+    documents: list[TokenDocument]
+    """Each of at most context_length tokens, with a target; none if the record is dropped."""
     changes: frozenset[str] = frozenset()
+    """What was changed, as the report counts it."""
+    drop_reason: str | None = None
+    """Why there are no documents."""
 
 
 @dataclass(frozen=True)
 class Encoder:
-    """templates: of each source, by its number in the recipe; split: conversations on whole exchanges; train_on: `all`
-    assistant turns of a conversation or only its `last` one (of the whole conversation: parts without it are left out)."""
+    """Encodes records one at a time."""
 
     templates: tuple[str, ...]
+    """Name of each source's chat template, by the source's number in the recipe."""
     tokenizer: Tokenizer
     context_length: int
     split: bool = True
+    """Whether conversations are split between exchanges (data.clean.CleanConfig.split)."""
     train_on: str = "all"
+    """The assistant turns that are trained on: `all` of a conversation, or only its `last`; parts without it are left out."""
 
-    def encode(self, item: Item) -> Encoded | str:
-        """The documents of one record, or the reason why there are none."""
-        changes = set()
-        if isinstance(item, Conversation):
-            changes = {TYPED + token for message in item.messages for token in self.tokenizer.typed(message.content)}
+    def encode(self, record: Record) -> Encoded:
+        """Returns the documents of one record, or why there are none."""
+        changes: set[str] = set()
+        if isinstance(record, Conversation):
+            changes = {TYPED + token for turn in record.messages for token in self.tokenizer.typed(turn.content)}
             try:
-                wholes = self._conversation(item.messages, self.templates[item.source])
+                parts = self._encode_conversation(record.messages, self.templates[record.source])
             except TemplateError as error:
-                return str(error)
-        elif isinstance(item, Text):
-            wholes = [self._text(item.text)]
-        elif item.tokens.min() < 0 or item.tokens.max() >= self.tokenizer.vocab_size:
-            return FOREIGN_ID
+                return Encoded([], drop_reason=str(error))
+        elif isinstance(record, Text):
+            parts = [self._encode_text(record.text)]
+        elif record.tokens.min() < 0 or record.tokens.max() >= self.tokenizer.vocab_size:
+            return Encoded([], drop_reason=FOREIGN_ID)
         else:
-            wholes = [(item.tokens, item.loss_mask.astype(np.uint8))]
+            parts = [TokenDocument(record.tokens, record.loss_mask.astype(np.uint8))]
         pieces = [
-            (tokens[start : start + self.context_length], mask[start : start + self.context_length])
-            for tokens, mask in wholes
-            for start in range(0, len(tokens), self.context_length)
+            TokenDocument(part.tokens[start : start + self.context_length], part.loss_mask[start : start + self.context_length])
+            for part in parts
+            for start in range(0, len(part.tokens), self.context_length)
         ]
-        # The first token is nobody's target.
-        documents = [(tokens, mask) for tokens, mask in pieces if mask[1:].any()]
+        # The first token of a document is not a target.
+        documents = [piece for piece in pieces if piece.loss_mask[1:].any()]
         if not documents:
-            return NO_TARGET
-        if len(wholes) > 1 or len(wholes[0][0]) > self.context_length:
-            changes.add(SPLIT if len(wholes) > 1 else CUT)
+            return Encoded([], drop_reason=NO_TARGET)
+        if len(parts) > 1 or len(parts[0].tokens) > self.context_length:
+            changes.add(SPLIT if len(parts) > 1 else CUT)
         return Encoded(documents, frozenset(changes))
 
-    def _conversation(self, messages: Sequence[Message], template: str) -> list[Whole]:
+    def _encode_conversation(self, messages: Sequence[Message], template: str) -> list[TokenDocument]:
+        """Returns the conversation, or its parts if it is split; a part of one exchange may exceed context_length."""
         if self.train_on == "last":
-            last = max(place for place, message in enumerate(messages) if message.role == "assistant")
-            messages = [replace(message, train=message.train and place == last) for place, message in enumerate(messages)]
+            last = max(index for index, message in enumerate(messages) if message.role == "assistant")
+            messages = [replace(message, train=message.train and index == last) for index, message in enumerate(messages)]
         if not self.split:
             return [self._render(messages, template)]
         render = partial(self._render, template=template)
-        return list(split(messages, render, lambda whole: len(whole[0]), self.context_length))
+        return list(split(messages, render, lambda document: len(document.tokens), self.context_length))
 
-    def _render(self, messages: Sequence[Message], template: str) -> Whole:
+    def _render(self, messages: Sequence[Message], template: str) -> TokenDocument:
         segments = render(messages, template, self.tokenizer)
-        tokens = np.fromiter((token for s in segments for token in s.ids), np.int32)
-        return tokens, np.repeat([s.train for s in segments], [len(s.ids) for s in segments]).astype(np.uint8)
+        tokens = np.fromiter((token for segment in segments for token in segment.ids), np.int32)
+        lengths = [len(segment.ids) for segment in segments]
+        return TokenDocument(tokens, np.repeat([segment.train for segment in segments], lengths).astype(np.uint8))
 
-    def _text(self, text: str) -> Whole:
-        """A text between BOS and EOS, as far as the tokenizer has them, all of it trained on."""
+    def _encode_text(self, text: str) -> TokenDocument:
+        """Returns a text between BOS and EOS, as far as the tokenizer has them, with every token trained on."""
         ids = [self.tokenizer.bos_id, *self.tokenizer.encode(text), self.tokenizer.eos_id]
         tokens = np.fromiter((token for token in ids if token is not None), np.int32)
-        return tokens, np.ones(len(tokens), np.uint8)
+        return TokenDocument(tokens, np.ones(len(tokens), np.uint8))
 
 
-def encode_all(encoder: Encoder, items: Iterable[Item], processes: int = 1) -> Iterator[tuple[Item, Encoded | str]]:
-    """(item, what became of it) in the items' order, whatever the number of processes; reads only a little ahead."""
+def encode_all(encoder: Encoder, records: Iterable[Record], processes: int = 1) -> Iterator[tuple[Record, Encoded]]:
+    """Yields each record with its encoding, in the records' order whatever the number of processes.
+
+    Reads only a few batches of records ahead.
+    """
     if processes < 2:
-        yield from ((item, encoder.encode(item)) for item in items)
+        yield from ((record, encoder.encode(record)) for record in records)
         return
-    items, waiting = iter(items), deque()
-    # Spawned: a fork of a process in which JAX's threads run may hang.
+    records = iter(records)
+    pending: deque[tuple[list[Record], Future[list[Encoded]]]] = deque()
+    # Forking a process in which JAX's threads run may deadlock.
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="longstripe-tokenizer-") as folder:
-        encoder.tokenizer.save(folder)  # its libraries' objects cannot all be pickled
-        begin = (replace(encoder, tokenizer=None), folder, encoder.tokenizer.text_tokens)
-        with ProcessPoolExecutor(processes, mp_context=spawn, initializer=_begin, initargs=begin) as pool:
+        encoder.tokenizer.save(folder)  # since not all objects of the tokenizer libraries can be pickled
+        arguments = (replace(encoder, tokenizer=None), folder, encoder.tokenizer.text_tokens)
+        with ProcessPoolExecutor(processes, spawn, _set_up_process, arguments) as pool:
             try:
-                while batch := list(islice(items, BATCH)):
-                    with _deaf_to_ctrl_c():  # the first batches start the processes
-                        waiting.append((batch, pool.submit(_encode_batch, batch)))
-                    if len(waiting) > 2 * processes:
-                        done, future = waiting.popleft()
+                while batch := list(islice(records, BATCH)):
+                    with _ctrl_c_blocked():  # the first batches start the processes
+                        pending.append((batch, pool.submit(_encode_batch, batch)))
+                    if len(pending) > 2 * processes:
+                        done, future = pending.popleft()
                         yield from zip(done, future.result(), strict=True)
-                for done, future in waiting:
+                for done, future in pending:
                     yield from zip(done, future.result(), strict=True)
             finally:
                 pool.shutdown(cancel_futures=True)
 
 
 @contextlib.contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
-    """Processes that are started here never hear a terminal's Ctrl-C, not even as they import: their parent does, and ends
-    them."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def _ctrl_c_blocked() -> Iterator[None]:
+    """Blocks SIGINT in processes that are started within the context, even while they import.
+
+    A terminal sends Ctrl-C to all processes; the parent receives it and ends the others.
+    """
+    previous = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous)
 
 
-_encoder: Encoder | None = None  # of a process of encode_all's
+_process_encoder: Encoder | None = None  # the encoder of a process that encode_all has started
 
 
-def _begin(encoder: Encoder, folder: str, text_tokens: tuple[str, ...]) -> None:
-    global _encoder
-    _encoder = replace(encoder, tokenizer=Tokenizer.load(folder).with_text_tokens(text_tokens))
+def _set_up_process(encoder: Encoder, folder: str, text_tokens: tuple[str, ...]) -> None:
+    global _process_encoder
+    _process_encoder = replace(encoder, tokenizer=Tokenizer.load(folder).with_text_tokens(text_tokens))
 
 
-def _encode_batch(batch: list[Item]) -> list[Encoded | str]:
-    return [_encoder.encode(item) for item in batch]
+def _encode_batch(batch: list[Record]) -> list[Encoded]:
+    return [_process_encoder.encode(record) for record in batch]

@@ -1,22 +1,25 @@
-"""How every command ends, in one line, where there is nothing to mend in the program: by an error that its user can mend, by
-Ctrl-C."""
+"""Errors that end a command with one line instead of a traceback: those that its user can correct, and Ctrl-C."""
 import os
 import signal
 import sys
+from types import TracebackType
 
 
 class UserError(Exception):
-    """Something the user gave is wrong; the message says what was found, where, and what would be right."""
+    """An error in the user's input. The message says what was found, in which file or field, and what would work."""
 
 
-def one_line_for_ctrl_c() -> None:
-    """Ctrl-C that nobody catches, as while a command imports, is `stopped` and 130. The packages of commands call it first; it
-    does nothing but for `python -m`, which has not put the command's name in sys.argv by then."""
+def install_ctrl_c_hook() -> None:
+    """Makes an uncaught Ctrl-C, such as one during a command's imports, print `stopped` and exit with status 130.
+
+    The packages that contain commands call this first. It takes effect under `python -m` only, recognised by sys.argv, which
+    does not yet contain the command's name at that time.
+    """
     if sys.argv[:1] == ["-m"]:
-        sys.excepthook = _unhandled
+        sys.excepthook = _report_uncaught
 
 
-def _unhandled(kind: type[BaseException], error: BaseException, traceback) -> None:
+def _report_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:
     if not issubclass(kind, KeyboardInterrupt):
         sys.__excepthook__(kind, error, traceback)
         return

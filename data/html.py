@@ -1,39 +1,40 @@
-"""Turns saved as web pages, as scrapes of chats hold them, back to the markdown that they were shown from."""
+"""Converts turns that scrapers saved as HTML back to the markdown that the web page displayed."""
 
 import re
 import warnings
 from functools import lru_cache
 
-# The wrapper that the chat's own page put around an answer, or a turn that opens with a block of prose and closes one.
-# What is merely *about* HTML (a page in a code fence, an answer that is an HTML file) stays as it was written.
+# The <div> in which the chat's web page wraps an answer, or a turn that begins and ends with block elements of prose.
+# A turn *about* HTML (a page in a code fence, an answer that is an HTML file) does not match and is left unchanged.
 _PAGE = re.compile(
     r"""<div\b[^>]*\bclass=["'][^"']*\b(?:markdown|prose|whitespace-pre-wrap)\b
     |   <(?P<tag>p|[ou]l|h[1-6]|pre|blockquote|table)\b[^>]*>.*</(?:p|[ou]l|h[1-6]|pre|blockquote|table|div)>\s*\Z""",
     re.VERBOSE | re.DOTALL | re.IGNORECASE,
 )
 _TAG = re.compile(r"</?[a-zA-Z][^<>]*>|&(?:[a-zA-Z]+|#\d+);")
-# What the page's buttons leave in its text: "2 / 3" between answers, "Copy1234 chars / 56 words".
+# Labels of the page's buttons: "2 / 3" to choose between answers, "Copy1234 chars / 56 words".
 _BUTTONS = re.compile(r"\A\d+ / \d+\s*\n|Copy\d+ chars / \d+ words")
 
 
 def is_page(text: str) -> bool:
-    """Whether a turn (without white space at its ends) is HTML as a whole; markdown that holds some HTML is not."""
+    """Returns whether a turn, stripped of white space, is entirely HTML, and not markdown that contains some HTML."""
     return text.startswith("<") and "```" not in text and _PAGE.match(text) is not None
 
 
 def has_tags(text: str) -> bool:
-    """Whether there is any tag or character entity in the text."""
+    """Returns whether the text contains any tag or character entity."""
     return _TAG.search(text) is not None
 
 
 def to_markdown(text: str) -> str:
-    """The markdown of a page, by `markdownify`: code fenced with its language, formulas as `$tex$`, buttons left out.
+    """Converts HTML to markdown: code in fences with its language, formulas as `$tex$`, without the page's buttons.
 
-    Raises ValueError for what its parser refuses, or tags in tags in tags beyond Python's recursion.
+    Raises:
+        ValueError: the parser refuses the HTML, or its tags are nested beyond Python's recursion limit.
     """
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # its parser's advice is to programmers: "this looks like XML", "like a URL"
+            warnings.simplefilter("ignore")  # the parser warns programmers: "looks like XML", "looks like a URL"
             markdown = _converter().convert(text)
     except (RecursionError, AssertionError, ValueError) as error:
         raise ValueError(f"HTML that cannot be read ({type(error).__name__})") from None
@@ -45,24 +46,24 @@ def _converter():
     from markdownify import MarkdownConverter
 
     class Converter(MarkdownConverter):
-        """Chats' pages: a code block is <pre> of a bar (language, button "Copy code") and <code class="language-x">."""
+        """Converts pages of chats, whose code blocks are a <pre> of a title bar and <code class="language-x">."""
 
-        def convert_button(self, element, text, parent_tags):
+        def convert_button(self, element, text: str, parent_tags) -> str:
             return ""
 
-        def convert_pre(self, element, text, parent_tags):
+        def convert_pre(self, element, text: str, parent_tags) -> str:
             code = element.find("code") or element
             language = next((name[9:] for name in code.get("class", []) if name.startswith("language-")), "")
             return f"\n\n```{language}\n{code.get_text().strip(chr(10))}\n```\n\n"
 
-        def convert_span(self, element, text, parent_tags):
-            # KaTeX writes a formula three times over; its own source is the one to learn.
+        def convert_span(self, element, text: str, parent_tags) -> str:
+            # KaTeX writes each formula three times; the <annotation> holds its TeX source.
             if "katex" not in element.get("class", []):
                 return text
-            source = element.find("annotation")
-            return f"${source.get_text()}$" if source else text
+            tex = element.find("annotation")
+            return f"${tex.get_text()}$" if tex else text
 
-    # Underscores and stars are text to a model, not markup to guard against.
+    # Underscores and asterisks stay as they are: a model reads the text, no markdown parser does.
     return Converter(
         heading_style="ATX", bullets="-", escape_asterisks=False, escape_underscores=False, escape_misc=False
     )

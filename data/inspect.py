@@ -1,4 +1,4 @@
-"""`python -m data.inspect`, the old name of `python -m scripts.inspect_data`."""
+"""Runs `python -m scripts.inspect_data` under its old name, `python -m data.inspect`."""
 import runpy
 
 if __name__ == "__main__":

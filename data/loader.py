@@ -1,4 +1,4 @@
-"""Rows of a packing plan as arrays, epoch after epoch; where it stands is a step number and nothing else."""
+"""The rows of the packing plans as arrays, epoch after epoch; a step number is the loader's whole state."""
 
 import hashlib
 import json
@@ -6,25 +6,36 @@ import threading
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int, Int64
 
 from data import packing
-from data.batch import ARRAYS
+from data.batch import DTYPES, Batch
 from data.errors import UserError
+from data.packing import Piece
 from data.prepare import Documents, Prepared
 
-RULES = "rows-1"
+RULES = "rows-1"  # part of the fingerprint: to be changed with every change to the rows of a plan
+
+
+class PlanRow(NamedTuple):
+    """A row of an epoch's plan."""
+
+    epoch: int
+    row: int
 
 
 class Loader:
-    """Row r is a pure function of (documents, context_length, seed, r): the same on every process, mesh and resumption.
+    """Loads batches of packed rows.
 
-    prepared: a Prepared (its `split`) or Documents. fingerprint: text that changes when any row or
-    batch would; a checkpoint stores (step, fingerprint). len: rows of the first epoch. with_sources: rows also hold
-    `source_ids`, the number of each token's source (0 in padding). Raises UserError when the split is empty, ValueError
-    for a batch size below 1.
+    Row r is a pure function of (documents, context_length, seed, r): the same in every process, on every mesh and after every
+    resumption. len() is the number of rows of the first epoch.
     """
+
+    fingerprint: str
+    """Changes when any batch would change; a checkpoint stores it beside the step."""
 
     def __init__(
         self,
@@ -35,6 +46,20 @@ class Loader:
         split: str = "train",
         with_sources: bool = False,
     ):
+        """Makes a loader.
+
+        Args:
+            prepared: the prepared data, of which `split` is loaded; or the documents themselves.
+            context_length: number of tokens L of a row.
+            batch_size: number of rows B of a batch.
+            seed: seed of the order.
+            split: `train` or `held_out`.
+            with_sources: whether rows contain source_ids.
+
+        Raises:
+            UserError: the split contains no document.
+            ValueError: the batch size is below 1.
+        """
         documents = getattr(prepared, split) if isinstance(prepared, Prepared) else prepared
         if batch_size < 1:
             raise ValueError(f"batch_size {batch_size} must be at least 1")
@@ -42,29 +67,32 @@ class Loader:
             raise UserError(f"the split {documents.name} holds no document; a larger held_out_fraction would work")
         self.documents = documents
         self.context_length, self.batch_size, self.seed = context_length, batch_size, seed
-        self.arrays = {**ARRAYS, **({"source_ids": np.int32} if with_sources else {})}
-        # Once each is the common case, and then every epoch has the same number of rows (best fit sees lengths alone).
+        self._dtypes = {**DTYPES, **({"source_ids": np.int32} if with_sources else {})}
+        # Without weights, every epoch has the same number of rows, because best fit depends on the lengths only.
         self._weights = None if np.all(documents.weights == 1.0) else documents.weights
-        # The loop asks while grain's threads read ahead: one at a time makes a plan, or tells where epochs end.
+        # The training loop and the threads of grain, which read ahead, use the plans at the same time.
         self._lock = threading.RLock()
-        # Epoch 0, which tells an epoch's length, and two more where what is read ahead has passed the end of one.
+        # Epoch 0, which gives the length of an epoch, and two more while reading ahead passes the end of one.
         self._plans = lru_cache(maxsize=3)(self._make_plan)
-        self._ends: list[int] = []  # rows up to the end of each epoch, as far as known; only with weights
+        self._epoch_ends: list[int] = []  # number of rows up to the end of each epoch so far; used only with weights
+        self.fingerprint = self._make_fingerprint()
+
+    def _make_fingerprint(self) -> str:
         parts = {
             "rules": [RULES, packing.RULES],
-            "documents": documents.fingerprint,
+            "documents": self.documents.fingerprint,
             "weights": None if self._weights is None else self._weights.tolist(),
-            "context_length": context_length,
-            "batch_size": batch_size,
-            "seed": seed,
+            "context_length": self.context_length,
+            "batch_size": self.batch_size,
+            "seed": self.seed,
         }
-        self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
     def _make_plan(self, epoch: int) -> packing.Plan:
         return packing.plan(self.documents.lengths, self.context_length, self.seed, epoch, self._weights)
 
     def _plan(self, epoch: int) -> packing.Plan:
-        with self._lock:  # lru_cache lets each thread that misses make the plan
+        with self._lock:  # lru_cache alone would let several threads make the same plan
             return self._plans(epoch)
 
     def __len__(self) -> int:
@@ -72,92 +100,127 @@ class Loader:
 
     @property
     def padding_share(self) -> float:
-        """Of the first epoch, 0..1."""
+        """Share of the first epoch's tokens that are padding, 0..1."""
         return self._plan(0).padding_share
 
-    def place(self, number: int) -> tuple[int, int]:
-        """(epoch, row of its plan) of a global row number."""
+    def locate(self, number: int) -> PlanRow:
+        """Returns the epoch of a row, counted over all epochs, and the row's number in the epoch's plan."""
         if number < 0:
             raise ValueError(f"row {number} is below 0")
         if self._weights is None:
-            return divmod(number, len(self))
+            return PlanRow(*divmod(number, len(self)))
         with self._lock:
-            while not self._ends or self._ends[-1] <= number:
-                before = self._ends[-1] if self._ends else 0
-                self._ends.append(before + len(self._plan(len(self._ends))))
-                if len(self._ends) > 100 and self._ends[-1] == 0:
+            ends = self._epoch_ends
+            while not ends or ends[-1] <= number:
+                ends.append((ends[-1] if ends else 0) + len(self._plan(len(ends))))
+                if len(ends) > 100 and ends[-1] == 0:
                     raise UserError("the sources' weights leave no document in 100 epochs; larger weights would work")
-            epoch = bisect_right(self._ends, number)
-            return epoch, number - (self._ends[epoch - 1] if epoch else 0)
+            epoch = bisect_right(ends, number)
+            return PlanRow(epoch, number - (ends[epoch - 1] if epoch else 0))
 
-    def row(self, number: int, places: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """Global row `number` (endless) as arrays [L] of data.batch.ARRAYS' dtypes, in natural order; or only these of its
-        `places`, ascending, [len(places)]: the others are neither made nor, where a document lies in them alone, read.
+    def _pieces(self, number: int) -> tuple[Piece, ...]:
+        """Returns the pieces of a row, counted over all epochs."""
+        epoch, row = self.locate(number)
+        return self._plan(epoch).row(row)
 
-        targets: the next token of the same document, 0 with weight 0 where there is none. loss_weights: 1 where the
-        *target* is trained on. positions restart per document, index is 0..L-1, segment_ids are 1.. and 0 for padding.
+    def _step_pieces(self, step: int) -> Iterator[Piece]:
+        """Yields the pieces of a step's rows in their order."""
+        for number in range(step * self.batch_size, (step + 1) * self.batch_size):
+            yield from self._pieces(number)
+
+    def row(self, number: int, indices: Int[np.ndarray, "T"] | None = None) -> Batch:
+        """Returns one row as arrays [L], or only some of its tokens as arrays [T].
+
+        Args:
+            number: the row's number, counted over all epochs.
+            indices: indices in the row of the tokens to return, ascending; all if None. Documents that lie entirely
+                elsewhere are not read.
         """
-        epoch, place = self.place(number)
-        return self._row(self._plan(epoch).row(place), places)
+        return self._row_arrays(self._pieces(number), indices)
 
-    def _row(self, pieces, places: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        places = np.arange(self.context_length) if places is None else places
-        row = {name: np.zeros(len(places), dtype) for name, dtype in self.arrays.items()}
-        row["index"][:] = places
-        at = 0
-        for segment, (number, start, length) in enumerate(pieces, 1):
-            here = slice(*np.searchsorted(places, (at, at + length)))
-            inside = places[here] - at
-            at += length
-            if not len(inside):
-                continue
-            document = self.documents[number]
-            tokens, trained = (x[start : start + length] for x in (document.tokens, document.loss_mask))
-            following = np.minimum(inside + 1, length - 1)
-            row["segment_ids"][here] = segment
-            row["tokens"][here] = tokens[inside]
-            row["targets"][here] = np.where(following > inside, tokens[following], 0)
-            row["loss_weights"][here] = trained[following] & (following > inside)
-            row["positions"][here] = inside
-            if "source_ids" in row:
-                row["source_ids"][here] = document.source
+    def _row_arrays(self, pieces: Sequence[Piece], indices: Int[np.ndarray, "T"] | None = None) -> Batch:
+        indices = np.arange(self.context_length) if indices is None else indices
+        row = {name: np.zeros(len(indices), dtype) for name, dtype in self._dtypes.items()}
+        row["index"][:] = indices
+        piece_start = 0
+        for segment, piece in enumerate(pieces, 1):
+            tokens_of_piece = slice(*np.searchsorted(indices, (piece_start, piece_start + piece.length)))
+            positions = indices[tokens_of_piece] - piece_start
+            piece_start += piece.length
+            if len(positions):
+                for name, values in self._piece_arrays(piece, positions).items():
+                    row[name][tokens_of_piece] = values
+                row["segment_ids"][tokens_of_piece] = segment
         return row
 
-    def lengths(self, step: int) -> np.ndarray:
-        """Tokens of each document in the rows of a step (0-based), or of each piece of one: int64, from the plan alone."""
-        places = [self.place(number) for number in range(step * self.batch_size, (step + 1) * self.batch_size)]
-        return np.array([length for epoch, place in places for _, _, length in self._plan(epoch).row(place)], np.int64)
+    def _piece_arrays(self, piece: Piece, positions: Int[np.ndarray, "t"]) -> dict[str, np.ndarray | int]:
+        """Returns the tokens at these positions of a piece, as values for a row's arrays."""
+        document = self.documents[piece.document]
+        tokens, trained = (x[piece.start : piece.start + piece.length] for x in (document.tokens, document.loss_mask))
+        following = np.minimum(positions + 1, piece.length - 1)
+        has_target = following > positions
+        arrays = {
+            "tokens": tokens[positions],
+            "targets": np.where(has_target, tokens[following], 0),
+            "loss_weights": trained[following] & has_target,
+            "positions": positions,
+        }
+        return {**arrays, "source_ids": document.source} if "source_ids" in self._dtypes else arrays
+
+    def lengths(self, step: int) -> Int64[np.ndarray, "D"]:
+        """Returns the number of tokens of each document, or piece of one, in the rows of a step (from 0).
+
+        Reads the plan only, no document.
+        """
+        return np.array([piece.length for piece in self._step_pieces(step)], np.int64)
 
     def record_ids(self, step: int) -> list[str]:
-        """Ids of the records that the rows of a step (0-based) are packed from, in the rows' order, each once."""
-        rows = range(step * self.batch_size, (step + 1) * self.batch_size)
-        places = [self.place(number) for number in rows]
-        pieces = [piece for epoch, place in places for piece in self._plan(epoch).row(place)]
-        return list(dict.fromkeys(self.documents[number].record_id for number, _, _ in pieces))
+        """Returns the ids of the records in the rows of a step (from 0), in the rows' order, each once."""
+        return list(dict.fromkeys(self.documents[piece.document].record_id for piece in self._step_pieces(step)))
 
-    def batch(self, step: int, rows: Sequence[int] | None = None, places: np.ndarray | None = None) -> dict[str, np.ndarray]:
-        """The rows of a step (0-based), stacked: arrays [B, L]. rows, places: those that are wanted, ascending (None: all)."""
+    def batch(self, step: int, rows: Sequence[int] | None = None, indices: Int[np.ndarray, "T"] | None = None) -> Batch:
+        """Returns the rows of a step as arrays [B, L].
+
+        Args:
+            step: number of the step, from 0.
+            rows: which of the step's rows to return, ascending; all if None.
+            indices: see `row`.
+        """
         first = step * self.batch_size
-        return _stack([self.row(first + int(row), places) for row in (range(self.batch_size) if rows is None else rows)])
+        return _stack([self.row(first + int(row), indices) for row in (range(self.batch_size) if rows is None else rows)])
 
-    def batches(self, start: int = 0, ahead: int = 4, rows: Sequence[int] | None = None, places: np.ndarray | None = None,
-                ) -> Iterator[dict[str, np.ndarray]]:  # fmt: skip
-        """batch(start, rows, places), ... of step after step without end, read ahead in the background by grain's threads."""
+    def batches(
+        self,
+        start: int = 0,
+        ahead: int = 4,
+        rows: Sequence[int] | None = None,
+        indices: Int[np.ndarray, "T"] | None = None,
+    ) -> Iterator[Batch]:
+        """Returns an endless iterator over batch(start, rows, indices), batch(start + 1, ...), and so on.
+
+        Threads of grain make up to `ahead` batches in advance.
+        """
         import grain
 
-        # A map over step numbers, so that grain has no state worth keeping: the step is the state.
-        steps = grain.MapDataset.range(start, 2**31 - 1).map(partial(self.batch, rows=rows, places=places))
+        # Mapped over step numbers, the dataset has no state but the step.
+        steps = grain.MapDataset.range(start, 2**31 - 1).map(partial(self.batch, rows=rows, indices=indices))
         options = grain.ReadOptions(num_threads=min(2, ahead), prefetch_buffer_size=ahead)
         return iter(steps.to_iter_dataset(options))
 
-    def epoch_batches(self, epoch: int = 0, rows: Sequence[int] | None = None, places: np.ndarray | None = None,
-                      ) -> Iterator[dict[str, np.ndarray]]:  # fmt: skip
-        """Each row of one epoch once, for held-out loss; the last batch is filled up with rows of padding. Else as `batch`."""
+    def epoch_batches(
+        self, epoch: int = 0, rows: Sequence[int] | None = None, indices: Int[np.ndarray, "T"] | None = None
+    ) -> Iterator[Batch]:
+        """Yields every row of one epoch once, in batches, of which the last one is filled up with rows of padding.
+
+        For the held-out loss; `rows` and `indices` as in `batch`.
+        """
         plan = self._plan(epoch)
         for first in range(0, len(plan), self.batch_size):
-            numbers = range(first, first + self.batch_size) if rows is None else [first + row for row in rows]
-            yield _stack([self._row(plan.row(number) if number < len(plan) else (), places) for number in numbers])
+            numbers = [first + int(row) for row in (range(self.batch_size) if rows is None else rows)]
+            yield _stack(
+                [self._row_arrays(plan.row(number) if number < len(plan) else (), indices) for number in numbers]
+            )
 
 
-def _stack(rows: list[dict[str, np.ndarray]]) -> dict[str, np.ndarray]:
+def _stack(rows: Sequence[Batch]) -> Batch:
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]}

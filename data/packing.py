@@ -1,55 +1,75 @@
-"""One packing plan for the whole data set: which documents share a row, a pure function of lengths, seed and epoch."""
+"""The packing plan of an epoch: which pieces of documents share a row, a pure function of lengths, seed and epoch."""
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float, Int, Int64, UInt64
 
-RULES = "packing-1"  # part of the loader's fingerprint: change it with any change of what plan() gives
+RULES = "packing-1"  # part of the loader's fingerprint: to be changed with every change to the plans
+
+
+class Piece(NamedTuple):
+    """Consecutive tokens of a document."""
+
+    document: int
+    start: int
+    length: int
 
 
 @dataclass(frozen=True)
 class Plan:
-    """pieces: int64 [N, 3] of (document, start, length), row after row; starts: int64 [rows + 1], where rows begin."""
+    """The rows of one epoch."""
 
-    pieces: np.ndarray
-    starts: np.ndarray
+    pieces: Int64[np.ndarray, "N 3"]
+    """(document, start, length) of each Piece, row after row."""
+    starts: Int64[np.ndarray, "rows+1"]
+    """Index of each row's first piece, then N."""
     context_length: int
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
-    def row(self, number: int) -> tuple[tuple[int, int, int], ...]:
-        """The row's pieces (document, start, length), in the order in which they stand in it."""
-        return tuple(map(tuple, self.pieces[self.starts[number] : self.starts[number + 1]].tolist()))
+    def row(self, number: int) -> tuple[Piece, ...]:
+        """Returns the pieces of a row in their order."""
+        return tuple(map(Piece._make, self.pieces[self.starts[number] : self.starts[number + 1]].tolist()))
 
     @cached_property
-    def rows(self) -> tuple[tuple[tuple[int, int, int], ...], ...]:
+    def rows(self) -> tuple[tuple[Piece, ...], ...]:
+        """The pieces of every row."""
         return tuple(self.row(number) for number in range(len(self)))
 
     @property
     def padding_share(self) -> float:
-        """The share of all places that hold no token, 0..1."""
-        places = len(self) * self.context_length
-        return 1.0 - float(self.pieces[:, 2].sum()) / places if places else 0.0
+        """Share of the rows' tokens that are padding, 0..1."""
+        size = len(self) * self.context_length
+        return 1.0 - float(self.pieces[:, 2].sum()) / size if size else 0.0
 
 
 def plan(
-    lengths: Sequence[int] | np.ndarray,
+    lengths: Sequence[int] | Int[np.ndarray, "D"],
     context_length: int,
     seed: int,
     epoch: int,
-    weights: Sequence[float] | np.ndarray | None = None,
+    weights: Sequence[float] | Float[np.ndarray, "D"] | None = None,
 ) -> Plan:
-    """Packs every token of every document into rows of context_length once (lengths: tokens per document, 0 is
-    skipped).
+    """Packs every token of every document into rows of context_length, once or as often as its document's weight says.
 
-    Documents longer than a row are cut into consecutive pieces. Best fit, the longest piece first, leaves the least
-    padding; documents of equal length, the documents within a row and the rows are shuffled by (seed, epoch).
-    weights: how often each document comes in an epoch, on average (None: once); 2.5 is twice or three times.
-    Raises ValueError for a context length below 1.
+    Documents that are longer than a row are cut into consecutive pieces. The pieces are packed best fit decreasing, which
+    leaves little padding. (seed, epoch) shuffle documents of equal length, the pieces within a row, and the rows.
+
+    Args:
+        lengths: number of tokens of each of D documents; documents of 0 tokens are skipped.
+        context_length: number of tokens of a row.
+        seed: seed of the order.
+        epoch: number of the epoch, from 0.
+        weights: average number of times that each document is used in an epoch; with 2.5, two or three times.
+
+    Raises:
+        ValueError: context_length is below 1.
     """
     if context_length < 1:
         raise ValueError(f"context_length {context_length} must be at least 1")
@@ -57,56 +77,71 @@ def plan(
     documents = np.arange(len(lengths), dtype=np.int64)
     if weights is not None:
         weights = np.asarray(weights, np.float64)
-        chance = _hash(documents, seed, epoch, 3) / 2.0**64
-        documents = np.repeat(documents, np.floor(weights + chance).astype(np.int64))
+        random = _hash(documents, seed, epoch, 3) / 2.0**64
+        documents = np.repeat(documents, np.floor(weights + random).astype(np.int64))
     pieces = _cut(documents, lengths[documents], context_length)
     shuffled = pieces[np.argsort(_hash(np.arange(len(pieces)), seed, epoch, 0), kind="stable")]
     pieces = shuffled[np.argsort(-shuffled[:, 2], kind="stable")]
-    row_of, count = _best_fit(pieces[:, 2].tolist(), context_length)
-    row_of = np.asarray(row_of, np.int64)
-    rank = np.empty(count, np.int64)
-    rank[np.argsort(_hash(np.arange(count), seed, epoch, 1), kind="stable")] = np.arange(count)
-    order = np.lexsort((_hash(np.arange(len(pieces)), seed, epoch, 2), rank[row_of]))
+    rows, count = _best_fit(pieces[:, 2].tolist(), context_length)
+    shuffled_rows = np.empty(count, np.int64)
+    shuffled_rows[np.argsort(_hash(np.arange(count), seed, epoch, 1), kind="stable")] = np.arange(count)
+    row_of_piece = shuffled_rows[np.asarray(rows, np.int64)]
+    order = np.lexsort((_hash(np.arange(len(pieces)), seed, epoch, 2), row_of_piece))
     starts = np.zeros(count + 1, np.int64)
-    np.cumsum(np.bincount(rank[row_of], minlength=count), out=starts[1:])
+    np.cumsum(np.bincount(row_of_piece, minlength=count), out=starts[1:])
     return Plan(pieces[order], starts, context_length)
 
 
-def _cut(documents: np.ndarray, lengths: np.ndarray, context_length: int) -> np.ndarray:
+def _cut(
+    documents: Int64[np.ndarray, "D"], lengths: Int64[np.ndarray, "D"], context_length: int
+) -> Int64[np.ndarray, "N 3"]:
+    """Returns (document, start, length) of consecutive pieces of at most context_length tokens."""
     counts = -(-lengths // context_length)
-    document = np.repeat(np.arange(len(documents)), counts)
-    number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
-    start = number * context_length
-    length = np.minimum(lengths[document] - start, context_length)
-    return np.stack([documents[document], start, length], axis=1)
+    entry = np.repeat(np.arange(len(documents)), counts)
+    number_in_document = np.arange(len(entry)) - np.repeat(np.cumsum(counts) - counts, counts)
+    start = number_in_document * context_length
+    length = np.minimum(lengths[entry] - start, context_length)
+    return np.stack([documents[entry], start, length], axis=1)
 
 
 def _best_fit(lengths: list[int], context_length: int) -> tuple[list[int], int]:
-    """Row of each piece; lengths descend. Rows with room stand sorted by room, oldest first among equals."""
-    room: list[tuple[int, int]] = []
-    row_of, count = [], 0
+    """Puts each piece into the row where it leaves the least free space; of equal rows, into the oldest one.
+
+    Args:
+        lengths: lengths of the pieces, in descending order.
+        context_length: number of tokens of a row.
+
+    Returns:
+        The row of each piece, and the number of rows.
+    """
+    free: list[tuple[int, int]] = []  # (free tokens, row), sorted
+    rows, count = [], 0
     for length in lengths:
-        at = bisect_left(room, (length, -1))
-        if at < len(room):
-            left, row = room.pop(at)
+        index = bisect_left(free, (length, -1))
+        if index < len(free):
+            available, row = free.pop(index)
         else:
-            left, row = context_length, count
+            available, row = context_length, count
             count += 1
-        row_of.append(row)
-        if left > length:
-            insort(room, (left - length, row))
-    return row_of, count
+        rows.append(row)
+        if available > length:
+            insort(free, (available - length, row))
+    return rows, count
 
 
-def _hash(numbers: np.ndarray, seed: int, epoch: int, purpose: int) -> np.ndarray:
-    """uint64 per number, by splitmix64: numpy promises no stream across its versions, and a resumed run needs one."""
+def _hash(numbers: Int[np.ndarray, "N"], seed: int, epoch: int, purpose: int) -> UInt64[np.ndarray, "N"]:
+    """Returns a pseudorandom number for each number.
+
+    By splitmix64, and not by numpy: numpy does not promise the same random stream in all versions, which a resumed run needs.
+    """
     value = np.asarray(numbers).astype(np.uint64)
     for salt in (purpose, epoch, seed):
-        value = _mix(value ^ _mix(np.array([salt % 2**64], np.uint64)))
+        value = _splitmix64(value ^ _splitmix64(np.array([salt % 2**64], np.uint64)))
     return value
 
 
-def _mix(value: np.ndarray) -> np.ndarray:
+def _splitmix64(value: UInt64[np.ndarray, "N"]) -> UInt64[np.ndarray, "N"]:
+    """Returns the output of the generator splitmix64 (Steele et al., 2014) for each state."""
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

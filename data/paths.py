@@ -1,4 +1,4 @@
-"""Files of this machine or of a store (gs://, s3://, hf://, ... by fsspec), read alike; folders of a store kept here too."""
+"""Files and folders on this machine or in a remote store (gs://, s3://, hf://, ... through fsspec)."""
 
 import gzip
 import os
@@ -17,28 +17,32 @@ from data.errors import UserError
 
 
 def is_remote(path: str | Path) -> bool:
-    """Whether the path names a store."""
+    """Returns whether the path is in a remote store."""
     return "://" in str(path)
 
 
 @contextmanager
-def _system(path: str | Path) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
-    """The file system and the path in it. What goes wrong in a store is a UserError: its libraries raise errors of their own
-    for missing credentials or a network that is down."""
-    if not is_remote(path):  # as it stands: fsspec would take :: for a chain of file systems
+def _open_file_system(path: str | Path) -> Iterator[tuple[fsspec.AbstractFileSystem, str]]:
+    """Yields the file system of a path and the path within it.
+
+    Raises:
+        UserError: an access to a remote store within the context fails, since the stores' libraries raise errors of their own
+            types for missing credentials or an unreachable network.
+    """
+    if not is_remote(path):  # not through url_to_fs, which would take :: for a chain of file systems
         yield fsspec.filesystem("file"), os.path.abspath(os.path.expanduser(path))
         return
     try:
         yield fsspec.core.url_to_fs(str(path))
     except (UserError, OSError):
         raise
-    except Exception as error:  # also: no gcsfs or s3fs, an unknown protocol; the message names it
+    except Exception as error:  # also for a missing gcsfs or s3fs and an unknown protocol, which the message names
         raise UserError(f"{path}: {(str(error) or type(error).__name__).splitlines()[0]}") from error
 
 
 @dataclass(frozen=True)
 class File:
-    """A file that may or may not be there; str() is its path as the user wrote it."""
+    """A file that may or may not exist; str() returns its path as the user wrote it."""
 
     path: str
 
@@ -47,46 +51,54 @@ class File:
 
     @property
     def suffix(self) -> str:
-        """The name's end, in small letters, such as .json; also of x.json.gz."""
+        """The suffix in lower case, such as .json; that of x.json.gz is .json too."""
         return PurePosixPath(self.path.lower().removesuffix(".gz")).suffix
 
     def exists(self) -> bool:
-        with _system(self.path) as (system, path):
-            return system.isfile(path)
+        """Returns whether the file exists."""
+        with _open_file_system(self.path) as (file_system, path):
+            return file_system.isfile(path)
 
     def size(self) -> int:
-        """Bytes."""
-        with _system(self.path) as (system, path):
-            return system.size(path)
+        """Returns the size in bytes."""
+        with _open_file_system(self.path) as (file_system, path):
+            return file_system.size(path)
 
     def open(self) -> BinaryIO:
-        """For reading bytes."""
-        with _system(self.path) as (system, path):
-            return system.open(path, "rb")
+        """Opens the file for reading bytes."""
+        with _open_file_system(self.path) as (file_system, path):
+            return file_system.open(path, "rb")
 
     @contextmanager
-    def unpacked(self) -> Iterator[BinaryIO]:
-        """As open, a .gz file's contents instead of its bytes; UserError for a .gz that is cut off or none."""
-        packed = self.path.lower().endswith(".gz")
-        with self.open() as opened:
+    def open_decompressed(self) -> Iterator[BinaryIO]:
+        """Opens the file for reading bytes, decompressed if its name ends in .gz.
+
+        Raises:
+            UserError: a .gz file is truncated or is not gzip.
+        """
+        compressed = self.path.lower().endswith(".gz")
+        with self.open() as file:
             try:
-                yield gzip.GzipFile(fileobj=opened) if packed else opened
+                yield gzip.GzipFile(fileobj=file) if compressed else file
             except (EOFError, zlib.error, gzip.BadGzipFile) as error:
                 raise UserError(f"{self}: cannot be unpacked ({error}); a whole .gz file would work") from None
 
 
-def find(path: str | Path, suffixes: Sequence[str]) -> list[File]:
-    """The file itself, or all files in the folder, and in those below it, whose name ends so; sorted by path."""
-    with _system(path) as (system, inside):
-        if not system.isdir(inside):
+def find_files(path: str | Path, suffixes: Sequence[str]) -> list[File]:
+    """Returns the file at `path`, or all files with one of the suffixes in the folder tree at `path`, sorted by path."""
+    with _open_file_system(path) as (file_system, inner_path):
+        if not file_system.isdir(inner_path):
             return [File(str(path))]
-        found = sorted(name for name in system.find(inside) if File(name).suffix in suffixes)
-        return [File(system.unstrip_protocol(name) if is_remote(path) else name) for name in found]
+        names = sorted(name for name in file_system.find(inner_path) if File(name).suffix in suffixes)
+        return [File(file_system.unstrip_protocol(name) if is_remote(path) else name) for name in names]
 
 
 def output_folder(path: str | Path) -> Path:
-    """Makes the folder that a command will write its results to. Called before the work, which may take hours: UserError
-    where it cannot be made or written to."""
+    """Makes the folder for a command's results and returns it; called before the work, which may take hours.
+
+    Raises:
+        UserError: the folder cannot be made or written to.
+    """
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
@@ -96,7 +108,11 @@ def output_folder(path: str | Path) -> Path:
 
 
 def output_file(path: str | Path) -> Path:
-    """As output_folder, of a file that will be written or overwritten: makes the folder that it goes to."""
+    """Makes the folder of a file that a command will write or overwrite, and returns the file's path.
+
+    Raises:
+        UserError: the path is a folder, or its folder cannot be made or written to.
+    """
     if Path(path).is_dir():
         raise UserError(f"{path}: is a folder; name a file, such as {path}/result.json")
     output_folder(Path(path).parent)
@@ -104,7 +120,11 @@ def output_file(path: str | Path) -> Path:
 
 
 def new_folder(path: str | Path) -> Path:
-    """As output_folder, of a folder that is made whole at the end: UserError if there is anything at `path` by now."""
+    """Makes the parent of a folder that a command will create as its last step, and returns the folder's path.
+
+    Raises:
+        UserError: `path` exists and is not an empty folder, or its parent cannot be made or written to.
+    """
     path = Path(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path}: exists and is not an empty folder; name another one or remove it")
@@ -113,8 +133,18 @@ def new_folder(path: str | Path) -> Path:
 
 
 def no_pattern(path: str | Path, field: str) -> Path:
-    """The absolute path of a folder for checkpoints. UserError that names `field` where Orbax, which looks for what it wrote by
-    a pattern that begins with this path, would not find it, or would find another folder's files too."""
+    """Returns the absolute path of a folder for checkpoints, after checking that it contains no pattern characters.
+
+    Orbax finds what it has written by a glob pattern that begins with this path: with pattern characters in the path it would
+    find nothing, or another folder's files.
+
+    Args:
+        path: the folder.
+        field: name of the user's field or argument, for the message.
+
+    Raises:
+        UserError: the absolute path contains *, ?, [ or a backslash.
+    """
     path = Path(path).expanduser().absolute()
     if characters := [character for character in "*?[\\" if character in str(path)]:
         raise UserError(f"{field}: {path} has {' and '.join(characters)} in it, and Orbax cannot save checkpoints in such a "
@@ -123,7 +153,10 @@ def no_pattern(path: str | Path, field: str) -> Path:
 
 
 def local_folder(path: str | Path) -> Path:
-    """The folder itself, or, of a store's, the one in the cache that stands for it: array_record reads local files only."""
+    """Returns the local folder for prepared data: `path` itself, or for a remote one a folder in the cache.
+
+    array_record reads local files only.
+    """
     if not is_remote(path):
         return Path(path).expanduser()
     root = Path(os.environ.get("LONGSTRIPE_CACHE") or Path.home() / ".cache" / "longstripe")
@@ -131,27 +164,34 @@ def local_folder(path: str | Path) -> Path:
 
 
 def download(remote: str, local: Path, last: str) -> None:
-    """Brings a store's folder here, whole or not at all, if it has the file `last`, which was put there last."""
-    with _system(remote) as (system, path):
-        if not system.isfile(f"{path}/{last}"):
+    """Downloads a complete folder from a store; `local` appears at once, or not at all.
+
+    Args:
+        remote: the folder in the store.
+        local: the folder to create.
+        last: name of the file that `upload` writes last; does nothing if the store lacks it.
+    """
+    with _open_file_system(remote) as (file_system, path):
+        if not file_system.isfile(f"{path}/{last}"):
             return
         local.parent.mkdir(parents=True, exist_ok=True)
-        arriving = Path(tempfile.mkdtemp(prefix=f".{local.name}-", dir=local.parent))
+        temporary = Path(tempfile.mkdtemp(prefix=f".{local.name}-", dir=local.parent))
         try:
-            for name in system.find(path):
-                target = arriving / PurePosixPath(name).relative_to(path)
+            for name in file_system.find(path):
+                target = temporary / PurePosixPath(name).relative_to(path)
                 target.parent.mkdir(parents=True, exist_ok=True)
-                system.get_file(name, str(target))
-            with suppress(OSError):  # another process was quicker
-                os.rename(arriving, local)
+                file_system.get_file(name, str(target))
+            with suppress(OSError):  # another process was faster
+                os.rename(temporary, local)
         finally:
-            shutil.rmtree(arriving, ignore_errors=True)
+            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def upload(local: Path, remote: str, last: str) -> None:
-    """Puts a folder's files into a store, the file `last` when all others are there."""
-    names = sorted((file.relative_to(local).as_posix() for file in local.rglob("*") if file.is_file()), key=lambda n: n == last)
-    with _system(remote) as (system, path):
+    """Uploads a folder's files to a store, the file named `last` after all others."""
+    names = sorted((file.relative_to(local).as_posix() for file in local.rglob("*") if file.is_file()),
+                   key=lambda name: name == last)
+    with _open_file_system(remote) as (file_system, path):
         for name in names:
-            system.makedirs(f"{path}/{name}".rsplit("/", 1)[0], exist_ok=True)
-            system.put_file(str(local / name), f"{path}/{name}")
+            file_system.makedirs(f"{path}/{name}".rsplit("/", 1)[0], exist_ok=True)
+            file_system.put_file(str(local / name), f"{path}/{name}")

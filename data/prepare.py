@@ -1,4 +1,4 @@
-"""Prepares sources once: token documents in array_record files by tensorflow-datasets, and a light index of them."""
+"""Prepares data once: tokenizes sources into documents, in array_record files of tensorflow-datasets with a small index."""
 
 import contextlib
 import hashlib
@@ -7,16 +7,18 @@ import json
 import os
 import shutil
 import tempfile
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Float64, Int, Int32
 
 from data import paths
-from data import sources as sources_room
+from data import sources as source_readers
 from data.clean import CleanConfig
 from data.conversation import Tokens
 from data.encode import Encoder, encode_all
@@ -26,30 +28,59 @@ from data.sources import Source
 from data.templates import jinja_template
 from data.tokenizer import Tokenizer
 
-RULES = "prepare-3"  # change it with any change of what a document holds: old folders are then left alone
+if TYPE_CHECKING:
+    import tensorflow_datasets
+    import tqdm
+
+RULES = "prepare-3"  # to be changed with every change to the documents, so that existing folders are not reused
 DROPPED = "dropped.jsonl"
-INDEX = "index.npz"  # written last: a folder with an index is whole
-WORTH_PROCESSES = 1 << 23  # bytes of a source from which on several processes encode it; they take seconds to start
+INDEX = "index.npz"  # written last: a folder with an index is complete
+WORTH_PROCESSES = 1 << 23  # bytes of a source from which on several processes, which take seconds to start, encode it
 
 
 @dataclass(frozen=True)
 class Document:
-    """tokens: int32 [n]; loss_mask: bool [n], is token i a target trained on; source: number; record_id: text."""
+    """A tokenized document."""
 
-    tokens: np.ndarray
-    loss_mask: np.ndarray
+    tokens: Int32[np.ndarray, "n"]
+    loss_mask: Bool[np.ndarray, "n"]
+    """Whether token i is trained on as a target."""
     source: int
+    """Number of the source in the recipe."""
     record_id: str
 
 
 class Documents:
-    """One split of a prepared folder: len and [number] -> Document. Picklable, opens lazily.
+    """The documents of one split, by number; can be pickled, and opens its files when a document is first read."""
 
-    lengths, sources, trained (tokens trained on): int32 [N]; weights: float64 [N]; fingerprint: changes with any
-    document.
-    """
+    lengths: Int32[np.ndarray, "N"]
+    """Number of tokens of each document."""
+    trained: Int32[np.ndarray, "N"]
+    """Number of tokens of each document that are trained on."""
+    sources: Int32[np.ndarray, "N"]
+    """Number of each document's source."""
+    weights: Float64[np.ndarray, "N"]
+    """Average number of times that each document is used in an epoch."""
+    fingerprint: str
+    """Changes when any document changes."""
 
-    def __init__(self, folder: Path, numbers: np.ndarray, index: dict[str, np.ndarray], weights: np.ndarray, name: str):
+    def __init__(
+        self,
+        folder: Path,
+        numbers: Int[np.ndarray, "N"],
+        index: dict[str, Int32[np.ndarray, "D"]],
+        weights: Float64[np.ndarray, "S"],
+        name: str,
+    ):
+        """Opens a split.
+
+        Args:
+            folder: the prepared folder.
+            numbers: the numbers in the folder of the split's documents.
+            index: the folder's index.
+            weights: the weight of each source.
+            name: the split's name.
+        """
         self.folder, self.name = folder, name
         self.fingerprint = f"{folder.name}/{name}"
         self._numbers = numbers
@@ -68,7 +99,7 @@ class Documents:
         )
 
     @cached_property
-    def _store(self):
+    def _store(self) -> Sequence[dict]:
         import tensorflow_datasets as tfds
 
         return tfds.builder_from_directory(str(self.folder / "documents")).as_data_source(split="documents")
@@ -79,12 +110,14 @@ class Documents:
 
 @dataclass(frozen=True)
 class Prepared:
-    """train and held_out: Documents (held_out may be empty); report: what became of every record; folder."""
+    """Prepared data."""
 
     folder: Path
     train: Documents
     held_out: Documents
+    """May be empty."""
     report: Report
+    """What became of every record."""
     context_length: int
 
 
@@ -101,17 +134,32 @@ def prepare(
     progress: bool = True,
     key: str | None = None,
 ) -> Prepared:
-    """Tokenizes all sources into `folder`/HASH, or reuses it: the hash is of contents, templates, tokenizer and rules.
+    """Tokenizes all sources into a folder, or opens the folder if they have been tokenized before.
 
-    Conversations longer than context_length are split on whole exchanges (`clean.split`); what is still longer is cut
-    into consecutive pieces, those without a token to learn from left out. The folder also holds dropped.jsonl: every
-    record that was not used, with the reason. train_on: `all` assistant turns, or only the `last`.
-    held_out_fraction of the records, chosen by a hash of their ids, and all of held_out_sources (numbered on after
-    `sources`) are the split held_out, in which every document counts once, whatever its source's weight. Several processes
-    may prepare the same folder at once. A folder in a store (gs://, s3://) is filled from, and read through, one in the cache.
-    key: HASH as another process found it, which has prepared that folder: it is opened, and no source is read.
-    Raises UserError: a bad file (see data.sources.read), a template that does not fit, nothing to train on; with a key, no
-    such folder.
+    The folder's name is a hash of the contents, templates, tokenizer and rules. Besides the documents it contains
+    dropped.jsonl, with every record that was not used and the reason. Conversations longer than context_length are split
+    between exchanges (`clean.split`); what is still longer is cut into consecutive pieces, and pieces without a trained token
+    are left out. Several processes may prepare the same folder at the same time.
+
+    Args:
+        sources: the sources to train on.
+        tokenizer: the tokenizer.
+        context_length: how many tokens a document has at most.
+        folder: parent of the prepared folders. If it is in a store (gs://, s3://), the prepared folder is made and read in
+            the cache on this machine, and copied to or from the store.
+        held_out_fraction: the fraction of records, chosen by a hash of their ids, for the split held_out.
+        held_out_sources: sources that belong to the split held_out entirely; numbered after `sources`.
+        clean: the cleaning rules for conversations.
+        train_on: train on `all` assistant turns, or only on the `last` one.
+        progress: whether to show a progress bar.
+        key: the folder's name, if another process has prepared it: then no source is read.
+
+    Returns:
+        The two splits. In held_out every document counts once, whatever its source's weight.
+
+    Raises:
+        UserError: a file cannot be read (see data.sources.read), a template does not fit, no document is left to train on;
+            or there is no folder of the name `key`.
     """
     if not sources:
         raise UserError("no data: data.sources is empty; --data.path FILE.json would work")
@@ -119,28 +167,34 @@ def prepare(
         raise UserError(f"context_length {context_length} leaves no token to predict; 2 or more would work")
     if not 0.0 <= held_out_fraction < 1.0:
         raise UserError(f"held_out_fraction {held_out_fraction} must be at least 0 and below 1")
-    everything = [*sources, *held_out_sources]
-    for source in everything:
-        _template(source, tokenizer)  # a wrong name fails before an hour of reading
-    job = _Job(everything, len(sources), tokenizer, context_length, held_out_fraction, clean, train_on)
+    all_sources = [*sources, *held_out_sources]
+    for source in all_sources:
+        _template_text(source, tokenizer)  # so that a wrong name fails before an hour of reading
+    job = _Job(all_sources, len(sources), tokenizer, context_length, held_out_fraction, clean, train_on)
     name = key or job.key()
-    final, there = paths.local_folder(folder) / name, f"{str(folder).rstrip('/')}/{name}"
-    if not (final / INDEX).exists() and paths.is_remote(folder):
-        paths.download(there, final, INDEX)
-    if not (final / INDEX).exists():
+    local, shared = paths.local_folder(folder) / name, f"{str(folder).rstrip('/')}/{name}"
+    if not (local / INDEX).exists() and paths.is_remote(folder):
+        paths.download(shared, local, INDEX)
+    if not (local / INDEX).exists():
         if key:
-            raise UserError(f"{there}: not seen here, where another process has prepared it; a data.prepared that all "
-                            "processes share would work")
-        _build(job, final, progress)
+            raise UserError(
+                f"{shared}: not found on this machine, but another process has prepared it; a data.prepared that all "
+                "processes share would work"
+            )
+        _build(job, local, progress)
         if paths.is_remote(folder):
-            paths.upload(final, there, INDEX)
-    return _open(final, everything, context_length)
+            paths.upload(local, shared, INDEX)
+    return _open(local, all_sources, context_length)
 
 
 @dataclass
 class _Job:
+    """The arguments of `prepare` that decide what the folder contains."""
+
     sources: list[Source]
+    """The sources to train on, then the held-out ones."""
     train_sources: int
+    """Number of sources to train on."""
     tokenizer: Tokenizer
     context_length: int
     held_out_fraction: float
@@ -148,7 +202,7 @@ class _Job:
     train_on: str
 
     def key(self) -> str:
-        """Names what the folder holds, by content: a file that moved is the same, a file that changed is another."""
+        """Returns the folder's name, a hash of its contents: moving a file does not change it, editing a file does."""
         parts = {
             "rules": RULES,
             "tokenizer": self.tokenizer.fingerprint,
@@ -158,97 +212,108 @@ class _Job:
             "clean": asdict(self.clean),
             "train_on": self.train_on,
             "sources": [
-                [_content_hash(source), source.format, _template(source, self.tokenizer)] for source in self.sources
+                [_content_hash(source), source.format, _template_text(source, self.tokenizer)] for source in self.sources
             ],
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
 
-    def held_out(self, source: int, record_id: str) -> bool:
+    def is_held_out(self, source: int, record_id: str) -> bool:
+        """Returns whether a record belongs to the split held_out."""
         if source >= self.train_sources:
             return True
-        place = int.from_bytes(hashlib.sha256(f"held-out\0{record_id}".encode()).digest()[:8], "big")
-        return place < self.held_out_fraction * 2**64
+        number = int.from_bytes(hashlib.sha256(f"held-out\0{record_id}".encode()).digest()[:8], "big")
+        return number < self.held_out_fraction * 2**64
 
-    def documents(self, report: Report, index: "_Index", bar) -> Iterator[tuple[int, dict]]:
-        """(key, record) as tensorflow-datasets wants them; keys are consecutive, so that order is the sources'."""
+    def documents(self, report: Report, index: "_Index", progress_bar: "tqdm.tqdm") -> Iterator[tuple[int, dict]]:
+        """Yields every document as tensorflow-datasets needs it: (key, fields), with consecutive keys to keep the order.
+
+        Args:
+            report: receives the counts of records.
+            index: receives an entry for each document.
+            progress_bar: advanced by the bytes read.
+        """
         templates = tuple(source.template for source in self.sources)
         encoder = Encoder(templates, self.tokenizer, self.context_length, self.clean.split, self.train_on)
         for number, source in enumerate(self.sources):
-            size = sum(file.size() for file in source.files())
-            processes = _cores() if source.format != "tokens" and size >= WORTH_PROCESSES else 1
-            items = sources_room.read(source, report, number, bar.update, self.clean)
-            for item, made in encode_all(encoder, items, processes):
-                account = report.sources[-1]
-                if isinstance(made, str):
-                    account.reject(made, item.record, None if isinstance(item, Tokens) else asdict(item))
+            records = source_readers.read(source, report, number, progress_bar.update, self.clean)
+            for record, encoded in encode_all(encoder, records, _processes_for(source)):
+                source_report = report.sources[-1]
+                if encoded.drop_reason is not None:
+                    content = None if isinstance(record, Tokens) else asdict(record)
+                    source_report.reject(encoded.drop_reason, record.record, content)
                     continue
-                account.repaired.update(made.changes)
-                held_out = self.held_out(number, item.id)
-                for tokens, mask in made.documents:
+                source_report.repaired.update(encoded.changes)
+                held_out = self.is_held_out(number, record.id)
+                for tokens, mask in encoded.documents:
                     key = index.add(len(tokens), int(mask[1:].sum()), number, held_out)
-                    yield key, {"tokens": tokens, "loss_mask": mask, "source": number, "record_id": item.id}
-            account = report.sources[-1]
-            if not account.kept:
-                why = f"none of its {account.records} records can be used ({account.reasons()})"
-                raise UserError(f"{source.path}: {why}")
+                    yield key, {"tokens": tokens, "loss_mask": mask, "source": number, "record_id": record.id}
+            source_report = report.sources[-1]
+            if not source_report.kept:
+                reasons = source_report.reasons()
+                raise UserError(f"{source.path}: none of its {source_report.records} records can be used ({reasons})")
 
 
 class _Index:
+    """The index of a folder: numbers of every document that are needed without reading it."""
+
     def __init__(self):
-        self.columns = {"length": [], "trained": [], "source": [], "held_out": []}
+        self._columns: dict[str, list[int]] = {"length": [], "trained": [], "source": [], "held_out": []}
 
-    def add(self, *values) -> int:
-        for column, value in zip(self.columns.values(), values, strict=True):
+    def add(self, length: int, trained: int, source: int, held_out: bool) -> int:
+        """Adds a document and returns its number."""
+        for column, value in zip(self._columns.values(), (length, trained, source, held_out), strict=True):
             column.append(value)
-        return len(self.columns["length"]) - 1
+        return len(self._columns["length"]) - 1
 
-    def arrays(self) -> dict[str, np.ndarray]:
-        return {name: np.asarray(column, np.int32) for name, column in self.columns.items()}
+    def arrays(self) -> dict[str, Int32[np.ndarray, "D"]]:
+        """Returns the columns of the index, each with an element for every document."""
+        return {name: np.asarray(column, np.int32) for name, column in self._columns.items()}
 
 
-def _build(job: _Job, final: Path, progress: bool) -> None:
-    """Builds beside the final place and moves it there whole; if another process was quicker, its folder stands."""
+def _build(job: _Job, folder: Path, progress: bool) -> None:
+    """Prepares the data in a temporary folder and renames it; if another process was faster, its folder is kept."""
     import tensorflow_datasets as tfds
     from tqdm import tqdm
 
-    final.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(prefix=f".{final.name}-", dir=final.parent))
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     index = _Index()
-    total = sum(file.size() for source in job.sources for file in source.files())
-    bar = tqdm(total=total, unit="B", unit_scale=True, desc="preparing data", disable=not progress)
+    size = sum(file.size() for source in job.sources for file in source.files())
+    progress_bar = tqdm(total=size, unit="B", unit_scale=True, desc="preparing data", disable=not progress)
     try:
-        with bar, _quiet(tfds), (building / DROPPED).open("w", encoding="ascii") as dropped:
-            report = Report(sink=lambda entry: dropped.write(json.dumps(entry) + "\n"))
-            builder = _builder(tfds)(
-                data_dir=str(building / "tfds"), documents=lambda: job.documents(report, index, bar)
+        with progress_bar, _without_output(tfds), (temporary / DROPPED).open("w", encoding="ascii") as dropped:
+            report = Report(on_drop=lambda record: dropped.write(json.dumps(record._asdict()) + "\n"))
+            builder = _builder_class(tfds)(
+                data_dir=str(temporary / "tfds"), documents=lambda: job.documents(report, index, progress_bar)
             )
             builder.download_and_prepare()
-            written = Path(builder.data_dir)
         arrays = index.arrays()
         if arrays["held_out"].all():
-            kept = f"held_out_fraction {job.held_out_fraction} of {report.kept} conversations"
-            raise UserError(f"nothing is left to train on: {kept} took them all; a smaller fraction would work")
-        os.rename(written, building / "documents")
-        shutil.rmtree(building / "tfds")
-        accounts = json.dumps([account.to_dict() for account in report.sources], indent=1, ensure_ascii=False)
-        (building / "report.json").write_text(accounts)
-        np.savez(building / INDEX, **arrays)
-        if final.exists() and not (final / INDEX).exists():
-            shutil.rmtree(final)
-        with contextlib.suppress(OSError):  # exists and is not empty: the same content by another process
-            os.rename(building, final)
+            fraction = f"held_out_fraction {job.held_out_fraction} of {report.kept} conversations"
+            raise UserError(f"nothing is left to train on: {fraction} took them all; a smaller fraction would work")
+        os.rename(builder.data_dir, temporary / "documents")
+        shutil.rmtree(temporary / "tfds")
+        source_reports = [source_report.to_dict() for source_report in report.sources]
+        (temporary / "report.json").write_text(json.dumps(source_reports, indent=1, ensure_ascii=False))
+        np.savez(temporary / INDEX, **arrays)
+        if folder.exists() and not (folder / INDEX).exists():
+            shutil.rmtree(folder)
+        with contextlib.suppress(OSError):  # the folder exists and is not empty: another process has prepared the same
+            os.rename(temporary, folder)
     finally:
-        shutil.rmtree(building, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _builder(tfds):
-    # Not in its registry of names: a second prepare() in one process would collide with the first.
+def _builder_class(tfds: ModuleType) -> "type[tensorflow_datasets.core.GeneratorBasedBuilder]":
+    """Returns the dataset builder; a function, since importing tensorflow-datasets takes long."""
+
+    # Not registered, since a second call of prepare() in this process would register the same name again.
     class Longstripe(tfds.core.GeneratorBasedBuilder, skip_registration=True):
         VERSION = tfds.core.Version("1.0.0")
 
         def __init__(self, *, documents, **options):
             self._documents = documents
-            # array_record is the one format that tensorflow-datasets reads and writes right without tensorflow.
+            # The only format that tensorflow-datasets reads and writes correctly without tensorflow.
             super().__init__(file_format="array_record", **options)
 
         def _info(self):
@@ -272,8 +337,8 @@ def _builder(tfds):
 
 
 @contextlib.contextmanager
-def _quiet(tfds):
-    """Its bars and its line about downloading would hide ours; an error in our generator comes through as it is."""
+def _without_output(tfds: ModuleType) -> Iterator[None]:
+    """Turns off the progress bars and messages of tensorflow-datasets, which would hide the bar of `prepare`."""
     tfds.disable_progress_bar()
     try:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -282,49 +347,61 @@ def _quiet(tfds):
         tfds.enable_progress_bar()
 
 
-def _open(final: Path, sources: list[Source], context_length: int) -> Prepared:
-    with np.load(final / INDEX) as stored:
+def _open(folder: Path, sources: list[Source], context_length: int) -> Prepared:
+    with np.load(folder / INDEX) as stored:
         index = {name: stored[name] for name in stored.files}
     held_out = index["held_out"].astype(bool)
     weights = np.asarray([source.weight for source in sources], np.float64)
-    report = Report([SourceReport.from_dict(state) for state in json.loads((final / "report.json").read_text())])
-    report.dropped_file = final / DROPPED
-    for account, source in zip(report.sources, sources, strict=True):
-        account.path = str(source.path)  # the same content may lie elsewhere today
-    train = Documents(final, np.flatnonzero(~held_out), index, weights, "train")
-    # A weight is how often a source is learned from; what is measured is measured once.
-    measured = Documents(final, np.flatnonzero(held_out), index, np.ones_like(weights), "held_out")
-    return Prepared(final, train, measured, report, context_length)
+    states = json.loads((folder / "report.json").read_text())
+    report = Report([SourceReport.from_dict(state) for state in states], dropped_file=folder / DROPPED)
+    for number, (source_report, source) in enumerate(zip(report.sources, sources, strict=True)):
+        # The same contents may have been prepared from other paths.
+        source_report.source, source_report.path = number, str(source.path)
+    train = Documents(folder, np.flatnonzero(~held_out), index, weights, "train")
+    # Weights are for training; the held-out loss counts every document once.
+    measured = Documents(folder, np.flatnonzero(held_out), index, np.ones_like(weights), "held_out")
+    return Prepared(folder, train, measured, report, context_length)
+
+
+def _processes_for(source: Source) -> int:
+    """Returns how many processes should encode a source: one for each core, or only one for little work."""
+    size = sum(file.size() for file in source.files())
+    return _cores() if source.format != "tokens" and size >= WORTH_PROCESSES else 1
 
 
 def _cores() -> int:
-    """Those that this process may use: Slurm, containers and taskset give it a share of the machine's."""
+    """Returns how many cores this process may use, of which Slurm, containers and taskset may allow only some."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _template(source: Source, tokenizer: Tokenizer) -> str | None:
+def _template_text(source: Source, tokenizer: Tokenizer) -> str | None:
+    """Returns the chat template of a source in Jinja, or None if it does not consist of conversations."""
     return jinja_template(source.template, tokenizer) if source.format == "sharegpt" else None
 
 
 def _content_hash(source: Source) -> str:
-    """Of all bytes of the source's files, and where each ends."""
+    """Returns a hash of the contents of the source's files, in their order."""
     digest = hashlib.sha256()
     for file in source.files():
         if not file.exists():
-            # The reader knows how to say what is wrong with it.
-            next(sources_room.read(source, Report()), None)
+            next(source_readers.read(source, Report()), None)  # raises the error about the missing file
         with file.open() as opened:
-            whole = hashlib.file_digest(opened, "sha256")
-        digest.update(whole.digest())
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()
 
 
-def counts(documents: Documents) -> Counter:
-    """documents, tokens and trained tokens of a split, for a summary."""
-    return Counter(
-        documents=len(documents), tokens=int(documents.lengths.sum()), trained_tokens=int(documents.trained.sum())
-    )
+class SplitCounts(NamedTuple):
+    """The size of a split."""
+
+    documents: int
+    tokens: int
+    trained_tokens: int
+
+
+def counts(documents: Documents) -> SplitCounts:
+    """Returns the size of a split."""
+    return SplitCounts(len(documents), int(documents.lengths.sum()), int(documents.trained.sum()))
 
 
 if __name__ == "__main__":
-    raise SystemExit("no command; python -m scripts.prepare --config RECIPE.yaml tokenizes what a recipe trains on")
+    raise SystemExit("this module is not a command; python -m scripts.prepare --config RECIPE.yaml tokenizes a recipe's data")

@@ -1,4 +1,4 @@
-"""Raw JSON records of a file, one at a time: a JSON list or JSON lines, whole or cut off."""
+"""Reads the JSON records of a file one at a time: a JSON list or JSON lines, complete or truncated."""
 
 import codecs
 import json
@@ -10,156 +10,188 @@ from data.paths import File
 from data.report import SourceReport
 
 CHUNK = 1 << 20  # bytes read at a time
-SPACE = " \t\r\n"
-CUT = "cut off or malformed JSON"
+WHITE_SPACE = " \t\r\n"
+CUT_OFF = "cut off or malformed JSON"
 WOULD_WORK = "a JSON list of records, or one JSON record a line, would work"
 
+Advance = Callable[[int], object]
+"""Called with the number of bytes that were just read, to advance a progress bar."""
 
-class _Text:
-    """A window of the file's text that grows on demand, so that memory is one record plus one chunk."""
 
-    def __init__(self, path: File, file: BinaryIO, advance: Callable[[int], None] | None):
+class _Window:
+    """A window of the file's text that grows on demand, so that at most one record and one chunk are in memory."""
+
+    def __init__(self, path: File, file: BinaryIO, advance: Advance | None):
         self.path = path
-        self.file = file
-        self.decoder = codecs.getincrementaldecoder("utf-8-sig")("strict")
-        self.advance = advance
-        self.text, self.at, self.ended, self.bytes_read = "", 0, False, 0
+        self.text = ""
+        self.offset = 0
+        """Offset in `text` of the next character to parse."""
+        self._file = file
+        self._advance = advance
+        self._decoder = codecs.getincrementaldecoder("utf-8-sig")("strict")
+        self._bytes_read = 0
 
-    def more(self, size: int = CHUNK) -> bool:
-        """Appends another chunk; False at the end of the file."""
-        block = self.file.read(size)
+    def grow(self, size: int) -> bool:
+        """Discards the text before `offset` and appends `size` bytes of the file; returns False at the end of the file."""
+        block = self._file.read(size)
         if not block:
-            self.ended = True
             return False
         try:
-            # A character cut in two at the very end stays in the decoder: such a file is cut, not of another encoding.
-            self.text = self.text[self.at :] + self.decoder.decode(block)
+            # Of a character that is split at the end of the file, the bytes stay in the decoder: such a file is truncated,
+            # and not in another encoding.
+            self.text = self.text[self.offset :] + self._decoder.decode(block)
         except UnicodeDecodeError as error:
-            at = self.bytes_read + error.start
-            raise UserError(f"{self.path}: byte {at} is not UTF-8 text; {WOULD_WORK}") from None
-        self.at = 0
-        self.bytes_read += len(block)
-        if self.advance:
-            self.advance(len(block))
+            raise UserError(
+                f"{self.path}: byte {self._bytes_read + error.start} is not UTF-8 text; {WOULD_WORK}"
+            ) from None
+        self.offset = 0
+        self._bytes_read += len(block)
+        if self._advance:
+            self._advance(len(block))
         return True
 
     def peek(self) -> str:
-        """The next character that is not white space, or '' at the end."""
+        """Skips white space and returns the next character, or '' at the end of the file."""
         while True:
-            while self.at < len(self.text) and self.text[self.at] in SPACE:
-                self.at += 1
-            if self.at < len(self.text):
-                return self.text[self.at]
-            if not self.more():
+            while self.offset < len(self.text) and self.text[self.offset] in WHITE_SPACE:
+                self.offset += 1
+            if self.offset < len(self.text):
+                return self.text[self.offset]
+            if not self.grow(CHUNK):
                 return ""
 
 
-def read_records(
-    path: File, account: SourceReport, advance: Callable[[int], None] | None = None
-) -> Iterator[object]:
-    """Yields every whole JSON value of the file's list (or lines). A malformed line, and the record in which a list is cut
-    off, are dropped in `account`; the records before the cut are used.
+class _MalformedJson(Exception):
+    """The window's text, up to the end of the file, does not begin with a complete JSON value."""
 
-    `advance(bytes)` is told what was read, for a progress bar. Raises UserError for a missing or empty file, for
-    something that is neither a list nor lines of JSON, for text that is not UTF-8, and for a malformed record within a list:
-    where the next one begins is not known, so that all that follows would be lost.
+    def __init__(self, problem: str, offset: int):
+        super().__init__(problem)
+        self.problem = problem
+        self.offset = offset
+
+    def is_cut_off(self, text: str) -> bool:
+        """Returns whether the value is malformed only because the text ends within it.
+
+        That is so within a string, or if at most an escape or a word such as `false` follows the offset of the problem.
+        """
+        longest_escape = len("\\uD83D")
+        return self.problem.startswith("Unterminated string") or (
+            self.offset >= len(text.rstrip(WHITE_SPACE)) - longest_escape
+        )
+
+
+def read_records(path: File, report: SourceReport, advance: Advance | None = None) -> Iterator[object]:
+    """Yields every complete JSON value of the file's list or lines.
+
+    A malformed line, and the record within which a list ends, are dropped; the records before that one are used.
+
+    Args:
+        path: the file.
+        report: receives dropped records and notes; kept records are counted by the caller.
+        advance: called with the number of bytes of each read.
+
+    Raises:
+        UserError: the file is missing or empty, not UTF-8, or neither a list nor lines of JSON; or a record within a list is
+            malformed: where the next one begins is unknown, so that all records after it would be lost.
     """
     if not path.exists():
         raise UserError(f"{path}: no such file; {WOULD_WORK}")
-    with path.unpacked() as opened:
-        text = _Text(path, opened, advance)
-        first = text.peek()
+    with path.open_decompressed() as file:
+        window = _Window(path, file, advance)
+        first = window.peek()
         if first == "":
-            size = path.size()
-            raise UserError(f"{path}: the file is empty ({size} bytes, no text); {WOULD_WORK}")
+            raise UserError(f"{path}: the file is empty ({path.size()} bytes, no text); {WOULD_WORK}")
         if first == "[":
-            text.at += 1
-            yield from _list(text, account)
+            window.offset += 1
+            yield from _read_list(window, report)
         elif first == "{":
-            yield from _lines(text, account)
+            yield from _read_lines(window, report)
         else:
-            raise UserError(f"{path}: begins with {first!r}, so it is no JSON; {WOULD_WORK} (a plain text with format: text)")
+            raise UserError(
+                f"{path}: begins with {first!r}, so it is not JSON; {WOULD_WORK} (a plain text with format: text)"
+            )
 
 
-def _list(text: _Text, account: SourceReport) -> Iterator[object]:
+def _read_list(window: _Window, report: SourceReport) -> Iterator[object]:
     decoder = json.JSONDecoder()
     count = 0
     while True:
-        mark = text.peek()
-        if mark == "]":
+        character = window.peek()
+        if character == "]":
             return
-        if mark == "," and count:
-            text.at += 1
-            mark = text.peek()
-        if mark == "":
-            # `[ {..}, {..}` and then nothing: every record is whole, only the closing bracket is missing.
-            account.notes.append(f"the JSON list has no end after record {count}: the file was cut there")
+        if character == "," and count:
+            window.offset += 1
+            character = window.peek()
+        if character == "":
+            # `[ {..}, {..}` and then nothing: every record is complete, only the closing bracket is missing.
+            report.notes.append(f"the JSON list has no end after record {count}: the file was cut there")
             return
-        size = CHUNK
-        while True:
-            try:
-                value, end = decoder.raw_decode(text.text, text.at)
-                # A number at the window's end may go on in the next chunk; records are objects, so this is only care.
-                if end < len(text.text) or text.ended:
-                    break
-            except json.JSONDecodeError as error:
-                problem, place = error.msg, error.pos
-            except RecursionError:
-                problem, place = "nested too deeply", text.at
-            if not text.more(size):
-                if text.ended and _whole(decoder, text):
-                    continue
-                if not _cut(problem, place, text.text):
-                    near = text.text[max(place - 20, text.at) : place + 20]
-                    raise UserError(f"{text.path}: record {count + 1} is malformed ({problem} near {near!r}), and all after it "
-                                    "would be lost; mending it, or one record a line (only bad lines are dropped), would work")
-                account.notes.append(f"the file is cut off in record {count + 1} ({problem}): of it only the records before "
-                                     "that one are used")
-                account.drop(CUT, text.text[text.at : text.at + CHUNK])
-                return
-            size *= 2  # so that a very long record costs a linear number of retries
-        text.at = end
+        try:
+            value = _read_value(window, decoder)
+        except _MalformedJson as error:
+            if not error.is_cut_off(window.text):
+                near = window.text[max(error.offset - 20, window.offset) : error.offset + 20]
+                raise UserError(
+                    f"{window.path}: record {count + 1} is malformed ({error.problem} near {near!r}), and all after it "
+                    "would be lost; mending it, or one record a line (only bad lines are dropped), would work"
+                ) from None
+            report.notes.append(
+                f"the file is cut off in record {count + 1} ({error.problem}): only the records before that one are used"
+            )
+            report.drop(CUT_OFF, window.text[window.offset : window.offset + CHUNK])
+            return
         count += 1
         yield value
 
 
-def _cut(problem: str, place: int, text: str) -> bool:
-    """Whether a JSON value is malformed for no other reason than that the text ends in it: within a string, or at most an
-    escape or a word such as `false` before the end."""
-    return problem.startswith("Unterminated string") or place >= len(text.rstrip(SPACE)) - len("\\uD83D")
+def _read_value(window: _Window, decoder: json.JSONDecoder) -> object:
+    """Parses the JSON value at the window's offset, growing the window until it contains the whole value.
 
-
-def _whole(decoder: json.JSONDecoder, text: _Text) -> bool:
-    try:
-        decoder.raw_decode(text.text, text.at)
-        return True
-    except (json.JSONDecodeError, RecursionError):
-        return False
-
-
-def _lines(text: _Text, account: SourceReport) -> Iterator[object]:
-    number, whole, bad = 0, 0, []
+    Raises:
+        _MalformedJson: the value is not complete at the end of the file.
+    """
+    size = CHUNK
     while True:
-        end = text.text.find("\n", text.at)
-        if end < 0 and text.more(max(CHUNK, len(text.text) - text.at)):
+        malformed, value, end = None, None, len(window.text)
+        try:
+            value, end = decoder.raw_decode(window.text, window.offset)
+        except json.JSONDecodeError as error:
+            malformed = _MalformedJson(error.msg, error.pos)
+        except RecursionError:
+            malformed = _MalformedJson("nested too deeply", window.offset)
+        # A value that ends where the window ends may be a number that goes on in the next chunk.
+        if end == len(window.text) and window.grow(size):
+            size *= 2  # so that the work for a very long record is linear in its length
             continue
-        last = end < 0
-        line = text.text[text.at :] if last else text.text[text.at : end]
-        text.at = len(text.text) if last else end + 1
-        number += 1
-        if line.strip(SPACE):
+        if malformed:
+            raise malformed
+        window.offset = end
+        return value
+
+
+def _read_lines(window: _Window, report: SourceReport) -> Iterator[object]:
+    line_number, valid = 0, 0
+    malformed: list[int] = []
+    at_end = False
+    while not at_end:
+        end = window.text.find("\n", window.offset)
+        if end < 0 and window.grow(max(CHUNK, len(window.text) - window.offset)):
+            continue
+        at_end = end < 0
+        line = window.text[window.offset :] if at_end else window.text[window.offset : end]
+        window.offset = len(window.text) if at_end else end + 1
+        line_number += 1
+        if line.strip(WHITE_SPACE):
             try:
                 value = json.loads(line)
             except (json.JSONDecodeError, RecursionError):
-                bad.append(number)
-                account.drop(CUT, line)
+                malformed.append(line_number)
+                report.drop(CUT_OFF, line)
             else:
-                whole += 1
+                valid += 1
                 yield value
-        if last:
-            break
-    if bad:
-        shown = ", ".join(map(str, bad[:5])) + (", ..." if len(bad) > 5 else "")
-        account.notes.append(f"lines that are cut off or no JSON: {shown}")
-    if bad and not whole:
-        raise UserError(f"{text.path}: none of its {number} lines is JSON of its own; {WOULD_WORK}")
+    if malformed:
+        shown = ", ".join(map(str, malformed[:5])) + (", ..." if len(malformed) > 5 else "")
+        report.notes.append(f"lines that are cut off or not JSON: {shown}")
+    if malformed and not valid:
+        raise UserError(f"{window.path}: none of its {line_number} lines is a JSON value by itself; {WOULD_WORK}")

@@ -1,57 +1,81 @@
-"""Accounts for every record of every source: kept, dropped and why, repaired and how."""
+"""Counts of each source's records: kept, dropped with their reasons, and repaired."""
 
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, NamedTuple
+
+
+class DroppedRecord(NamedTuple):
+    """A record that is not used; a line of dropped.jsonl holds these fields."""
+
+    source: int
+    """Number of the source in the recipe."""
+    record: int
+    """Number of the record in the source, from 1."""
+    reason: str
+    content: object
+    """The record as JSON, or as far as it could be read; None for token ids."""
+
+
+OnDrop = Callable[[DroppedRecord], object]
 
 
 @dataclass
 class SourceReport:
-    """One source's account; `records == kept + sum(dropped.values())` at any moment between two records.
-
-    sink(entry) is given every dropped record: a dict of record (its place, from 1), reason and content.
-    """
+    """The counts of one source; between two records, `records == kept + sum(dropped.values())`."""
 
     path: str
     records: int = 0
     kept: int = 0
-    dropped: Counter = field(default_factory=Counter)
-    repaired: Counter = field(default_factory=Counter)  # kept, after a change; one record may have several
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Number of dropped records for each reason."""
+    repaired: Counter[str] = field(default_factory=Counter)
+    """Number of records that were kept after each kind of change; a record may have several."""
     notes: list[str] = field(default_factory=list)
-    sink: Callable[[dict], None] | None = field(default=None, repr=False, compare=False)
+    """Warnings, such as for a file that ends within a record."""
+    source: int = 0
+    """Number of the source in the recipe."""
+    on_drop: OnDrop | None = field(default=None, repr=False, compare=False)
+    """Called with each dropped record."""
 
     def keep(self) -> None:
+        """Counts the next record as kept."""
         self.records += 1
         self.kept += 1
 
     def drop(self, reason: str, content: object = None) -> None:
+        """Counts the next record as dropped."""
         self.records += 1
-        self._drop(self.records, reason, content)
+        self._count_dropped(self.records, reason, content)
 
     def reject(self, reason: str, record: int, content: object = None) -> None:
-        """Moves a record that was kept to the dropped ones (a later room could not use it)."""
+        """Counts a record as dropped that was counted as kept before; it could not be encoded."""
         self.kept -= 1
-        self._drop(record, reason, content)
+        self._count_dropped(record, reason, content)
 
-    def _drop(self, record: int, reason: str, content: object) -> None:
+    def _count_dropped(self, record: int, reason: str, content: object) -> None:
         self.dropped[reason] += 1
-        if self.sink:
-            self.sink({"record": record, "reason": reason, "content": content})
+        if self.on_drop:
+            self.on_drop(DroppedRecord(self.source, record, reason, content))
 
     def reasons(self) -> str:
-        """`3 x empty record, 1 x no human turn`, most frequent first."""
+        """Returns the reasons for drops, the most frequent first, such as `3 x empty record, 1 x no human turn`."""
         return ", ".join(f"{count} x {reason}" for reason, count in self.dropped.most_common()) or "nothing dropped"
 
     def table(self) -> str:
-        """What each rule did, a line for each: dropped or repaired, records, their share, the rule."""
+        """Returns a line for each rule: kept, dropped or repaired, number of records, their share, the rule."""
         rows = [("kept", self.kept, "")]
         rows += [("dropped", count, rule) for rule, count in self.dropped.most_common()]
         rows += [("  repaired", count, rule) for rule, count in self.repaired.most_common()]
-        share = 100 / max(self.records, 1)
-        return "\n".join(f"  {what:10} {count:9,} {count * share:6.2f} %  {rule}".rstrip() for what, count, rule in rows)
+        percent = 100 / max(self.records, 1)
+        return "\n".join(
+            f"  {outcome:10} {count:9,} {count * percent:6.2f} %  {rule}".rstrip() for outcome, count, rule in rows
+        )
 
-    def to_dict(self) -> dict:
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the counts as JSON, as report.json stores them."""
         return {
             "path": self.path,
             "records": self.records,
@@ -62,45 +86,53 @@ class SourceReport:
         }
 
     @classmethod
-    def from_dict(cls, state: dict) -> "SourceReport":
+    def from_dict(cls, state: dict[str, Any]) -> "SourceReport":
+        """Returns the report that `to_dict` was called on, without `source` and `on_drop`."""
         return cls(**{**state, "dropped": Counter(state["dropped"]), "repaired": Counter(state["repaired"])})
 
 
 @dataclass
 class Report:
-    """The accounts of all sources, in the recipe's order; dropped_file: where the dropped records are, if anywhere."""
+    """The reports of all sources, in the recipe's order."""
 
     sources: list[SourceReport] = field(default_factory=list)
     dropped_file: Path | None = None
-    sink: Callable[[dict], None] | None = field(default=None, repr=False, compare=False)
+    """The file of all dropped records, if it was written."""
+    on_drop: OnDrop | None = field(default=None, repr=False, compare=False)
+    """Called with each dropped record."""
 
-    def open(self, path: str) -> SourceReport:
-        number, sink = len(self.sources), self.sink
-        self.sources.append(SourceReport(path, sink=sink and (lambda entry: sink({"source": number, **entry}))))
+    def add_source(self, path: str) -> SourceReport:
+        """Adds an empty report for the next source and returns it."""
+        self.sources.append(SourceReport(path, source=len(self.sources), on_drop=self.on_drop))
         return self.sources[-1]
 
     @property
     def records(self) -> int:
+        """Number of records of all sources."""
         return sum(source.records for source in self.sources)
 
     @property
     def kept(self) -> int:
+        """Number of kept records of all sources."""
         return sum(source.kept for source in self.sources)
 
     @property
-    def dropped(self) -> Counter:
+    def dropped(self) -> Counter[str]:
+        """Number of dropped records of all sources, for each reason."""
         return sum((source.dropped for source in self.sources), Counter())
 
     @property
-    def repaired(self) -> Counter:
+    def repaired(self) -> Counter[str]:
+        """Number of changed records of all sources, for each kind of change."""
         return sum((source.repaired for source in self.sources), Counter())
 
     @property
     def notes(self) -> list[str]:
+        """The warnings of all sources."""
         return [note for source in self.sources for note in source.notes]
 
     def summary(self) -> str:
-        """A few lines for the terminal."""
+        """Returns a few lines for the terminal: counts, the file of dropped records, warnings."""
         lines = []
         for source in self.sources:
             lines.append(f"{source.path}: {source.records} records, {source.kept} kept")

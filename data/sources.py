@@ -1,58 +1,71 @@
-"""Where data come from: which sources there are, and how the records of each format are read, one at a time."""
+"""A recipe's data sources, and readers that yield the records of each format one at a time."""
 
 import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int, Int32
 
 from data import paths
 from data.clean import CleanConfig, Cleaner, Drop
-from data.conversation import Conversation, Text, Tokens
+from data.conversation import Conversation, Record, Text, Tokens
 from data.errors import UserError
 from data.paths import File
-from data.records import read_records
+from data.records import Advance, read_records
 from data.report import Report, SourceReport
-
-Advance = Callable[[int], None] | None
-Item = Conversation | Text | Tokens
-
-# Of each format: the files that a folder is searched for, and what is told to a user whose file is none of it.
-SUFFIXES = {
-    "sharegpt": (".json", ".jsonl", ".parquet"),
-    "text": (".txt", ".md", ".json", ".jsonl", ".parquet"),
-    "tokens": (".npy", ".json", ".jsonl", ".parquet"),
-}
-FORMATS = tuple(SUFFIXES)
-WOULD_WORK = {
-    "sharegpt": "records with turns human, gpt, human, gpt, ... would work",
-    "text": "a plain UTF-8 text, or JSON records with a string `text`, would work",
-    "tokens": "a .npy array of integers, or JSON records with a list `tokens` and perhaps a `loss_mask`, would work",
-}
 
 EMPTY_TEXT = "empty text"
 NO_TEXT = "no `text`"
 NO_TOKENS = "no list of integers in `tokens` or `input_ids`"
 BAD_MASK = "`loss_mask` or `labels` unlike its tokens"
+IGNORED_LABEL = -100  # transformers' label for a token that is not trained on
+
+
+class Format(NamedTuple):
+    """A format of records."""
+
+    suffixes: tuple[str, ...]
+    """Suffixes of the files that are read from a folder."""
+    would_work: str
+    """For messages about a file that is not in this format: what would work."""
+
+
+FORMATS = {
+    "sharegpt": Format(
+        (".json", ".jsonl", ".parquet"),
+        "records with turns human, gpt, human, gpt, ... would work",
+    ),
+    "text": Format(
+        (".txt", ".md", ".json", ".jsonl", ".parquet"),
+        "a plain UTF-8 text, or JSON records with a string `text`, would work",
+    ),
+    "tokens": Format(
+        (".npy", ".json", ".jsonl", ".parquet"),
+        "a .npy array of integers, or JSON records with a list `tokens` and perhaps a `loss_mask`, would work",
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Source:
     """One entry of a recipe's `data.sources`.
 
-    path: a file, or a folder of files, here or in a store (gs://, s3://). format: `sharegpt` (records: `conversations` with
-    from/value, or `messages` with role/content), `text` (a plain text is one document; records have `text`) or `tokens`
-    (`.npy`, or records with `tokens`). Records are a JSON list, JSON lines or the rows of a Parquet file; JSON and texts may be
-    packed as .gz. template: of conversations, a name of
-    data.templates. weight: how often each of its documents is seen in an epoch, on average (0.5: half of them, other
-    ones each epoch).
+    Records are the elements of a JSON list, JSON lines or the rows of a Parquet file; JSON and text files may be compressed
+    as .gz.
     """
 
     path: str
+    """A file, or a folder of files, on this machine or in a store (gs://, s3://)."""
     format: str = "sharegpt"
+    """`sharegpt` (records with `conversations` of from/value, or `messages` of role/content), `text` (a plain text file is
+    one document; records have `text`) or `tokens` (a .npy file, or records with `tokens`)."""
     template: str = "vicuna_v1.1"
+    """Name of the conversations' chat template, one of data.templates.NAMES."""
     weight: float = 1.0
+    """How often each document is seen in an epoch, on average: with 0.5, each epoch sees another half of them."""
 
     def __post_init__(self):
         if self.format not in FORMATS:
@@ -60,67 +73,85 @@ class Source:
         if not 0 < self.weight < float("inf"):
             raise UserError(f"data.sources: weight {self.weight} of {self.path} must be a number above 0")
 
+    @property
+    def would_work(self) -> str:
+        """For messages about a file that is not in the source's format: what would work."""
+        return FORMATS[self.format].would_work
+
     def files(self) -> list[File]:
-        """The source's file, or those of its folder, sorted; UserError for a folder without any."""
-        suffixes = SUFFIXES[self.format]
-        found = paths.find(self.path, suffixes)
-        if not found:
-            raise UserError(f"{self.path}: no {' or '.join(suffixes)} file in this folder; {WOULD_WORK[self.format]}")
-        return found
+        """Returns the source's file, or those of its folder, sorted by path.
+
+        Raises:
+            UserError: the folder contains no file of the format.
+        """
+        suffixes = FORMATS[self.format].suffixes
+        files = paths.find_files(self.path, suffixes)
+        if not files:
+            raise UserError(f"{self.path}: no {' or '.join(suffixes)} file in this folder; {self.would_work}")
+        return files
 
 
 def read(
-    source: Source, report: Report, number: int = 0, advance: Advance = None, clean: CleanConfig = CleanConfig()
-) -> Iterator[Item]:
-    """Streams the source's usable records; `report` accounts for every record, used or not.
+    source: Source,
+    report: Report,
+    number: int = 0,
+    advance: Advance | None = None,
+    clean: CleanConfig = CleanConfig(),
+) -> Iterator[Record]:
+    """Yields the usable records of a source, and counts every record in `report`.
 
-    number is the source's place in the recipe, advance(bytes) is told what was read. Raises UserError when a file
-    is missing, empty or not of its format, and, at its end, when not one of its records was usable (with the reasons' counts).
+    Args:
+        source: the source.
+        report: receives a new SourceReport.
+        number: number of the source in the recipe.
+        advance: called with the number of bytes of each read.
+        clean: the cleaning rules for conversations.
+
+    Raises:
+        UserError: a file is missing, empty or not in the source's format; at the end, if no record was usable.
     """
-    account = report.open(str(source.path))
-    take = {"sharegpt": _conversation(Cleaner(clean), account), "text": _text, "tokens": _tokens}[source.format]
+    source_report = report.add_source(str(source.path))
+    parse = _parser(source.format, clean, source_report)
     for file in source.files():
-        for record in _records(file, source.format, account, advance):
+        for raw in _raw_records(file, source, source_report, advance):
             try:
-                item = take(record, number, account.records + 1)
+                record = parse(raw, number, source_report.records + 1)
             except Drop as drop:
-                account.drop(str(drop), None if isinstance(record, np.ndarray) else record)
+                source_report.drop(str(drop), None if isinstance(raw, np.ndarray) else raw)
             else:
-                account.keep()
-                yield item
-    if not account.records:
-        raise UserError(f"{source.path}: a JSON list without records; {WOULD_WORK[source.format]}")
-    if not account.kept:
+                source_report.keep()
+                yield record
+    if not source_report.records:
+        raise UserError(f"{source.path}: a JSON list without records; {source.would_work}")
+    if not source_report.kept:
+        kind = "conversation" if source.format == "sharegpt" else source.format
         raise UserError(
-            f"{source.path}: none of its {account.records} records is a usable "
-            f"{'conversation' if source.format == 'sharegpt' else source.format} ({account.reasons()}); "
-            f"{WOULD_WORK[source.format]}"
+            f"{source.path}: none of its {source_report.records} records is a usable {kind} "
+            f"({source_report.reasons()}); {source.would_work}"
         )
 
 
-def _records(file: File, format: str, account: SourceReport, advance: Advance) -> Iterator[object]:
-    """JSON values, one string for a plain text, or arrays [n]."""
-    if file.suffix != ".parquet" and (format == "sharegpt" or file.suffix in (".json", ".jsonl")):
-        yield from read_records(file, account, advance)
+def _raw_records(
+    file: File, source: Source, report: SourceReport, advance: Advance | None
+) -> Iterator[object]:
+    """Yields JSON values, one string for a plain text file, or arrays [n] of token ids."""
+    if file.suffix != ".parquet" and (source.format == "sharegpt" or file.suffix in (".json", ".jsonl")):
+        yield from read_records(file, report, advance)
         return
     if not file.exists():
-        raise UserError(f"{file}: no such file; {WOULD_WORK[format]}")
+        raise UserError(f"{file}: no such file; {source.would_work}")
     if file.suffix == ".parquet":
-        yield from _rows(file)
-    elif format == "text":
-        try:
-            with file.unpacked() as opened:
-                yield opened.read().decode("utf-8-sig").replace("\r\n", "\n")
-        except UnicodeDecodeError as error:
-            raise UserError(f"{file}: byte {error.start} is not UTF-8 text; {WOULD_WORK[format]}") from None
+        yield from _read_parquet(file)
+    elif source.format == "text":
+        yield _read_text(file, source)
     else:
-        yield from _array(file)
+        yield from _read_npy(file, source)
     if advance:
         advance(file.size())
 
 
-def _rows(file: File) -> Iterator[dict]:
-    """A Parquet file's rows, a few hundred in memory at a time; UserError for one that cannot be read."""
+def _read_parquet(file: File) -> Iterator[dict]:
+    """Yields the rows of a Parquet file, with a few hundred in memory at a time."""
     import pyarrow
     from pyarrow import parquet
 
@@ -132,7 +163,16 @@ def _rows(file: File) -> Iterator[dict]:
         raise UserError(f"{file}: cannot be read as Parquet ({str(error).splitlines()[0]})") from None
 
 
-def _array(file: File) -> Iterator[np.ndarray]:
+def _read_text(file: File, source: Source) -> str:
+    try:
+        with file.open_decompressed() as opened:
+            return opened.read().decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: byte {error.start} is not UTF-8 text; {source.would_work}") from None
+
+
+def _read_npy(file: File, source: Source) -> Iterator[Int[np.ndarray, "n"]]:
+    """Yields the array [tokens] itself, or the rows of an array [documents, tokens]."""
     try:
         if paths.is_remote(file.path):
             with file.open() as opened:
@@ -140,67 +180,74 @@ def _array(file: File) -> Iterator[np.ndarray]:
         else:
             array = np.load(Path(file.path).expanduser(), mmap_mode="r", allow_pickle=False)
     except (ValueError, OSError, EOFError) as error:
-        raise UserError(f"{file}: cannot be read as .npy ({error}); {WOULD_WORK['tokens']}") from None
+        raise UserError(f"{file}: cannot be read as .npy ({error}); {source.would_work}") from None
     if array.ndim not in (1, 2):
         raise UserError(f"{file}: has shape {list(array.shape)}; [tokens] or [documents, tokens] would work")
     yield from (array,) if array.ndim == 1 else array
 
 
-def _conversation(cleaner: Cleaner, account: SourceReport):
-    def take(record: object, source: int, number: int) -> Conversation:
-        identity, messages, changes = cleaner.clean(record)
-        account.repaired.update(changes)
-        return Conversation(identity, messages, source, number)
+def _parser(format: str, clean: CleanConfig, report: SourceReport) -> Callable[[object, int, int], Record]:
+    """Returns a function of (raw record, source number, record number) that returns the record or raises Drop."""
+    if format == "text":
+        return _parse_text
+    if format == "tokens":
+        return _parse_tokens
+    cleaner = Cleaner(clean)
 
-    return take
+    def parse_conversation(raw: object, source: int, number: int) -> Conversation:
+        cleaned = cleaner.clean(raw)
+        report.repaired.update(cleaned.changes)
+        return Conversation(cleaned.id, cleaned.messages, source, number)
+
+    return parse_conversation
 
 
-def _text(record: object, source: int, number: int) -> Text:
-    text = record.get("text") if isinstance(record, dict) else record
+def _parse_text(raw: object, source: int, number: int) -> Text:
+    text = raw.get("text") if isinstance(raw, dict) else raw
     if not isinstance(text, str):
         raise Drop(NO_TEXT)
     if not text.strip():
         raise Drop(EMPTY_TEXT)
-    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # no tokenizer takes half a character
-    return Text(_identity(record, text.encode()), text, source, number)
+    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # no tokenizer accepts lone surrogates
+    return Text(_record_id(raw, text.encode()), text, source, number)
 
 
-def _tokens(record: object, source: int, number: int) -> Tokens:
-    fields = record if isinstance(record, dict) else {"tokens": record}
-    tokens = _integers(fields.get("tokens", fields.get("input_ids")))
+def _parse_tokens(raw: object, source: int, number: int) -> Tokens:
+    fields = raw if isinstance(raw, dict) else {"tokens": raw}
+    tokens = _int32(fields.get("tokens", fields.get("input_ids")))
     if tokens is None:
         raise Drop(NO_TOKENS)
     mask = np.ones(len(tokens), bool)
     if fields.get("loss_mask") is not None:
-        mask = _integers(fields["loss_mask"], bools=True)
-    elif fields.get("labels") is not None:  # as transformers' collators write them: unshifted, -100 is left out
-        labels = _integers(fields["labels"])
-        mask = None if labels is None else labels != -100
+        mask = _int32(fields["loss_mask"], allow_bool=True)
+    elif fields.get("labels") is not None:  # as transformers' collators write them, not shifted
+        labels = _int32(fields["labels"])
+        mask = None if labels is None else labels != IGNORED_LABEL
     if mask is None or len(mask) != len(tokens):
         raise Drop(BAD_MASK)
-    return Tokens(_identity(record, tokens.tobytes()), tokens, mask.astype(bool), source, number)
+    return Tokens(_record_id(raw, tokens.tobytes()), tokens, mask.astype(bool), source, number)
 
 
-def _integers(values: object, bools: bool = False) -> np.ndarray | None:
-    """int32 [n], or None where the values are anything else."""
+def _int32(values: object, allow_bool: bool = False) -> Int32[np.ndarray, "n"] | None:
+    """Returns the values as an array, or None if they are not a non-empty list or array of 32-bit integers."""
     if not isinstance(values, list | np.ndarray) or len(values) == 0:
         return None
-    if not bools and isinstance(values, list) and any(isinstance(value, bool) for value in values):
-        return None  # beside integers, numpy makes 0 and 1 of them
+    if not allow_bool and isinstance(values, list) and any(isinstance(value, bool) for value in values):
+        return None  # among integers, numpy would convert them to 0 and 1
     try:
         array = np.asarray(values)
     except ValueError:
         return None
-    if array.ndim != 1 or array.dtype.kind not in ("iub" if bools else "iu"):
+    if array.ndim != 1 or array.dtype.kind not in ("iub" if allow_bool else "iu"):
         return None
-    if array.min() < -(2**31) or array.max() >= 2**31:  # not abs(): that of the lowest int64 is itself
+    if array.min() < -(2**31) or array.max() >= 2**31:  # not abs(), whose value for the lowest int64 is negative
         return None
     return array.astype(np.int32)
 
 
-def _identity(record: object, content: bytes) -> str:
-    """The record's own id, else a hash of its content: never a path, which may change."""
-    identity = record.get("id") if isinstance(record, dict) else None
-    if isinstance(identity, (str, int)) and identity != "":
-        return str(identity)
+def _record_id(raw: object, content: bytes) -> str:
+    """Returns the record's own id, or a hash of its content; never a path, since files may be moved."""
+    own_id = raw.get("id") if isinstance(raw, dict) else None
+    if isinstance(own_id, (str, int)) and own_id != "":
+        return str(own_id)
     return hashlib.sha256(content).hexdigest()[:16]

@@ -1,14 +1,25 @@
-"""Conversations to ids: a Jinja chat template is rendered with marks in place of contents, cut there, and encoded."""
+"""Chat templates: which ids a conversation has, and which of them are trained on.
+
+A Jinja template is rendered with marks in place of the turns' contents. The result is cut at the marks, so that it is known
+which characters come from the template and which from a turn; only then are control tokens looked for, and only in the
+template's own text.
+"""
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from itertools import groupby
+from operator import itemgetter
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from data.conversation import Message
 from data.errors import UserError
 from data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 VICUNA_SYSTEM = (
     "A chat between a curious user and an artificial intelligence assistant. "
@@ -20,7 +31,7 @@ ALPACA_SYSTEM = (
 
 
 def _literal(text: str) -> str:
-    """A text as Jinja writes it in an expression."""
+    """Returns a text as a string literal in a Jinja expression."""
     escaped = text.replace("\\", "\\\\").replace("'", "\\'").replace("\n", "\\n")
     return f"'{escaped}'"
 
@@ -28,28 +39,41 @@ def _literal(text: str) -> str:
 _BOS = "{% if bos_token %}{{ bos_token }}{% endif %}"
 
 
-def _dialogue(name: str, system: str, user: str, answer: str, lead: str = "") -> str:
-    """A system text (the conversation's own instead, if it has one) and `lead`, then the turns, each under its heading and
-    each answer ended by EOS: FastChat's style ADD_COLON_TWO."""
+def _two_role_template(name: str, system: str, user: str, answer: str, before_first: str = "") -> str:
+    """Returns a template in FastChat's style ADD_COLON_TWO: a system text, then turns with headings, EOS after each answer.
+
+    Args:
+        name: the template's name, for messages.
+        system: the system text of a conversation without a system turn.
+        user: heading of a user's turn.
+        answer: heading of an assistant's turn.
+        before_first: what stands between the system text and the first turn.
+    """
     return (
         "{% if messages[0]['role'] == 'system' %}{% set system = messages[0]['content'] %}{% set turns = messages[1:] %}"
         "{% else %}{% set system = " + _literal(system) + " %}{% set turns = messages %}{% endif %}"
         + _BOS + "{{ system }}"
         "{% for message in turns %}{% if message['role'] == 'user' %}"
-        "{{ (" + _literal(lead) + " if loop.first else '') + " + _literal(user) + " + message['content'] }}"
+        "{{ (" + _literal(before_first) + " if loop.first else '') + " + _literal(user) + " + message['content'] }}"
         "{% elif message['role'] == 'assistant' %}{{ " + _literal(answer) + " + message['content'] + eos_token }}"
         "{% else %}{{ raise_exception('" + name + " has no ' + message['role'] + ' turn') }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}{{ " + _literal(answer.rstrip()) + " }}{% endif %}"
     )
 
 
-def _headed(bos: str, head: str, end: str) -> str:
-    """Every role, tool turns too, under a heading of control tokens and closed by one; `end` begins with that one."""
-    before, after = (_literal(part) for part in head.split("ROLE"))
+def _control_token_template(bos: str, heading: str, end: str) -> str:
+    """Returns a template in which control tokens mark the heading and the end of every turn, in any role.
+
+    Args:
+        bos: what the conversation begins with, in Jinja.
+        heading: heading of a turn, in which ROLE stands for its role.
+        end: what ends a turn; begins with a control token.
+    """
+    before, after = (_literal(part) for part in heading.split("ROLE"))
     return (
         bos + "{% for message in messages %}{{ " + before + " + message['role'] + " + after
         + " + message['content'] + " + _literal(end) + " }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ " + _literal(head.replace("ROLE", "assistant")) + " }}{% endif %}"
+        "{% if add_generation_prompt %}{{ " + _literal(heading.replace("ROLE", "assistant")) + " }}{% endif %}"
     )
 
 
@@ -67,23 +91,23 @@ _PLAIN = (
     "{% if not add_generation_prompt %}{{ eos_token }}{% endif %}"
 )
 
-# All are Jinja, so that what is trained with, what chat asks with and what an exported model carries are the same text.
+# All are Jinja: training, evaluation and an exported model use the same text.
 BUILT_IN = {
-    # FastChat's: separators " " and "</s>".
-    "vicuna_v1.1": _dialogue("vicuna_v1.1", VICUNA_SYSTEM, "USER: ", " ASSISTANT: ", " "),
-    "koala": _dialogue("koala", "BEGINNING OF CONVERSATION:", "USER: ", " GPT: ", " "),
-    # Meta's, as transformers carries it: BOS before each exchange, a space before EOS.
+    # FastChat's, with the separators " " and "</s>".
+    "vicuna_v1.1": _two_role_template("vicuna_v1.1", VICUNA_SYSTEM, "USER: ", " ASSISTANT: ", " "),
+    "koala": _two_role_template("koala", "BEGINNING OF CONVERSATION:", "USER: ", " GPT: ", " "),
+    # Meta's, as in transformers: BOS before each exchange, a space before EOS.
     "llama-2": _LLAMA_2,
-    "llama-3": _headed(_BOS, "<|start_header_id|>ROLE<|end_header_id|>\n\n", "<|eot_id|>"),
-    "chatml": _headed("", "<|im_start|>ROLE\n", "<|im_end|>\n"),
-    # Stanford's train.py, where the answer follows the colon at once; further exchanges go on in the same way.
-    "alpaca": _dialogue("alpaca", ALPACA_SYSTEM, "\n\n### Instruction:\n", "\n\n### Response:"),
-    # No names of roles: turns apart by an empty line, EOS at the end of all.
+    "llama-3": _control_token_template(_BOS, "<|start_header_id|>ROLE<|end_header_id|>\n\n", "<|eot_id|>"),
+    "chatml": _control_token_template("", "<|im_start|>ROLE\n", "<|im_end|>\n"),
+    # As in Stanford's train.py, without a space after the colon; further exchanges continue in the same way.
+    "alpaca": _two_role_template("alpaca", ALPACA_SYSTEM, "\n\n### Instruction:\n", "\n\n### Response:"),
+    # No names of roles: turns are separated by an empty line, EOS ends the conversation.
     "plain": _PLAIN,
 }
 VICUNA = BUILT_IN["vicuna_v1.1"]
 NAMES = (*BUILT_IN, "tokenizer")
-# Control tokens that a template writes by their text, beside the tokenizer's own BOS and EOS.
+# Control tokens that a template writes besides the tokenizer's BOS and EOS.
 CONTROLS = {
     "llama-3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "chatml": ("<|im_start|>", "<|im_end|>"),
@@ -92,22 +116,24 @@ TRAIN_ON = ("all", "last")
 
 
 class TemplateError(UserError):
-    """This conversation does not fit this template (a tool turn where there is none); `prepare` counts and drops it."""
+    """A conversation does not fit a template, such as one with a tool turn; `prepare` drops it."""
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Consecutive ids with one answer to `train`: is the loss taken on predicting them?"""
+    """Consecutive ids that are all trained on, or all not."""
 
     ids: tuple[int, ...]
     train: bool
+    """Whether these ids, as targets, count in the loss."""
 
 
 def jinja_template(template: str, tokenizer: Tokenizer) -> str:
-    """The Jinja chat template that a template's name stands for, equal in text and ids; for an exported model.
+    """Returns the chat template of this name in Jinja, as an exported model needs it.
 
-    Raises UserError for an unknown name, a tokenizer without a template of its own, one without an EOS token that the
-    template needs, or one that lacks the template's control tokens.
+    Raises:
+        UserError: the name is unknown; the tokenizer has no chat template of its own (for the name `tokenizer`), or lacks the
+            EOS token or the control tokens that the template writes.
     """
     if template == "tokenizer":
         if not tokenizer.chat_template:
@@ -127,167 +153,211 @@ def jinja_template(template: str, tokenizer: Tokenizer) -> str:
 
 
 def missing_controls(template: str, tokenizer: Tokenizer) -> tuple[str, ...]:
-    """The control tokens that a template needs and the tokenizer lacks: what `Tokenizer.with_controls` would add."""
+    """Returns the control tokens that a template needs and the tokenizer lacks; `Tokenizer.with_controls` adds them."""
     return tuple(token for token in CONTROLS.get(template, ()) if token not in tokenizer.controls)
 
 
 def end_ids(template: str, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """The control token that ends an answer, to stop at: one id, or none where a template ends answers by text alone."""
+    """Returns the id of the control token that ends an answer; empty if the template ends answers with text only."""
     try:
         segments = render([Message("user", "a"), Message("assistant", "a")], template, tokenizer)
-    except TemplateError:  # a template that asks for more than these two turns
+    except TemplateError:  # the template needs more than these two turns
         return ()
     last = [segment.ids[-1] for segment in segments if segment.train][-1:]
     return tuple(token for token in last if token in {control.id for control in tokenizer.controls.values()})
 
 
 def render(
-    messages: tuple[Message, ...] | list[Message],
+    messages: Sequence[Message],
     template: str,
     tokenizer: Tokenizer,
     add_generation_prompt: bool = False,
     train_on: str = "all",
 ) -> list[Segment]:
-    """A conversation's ids, cut where `train` changes; joined, they are all its ids in order.
+    """Returns the ids of a conversation, in segments that are trained on or not.
 
-    Trained on: assistant text, whatever the generation prompt leaves before it (a space), and the end token right after
-    it; of every assistant turn (train_on "all") or only the last one ("last"), and never where Message.train is False.
-    For clean text (no white space at the ends, no control tokens) the ids equal `transformers`'
-    apply_chat_template;
-    a typed control token stays text. BOS only where the template writes it. Raises TemplateError (a UserError).
+    For clean text (no white space at the ends of turns, no control tokens in them) the ids equal those of transformers'
+    apply_chat_template; a control token that is typed in a turn remains text. BOS is added only where the template writes it.
+
+    Trained on are the assistant's texts, what the generation prompt leaves for the assistant to write before a text (such as
+    a space), and the end token that follows it; except in turns whose Message.train is False.
+
+    Args:
+        messages: the turns.
+        template: the name of a chat template, one of NAMES.
+        tokenizer: the tokenizer.
+        add_generation_prompt: whether the heading of an assistant's turn follows the conversation.
+        train_on: `all` turns of the assistant, or only its `last` one.
+
+    Raises:
+        TemplateError: the conversation does not fit the template.
+        UserError: see `jinja_template`; or `train_on` is unknown.
     """
     if train_on not in TRAIN_ON:
         raise UserError(f"train_on {train_on!r} is unknown; {', '.join(TRAIN_ON)} would work")
     source = jinja_template(template, tokenizer)
     roles = tuple(message.role for message in messages)
     answers = [number for number, role in enumerate(roles) if role == "assistant"]
-    in_loss = {number for number in (answers if train_on == "all" else answers[-1:]) if messages[number].train}
+    trained_turns = {number for number in (answers if train_on == "all" else answers[-1:]) if messages[number].train}
     specials = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
-    pieces = _pieces(source, roles, specials, add_generation_prompt)
-    ids: list[tuple[int, bool]] = []
-    run = _Run(tokenizer)
-    ends_turn = False  # the next control token ends an assistant's text that is in the loss
-    for piece in pieces:
+    encoder = _ConversationEncoder(tokenizer)
+    for piece in _layout(source, roles, specials, add_generation_prompt):
         if isinstance(piece, _Content):
-            ends_turn, content = piece.turn in in_loss, messages[piece.turn].content
-            run.add(json.dumps(content, ensure_ascii=False) if piece.as_json else content, ends_turn)
-            continue
-        text, own, answer = piece
-        train_own = answer in in_loss
-        # `own` characters at the end of the text are the assistant's to write, though the template writes them.
-        at, border = 0, len(text) - own
-        for match in tokenizer.control_pattern.finditer(text):
-            run.add_template(text[at : match.start()], border - at, train_own)
-            ends_turn = ends_turn and not text[at : match.start()].strip()
-            if ends_turn:
-                run.train_all_of_tail(text[at : match.start()])
-            ids += run.finish()
-            ids.append((tokenizer.controls[match.group(match.lastindex)].id, ends_turn))
-            ends_turn = False
-            at = match.end()
-        run.add_template(text[at:], border - at, train_own)
-        ends_turn = False
-    ids += run.finish()
-    return _segments(ids)
+            content = messages[piece.turn].content
+            text = json.dumps(content, ensure_ascii=False) if piece.as_json else content
+            encoder.add_content(text, piece.turn in trained_turns)
+        else:
+            encoder.add_template_text(piece, piece.answer in trained_turns)
+    return _segments(encoder.finish())
 
 
-class _Run:
-    """Text between two control tokens, of template and contents together: it must be encoded in one go, because tokens
-    form across their borders ("USER:" + " hello"), and only the places then tell which tokens are the assistant's."""
+class _ConversationEncoder:
+    """Encodes a conversation from texts of the template and contents of turns.
+
+    All text between two control tokens is encoded at once, because tokens form across the border of template and contents
+    ("USER:" + " hello"). The offsets of the tokens then tell which of them are trained on.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
-        self.tokenizer = tokenizer
-        self.parts: list[tuple[str, bool]] = []
-        self.beginning = True
+        self._tokenizer = tokenizer
+        self._ids: list[tuple[int, bool]] = []  # (id, is it trained on)
+        self._texts: list[tuple[str, bool]] = []  # texts since the last control token; are they trained on
+        self._beginning = True
+        self._train_end_token = False  # whether the next control token ends an answer that is trained on
 
-    def add(self, text: str, train: bool) -> None:
-        if text:
-            self.parts.append((text, train))
+    def add_content(self, text: str, train: bool) -> None:
+        """Adds the content of a turn."""
+        self._add(text, train)
+        self._train_end_token = train
 
-    def add_template(self, text: str, border: int, train: bool) -> None:
-        border = max(border, 0)
-        self.add(text[:border], False)
-        self.add(text[border:], train)
-
-    def train_all_of_tail(self, tail: str) -> None:
-        # llama-2 writes a space between answer and EOS: the model has to write it as well, or it never gets to EOS.
-        if tail and self.parts and self.parts[-1][0] == tail:
-            self.parts[-1] = (tail, True)
+    def add_template_text(self, piece: "_TemplateText", train_own: bool) -> None:
+        """Adds text of the template; `train_own`: whether what of it the assistant has to write is trained on."""
+        text, offset, border = piece.text, 0, len(piece.text) - piece.own
+        for match in self._tokenizer.control_pattern.finditer(text):
+            before = text[offset : match.start()]
+            self._add_split(before, border - offset, train_own)
+            self._train_end_token = self._train_end_token and not before.strip()
+            if self._train_end_token:
+                self._train_text_before_end_token(before)
+            self._encode_texts()
+            self._ids.append((self._tokenizer.controls[match.group(match.lastindex)].id, self._train_end_token))
+            self._train_end_token = False
+            offset = match.end()
+        self._add_split(text[offset:], border - offset, train_own)
+        self._train_end_token = False
 
     def finish(self) -> list[tuple[int, bool]]:
-        trained, length, text = [], 0, "".join(part for part, _ in self.parts)
-        for part, train in self.parts:
+        """Returns the ids of the conversation, each with whether it is trained on."""
+        self._encode_texts()
+        return self._ids
+
+    def _add(self, text: str, train: bool) -> None:
+        if text:
+            self._texts.append((text, train))
+
+    def _add_split(self, text: str, border: int, train: bool) -> None:
+        """Adds a text of which only what follows the offset `border` may be trained on."""
+        border = max(border, 0)
+        self._add(text[:border], False)
+        self._add(text[border:], train)
+
+    def _train_text_before_end_token(self, text: str) -> None:
+        # llama-2 writes a space between the answer and EOS: without it, the model would not get to EOS.
+        if text and self._texts and self._texts[-1][0] == text:
+            self._texts[-1] = (text, True)
+
+    def _encode_texts(self) -> None:
+        """Encodes the texts since the last control token; a token is trained on if any of its characters are."""
+        trained_ranges, length = [], 0
+        for text, train in self._texts:
             if train:
-                trained.append((length, length + len(part)))
-            length += len(part)
-        spans = self.tokenizer.encode_spans(text, self.beginning)
-        self.parts, self.beginning = [], False
-        result, next_one = [], 0
+                trained_ranges.append((length, length + len(text)))
+            length += len(text)
+        spans = self._tokenizer.encode_spans("".join(text for text, _ in self._texts), self._beginning)
+        self._texts, self._beginning = [], False
+        index = 0  # of the first range that does not end before the token
         for token, start, end in spans:
-            while next_one < len(trained) and trained[next_one][1] <= start:
-                next_one += 1
-            inside = next_one < len(trained) and (
-                trained[next_one][0] < end if end > start else trained[next_one][0] <= start
-            )
-            result.append((token, inside))
-        return result
+            while index < len(trained_ranges) and trained_ranges[index][1] <= start:
+                index += 1
+            # A token without characters of its own lies where the next one begins.
+            last = end if end > start else start + 1
+            self._ids.append((token, index < len(trained_ranges) and trained_ranges[index][0] < last))
 
 
 def _segments(ids: list[tuple[int, bool]]) -> list[Segment]:
-    segments, start = [], 0
-    for at in range(1, len(ids) + 1):
-        if at == len(ids) or ids[at][1] != ids[start][1]:
-            segments.append(Segment(tuple(token for token, _ in ids[start:at]), ids[start][1]))
-            start = at
-    return segments
+    return [Segment(tuple(token for token, _ in group), train) for train, group in groupby(ids, key=itemgetter(1))]
 
 
 class _Content(NamedTuple):
-    """Where a template writes the content of a turn, by its number; as_json: in quotes and escaped (Llama 3.1's tool turns)."""
+    """The content of a turn, in a rendered template."""
 
     turn: int
     as_json: bool
+    """Whether the template writes it in quotes and escaped, as Llama 3.1's writes tool turns."""
+
+
+class _TemplateText(NamedTuple):
+    """Text between two contents, in a rendered template."""
+
+    text: str
+    own: int
+    """How many characters at the text's end the assistant has to write itself, since the generation prompt lacks them."""
+    answer: int | None
+    """The assistant's turn whose content follows the text, if one does."""
 
 
 @lru_cache(maxsize=4096)
-def _pieces(source: str, roles: tuple[str, ...], specials: tuple, add_generation_prompt: bool) -> tuple:
-    """The rendered template as a tuple of contents and (text, own, answer).
+def _layout(
+    source: str, roles: tuple[str, ...], specials: tuple[str | None, ...], add_generation_prompt: bool
+) -> tuple[_Content | _TemplateText, ...]:
+    """Renders a template for turns of these roles; cached, so that Jinja runs once for each sequence of roles.
 
-    own: how many characters at the text's end, before the content of message `answer`, an assistant writes itself.
-    Depends on roles alone, so that Jinja runs once per shape of conversation.
+    Args:
+        source: the template in Jinja.
+        roles: the role of each turn.
+        specials: texts of BOS, EOS and the padding token.
+        add_generation_prompt: whether the heading of an assistant's turn follows.
     """
     if not roles:
         raise TemplateError("a conversation without turns")
-    parts = _cut(source, roles, specials, add_generation_prompt)
-    first = next((i for i, role in enumerate(roles) if role == "assistant"), None)
-    prompt = None
-    if first:
-        try:
-            tail = _cut(source, roles[:first], specials, True)[-1]
-            prompt = tail if isinstance(tail, str) else None
-        except TemplateError:  # a template that takes whole conversations only
-            prompt = None
-    result = []
-    for place, part in enumerate(parts):
+    parts = _rendered_parts(source, roles, specials, add_generation_prompt)
+    prompt = _generation_prompt(source, roles, specials)
+    layout: list[_Content | _TemplateText] = []
+    for part, following in zip(parts, [*parts[1:], None], strict=True):
         if isinstance(part, _Content):
-            result.append(part)
+            layout.append(part)
             continue
-        following = parts[place + 1] if place + 1 < len(parts) else None
         answer = following.turn if isinstance(following, _Content) and roles[following.turn] == "assistant" else None
         own = len(part) - len(prompt) if answer is not None and prompt and part.startswith(prompt) else 0
-        result.append((part, own, answer))
-    return tuple(result)
+        layout.append(_TemplateText(part, own, answer))
+    return tuple(layout)
 
 
-def _cut(source: str, roles: tuple[str, ...], specials: tuple, add_generation_prompt: bool) -> list[str | _Content]:
-    """Renders with marks, and cuts: texts and contents, in the order in which the template writes them."""
-    marks = [f"\ufdd0{number}\ufdd1" for number in range(len(roles))]
-    messages = [{"role": role, "content": mark} for role, mark in zip(roles, marks, strict=True)]
+def _generation_prompt(source: str, roles: tuple[str, ...], specials: tuple[str | None, ...]) -> str | None:
+    """Returns what the template writes before the first answer when it asks for one; None if there is no such text."""
+    first_answer = roles.index("assistant") if "assistant" in roles else 0
+    if not first_answer:
+        return None
+    try:
+        tail = _rendered_parts(source, roles[:first_answer], specials, True)[-1]
+    except TemplateError:  # the template accepts complete conversations only
+        return None
+    return tail if isinstance(tail, str) else None
+
+
+def _rendered_parts(
+    source: str, roles: tuple[str, ...], specials: tuple[str | None, ...], add_generation_prompt: bool
+) -> list[str | _Content]:
+    """Renders a template with marks for contents and cuts it at them: texts and contents in the template's order.
+
+    A mark is the turn's number between two Unicode noncharacters, which no other text contains.
+    """
+    messages = [{"role": role, "content": f"\ufdd0{number}\ufdd1"} for number, role in enumerate(roles)]
     names = zip(("bos_token", "eos_token", "pad_token"), specials, strict=True)
-    known = {name: text for name, text in names if text is not None}
     try:
         text = _compile(source).render(
-            messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None, **known
+            messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None,
+            **{name: token for name, token in names if token is not None},
         )
     except UserError:
         raise
@@ -298,27 +368,32 @@ def _cut(source: str, roles: tuple[str, ...], specials: tuple, add_generation_pr
     if pieces[0]:
         parts.append(pieces[0])
     for piece in pieces[1:]:
-        number, _, rest = piece.partition("\ufdd1")
-        parts.append(_Content(int(number.rstrip('"')), number.endswith('"')))
-        if rest:
-            parts.append(rest)
-    written = [part.turn for part in parts if isinstance(part, _Content)]
+        mark, _, following_text = piece.partition("\ufdd1")
+        # A quote in the mark is put there by tojson, see _compile.
+        parts.append(_Content(int(mark.rstrip('"')), as_json=mark.endswith('"')))
+        if following_text:
+            parts.append(following_text)
+    turns = [part.turn for part in parts if isinstance(part, _Content)]
     for number, role in enumerate(roles):
-        if (times := written.count(number)) != 1:
-            raise TemplateError(f"the chat template writes turn {number} ({role}) {times} times, not once and as it is")
+        if (times := turns.count(number)) != 1:
+            raise TemplateError(
+                f"the chat template writes turn {number} ({role}) {times} times, not once and without changes"
+            )
     return parts
 
 
 @lru_cache(maxsize=32)
-def _compile(source: str):
-    # The same environment as transformers': blocks trimmed, sandboxed, `break` and `continue`, tojson, raise_exception.
-    # strftime_now is left out on purpose: templates that would print today's date then print their fixed one.
+def _compile(source: str) -> "Template":
+    """Compiles a template in the same Jinja environment as transformers', without strftime_now.
+
+    Templates that would print today's date then print their fixed one.
+    """
     from jinja2 import TemplateSyntaxError
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """{% generation %} marks what an assistant wrote, for transformers' own masks; it writes nothing."""
+        """{% generation %}, which marks the assistant's text for transformers' masks, and has no effect here."""
 
         tags = {"generation"}  # noqa: RUF012 - Jinja's own attribute
 
@@ -326,10 +401,11 @@ def _compile(source: str):
             next(parser.stream)
             return parser.parse_statements(["name:endgeneration"], drop_needle=True)
 
-    def raise_exception(message):
+    def raise_exception(message: str) -> NoReturn:
         raise TemplateError(f"the chat template refuses: {message}")
 
-    def tojson(value, indent=None):
+    def tojson(value: object, indent: int | None = None) -> str:
+        # A mark in quotes becomes a mark that contains a quote; see _rendered_parts.
         return re.sub('"\ufdd0(\\d+)\ufdd1"', '\ufdd0\\1"\ufdd1', json.dumps(value, ensure_ascii=False, indent=indent))
 
     environment = ImmutableSandboxedEnvironment(
@@ -340,4 +416,4 @@ def _compile(source: str):
     try:
         return environment.from_string(source)
     except TemplateSyntaxError as error:
-        raise UserError(f"the tokenizer's chat template is no Jinja: line {error.lineno}: {error.message}") from None
+        raise UserError(f"the tokenizer's chat template is not Jinja: line {error.lineno}: {error.message}") from None

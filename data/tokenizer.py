@@ -1,16 +1,19 @@
-"""Text to ids and back, for Hugging Face folders and sentencepiece models; text never becomes a control token."""
+"""Tokenizers of Hugging Face folders and sentencepiece models; text never becomes a control token."""
 
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import cached_property
 from pathlib import Path
 
-from data.engines import ControlToken, Engine, HuggingFace, Sentencepiece
+import numpy as np
+from jaxtyping import Int
+
+from data.engines import ControlToken, Engine, HuggingFace, Sentencepiece, TokenSpan
 from data.errors import UserError
 
-# The files that make a tokenizer; a saved one carries whichever of them the original had.
+# The files of a tokenizer. A saved tokenizer has those of them that the original had.
 FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -24,48 +27,66 @@ _NONCHARACTERS = re.compile("[\ufdd0\ufdd1]")
 
 
 class Tokenizer:
-    """One tokenizer, the same for training, chat and export. Make it with `Tokenizer.load`.
+    """A tokenizer, the same for training, chat and export. Made by `Tokenizer.load`."""
 
-    bos_id, eos_id, pad_id: int or None; bos_token, eos_token, pad_token: their text or None; vocab_size: 1 + the highest
-    id; chat_template: Jinja text or None; controls: every ControlToken, by text; text_tokens: added tokens that are none,
-    though they look like one; fingerprint: sha256 of its files, and of text_tokens.
-    """
+    bos_token: str | None
+    eos_token: str | None
+    pad_token: str | None
+    bos_id: int | None
+    eos_id: int | None
+    pad_id: int | None
+    controls: dict[str, ControlToken]
+    """The control tokens by their text."""
+    vocab_size: int
+    """1 + the highest id."""
+    chat_template: str | None
+    """The tokenizer's own chat template, in Jinja."""
+    text_tokens: tuple[str, ...]
+    """Added tokens that would be control tokens, but may be typed in a text."""
 
-    def __init__(self, files: dict[str, bytes], engine: Engine, where: str, text_tokens: tuple[str, ...] = ()):
+    def __init__(self, files: dict[str, bytes], engine: Engine, path: str, text_tokens: tuple[str, ...] = ()):
+        """Makes a tokenizer of the contents of its `files`; `path` names it in messages."""
         self._files = files
         self._engine = engine
+        self.controls = engine.controls
+        self.vocab_size = engine.vocab_size
+        config = _parse_json(files, "tokenizer_config.json", path)
+        self._set_special_tokens(
+            {**engine.special_tokens, **_parse_json(files, "special_tokens_map.json", path), **config}, path
+        )
+        self.chat_template = _chat_template(files, config)
         self.text_tokens = text_tokens
-        self.controls: dict[str, ControlToken] = engine.controls
-        self.vocab_size: int = engine.vocab_size
-        config = _json(files, "tokenizer_config.json", where)
-        names = {**engine.names, **_json(files, "special_tokens_map.json", where), **config}
-        for name in ("bos", "eos", "pad"):
-            text = names.get(f"{name}_token")
-            text = text.get("content") if isinstance(text, dict) else text
-            if text is not None and engine.find(text) is None:
-                raise UserError(f"{where}: its {name}_token {text!r} is not in its vocabulary")
-            setattr(self, f"{name}_token", text)
-            setattr(self, f"{name}_id", None if text is None else engine.find(text))
-            if text is not None and text not in self.controls:
-                # Named in the config alone: no less a control token for that.
-                self.controls[text] = ControlToken(text, engine.find(text))
-        template = files.get("chat_template.jinja")
-        template = config.get("chat_template") if template is None else template.decode()
-        if isinstance(template, list):  # transformers' older form: several named ones
-            template = {entry.get("name"): entry.get("template") for entry in template}.get("default")
-        self.chat_template: str | None = template
         for text in text_tokens:
-            if text not in self.controls or text in (self.bos_token, self.eos_token, self.pad_token):
-                names = ", ".join(sorted(self.controls.keys() - {self.bos_token, self.eos_token, self.pad_token}))
-                raise UserError(f"data.text_tokens: {text!r} is no added token of the tokenizer; {names or 'none'} would work")
+            special = {self.bos_token, self.eos_token, self.pad_token}
+            if text not in self.controls or text in special:
+                valid = ", ".join(sorted(self.controls.keys() - special)) or "none"
+                raise UserError(f"data.text_tokens: {text!r} is no added token of the tokenizer; {valid} would work")
             del self.controls[text]
-        engine.seal({control.id for control in self.controls.values()})
+        engine.forbid({control.id for control in self.controls.values()})
+
+    def _set_special_tokens(self, config: dict[str, str | dict | None], path: str) -> None:
+        """Sets bos_token, bos_id and so on from the names in the tokenizer's files."""
+        for name in ("bos", "eos", "pad"):
+            text = config.get(f"{name}_token")
+            text = text.get("content") if isinstance(text, dict) else text
+            token_id = None if text is None else self._engine.token_to_id(text)
+            if text is not None and token_id is None:
+                raise UserError(f"{path}: its {name}_token {text!r} is not in its vocabulary")
+            setattr(self, f"{name}_token", text)
+            setattr(self, f"{name}_id", token_id)
+            if text is not None and text not in self.controls:
+                # Named in the config only, it is a control token all the same.
+                self.controls[text] = ControlToken(text, token_id)
 
     @classmethod
     def load(cls, path: str | Path) -> "Tokenizer":
-        """Reads a folder (tokenizer.json first, else one sentencepiece .model) or a single file of either kind.
+        """Reads a tokenizer from a folder or a file.
 
-        Raises UserError, in one line, when there is no tokenizer there or it cannot be read.
+        Args:
+            path: a folder with a tokenizer.json, or otherwise one sentencepiece .model file; or a single file of either kind.
+
+        Raises:
+            UserError: there is no tokenizer at `path`, or it cannot be read.
         """
         path = Path(path).expanduser()
         if path.is_dir():
@@ -73,16 +94,15 @@ class Tokenizer:
             if "tokenizer.json" not in files and "tokenizer.model" not in files:
                 models = sorted(path.glob("*.model"))
                 if len(models) != 1:
-                    found = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
-                    raise UserError(f"{path}: no tokenizer in this folder (found {found}); {WOULD_WORK}")
+                    names = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
+                    raise UserError(f"{path}: no tokenizer in this folder (found {names}); {WOULD_WORK}")
                 files["tokenizer.model"] = models[0].read_bytes()
         elif path.is_file():
             files = {"tokenizer.json" if path.suffix == ".json" else "tokenizer.model": path.read_bytes()}
         else:
             raise UserError(f"{path}: no such file or folder; {WOULD_WORK}")
-        kind = HuggingFace if "tokenizer.json" in files else Sentencepiece
         try:
-            engine = kind(files)
+            engine = HuggingFace(files) if "tokenizer.json" in files else Sentencepiece(files)
         except UserError:
             raise
         except Exception as error:  # both libraries raise bare Exception or RuntimeError
@@ -91,76 +111,92 @@ class Tokenizer:
         return cls(files, engine, str(path))
 
     def with_controls(self, tokens: Iterable[str]) -> "Tokenizer":
-        """A tokenizer with further control tokens, whose ids follow on the highest one; no other id changes."""
+        """Returns a tokenizer that also has these control tokens, with ids after the highest one; no other id changes."""
         missing = [token for token in tokens if token not in self.controls]
         if not missing:
             return self
-        files = {**self._files, **self._engine.extended(missing)}
+        files = {**self._files, **self._engine.with_control_tokens(missing)}
         return Tokenizer(files, type(self._engine)(files), "the tokenizer with added control tokens", self.text_tokens)
 
     def with_text_tokens(self, tokens: Iterable[str]) -> "Tokenizer":
-        """A tokenizer whose texts may hold these added tokens, say <think>: typed, each is its token and not its letters."""
+        """Returns a tokenizer for which these added tokens, such as <think>, may be typed: in a text, each becomes its token.
+
+        Raises:
+            UserError: a token is not an added token of this tokenizer, or is its BOS, EOS or padding token.
+        """
         tokens = tuple(sorted(set(tokens)))
         return Tokenizer(self._files, type(self._engine)(self._files), "the tokenizer", tokens) if tokens else self
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a text as at the beginning of a document, without BOS or EOS; never a control id, whatever is typed."""
+        """Returns the ids of a text at the beginning of a document, without BOS or EOS; none is a control token's."""
         return [token for token, _, _ in self.encode_spans(text)]
 
-    def encode_spans(self, text: str, beginning: bool = True) -> list[tuple[int, int, int]]:
-        """(id, start, end) of every token; start and end are places in `text`, equal where a token has no text of its own.
+    def encode_spans(self, text: str, beginning: bool = True) -> list[TokenSpan]:
+        """Returns (id, start, end) of every token, where start and end are offsets in `text`.
 
-        beginning=False: the text goes on after a control token, which matters to tokenizers that mark only a text's
-        beginning with a space.
+        Args:
+            text: the text.
+            beginning: whether the text begins a document. Otherwise it follows a control token, which matters to
+                tokenizers that put a space only at the beginning of a document.
+
+        Returns:
+            The tokens in order; start equals end for a token that stands for no character of the text.
         """
         if not text:
             return []
         text = _NONCHARACTERS.sub("\ufffd", text)
         return self._engine.encode(text, beginning)
 
-    def decode(self, ids, skip_control: bool = True) -> str:
-        """Text of ids; control tokens are left out, or written as their text."""
+    def decode(self, ids: Sequence[int] | Int[np.ndarray, "n"], skip_control: bool = True) -> str:
+        """Returns the text of ids, without control tokens or with their texts."""
         ids = [int(token) for token in ids]
+        texts = {control.id: control.text for control in self.controls.values()}
         if skip_control:
-            hidden = {control.id for control in self.controls.values()}
-            return self._engine.decode([token for token in ids if token not in hidden])
-        names = {control.id: control.text for control in self.controls.values()}
-        text, run = "", []
-        for token in [*ids, None]:
-            if token is None or token in names:
-                text += self._engine.decode(run) + (names[token] if token is not None else "")
+            return self._engine.decode([token for token in ids if token not in texts])
+        text = ""
+        run: list[int] = []  # ids since the last control token
+        for token in ids:
+            if token in texts:
+                text += self._engine.decode(run) + texts[token]
                 run = []
             else:
                 run.append(token)
-        return text
+        return text + self._engine.decode(run)
 
     def control_id(self, token: str) -> int:
-        """Id of a control token by its text; UserError when the tokenizer has none of that text."""
+        """Returns the id of a control token by its text.
+
+        Raises:
+            UserError: the tokenizer has no such control token.
+        """
         if token not in self.controls:
             raise UserError(f"the tokenizer has no control token {token!r}; it has {', '.join(sorted(self.controls))}")
         return self.controls[token].id
 
     @cached_property
-    def control_pattern(self) -> re.Pattern:
-        """Finds control tokens in a *template's* own text, the longest first, with the white space they take along."""
-        parts = []
+    def control_pattern(self) -> re.Pattern[str]:
+        """Matches control tokens in a template's own text, with the white space that they strip; one group for each.
+
+        Where several match, the longest one does.
+        """
+        patterns = []
         for control in sorted(self.controls.values(), key=lambda control: -len(control.text)):
             left, right = (r"\s*" if strip else "" for strip in control.strips)
-            parts.append(left + f"({re.escape(control.text)})" + right)
-        return re.compile("|".join(parts) or r"(?!)")
+            patterns.append(left + f"({re.escape(control.text)})" + right)
+        return re.compile("|".join(patterns) or r"(?!)")
 
     def typed(self, text: str) -> set[str]:
-        """The control tokens that stand in a text, which stay letters there."""
+        """Returns the texts of control tokens that a text contains; `encode` treats them as letters."""
         return set(self._typed_pattern.findall(text))
 
     @cached_property
-    def _typed_pattern(self) -> re.Pattern:
+    def _typed_pattern(self) -> re.Pattern[str]:
         longest_first = sorted(self.controls, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     @cached_property
     def fingerprint(self) -> str:
-        """sha256 over the files' names and bytes: equal tokenizers give equal ids."""
+        """sha256 of the files' names and contents and of text_tokens; tokenizers with equal fingerprints give equal ids."""
         digest = hashlib.sha256()
         for name in sorted(self._files):
             digest.update(f"{name}\0{len(self._files[name])}\0".encode() + self._files[name])
@@ -170,42 +206,60 @@ class Tokenizer:
     def save(self, directory: str | Path, chat_template: str | None = None) -> None:
         """Writes a folder that `Tokenizer.load` and `transformers.AutoTokenizer` load.
 
-        The original files are copied byte for byte; chat_template (say `templates.jinja_template(...)`, the one trained
-        with) takes the place of the original one, and is written as chat_template.jinja.
+        The original files are copied byte for byte. A sentencepiece model is written as tokenizer.model, with a
+        tokenizer_config.json that names LlamaTokenizer; transformers 5 converts it to its own fast tokenizer, which differs:
+        it applies no sentencepiece normalisation (such as nfkc), merges runs of spaces in its own way, and turns typed
+        control tokens into control ids.
 
-        A sentencepiece model is written as tokenizer.model with a tokenizer_config.json that names LlamaTokenizer. Known to
-        differ: transformers 5 converts it to its own fast tokenizer, which applies no sentencepiece normalisation (nfkc
-        and the like), merges runs of spaces in its own way, and turns typed control tokens into control ids.
+        Args:
+            directory: the folder.
+            chat_template: replaces the tokenizer's own chat template, such as the `templates.jinja_template(...)` trained
+                with; written as chat_template.jinja.
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         files = dict(self._files)
-        template = self.chat_template if chat_template is None else chat_template
         if "tokenizer.model" in files and "tokenizer.json" not in files:
-            config = json.loads(files.get("tokenizer_config.json", b"{}"))
-            config.setdefault("tokenizer_class", "LlamaTokenizer")
-            # transformers' own default of legacy differs between versions; BOS is the template's business.
-            defaults = {"legacy": True, "add_bos_token": False, "add_eos_token": False}
-            names = {"bos_token": self.bos_token, "eos_token": self.eos_token, "pad_token": self.pad_token}
-            for key, value in {**defaults, **names, **self._engine.names}.items():
-                config.setdefault(key, value)
-            files["tokenizer_config.json"] = _dump(config)
+            files["tokenizer_config.json"] = self._sentencepiece_config()
         if chat_template is not None:
             config = json.loads(files.get("tokenizer_config.json", b"{}"))
-            if config.pop("chat_template", None) is not None:  # two templates in one folder is one too many
-                files["tokenizer_config.json"] = _dump(config)
-        if template is not None and (chat_template is not None or "chat_template.jinja" in files):
-            files["chat_template.jinja"] = template.encode()
+            if config.pop("chat_template", None) is not None:  # a folder must not contain two templates
+                files["tokenizer_config.json"] = _dump_json(config)
+            files["chat_template.jinja"] = chat_template.encode()
+        elif self.chat_template is not None and "chat_template.jinja" in files:
+            files["chat_template.jinja"] = self.chat_template.encode()
         for name, content in files.items():
             (directory / name).write_bytes(content)
 
+    def _sentencepiece_config(self) -> bytes:
+        """Returns a tokenizer_config.json with which transformers loads a tokenizer.model."""
+        config = json.loads(self._files.get("tokenizer_config.json", b"{}"))
+        config.setdefault("tokenizer_class", "LlamaTokenizer")
+        # The default of `legacy` differs between versions of transformers; BOS and EOS are left to the template.
+        options = {"legacy": True, "add_bos_token": False, "add_eos_token": False}
+        special_tokens = {"bos_token": self.bos_token, "eos_token": self.eos_token, "pad_token": self.pad_token}
+        for key, value in {**options, **special_tokens, **self._engine.special_tokens}.items():
+            config.setdefault(key, value)
+        return _dump_json(config)
 
-def _json(files: dict[str, bytes], name: str, where: str) -> dict:
+
+def _chat_template(files: dict[str, bytes], config: dict) -> str | None:
+    """Returns the chat template in chat_template.jinja, or otherwise in tokenizer_config.json."""
+    if "chat_template.jinja" in files:
+        return files["chat_template.jinja"].decode()
+    template = config.get("chat_template")
+    if isinstance(template, list):  # an older form in transformers, with several named templates
+        return {entry.get("name"): entry.get("template") for entry in template}.get("default")
+    return template
+
+
+def _parse_json(files: dict[str, bytes], name: str, path: str) -> dict:
+    """Returns the JSON object of a file, empty if the tokenizer lacks it; `path` names the tokenizer in messages."""
     try:
         return json.loads(files.get(name, b"{}"))
     except ValueError as error:
-        raise UserError(f"{where}: {name} is no JSON ({error})") from None
+        raise UserError(f"{path}: {name} is not JSON ({error})") from None
 
 
-def _dump(value: dict) -> bytes:
+def _dump_json(value: dict) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

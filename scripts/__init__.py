@@ -1,4 +1,4 @@
 """Thin commands over the product: python -m scripts.NAME."""
 from data import errors
 
-errors.one_line_for_ctrl_c()
+errors.install_ctrl_c_hook()

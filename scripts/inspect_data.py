@@ -59,8 +59,8 @@ def describe(documents: Documents, loader: Loader) -> str:
     """Counts, lengths and padding of a split, for the terminal."""
     total = counts(documents)
     return (
-        f"{documents.name}: {total['documents']:,} documents, {total['tokens']:,} tokens, "
-        f"{total['trained_tokens'] / max(total['tokens'], 1):.1%} of them in the loss\n{histogram(documents.lengths)}\n"
+        f"{documents.name}: {total.documents:,} documents, {total.tokens:,} tokens, "
+        f"{total.trained_tokens / max(total.tokens, 1):.1%} of them in the loss\n{histogram(documents.lengths)}\n"
         f"{len(loader):,} rows of {loader.context_length:,} in the first epoch, {loader.padding_share:.2%} padding"
     )
 

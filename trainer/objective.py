@@ -136,8 +136,8 @@ class TextObjective:
         order = permutation(data.context_length, self.mesh.shape["sequence"], self.config.attention.layout)
         self.fingerprint, self.origin = self.loader.fingerprint, self.source.fingerprint
         self.part = part_here(self.mesh, rows, data.context_length)
-        places, self.order = wanted(self.part, order)
-        self.here = {"rows": self.part.rows, "places": places}
+        indices, self.order = wanted(self.part, order)
+        self.here = {"rows": self.part.rows, "indices": indices}
 
     def abstract_batch(self):
         return text_batch(self.config.train.batch_size, self.config.data.context_length, self.mesh, bool(self.sources))

@@ -68,7 +68,7 @@ def clean(path: Path, dropped: Path) -> dict:
             peaks.append(peak_mib())
 
     with dropped.open("w", encoding="ascii") as file:
-        report = Report(sink=lambda entry: file.write(json.dumps(entry) + "\n"))
+        report = Report(on_drop=lambda record: file.write(json.dumps(record._asdict()) + "\n"))
         wall, cpu = time.perf_counter(), time.process_time()
         kept = sum(1 for _ in read(Source(str(path)), report, advance=advance))
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
@@ -98,7 +98,7 @@ def pack(path: Path, tokenizer: Tokenizer, context_length: int, folder: Path) ->
     made = prepare(sources, tokenizer, context_length, folder, progress=sys.stderr.isatty())
     seconds, loader = time.perf_counter() - start, Loader(made, context_length, 1, seed=0)
     repaired = {what: count for what, count in made.report.repaired.items() if "context_length" in what}
-    return {"context_length": context_length, **counts(made.train), "rows": len(loader), "kept": made.report.kept,
+    return {"context_length": context_length, **counts(made.train)._asdict(), "rows": len(loader), "kept": made.report.kept,
             "padding_percent": round(100 * loader.padding_share, 4), **repaired,
             "prepare_seconds": round(seconds, 1), "peak_mib": peak_mib()}  # fmt: skip
 

@@ -165,7 +165,7 @@ def test_what_another_process_prepared_is_opened_without_its_sources(prepared, t
     found = prepare(gone, tokenizer, LENGTH, folder.parent, **OPTIONS, key=folder.name)
     assert found.folder == folder and found.train.fingerprint == prepared.train.fingerprint
     np.testing.assert_array_equal(found.train[3].tokens, prepared.train[3].tokens)
-    with pytest.raises(UserError, match=rf"{tmp_path}/{folder.name}: not seen here"):
+    with pytest.raises(UserError, match=rf"{tmp_path}/{folder.name}: not found on this machine"):
         prepare(gone, tokenizer, LENGTH, tmp_path, **OPTIONS, key=folder.name)
 
 
@@ -176,7 +176,7 @@ def test_weighted_sources_and_held_out_sources(small, tokenizer, tmp_path):
     assert set(made.held_out.sources) == {2} and set(made.train.sources) == {0, 1} and len(made.held_out) == 120
     loader = Loader(made, 512, 2, seed=0)
     rows = [len(loader._plan(epoch)) for epoch in range(4)]
-    assert loader.place(sum(rows[:3]) + 1) == (3, 1) and loader.place(rows[0] - 1) == (0, rows[0] - 1)
+    assert loader.locate(sum(rows[:3]) + 1) == (3, 1) and loader.locate(rows[0] - 1) == (0, rows[0] - 1)
     assert loader.batch(40)["tokens"].shape == (2, 512)
 
 
@@ -195,7 +195,7 @@ def test_threads_that_ask_at_once_are_told_the_same_and_make_each_plan_once(smal
     monkeypatch.setattr(packing, "plan", slowly)
     loader = Loader(made, LENGTH, 4, seed=0)
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(loader.place, range(len(expected))))
+        found = list(pool.map(loader.locate, range(len(expected))))
         rows = list(pool.map(lambda place: loader._plan(place[0]).row(place[1]), found))
     assert found == expected and rows == [plan.row(row) for plan in plans for row in range(len(plan))]
     assert sorted(planned) == [0, 1, 2]
@@ -322,5 +322,5 @@ def test_permute_moves_every_array_alike(prepared):
     for name, array in batch.items():
         for place, origin in enumerate(order):
             assert (moved[name][:, place] == array[:, origin]).all()
-    with pytest.raises(ValueError, match="places"):
+    with pytest.raises(ValueError, match="the order has shape"):
         permute(batch, order[:-1])

@@ -22,7 +22,7 @@ def _read(path, clean=CleanConfig(), **options):
 
 def test_dirty_dump_is_counted_record_by_record(repository):
     entries = []
-    report = Report(sink=entries.append)
+    report = Report(on_drop=entries.append)
     conversations = list(read(Source(str(repository / "data/fixtures/dirty.json")), report))
     assert [c.id for c in conversations][:10] == [
         "good", "spelling_1", "spelling_2", "openai", "parts", "system", "leading_answer", "unanswered", "control_text",
@@ -30,10 +30,10 @@ def test_dirty_dump_is_counted_record_by_record(repository):
     ]  # fmt: skip
     assert report.records == 30 and report.kept == 15
     # No record is lost and none counted twice: what is not here is there, in the file's order.
-    assert sorted([c.record for c in conversations] + [entry["record"] for entry in entries]) == list(range(1, 31))
-    assert Counter(entry["reason"] for entry in entries) == report.dropped
-    assert entries[2]["content"] == {"id": "empty_list", "conversations": []}
-    assert "This one" in entries[-1]["content"], "the cut record's text is kept as far as it goes"
+    assert sorted([c.record for c in conversations] + [entry.record for entry in entries]) == list(range(1, 31))
+    assert Counter(entry.reason for entry in entries) == report.dropped
+    assert entries[2].content == {"id": "empty_list", "conversations": []}
+    assert "This one" in entries[-1].content, "the cut record's text is kept as far as it goes"
     assert report.dropped == Counter(
         {
             "empty record": 1,
@@ -124,7 +124,7 @@ def test_records_longer_than_a_chunk_and_lines(tmp_path, monkeypatch):
         (b"", "empty"),
         (b" \n ", "empty"),
         (b"[]", "without records"),
-        (b"hello", "no JSON"),
+        (b"hello", "not JSON"),
         (b'[{"conversations": []}, 3]', "1 x empty record"),
         (b'[{"conversations": [{"from": "human", "value": "\xff"}]}]', "UTF-8"),
         (b'{\n "a": 1\n}', "none of its"),

@@ -374,7 +374,7 @@ def test_a_process_makes_what_its_devices_hold_and_nothing_else(prepared, sizes,
         held = [where.devices_indices_map((rows, length))[device] for device in jax.devices()[2 * process:2 * process + 2]]
         part = part_of(held, rows, length)
         natural, here = wanted(part, order)
-        batch = permute(loader.batch(1, rows=part.rows, places=natural), here)
+        batch = permute(loader.batch(1, rows=part.rows, indices=natural), here)
         share = len(part.rows) * len(part.places)
         assert sum(x.nbytes for x in batch.values()) == 24 * share
         assert share <= 2 * rows * length // (8 // mesh.shape["tensor"]), "no more than two devices' parts"
@@ -388,7 +388,7 @@ def test_a_document_that_is_all_elsewhere_is_not_read(prepared, monkeypatch):
     loader, read, get = Loader(prepared, 64, 4, 0), [], Documents.__getitem__
     monkeypatch.setattr(Documents, "__getitem__", lambda self, number: read.append(number) or get(self, number))
     places = np.arange(8)
-    part = loader.batch(1, rows=[0, 3], places=places)
+    part = loader.batch(1, rows=[0, 3], indices=places)
     pieces = [loader._plan(0).row(number) for number in (4, 7)]
     assert read == [number for row in pieces for (number, _, _), at in zip(
         row, np.cumsum([0, *(length for _, _, length in row)]), strict=False) if at < 8]
