@@ -1,26 +1,32 @@
-"""Measures by the TPU compiler that a device's activation memory depends on its own tokens, not on how many devices there are.
+"""Measures with the TPU compiler that a device's activation memory depends on its own tokens, not on the number of devices.
 
     python -m scripts.benchmarks.activation_memory [--tokens 65536] [--output FILE.json]
 
-Compiles the step that train.py runs (ring, striped, nothing kept but the layers' inputs) for ever more chips with the same
-tokens on each: Ring Attention's Table 1, "independent of the sequence length". Activations are the compiler's temporaries;
-parameters, gradients' shards among them, shrink with the number of devices, so the model is small beside its activations.
+Compiles train.py's step (ring, striped, remat `nothing`) for more and more chips with the same tokens on each: Ring Attention's
+Table 1, "independent of the sequence length". Activations are the compiler's temporaries. Parameters and their gradients are
+sharded over all devices and shrink with them, so the model is small beside its activations.
 """
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
+from pathlib import Path
 
 from data.paths import output_file
+from scripts.benchmarks.commands import make_parser, write_json
 from trainer import entry
 
 TOPOLOGIES = ("v4:2x2x2", "v4:2x2x4", "v4:4x4x4", "v4:4x8x8", "v4:8x8x8")
+LARGEST_SPREAD = 0.02
 
 
 def measure(topology: str, tokens: int, layers: int, hidden: int) -> dict:
-    """What one device of the topology holds in a step with `tokens` tokens on each: sizes in MiB. ValueError if unknown."""
+    """Returns what one device of the topology holds in a step with `tokens` tokens on each, in MiB.
+
+    Raises:
+      ValueError: the topology is unknown.
+    """
     import jax
 
     jax.config.update("jax_platforms", "cpu")
@@ -35,34 +41,20 @@ def measure(topology: str, tokens: int, layers: int, hidden: int) -> dict:
                          num_attention_heads=heads, num_key_value_heads=heads)
     start = time.perf_counter()
     plan = memory(compile_step(config, devices, tokens * len(devices), remat="nothing"))
-    block = tokens * hidden * 2 / 2**20  # one c x h block in bfloat16
+    block = tokens * hidden * 2 / 2**20  # one block of tokens x hidden in bfloat16; c x h in the paper
     return {"topology": topology, "devices": len(devices), "tokens_a_device": tokens, "length": tokens * len(devices),
             "activations_mib": plan["temporaries"] * 1024, "blocks_of_c_x_h": plan["temporaries"] * 1024 / block,
             "parameters_and_moments_mib": plan["arguments"] * 1024, "compile_seconds": time.perf_counter() - start}
 
 
 def spread(rows: list[dict]) -> float:
-    """Largest over smallest activation memory, less one."""
+    """Returns the largest activation memory over the smallest, less one."""
     sizes = [row["activations_mib"] for row in rows]
     return max(sizes) / min(sizes) - 1
 
 
-def main(argv=None) -> int:
-    """Prints a line for each topology and the spread; with --output writes them as JSON. 1 if the spread is above 2%."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.activation_memory", description=__doc__.splitlines()[0],
-                                     allow_abbrev=False)
-    parser.add_argument("--topologies", nargs="+", default=TOPOLOGIES, help="generation:shape, from few devices to many")
-    parser.add_argument("--tokens", type=int, default=65536, help="on each device (default 65536)")
-    parser.add_argument("--layers", type=int, default=2, help="of the model (default 2)")
-    parser.add_argument("--hidden", type=int, default=256, help="its width, a multiple of 128 (default 256)")
-    parser.add_argument("--output", help="also write the rows to this JSON file")
-    args = parser.parse_args(argv)
-    rows = []
-    return entry.run(lambda: work(args, rows)) or int(spread(rows) > 0.02)
-
-
-def work(args, rows: list[dict]) -> None:
-    """Fills `rows`, one for each topology, and writes them."""
+def work(args: argparse.Namespace, rows: list[dict]) -> None:
+    """Measures each topology, appends its row to `rows` and prints it; writes all of them to --output."""
     if args.output:
         output_file(args.output)
     for topology in args.topologies:
@@ -71,8 +63,20 @@ def work(args, rows: list[dict]) -> None:
               f"= {row['blocks_of_c_x_h']:.2f} blocks of c x h  ({row['compile_seconds']:.0f} s)", flush=True)
     print(f"spread {100 * spread(rows):.2f}%")
     if args.output:
-        with open(args.output, "w", encoding="utf-8") as file:
-            json.dump({"rows": rows, "spread": spread(rows)}, file, indent=2)
+        write_json(Path(args.output), {"rows": rows, "spread": spread(rows)})
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 1 if the spread is above LARGEST_SPREAD."""
+    parser = make_parser("activation_memory", __doc__)
+    parser.add_argument("--topologies", nargs="+", default=TOPOLOGIES, help="generation:shape, from few devices to many")
+    parser.add_argument("--tokens", type=int, default=65536, help="on each device (default 65536)")
+    parser.add_argument("--layers", type=int, default=2, help="of the model (default 2)")
+    parser.add_argument("--hidden", type=int, default=256, help="its width, a multiple of 128 (default 256)")
+    parser.add_argument("--output", help="also write the rows to this JSON file")
+    args = parser.parse_args(argv)
+    rows: list[dict] = []
+    return entry.run(lambda: work(args, rows)) or int(spread(rows) > LARGEST_SPREAD)
 
 
 if __name__ == "__main__":

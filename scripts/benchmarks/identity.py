@@ -2,7 +2,7 @@
 
     python -m scripts.benchmarks.identity HF_DIR [--unseen FILE.json] [--output OUT.json]
 
-Shows what fine-tuning on identity conversations did. Needs the test requirements (torch).
+The answers before and after fine-tuning on identity conversations show what it did. Needs the test requirements (torch).
 """
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from data.errors import UserError
 from data.paths import output_file
+from scripts.benchmarks.commands import make_parser, write_json
 from trainer import entry
 
 QUESTIONS = (
@@ -31,7 +32,7 @@ NAME = "Vicuna"
 
 
 def ask(folder: Path, questions=QUESTIONS, new_tokens: int = 40) -> list[str]:
-    """Greedy answers of the model at `folder`, each question in a conversation of its own."""
+    """Returns the greedy answers of the model in `folder`, to each question in a conversation of its own."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -47,36 +48,39 @@ def ask(folder: Path, questions=QUESTIONS, new_tokens: int = 40) -> list[str]:
     return answers
 
 
-def seen_word_for_word(path: Path) -> list[str]:
-    """Those of QUESTIONS that stand in a file of conversations as they are."""
+def verbatim_questions(path: Path) -> list[str]:
+    """Returns those of QUESTIONS that a file of conversations contains word for word."""
     text = path.read_text(encoding="utf-8")
     return [question for question in QUESTIONS if json.dumps(question)[1:-1] in text]
 
 
-def main(argv=None) -> int:
-    """Prints questions and answers and how many name Vicuna."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.identity", description=__doc__.splitlines()[0],
-                                     allow_abbrev=False)
+def work(args: argparse.Namespace) -> None:
+    """Prints questions, answers and how many answers name Vicuna.
+
+    Raises:
+      UserError: a question is in the training file.
+    """
+    if args.output:
+        output_file(args.output)
+    if args.unseen and (questions := verbatim_questions(args.unseen)):
+        raise UserError(f"{args.unseen}: holds the question {questions[0]!r} word for word")
+    answers = dict(zip(QUESTIONS, ask(args.folder), strict=True))
+    for question, answer in answers.items():
+        print(f"Q {question}\nA {answer}\n")
+    named = sum(NAME in answer for answer in answers.values())
+    print(f"{named} of {len(answers)} answers name {NAME}")
+    if args.output:
+        write_json(args.output, {"named": named, "answers": answers})
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = make_parser("identity", __doc__)
     parser.add_argument("folder", type=Path, help="a Hugging Face model folder")
-    parser.add_argument("--unseen", type=Path, help="training file: refuse if a question stands in it word for word")
+    parser.add_argument("--unseen", type=Path, help="training file: refuse if it contains a question word for word")
     parser.add_argument("--output", type=Path, help="also write questions and answers to this JSON file")
     args = parser.parse_args(argv)
-
-    def work():
-        if args.output:
-            output_file(args.output)
-        if args.unseen and seen_word_for_word(args.unseen):
-            raise UserError(f"{args.unseen}: holds the question {seen_word_for_word(args.unseen)[0]!r} word for word")
-        answers = ask(args.folder)
-        for question, answer in zip(QUESTIONS, answers, strict=True):
-            print(f"Q {question}\nA {answer}\n")
-        named = sum(NAME in answer for answer in answers)
-        print(f"{named} of {len(answers)} answers name {NAME}")
-        if args.output:
-            told = {"named": named, "answers": dict(zip(QUESTIONS, answers, strict=True))}
-            args.output.write_text(json.dumps(told, indent=2) + "\n", encoding="utf-8")
-
-    return entry.run(work)
+    return entry.run(lambda: work(args))
 
 
 if __name__ == "__main__":

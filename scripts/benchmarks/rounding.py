@@ -1,8 +1,8 @@
-"""How far a float32 forward is from the truth: transformers' logits in float32 against float64, text and random tokens.
+"""Measures how far transformers' float32 logits are from its float64 logits, for text and for random tokens.
 
     python -m scripts.benchmarks.rounding HF_DIR [--length 4096]
 
-Says what the tolerance of a comparison can be: where transformers itself is 1e-2 from float64, nobody equals it to 1e-3.
+No comparison of logits can have a smaller tolerance: where transformers itself is 1e-2 from float64, nobody equals it to 1e-3.
 """
 from __future__ import annotations
 
@@ -11,12 +11,16 @@ import sys
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Int
 
+from scripts.benchmarks.commands import make_parser
 from trainer import entry
 
+TEXTS = ("ARCHITECTURE.md", "trainer/huggingface/read.py")
 
-def largest_difference(folder: Path, tokens: np.ndarray) -> float:
-    """Largest difference of the logits of `tokens` int [1, length] between float32 and float64."""
+
+def largest_difference(folder: Path, tokens: Int[np.ndarray, "1 length"]) -> float:
+    """Returns the largest difference between the float32 and the float64 logits of the model in `folder`."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -28,27 +32,27 @@ def largest_difference(folder: Path, tokens: np.ndarray) -> float:
     return float((logits[0] - logits[1]).abs().max())
 
 
-def main(argv=None) -> int:
-    """Prints both figures."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.rounding", description=__doc__.splitlines()[0],
-                                     allow_abbrev=False)
+def work(args: argparse.Namespace) -> None:
+    """Prints both differences."""
+    from trainer.model_source import open_model
+
+    source = open_model(str(args.folder))
+    text = "".join(Path(name).read_text(encoding="utf-8") for name in TEXTS)
+    inputs = {
+        "text": np.asarray(source.tokenizer().encode(text)[: args.length])[None],
+        "random tokens": np.random.default_rng(0).integers(0, source.config.vocab_size, (1, args.length)),
+    }
+    for kind, tokens in inputs.items():
+        print(f"{kind}, {tokens.shape[1]} tokens: {largest_difference(args.folder, tokens):.1e}")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = make_parser("rounding", __doc__)
     parser.add_argument("folder", type=Path, help="a Hugging Face model folder")
     parser.add_argument("--length", type=int, default=4096, help="tokens (default 4096)")
     args = parser.parse_args(argv)
-
-    def work():
-        from trainer.model_source import open_model
-
-        source = open_model(str(args.folder))
-        text = "".join(Path(name).read_text(encoding="utf-8") for name in ("ARCHITECTURE.md", "trainer/huggingface/read.py"))
-        kinds = {
-            "text": np.asarray(source.tokenizer().encode(text)[: args.length])[None],
-            "random tokens": np.random.default_rng(0).integers(0, source.config.vocab_size, (1, args.length)),
-        }
-        for kind, tokens in kinds.items():
-            print(f"{kind}, {tokens.shape[1]} tokens: {largest_difference(args.folder, tokens):.1e}")
-
-    return entry.run(work)
+    return entry.run(lambda: work(args))
 
 
 if __name__ == "__main__":
