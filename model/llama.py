@@ -18,21 +18,20 @@ from jax.sharding import Mesh, PartitionSpec
 
 from .attention import Mask, TokenCoords, attend, attending, document_starts
 from .attention.kernels import Kernel, get_kernel
-from .attention.schedules import get_schedule
 from .config import LlamaConfig
 from .feedforward import rms_norm
 from .loss import token_losses
-from .memory.chunked import Chunks, chunked, chunked_total, product
-from .memory.head_groups import attend_in_groups, check_groups
+from .memory.chunked import chunked, chunked_total, product
+from .memory.head_groups import attend_in_groups
+from .memory.options import MemoryConfig, check_combination
 from .memory.packed_shards import Parcels
 from .memory.prefetch import Layer, run_layers
-from .memory.query_chunks import check_chunks, layer_in_chunks
-from .memory.remat import check_policy, scan_layers
+from .memory.query_chunks import layer_in_chunks
+from .memory.remat import scan_layers
 from .modules import bind, declare, init
 from .sharding import BATCH_AXES, HIDDEN, Parallel, Parameter, Sharding, arrive, gather
 
 TOKENS = PartitionSpec(BATCH_AXES, "sequence")
-PREFETCHED = ("nothing", "save_attention", "offload")  # the policies that go with `prefetch`
 # The weights of a layer before attention.
 INWARD = ("input_layernorm", "self_attn.q", "self_attn.k", "self_attn.v")
 
@@ -44,17 +43,13 @@ class Llama:
     Attributes:
       schedule, kernel, mask: see `model.attention`.
       dtype: compute precision; parameters stay float32.
-      remat, every_k: a policy of `model.memory.remat`.
-      attention_groups: groups of heads that are projected and attend one after the other; divides a tensor rank's key heads.
-      prefetch: the next layer's weights arrive while a layer runs, see `prefetch.py`.
-      query_chunks: chunks of a device's tokens, each going through a whole layer by itself; see `query_chunks`.
+      memory: what is kept for the backward pass, and in what pieces the rest is computed.
       sequence_parallel: Megatron's: hidden states are split over `tensor` too, along the length (`Parallel.split_tokens`);
         layers are then not computed in chunks, the loss still is.
 
     Raises:
       ValueError: a schedule that cannot serve the sequence axis; `sequence_parallel` where `tensor` does not split the heads
-        and the feed-forward width; attention groups that do not divide the key heads; `every_k` that does not divide the
-        layers; what `prefetch` and chunks of queries cannot go with.
+        and the feed-forward width; memory options that do not fit the model or each other.
     """
 
     config: LlamaConfig
@@ -62,38 +57,18 @@ class Llama:
     schedule: object = "ring"
     kernel: Kernel = dataclasses.field(default_factory=get_kernel)
     dtype: object = jnp.bfloat16
-    remat: str = "save_attention"
-    every_k: int = 2
-    chunks: Chunks = Chunks()
+    memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
     storage_axes: tuple[str, ...] = ("fsdp", "sequence")
     sequence_parallel: bool = False
-    attention_groups: int = 1
-    query_chunks: int = 1
-    prefetch: bool = False
     mask: Mask = Mask()
 
     def __post_init__(self):
-        get_schedule(self.schedule, self.mesh.shape["sequence"])
-        check_policy(self.remat, self.every_k, self.config.num_hidden_layers)
-        check_groups(self.attention_groups, self.parallel.local_key_heads)
-        check_chunks(self.query_chunks, self.remat, self.parallel.split_tokens, self.schedule)
-        if self.prefetch:
-            self._check_prefetch()
+        check_combination(
+            self.memory, layers=self.config.num_hidden_layers, key_heads=self.parallel.local_key_heads, schedule=self.schedule,
+            sequence=self.mesh.shape["sequence"], sequence_parallel=self.parallel.split_tokens)
         if self.parallel.split_tokens and not (self.parallel.heads and self.parallel.mlp):
             raise ValueError(f"sequence_parallel: tensor = {self.parallel.tensor} does not divide the heads "
                              f"({self.config.num_attention_heads}) or the width ({self.config.intermediate_size})")
-
-    def _check_prefetch(self):
-        """ValueError naming what does not go with it."""
-        carries = self.mesh.shape["sequence"] > 1 and attending(self.config.head_dim, **self._attention).carries
-        for good, found, other in (
-                (carries, f"schedule {self.schedule} on sequence {self.mesh.shape['sequence']}", "ring on several devices"),
-                (self.remat in PREFETCHED, f"memory.remat {self.remat}", " or ".join(PREFETCHED)),
-                (self.attention_groups == 1, f"memory.attention_groups {self.attention_groups}", "1"),
-                (self.query_chunks == 1, f"memory.query_chunks {self.query_chunks}", "1"),
-                (not self.sequence_parallel, "mesh.sequence_parallel", "false")):
-            if not good:
-                raise ValueError(f"memory.prefetch: found {found}, where it needs {other}")
 
     @functools.cached_property
     def sharding(self) -> Sharding:
@@ -160,7 +135,7 @@ class Llama:
             rows = jnp.where(here[..., None], table[jnp.where(here, ids, 0)], 0.0)
             return parallel.combine(rows.astype(self.dtype), "vocab")
 
-        return self._run(embed, self._whole(params, ["embed_tokens.weight"]), {}, {"tokens": tokens}, None)
+        return self._run(embed, self._whole(params, ["embed_tokens.weight"]), {}, {"tokens": tokens}, 0)
 
     @staticmethod
     def layer_shards(params) -> dict:
@@ -179,10 +154,10 @@ class Llama:
         """fn over those of a layer's weights that start with one of `part`; run again in the backward chunk by chunk, but
         for the policy `everything`, which keeps what fn computes."""
         weights = {name: w for name, w in weights.items() if name.startswith(part)}
-        if self.remat == "everything":
+        if self.memory.remat == "everything":
             return (arrays[through], *fn(weights, arrays, labels)) if through else fn(weights, arrays, labels)
         # A rank's chunks would not be chunks of the tokens that all ranks together hold.
-        return self._run(fn, weights, arrays, labels, None if self.parallel.split_tokens else chunk, through)
+        return self._run(fn, weights, arrays, labels, 0 if self.parallel.split_tokens else chunk, through)
 
     def local_project(self, weights, x, positions, which: str = "qkv", *, length: int, through: str | None = None):
         """A layer's norm, projections and RoPE, from whole weights: `which` of q, k, v (through="x": behind x, see `chunked`);
@@ -193,21 +168,22 @@ class Llama:
             return layer.self_attn.project(x, labels["positions"], length, self.parallel, which)
 
         part = ("input_layernorm", *(f"self_attn.{name}" for name in which))
-        return self._layer_call(project, weights, part, {"x": x}, {"positions": positions}, self.chunks.projection, through)
+        chunk = self.memory.projection_chunk
+        return self._layer_call(project, weights, part, {"x": x}, {"positions": positions}, chunk, through)
 
     def local_layer(self, weights, x, positions, coords: TokenCoords, length: int, keep_kv: bool):
         """A layer, from whole weights: its output [B, T, E], and with keep_kv k and v."""
-        if keep_kv or self.attention_groups == self.query_chunks == 1:
+        if keep_kv or self.memory.attention_groups == self.memory.query_chunks == 1:
             q, k, v = self.local_project(weights, x, positions, length=length)
             attended, _ = attend(q, k, v, coords, coords, **self._attention)
             return self.local_finish(weights, x, attended), (k, v) if keep_kv else None
         how = attending(self.config.head_dim, **self._attention)
         project = functools.partial(self.local_project, length=length, through="x")
-        if self.query_chunks > 1:
-            return layer_in_chunks(project, self.local_finish, how, self.query_chunks, self.attention_groups, weights, x,
-                                   positions, coords, self.dtype), None
+        if self.memory.query_chunks > 1:
+            return layer_in_chunks(project, self.local_finish, how, self.memory.query_chunks, self.memory.attention_groups,
+                                   weights, x, positions, coords, self.dtype), None
         inward = {name: w for name, w in weights.items() if name.startswith(INWARD)}
-        found = attend_in_groups(project, how, self.attention_groups, inward, x, positions, coords, self.dtype)
+        found = attend_in_groups(project, how, self.memory.attention_groups, inward, x, positions, coords, self.dtype)
         return self.local_finish(weights, *found), None
 
     @property
@@ -223,7 +199,7 @@ class Llama:
             return x + layer.mlp(layer.post_attention_layernorm(x), self.parallel)
 
         part = ("self_attn.o", "post_attention", "mlp")
-        return self._layer_call(finish, weights, part, {"x": x, "attended": attended}, {}, self.chunks.feed_forward)
+        return self._layer_call(finish, weights, part, {"x": x, "attended": attended}, {}, self.memory.feed_forward_chunk)
 
     def local_coords(self, batch) -> TokenCoords:
         """The coordinates of this device's tokens; for global tokens their documents' starts too, from all of the row."""
@@ -242,7 +218,7 @@ class Llama:
         """
         layers = self.layer_shards(params)
         length = length or positions.shape[1] * self.mesh.shape["sequence"]
-        if self.prefetch and not keep_kv:
+        if self.memory.prefetch and not keep_kv:
             return self.parallel.whole(run_layers(self._prefetching(layers, length), layers, x, positions, coords))
 
         def body(carry, shards):
@@ -252,7 +228,7 @@ class Llama:
             x, kv = self.local_layer(weights, x, positions, coords, length, keep_kv)
             return (x, positions, coords), kv
 
-        (x, _, _), kv = scan_layers(body, (x, positions, coords), layers, self.remat, self.every_k)
+        (x, _, _), kv = scan_layers(body, (x, positions, coords), layers, self.memory.remat, self.memory.every_k)
         x = self.parallel.whole(x)
         return (x, kv) if keep_kv else x
 
@@ -264,7 +240,7 @@ class Llama:
         return Layer(
             parcels, lambda whole: {name: self._trim(f"layers.{name}", w) for name, w in whole.items()}, self.local_weights,
             functools.partial(self.local_project, length=length, through="x"), self.local_finish,
-            attending(self.config.head_dim, **self._attention), self.remat == "save_attention", self.remat == "offload",
+            attending(self.config.head_dim, **self._attention), self.memory.policy.attention, self.memory.policy.offload,
             INWARD)
 
     def _head(self, weights, x):
@@ -292,7 +268,7 @@ class Llama:
                 logits = lax.all_gather(logits, "tensor", axis=2, tiled=True)[..., :self.config.vocab_size]
             return logits
 
-        return self._run(head, self._whole(params, self._head_names), {"x": x}, {}, None)
+        return self._run(head, self._whole(params, self._head_names), {"x": x}, {}, 0)
 
     def local_losses(self, params, batch):
         """-log p(target) of every token of this device: the weighted sum, and each, float32 [B, T], without gradient.
@@ -306,7 +282,7 @@ class Llama:
             return token_losses(self._head(weights, arrays["x"]), labels["targets"], self.parallel)
 
         return chunked_total(loss, self._whole(params, self._head_names), {"x": x}, {"targets": batch["targets"]},
-                             batch["loss_weights"], dtype=self.dtype, chunk=self.chunks.loss)
+                             batch["loss_weights"], dtype=self.dtype, chunk=self.memory.loss_chunk)
 
     def token_losses(self, params, batch):
         """-log p(target) of every token of a global batch (see ARCHITECTURE.md): float32 [B, L]."""

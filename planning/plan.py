@@ -14,7 +14,6 @@ import time
 import jax
 
 from model.config import LlamaConfig
-from model.llama import Chunks
 from model.modules import declare
 from model.sharding import MESH_AXES, Parallel
 from trainer.config.checks import check
@@ -47,7 +46,7 @@ class Job:
       model: a preset, or the name of `config`; topology: see `topology_devices`; context: tokens in a row; batch: rows.
       mesh: None puts all devices on the sequence axis.
       schedule, kernel: as in a recipe's section `attention`; those of MEMORY: as in its section `memory`, but that 0
-        attention_groups are one for each key head of a device; chunks: in place of the recipe's.
+        attention_groups are one for each key head of a device; chunks: sizes of chunks, fields of that section too.
       recipe: all else: layout, window, precision, what is trained, accumulation, ...
       config: the model, where it is no preset.
       host_gib: of the host's memory for each device; what needs more does not fit. None asks for nothing.
@@ -67,7 +66,7 @@ class Job:
     query_chunks: int = 1
     prefetch: bool = False
     kernel: str = "auto"
-    chunks: Chunks | None = None
+    chunks: dict[str, int] | None = None
     recipe: RunConfig = PLAIN
     config: LlamaConfig | None = None
     host_gib: float | None = None
@@ -86,8 +85,8 @@ class Job:
         """The compiled step. Raises as `compile_step`."""
         recipe = dataclasses.replace(self.recipe, attention=dataclasses.replace(self.recipe.attention, kernel=self.kernel))
         return compile_step(self.llama, topology_devices(self.topology), self.context, batch=self.batch, mesh=self.mesh,
-                            schedule=self.schedule, chunks=self.chunks, recipe=recipe,
-                            **{name: getattr(self, name) for name in MEMORY})
+                            schedule=self.schedule, recipe=recipe,
+                            **{name: getattr(self, name) for name in MEMORY}, **(self.chunks or {}))
 
     @property
     def policy(self) -> str:
@@ -134,15 +133,14 @@ class DoesNotFit(Exception):
         self.needs_gib, self.has_gib = needs_gib, has_gib
 
 
-def compile_step(config: LlamaConfig, devices, context: int, *, batch=1, mesh=None, schedule="ring", kernel=None, chunks=None,
+def compile_step(config: LlamaConfig, devices, context: int, *, batch=1, mesh=None, schedule="ring", kernel=None,
                  recipe=PLAIN, flags=None, **memory):
     """The training step of a model that a run would compile on these devices; all on the sequence axis unless `mesh` says
     otherwise.
 
     Args:
       kernel: a Kernel, in place of the recipe's.
-      chunks: in place of the recipe's, as `memory`, which has fields of MemoryConfig (0 attention_groups are one for each of a
-        device's key heads).
+      memory: fields of MemoryConfig in place of the recipe's (0 attention_groups are one for each of a device's key heads).
       recipe: a RunConfig with all else.
       flags: {name: value} of the compiler, for this step alone.
 
@@ -152,8 +150,6 @@ def compile_step(config: LlamaConfig, devices, context: int, *, batch=1, mesh=No
     axes = mesh or MeshConfig(sequence=len(devices))
     if memory.get("attention_groups") == 0:
         memory["attention_groups"] = Parallel.of(config, axes.tensor).local_key_heads
-    if chunks:
-        memory |= {f"{name}_chunk": size or 0 for name, size in dataclasses.asdict(chunks).items()}
     run = dataclasses.replace(
         recipe, data=dataclasses.replace(recipe.data, context_length=context), mesh=axes,
         train=dataclasses.replace(recipe.train, batch_size=batch), memory=dataclasses.replace(recipe.memory, **memory),

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable
 
 from model.config import LlamaConfig
-from model.llama import PREFETCHED
+from model.memory.policies import PREFETCH_POLICIES
 from trainer.config.schema import MeshConfig
 
 from . import plan as planning
@@ -59,7 +59,7 @@ def ways(job: Job) -> list[Job]:
             # the schedule named first.
             order = float(f"{estimate.seconds:.2g}") if estimate else 0, number
             # The model takes weights to arrive under compute; where they can be made to, that way is tried first.
-            prefetch = schedule == "ring" and mesh.sequence > 1 and way.remat in PREFETCHED
+            prefetch = schedule == "ring" and mesh.sequence > 1 and way.remat in PREFETCH_POLICIES
             found += [(order, dataclasses.replace(way, prefetch=True))] * prefetch + [(order, way)]
     return [way for _, way in sorted(found, key=lambda pair: pair[0])]
 

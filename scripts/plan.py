@@ -18,6 +18,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
+from model.memory.policies import POLICIES
 from trainer.config.yaml_text import parse
 
 
@@ -37,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
                        help="as a recipe's attention.schedule (default ring)")
     found.add_argument("--layout", choices=["contiguous", "striped", "zigzag"], help="(default striped)")
     found.add_argument("--remat", help="what layers keep for the backward (default save_attention)",
-                       choices=["nothing", "save_attention", "offload", "every_k", "offload_every_k", "everything"])
+                       choices=list(POLICIES))
     found.add_argument("--every-k", type=int, help="layers between the inputs that the remats of this name keep (default 2)")
     switch = {"action": "store_const", "const": True}
     found.add_argument("--moments-on-host", help="the optimizer's moments lie in the host's memory", **switch)

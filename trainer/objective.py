@@ -25,7 +25,7 @@ from model.attention import Mask
 from model.attention.kernels import get_kernel
 from model.attention.layout import permutation
 from model.attention.schedules import get_schedule
-from model.llama import Chunks, Llama
+from model.llama import Llama
 
 from .config import load as configuration
 from .config.schema import RunConfig
@@ -65,17 +65,14 @@ class Objective(Protocol):
 
 def build_llama(config: RunConfig, model_config, mesh: Mesh, storage_axes=("fsdp", "sequence")) -> Llama:
     """The model as a run's attention and memory sections want it computed."""
-    attention, chunks = config.attention, config.memory
+    attention = config.attention
     schedule = get_schedule(attention.schedule, mesh.shape.get("sequence", 1), attention.layout)
     return Llama(
         model_config, mesh, schedule=schedule,
         kernel=get_kernel(attention.kernel, query_tile=attention.query_tile, key_tile=attention.key_tile),
-        dtype=jnp.dtype(config.model.compute_dtype),
-        remat=chunks.remat, every_k=chunks.every_k, storage_axes=storage_axes,
-        sequence_parallel=config.mesh.sequence_parallel, attention_groups=chunks.attention_groups,
-        query_chunks=chunks.query_chunks, prefetch=chunks.prefetch,
-        mask=Mask(window=attention.window, global_tokens=attention.global_tokens),
-        chunks=Chunks(chunks.projection_chunk or None, chunks.feed_forward_chunk or None, chunks.loss_chunk or None))
+        dtype=jnp.dtype(config.model.compute_dtype), memory=config.memory, storage_axes=storage_axes,
+        sequence_parallel=config.mesh.sequence_parallel,
+        mask=Mask(window=attention.window, global_tokens=attention.global_tokens))
 
 
 def prepare_text(config: RunConfig, tokenizer: Tokenizer, progress: bool = True, key: str | None = None) -> Prepared:

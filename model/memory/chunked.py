@@ -8,7 +8,6 @@ Weights are float32 *by type*: `sharding.gather` sent them in the compute precis
 """
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -19,18 +18,9 @@ from jax import lax
 from model.attention.kernels.padding import tile_size
 
 
-@dataclasses.dataclass(frozen=True)
-class Chunks:
-    """Tokens a device handles at once in position-wise work."""
-
-    projection: int | None = 2048
-    feed_forward: int | None = 2048
-    loss: int | None = 1024
-
-
-def _chunk(length: int, at_most: int | None) -> int:
-    """Tokens in a chunk: a divisor of the length where there is one not much below `at_most`; all of them for None."""
-    return length if at_most is None else tile_size(length, at_most)
+def _chunk_size(length: int, at_most: int) -> int:
+    """Tokens in a chunk: a divisor of the length where there is one not much below `at_most`; all of them for 0."""
+    return tile_size(length, at_most) if at_most else length
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
@@ -120,7 +110,7 @@ def cast(weights: dict, dtype) -> dict:
     return {name: w.astype(dtype) for name, w in weights.items()}
 
 
-def chunked(fn: Callable, weights: dict, arrays: dict, labels: dict, *, dtype, chunk: int | None = None,
+def chunked(fn: Callable, weights: dict, arrays: dict, labels: dict, *, dtype, chunk: int = 0,
             through: str | None = None):
     """fn(weights, arrays, labels) over chunks of the sequence.
 
@@ -130,11 +120,11 @@ def chunked(fn: Callable, weights: dict, arrays: dict, labels: dict, *, dtype, c
       weights: whole, float32 by type.
       arrays: differentiated, [B, T, ...]; labels: not differentiated, [B, T].
       dtype: compute precision, which the weights' values have.
-      chunk: tokens in a chunk at most; None does all at once.
+      chunk: most tokens in a chunk; 0 computes all at once.
       through: one of `arrays` that is given back as it is, before fn's results: the gradient that comes in for it has fn's
         share added where it lies, and a second array of its length is never there.
     """
-    size = _chunk(jax.tree.leaves((arrays, labels))[0].shape[1], chunk)
+    size = _chunk_size(jax.tree.leaves((arrays, labels))[0].shape[1], chunk)
 
     @jax.custom_vjp
     def run(weights, arrays, labels):
@@ -161,7 +151,7 @@ def chunked(fn: Callable, weights: dict, arrays: dict, labels: dict, *, dtype, c
 
 
 def chunked_total(fn: Callable, weights: dict, arrays: dict, labels: dict, shares: jax.Array, *, dtype,
-                  chunk: int | None = None):
+                  chunk: int = 0):
     """The sum of fn(weights, arrays, labels) * shares over all tokens, and fn's values: float32 scalar and [B, T].
 
     The gradient is taken in the forward pass, chunk by chunk, where the values are at hand: the backward only scales it by the
@@ -171,7 +161,7 @@ def chunked_total(fn: Callable, weights: dict, arrays: dict, labels: dict, share
       fn: position-wise, gives float32 [B, c]; else as for `chunked`.
       shares: float32 [B, T], not differentiated.
     """
-    size = _chunk(shares.shape[1], chunk)
+    size = _chunk_size(shares.shape[1], chunk)
 
     def total(weights, arrays, labels, shares):
         values = fn(weights, arrays, labels)

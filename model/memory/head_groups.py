@@ -70,14 +70,6 @@ def attend_in_groups(project: Callable, how: Attending, groups: int, weights: di
     return run(weights, x, positions, coords)
 
 
-def check_groups(groups: int, heads: int) -> None:
-    """ValueError unless the groups divide a device's key heads."""
-    if heads % groups:
-        good = [n for n in range(1, heads + 1) if heads % n == 0]
-        raise ValueError(f"memory.attention_groups: {groups} does not divide the {heads} key/value heads of a device; "
-                         f"{', '.join(map(str, good))} do")
-
-
 def group_of(weights: dict, i, groups: int) -> dict:
     """The weights of group i, float32 by type, from those of all heads in the compute precision."""
     return {name: take(w, i, w.ndim - 2, groups) if "proj" in name else w for name, w in cast(weights, jnp.float32).items()}

@@ -22,29 +22,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from model.attention import Attending, TokenCoords
-from model.attention.schedules import SCHEDULES
 
 from .chunked import cast, over_chunks
 from .head_groups import all_heads, group_of, put, take
-
-POLICIES = ("nothing", "offload", "every_k", "offload_every_k")
-
-
-def check_chunks(chunks: int, remat: str, sequence_parallel: bool, schedule) -> None:
-    """ValueError, in one line, for what cannot go with chunks of queries."""
-    if chunks == 1:
-        return
-    if remat not in POLICIES:
-        raise ValueError(f"memory.remat: found {remat!r}; with memory.query_chunks = {chunks} nothing of attention is kept; "
-                         f"valid: {', '.join(POLICIES)}")
-    if sequence_parallel:
-        raise ValueError(f"memory.query_chunks: found {chunks}; with mesh.sequence_parallel only 1 can be")
-    while schedule is not None:
-        if isinstance(schedule, SCHEDULES["balanced"]) and schedule.ordered:
-            others = ", ".join(name for name in SCHEDULES if name not in ("balanced", "local"))
-            raise ValueError(f"memory.query_chunks: found {chunks}; balanced trades queries for as many keys over a contiguous "
-                             f"layout; over others it serves them, as do {others} over any")
-        schedule = getattr(schedule, "inner", None)
 
 
 def layer_in_chunks(project: Callable, finish: Callable, how: Attending, chunks: int, groups: int, weights: dict, x: jax.Array,

@@ -53,6 +53,7 @@ def ours(length: int, args) -> dict:
     import jax.numpy as jnp
 
     from model.llama import Llama
+    from model.memory.options import MemoryConfig
     from trainer.config.schema import MeshConfig, OptimizerConfig
     from trainer.devices import peak_flops
     from trainer.mesh import make_mesh
@@ -60,7 +61,7 @@ def ours(length: int, args) -> dict:
     from trainer.step import StepBuilder, text_batch
 
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    model = Llama(preset(args), mesh, dtype=jnp.dtype(args.dtype), remat=args.remat)
+    model = Llama(preset(args), mesh, dtype=jnp.dtype(args.dtype), memory=MemoryConfig(args.remat))
     builder = StepBuilder(model, model.loss, tuple(model.parameters), text_batch(1, length, mesh), OptimizerConfig(), 100)
     step = builder.lower_train().compile()
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, length + 1), np.int32)

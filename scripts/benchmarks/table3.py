@@ -23,7 +23,6 @@ from pathlib import Path
 
 from data.paths import output_file
 from model.config import LlamaConfig
-from model.llama import Chunks
 from planning.plan import GIB, DoesNotFit, Job, host_parts_gib, parts_gib, plan, sizes_text
 from planning.topology import host_gib, memory_gib, topology_devices
 from scripts.benchmarks.paper_rows import RING_ATTENTION_COLUMNS as COLUMNS
@@ -33,6 +32,8 @@ from trainer.config.schema import MeshConfig
 from trainer.flops import flops_per_step
 
 MEMORIES = ("device", "ours")
+# Sizes of chunks: position-wise work runs on all of a device's tokens at once.
+ALL_AT_ONCE = {"projection_chunk": 0, "feed_forward_chunk": 0, "loss_chunk": 0}
 LEAST, MOST = 1 << 10, 1 << 30
 
 
@@ -89,7 +90,7 @@ class Cell:
             return job
         return dataclasses.replace(job, batch=devices, mesh=MeshConfig(fsdp=devices), schedule="local",
                                    kernel="reference" if self.column == "vanilla" else "auto",
-                                   chunks=None if self.column == "blockwise feed-forward" else Chunks(None, None, None))
+                                   chunks=None if self.column == "blockwise feed-forward" else ALL_AT_ONCE)
 
 
 def cells(only=()) -> list[Cell]:

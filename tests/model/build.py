@@ -1,4 +1,5 @@
 """Small models and batches that the model's tests share."""
+import dataclasses
 import itertools
 
 import jax
@@ -8,10 +9,13 @@ import numpy as np
 from model.attention.kernels import get_kernel
 from model.attention.layout import permutation
 from model.config import LlamaConfig
-from model.llama import Chunks, Llama
+from model.llama import Llama
+from model.memory.options import MemoryConfig
 from trainer.config.schema import MeshConfig
 from trainer.mesh import make_mesh
 
+# Sizes of chunks: position-wise work runs on all of a device's tokens at once.
+ALL_AT_ONCE = {"projection_chunk": 0, "feed_forward_chunk": 0, "loss_chunk": 0}
 MESHES = {
     "one": {}, "fsdp 8": {"fsdp": 8}, "sequence 8": {"sequence": 8}, "tensor 2 x sequence 4": {"tensor": 2, "sequence": 4},
     "fsdp 2 x tensor 2 x sequence 2": {"fsdp": 2, "tensor": 2, "sequence": 2}, "data 2 x tensor 4": {"data": 2, "tensor": 4},
@@ -32,9 +36,11 @@ def mesh_of(shape: dict):
 
 
 def llama(config, shape=None, **options) -> Llama:
-    """A float32 model with small tiles and chunks, so that several of each are met."""
-    options = {"dtype": jnp.float32, "kernel": get_kernel(query_tile=16, key_tile=16), "chunks": Chunks(16, 16, 8), **options}
-    return Llama(config, mesh_of(shape or {}), **options)
+    """A float32 model with small tiles and chunks, so that there are several of each; options of memory go by their names."""
+    options = {"dtype": jnp.float32, "kernel": get_kernel(query_tile=16, key_tile=16), "projection_chunk": 16,
+               "feed_forward_chunk": 16, "loss_chunk": 8, **options}
+    memory = {field.name: options.pop(field.name) for field in dataclasses.fields(MemoryConfig) if field.name in options}
+    return Llama(config, mesh_of(shape or {}), memory=MemoryConfig(**memory), **options)
 
 
 def packed_batch(config, rows=8, length=128, seed=0) -> dict[str, np.ndarray]:

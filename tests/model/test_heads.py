@@ -6,11 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.llama import Chunks
 from model.modules import declare
 from tests.model.attention.jaxprs import operations
 
-from .build import llama, packed_batch, permuted, tiny
+from .build import ALL_AT_ONCE, llama, packed_batch, permuted, tiny
 
 
 @pytest.mark.parametrize(("query", "key", "shape"), [
@@ -21,7 +20,7 @@ def test_padded_heads_change_no_number(query, key, shape):
     own = {name: parameter.shape for name, parameter in declare(config).items()}
     found = []
     for mesh in ({}, shape):
-        model = llama(config, mesh, chunks=Chunks(None, None, None))
+        model = llama(config, mesh, **ALL_AT_ONCE)
         batch, _ = permuted(packed_batch(config, rows=2, length=32), model)
         params = model.init(0)
         for name in params:  # biases begin at zero, and would hide what padding does to them

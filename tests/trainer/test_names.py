@@ -7,8 +7,7 @@ import pytest
 from model.attention.kernels import KERNELS
 from model.attention.layout import LAYOUTS
 from model.attention.schedules import SCHEDULES
-from model.llama import PREFETCHED
-from model.memory import query_chunks, remat
+from model.memory.policies import POLICIES, PREFETCH_POLICIES, QUERY_CHUNK_POLICIES
 from model.sharding import MESH_AXES, TENSOR_SPLIT, Parallel
 from planning import search as plan_search
 from planning.costs.step import REMAT
@@ -26,7 +25,7 @@ def accepted(section, field):
 
 
 @pytest.mark.parametrize(("section", "field", "there"), [
-    (schema.MemoryConfig, "remat", remat.POLICIES), (schema.AttentionConfig, "kernel", KERNELS),
+    (schema.MemoryConfig, "remat", POLICIES), (schema.AttentionConfig, "kernel", KERNELS),
     (schema.AttentionConfig, "layout", LAYOUTS), (schema.MeshConfig, "order", MESH_AXES)])
 def test_a_recipe_accepts_what_there_is(section, field, there):
     assert sorted(accepted(section, field)) == sorted(there)
@@ -41,17 +40,17 @@ def test_schedules_are_those_of_the_table():
 
 def test_the_plan_accepts_every_policy_and_no_other(capsys):
     job = ["--model", "tiny", "--topology", "v4:2x2x1", "--context", "1024", "--remat"]
-    assert [plan.parser().parse_args([*job, name]).remat for name in remat.POLICIES] == list(remat.POLICIES)
+    assert [plan.parser().parse_args([*job, name]).remat for name in POLICIES] == list(POLICIES)
     with pytest.raises(SystemExit):
         plan.parser().parse_args([*job, "some"])
     listed = re.search(r"choose from (.*)\)", capsys.readouterr().err)[1]
-    assert sorted(re.findall(r"\w+", listed)) == sorted(remat.POLICIES)
+    assert sorted(re.findall(r"\w+", listed)) == sorted(POLICIES)
 
 
 def test_policies_named_elsewhere_are_policies():
-    assert set(REMAT) == set(remat.POLICIES)
+    assert set(REMAT) == set(POLICIES)
     searched = plan_search.policies(Job("tiny", "v5e:2x2", 1024, mesh=schema.MeshConfig(sequence=4)))
-    assert {one.remat for one in searched} | {*query_chunks.POLICIES, *PREFETCHED} <= set(remat.POLICIES)
+    assert {one.remat for one in searched} | {*QUERY_CHUNK_POLICIES, *PREFETCH_POLICIES} <= set(POLICIES)
 
 
 def test_axes_split_over_tensor_are_decisions_of_parallel():

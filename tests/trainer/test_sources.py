@@ -10,8 +10,7 @@ from data.loader import Loader
 from data.prepare import prepare
 from data.sources import Source
 from data.tokenizer import Tokenizer
-from model.llama import Chunks
-from tests.model.build import MESHES, llama, packed_batch, permuted, tiny
+from tests.model.build import ALL_AT_ONCE, MESHES, llama, packed_batch, permuted, tiny
 from trainer.config.schema import DataConfig, OptimizerConfig, RunConfig, SourceConfig
 from trainer.mesh import place_batch
 from trainer.objective import source_names
@@ -39,7 +38,7 @@ def by_hand() -> tuple[dict[str, float], float]:
 
 def test_each_sources_loss_is_the_mean_over_its_own_targets():
     """Over the whole mesh and all parts of the batch; a source without a target is not a number, and spoils nothing."""
-    model = llama(tiny(), MESHES["fsdp 2 x tensor 2 x sequence 2"], chunks=Chunks(None, None, None))
+    model = llama(tiny(), MESHES["fsdp 2 x tensor 2 x sequence 2"], **ALL_AT_ONCE)
     builder = StepBuilder(model, functools.partial(model.loss, sources=len(NAMES)), tuple(model.parameters),
                           text_batch(ROWS, LENGTH, model.mesh, with_sources=True), OptimizerConfig(), 10, accumulation=2,
                           sources=NAMES)

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from model.llama import Chunks
 from model.sharding import Parameter
 from planning.compiled.transfers import collectives
-from tests.model.build import MESHES, llama, mesh_of, packed_batch, tiny
+from tests.model.build import ALL_AT_ONCE, MESHES, llama, mesh_of, packed_batch, tiny
 from trainer.checkpoint.store import CheckpointStore
 from trainer.config.schema import OptimizerConfig
 from trainer.mesh import place_batch
@@ -26,7 +25,7 @@ OPTIMIZER = OptimizerConfig(learning_rate=1e-3, final_fraction=1.0, clip_norm=0.
 @functools.cache
 def built(mesh="one", trainable=".*", optimizer=OPTIMIZER, **options):
     """A model, its builder and its compiled step."""
-    model = llama(tiny(), MESHES[mesh], chunks=Chunks(None, None, None))
+    model = llama(tiny(), MESHES[mesh], **ALL_AT_ONCE)
     trained, _ = split_trainable(model.parameters, trainable)
     builder = StepBuilder(model, model.loss, tuple(trained), text_batch(ROWS, LENGTH, model.mesh), optimizer, 20, **options)
     return model, builder, builder.lower_train().compile()

@@ -31,11 +31,9 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
          f"factors of the axes are needed, such as {{data: 2}}, each a divisor of its axis in {_product(mesh)}")
     need(sorted(mesh.order) in ([], sorted(axes)), "mesh.order", f"all four axes are needed, each once: {', '.join(axes)}")
     at_least_one = ("data.context_length", "train.steps", "train.batch_size", "train.log_every", "checkpoint.keep",
-                    "evaluate.max_new_tokens", "train.accumulation", "memory.every_k",
-                    "memory.attention_groups", "memory.query_chunks")  # fmt: skip
-    not_negative = ("mesh.simulate", "train.evaluate_every", "checkpoint.every", "attention.query_tile",
-                    "attention.key_tile", "attention.global_tokens", "memory.feed_forward_chunk", "memory.projection_chunk",
-                    "memory.loss_chunk", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_norm")  # fmt: skip
+                    "evaluate.max_new_tokens", "train.accumulation")
+    not_negative = ("mesh.simulate", "train.evaluate_every", "checkpoint.every", "attention.query_tile", "attention.key_tile",
+                    "attention.global_tokens", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_norm")
     for field in at_least_one + not_negative:
         section, name = field.split(".")
         least = 1 if field in at_least_one else 0
@@ -74,10 +72,6 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     need(not attention.global_tokens or attention.kernel not in ("tpu", "gpu"), "attention.kernel",
          "it does not serve attention.global_tokens; auto, xla and reference do")
 
-    memory = config.memory
-    need(not (memory.prefetch and memory.parameters_on_host), "memory.prefetch",
-         "it does not go with memory.parameters_on_host")
-
     schedule = schedule_name(attention)
     need(schedule in SCHEDULES, "attention.schedule",
          f"valid: {', '.join(SCHEDULES)}, or a mapping whose `name` is one of them")  # fmt: skip
@@ -91,7 +85,7 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     need(length % shards == 0, "data.context_length",
          f"it must be a multiple of {'2 * ' if twice else ''}mesh.sequence = {shards}{' (zigzag)' if twice else ''}; "
          f"the next good length is {up}{below}")  # fmt: skip
-    need(length // mesh.sequence % memory.query_chunks == 0, "memory.query_chunks",
+    need(length // mesh.sequence % config.memory.query_chunks == 0, "memory.query_chunks",
          f"a divisor of a device's {length // mesh.sequence} tokens is needed")
     parts = mesh.sequence * mesh.tensor
     need(not mesh.sequence_parallel or length % parts == 0, "data.context_length",

@@ -79,11 +79,12 @@ def load(argv: list[str] | None = None, own: Iterable[str] = ()) -> RunConfig:
     base = _parse(lambda: parser.parse_object(written), recipe)
     if flags:
         base = _parse(lambda: parser.parse_args(flags, namespace=base), "command line")
-    config = parser.instantiate_classes(base)
+    where = f"{recipe} with the command line" if flags else recipe
+    config = _parse(lambda: parser.instantiate_classes(base), where)
     config = RunConfig(**{field.name: config[field.name] for field in dataclasses.fields(RunConfig)})
     if not config.name:
         config = dataclasses.replace(config, name=pathlib.Path(recipe).stem)
-    return check(_one_source(config), f"{recipe} with the command line" if flags else recipe)
+    return check(_one_source(config), where)
 
 
 def resolved(config: RunConfig) -> Row:

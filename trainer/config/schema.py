@@ -5,6 +5,7 @@ import pathlib
 from typing import Any, Literal
 
 from data.clean import CleanConfig
+from model.memory.options import MemoryConfig
 
 VERSION = 2
 SCHEDULES = ("local", "ring", "all_gather", "balanced", "ulysses", "attention2d", "ring_self_attention")
@@ -141,38 +142,6 @@ class AttentionConfig:
     """Tokens that a query sees of its document, back from itself (sliding window); null sees all before it."""
     global_tokens: int = 0
     """First tokens of each document that every later one sees beyond the window. Accelerators serve them by the kernel xla."""
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryConfig:
-    """What is kept for the backward pass, and in what pieces the rest is computed; chunks count tokens of a device."""
-
-    remat: Literal["nothing", "save_attention", "offload", "every_k", "offload_every_k", "everything"] = "save_attention"
-    """Kept between forward and backward: the layers' inputs and nothing else; also attention's output and lse
-    (save_attention); the inputs in the host's memory (offload); only every k-th layer's input (every_k), or these in the host's
-    memory (offload_every_k); everything."""
-    every_k: int = 2
-    """Layers between the inputs that remat every_k and offload_every_k keep; a divisor of the number of layers."""
-    moments_on_host: bool = False
-    """Whether the optimizer's moments lie in the host's memory; a step brings them over and back layer by layer."""
-    parameters_on_host: bool = False
-    """Whether the parameters lie in the host's memory; each layer's are brought over when they are needed."""
-    attention_groups: int = 1
-    """Groups of heads that are projected and attend one after the other, so that queries, keys and values exist for one group
-    at a time; a divisor of a device's key/value heads."""
-    query_chunks: int = 1
-    """Chunks of a device's tokens that go through a layer one after the other, so that queries and attention's output exist for
-    one chunk at a time; keys and values travel once for each. A divisor of a device's tokens; not with remat save_attention or
-    everything."""
-    prefetch: bool = False
-    """Whether the next layer's weights arrive, and the gradients of the last one leave, along with the keys and values of the
-    ring while a layer runs; with schedule ring and remat nothing or save_attention. Holds two layers' weights at a time."""
-    feed_forward_chunk: int = 2048
-    """Tokens of a feed-forward chunk; 0 computes all at once."""
-    projection_chunk: int = 2048
-    """Tokens of a chunk of the query, key, value and output projections; 0 computes all at once."""
-    loss_chunk: int = 1024
-    """Tokens whose logits exist at a time; 0 computes all at once."""
 
 
 @dataclasses.dataclass(frozen=True)

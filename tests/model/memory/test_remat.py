@@ -6,7 +6,6 @@ import jax.numpy as jnp
 import pytest
 
 from model.attention.kernels import Kernel, get_kernel
-from model.llama import Chunks
 from tests.model.build import llama, tiny
 
 ROWS, LENGTH = 1, 1024  # no other size of the model is as large as a device's 256 tokens
@@ -36,7 +35,8 @@ def equations(jaxpr):
 
 
 def traced(schedule, remat, gradient):
-    model = llama(tiny(), {"sequence": 4}, schedule=schedule, remat=remat, kernel=marked(), chunks=Chunks(64, 64, 64))
+    model = llama(tiny(), {"sequence": 4}, schedule=schedule, remat=remat, kernel=marked(), projection_chunk=64,
+                  feed_forward_chunk=64, loss_chunk=64)
     batch = {name: jax.ShapeDtypeStruct((ROWS, LENGTH), dtype) for name, dtype in (
         ("tokens", jnp.int32), ("targets", jnp.int32), ("index", jnp.int32), ("segment_ids", jnp.int32),
         ("positions", jnp.int32), ("loss_weights", jnp.float32))}

@@ -116,7 +116,7 @@ def test_a_pretrained_model_may_get_other_positions_and_nothing_else(tmp_path):
         ("--mesh.fsdp 4 --train.batch_size 6", ["train.batch_size is 6", "= 4", "8"]),
         ("--train.accumulation 4 --train.batch_size 6", ["train.batch_size is 6", "train.accumulation = 4", "8"]),
         ("--train.accumulation 0", ["train.accumulation is 0"]),
-        ("--memory.every_k 0", ["memory.every_k is 0"]),
+        ("--memory.every_k 0", ["memory.every_k: found 0, needs at least 1"]),
         ("--memory.query_chunks 3 --memory.remat nothing --data.context_length 64", ["memory.query_chunks is 3", "64 tokens"]),
         ("--logging.profile_steps [3]", ["logging.profile_steps is (3,)", "first and the last", "[]"]),
         ("--logging.profile_steps [4,9] --train.steps 8", ["logging.profile_steps is (4, 9)", "train.steps = 8"]),

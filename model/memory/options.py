@@ -1,0 +1,115 @@
+"""The options of memory, declared once: recipes read them as their section `memory`, `Llama` and planning as one attribute."""
+import dataclasses
+from typing import TYPE_CHECKING, Any, Literal
+
+from .policies import POLICIES, PREFETCH_POLICIES, QUERY_CHUNK_POLICIES, RematPolicy
+
+if TYPE_CHECKING:
+    RematName = str
+else:
+    RematName = Literal[tuple(POLICIES)]  # what the command line accepts and lists
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryConfig:
+    """What is kept for the backward pass, and in what pieces the rest is computed; chunks count tokens of a device."""
+
+    remat: RematName = "save_attention"
+    """Kept between forward and backward: the layers' inputs and nothing else; also attention's output and lse
+    (save_attention); the inputs in the host's memory (offload); only every k-th layer's input (every_k), or these in the host's
+    memory (offload_every_k); everything."""
+    every_k: int = 2
+    """Layers between the inputs that remat every_k and offload_every_k keep; a divisor of the number of layers."""
+    moments_on_host: bool = False
+    """Whether the optimizer's moments lie in the host's memory; a step brings them over and back layer by layer."""
+    parameters_on_host: bool = False
+    """Whether the parameters lie in the host's memory; each layer's are brought over when they are needed."""
+    attention_groups: int = 1
+    """Groups of heads that are projected and attend one after the other, so that queries, keys and values exist for one group
+    at a time; a divisor of a device's key/value heads."""
+    query_chunks: int = 1
+    """Chunks of a device's tokens that go through a layer one after the other, so that queries and attention's output exist for
+    one chunk at a time; keys and values travel once for each. A divisor of a device's tokens; not with remat save_attention or
+    everything."""
+    prefetch: bool = False
+    """Whether the next layer's weights arrive, and the gradients of the last one leave, along with the keys and values of the
+    ring while a layer runs; with schedule ring and remat nothing or save_attention. Holds two layers' weights at a time."""
+    feed_forward_chunk: int = 2048
+    """Tokens of a feed-forward chunk; 0 computes all at once."""
+    projection_chunk: int = 2048
+    """Tokens of a chunk of the query, key, value and output projections; 0 computes all at once."""
+    loss_chunk: int = 1024
+    """Tokens whose logits exist at a time; 0 computes all at once."""
+
+    def __post_init__(self) -> None:
+        if self.remat not in POLICIES:
+            raise ValueError(f"memory.remat: found {self.remat!r}, needs one of {', '.join(POLICIES)}")
+        for names, least in ((("every_k", "attention_groups", "query_chunks"), 1),
+                             (("feed_forward_chunk", "projection_chunk", "loss_chunk"), 0)):
+            for name in names:
+                if getattr(self, name) < least:
+                    raise ValueError(f"memory.{name}: found {getattr(self, name)}, needs at least {least}")
+
+    @property
+    def policy(self) -> RematPolicy:
+        """The facts of the remat policy."""
+        return POLICIES[self.remat]
+
+
+def check_combination(memory: MemoryConfig, *, layers: int, key_heads: int, sequence: int, sequence_parallel: bool,
+                      schedule: Any) -> None:
+    """Refuses memory options that go neither together nor with the model, the mesh and the schedule.
+
+    Args:
+      layers: of the model; key_heads: key/value heads of a device; sequence: devices along the sequence axis.
+      schedule: as of `model.attention.schedules.get_schedule`.
+
+    Raises:
+      ValueError: one line that names the option, what was found and what would work.
+    """
+    from model.attention.schedules import get_schedule  # here, so that reading a recipe does not import JAX
+
+    resolved = get_schedule(schedule, sequence)
+    if memory.policy.every_k:
+        _check_divides("every_k", memory.every_k, layers, f"{layers} layers")
+    _check_divides("attention_groups", memory.attention_groups, key_heads, f"the {key_heads} key/value heads of a device")
+    if memory.query_chunks > 1:
+        _check_query_chunks(memory, sequence_parallel, resolved)
+    if not memory.prefetch:
+        return
+    carries = sequence > 1 and hasattr(resolved, "carry_forward")
+    for works, found, needed in (
+            (carries, f"schedule {schedule} on sequence {sequence}", "ring on several devices"),
+            (memory.remat in PREFETCH_POLICIES, f"memory.remat {memory.remat}", " or ".join(PREFETCH_POLICIES)),
+            (memory.attention_groups == 1, f"memory.attention_groups {memory.attention_groups}", "1"),
+            (memory.query_chunks == 1, f"memory.query_chunks {memory.query_chunks}", "1"),
+            (not memory.parameters_on_host, "memory.parameters_on_host", "false"),
+            (not sequence_parallel, "mesh.sequence_parallel", "false")):
+        if not works:
+            raise ValueError(f"memory.prefetch: found {found}, where it needs {needed}")
+
+
+def _check_query_chunks(memory: MemoryConfig, sequence_parallel: bool, schedule: Any) -> None:
+    """ValueError for what several chunks of queries cannot go with."""
+    from model.attention.schedules import SCHEDULES, Balanced
+
+    chunks = memory.query_chunks
+    if memory.remat not in QUERY_CHUNK_POLICIES:
+        raise ValueError(f"memory.remat: found {memory.remat!r}; with memory.query_chunks = {chunks} nothing of attention is "
+                         f"kept; valid: {', '.join(QUERY_CHUNK_POLICIES)}")
+    if sequence_parallel:
+        raise ValueError(f"memory.query_chunks: found {chunks}; with mesh.sequence_parallel only 1 can be")
+    while schedule is not None:
+        if isinstance(schedule, Balanced) and schedule.ordered:
+            others = ", ".join(name for name in SCHEDULES if name not in ("balanced", "local"))
+            raise ValueError(f"memory.query_chunks: found {chunks}; balanced trades queries for as many keys over a contiguous "
+                             f"layout; over others it serves them, as do {others} over any")
+        schedule = getattr(schedule, "inner", None)
+
+
+def _check_divides(option: str, value: int, total: int, things: str) -> None:
+    """ValueError that lists the divisors, unless the option's value is one."""
+    if total % value:
+        divisors = [n for n in range(1, total + 1) if total % n == 0]
+        raise ValueError(f"memory.{option}: {value} does not divide {things}; "
+                         f"{', '.join(map(str, divisors))} do")
