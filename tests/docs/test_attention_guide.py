@@ -1,0 +1,45 @@
+"""The program on docs/attention.md runs as it stands there, and agrees with dense attention in float64."""
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from tests.model.attention.dense import dense_attention
+
+ROOT = Path(__file__).resolve().parents[2]
+TOLERANCE = 1e-5
+NAMES = ("q", "k", "v", "dout", "out", "dq", "dk", "dv")
+# Appended to the program: saves its arrays, the inputs in the row's order.
+SAVE = """
+inputs = {name: np.asarray(x)[:, inverse(order)] for name, x in dict(q=q, k=k, v=v, dout=dout).items()}
+np.savez("arrays.npz", index=index, segment_ids=segment_ids, out=out, dq=dq, dk=dk, dv=dv, **inputs)
+"""
+
+
+def program() -> str:
+    """Returns the one Python program of the page."""
+    page = (ROOT / "docs" / "attention.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    return code
+
+
+def test_the_guides_program_agrees_with_dense_attention(tmp_path):
+    (tmp_path / "mine.py").write_text(program() + SAVE, encoding="utf-8")
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))}
+    result = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, env=environment | {"PYTHONPATH": str(ROOT)},
+                            capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr[-3000:]
+    arrays = np.load(tmp_path / "arrays.npz")
+    q, k, v, dout, out, *gradients = (arrays[name] for name in NAMES)
+    expected = dense_attention(q, k, v, arrays["index"], arrays["segment_ids"], dout)
+    for name, found, right in zip(NAMES[4:], (out, *gradients), (expected[0], *expected[2:]), strict=True):
+        error = np.abs(found - right).max() / np.abs(right).max()
+        assert error < TOLERANCE, f"{name}: off by {error:.2e} of its largest value"
+
+
+def test_the_program_is_short():
+    lines = [line for line in program().splitlines() if line.strip() and not line.startswith(("import", "from"))]
+    assert len(lines) <= 24
