@@ -1,8 +1,8 @@
-"""Times balance: striped and balanced attention over the contiguous ring, forward and backward, on two single-threaded devices.
+"""Times how much faster balanced attention is than the contiguous ring, forward and backward, on two one-thread devices.
 
-Each device is one CPU thread, so a rank that waits for the other shows in time (Striped Attention, Figure 5). All cases of a
-length are timed in turn, in one process, and the median counts; beside each stands the bound that counting tiles gives. On a
-busy machine the figures mean nothing: the spread that is printed tells.
+Each device is one CPU thread, so a rank that waits for the other costs time (Striped Attention, Figure 5). All cases of a
+length are timed in turns in one process, and the median counts. Beside it stands the bound that counting tiles gives. On a
+busy machine the figures mean nothing; the spread that is printed shows it.
 """
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from data.errors import UserError
 from model.attention import TokenCoords, attention, get_kernel
 from model.attention.layout import permutation
 
-CASES = {  # schedule, layout; the first is what the others are compared with
+CASES = {  # schedule and layout; the others are compared with the first
     "contiguous ring": ("ring", "contiguous"),
     "striped ring": ("ring", "striped"),
     "zigzag ring": ("ring", "zigzag"),
@@ -30,18 +30,22 @@ RANKS = 2
 
 
 def bound(name: str, tiles: int) -> float:
-    """How much faster than the contiguous ring, if time were tiles: `tiles` on a side of each of two blocks.
+    """Returns the speed-up of a case over the contiguous ring if time were proportional to tiles.
 
-    The contiguous ring takes a diagonal block, then a whole one; the others two diagonal ones, or a diagonal and half a one.
+    Args:
+      name: of CASES.
+      tiles: on a side of each of the two ranks' blocks.
     """
+    # Of the rounds' busiest ranks, the contiguous ring's compute a diagonal block and then a whole one; the striped ring's two
+    # diagonal blocks; the others' a diagonal block and half a block.
     diagonal, whole = tiles * (tiles + 1) / 2, tiles * tiles
-    taken = {"contiguous ring": diagonal + whole, "striped ring": 2 * diagonal, "zigzag ring": diagonal + whole / 2,
-             "balanced, split": diagonal + whole / 2}
-    return taken["contiguous ring"] / taken[name]
+    busiest = {"contiguous ring": diagonal + whole, "striped ring": 2 * diagonal, "zigzag ring": diagonal + whole / 2,
+               "balanced, split": diagonal + whole / 2}
+    return busiest["contiguous ring"] / busiest[name]
 
 
 def compiled_cases(length: int, tiles: int, heads: int, head_dim: int) -> dict:
-    """name -> a call without arguments that runs attention and its gradients once, to the end."""
+    """Returns for each of CASES a function without arguments that runs attention and its gradients once and waits for them."""
     mesh = Mesh(np.array(jax.devices()[:RANKS]), ("sequence",))
     sharding = NamedSharding(mesh, PartitionSpec(None, "sequence"))
     tile = length // RANKS // tiles
@@ -49,14 +53,13 @@ def compiled_cases(length: int, tiles: int, heads: int, head_dim: int) -> dict:
     arrays = [jax.device_put(rng.standard_normal((1, length, heads, head_dim), dtype=np.float32), sharding) for _ in range(4)]
 
     def case(schedule, layout):
+        kernel = get_kernel("xla", query_tile=tile, key_tile=tile)
+
         @jax.jit
         def run(q, k, v, dout, coords):
-            def out(q, k, v):
-                return attention(q, k, v, coords, mesh=mesh, layout=layout, schedule=schedule,
-                                 kernel=get_kernel("xla", query_tile=tile, key_tile=tile))
-
-            out, pull = jax.vjp(out, q, k, v)
-            return out, *pull(dout)
+            out, backward = jax.vjp(lambda q, k, v: attention(q, k, v, coords, mesh=mesh, layout=layout, schedule=schedule,
+                                                              kernel=kernel), q, k, v)
+            return out, *backward(dout)
 
         index = permutation(length, RANKS, layout)[None].astype(np.int32)
         coords = TokenCoords(jax.device_put(index, sharding), jax.device_put(jnp.ones_like(index), sharding))
@@ -66,7 +69,7 @@ def compiled_cases(length: int, tiles: int, heads: int, head_dim: int) -> dict:
 
 
 def measure(length: int, tiles: int, repeats: int, heads: int, head_dim: int) -> list[dict]:
-    """One row for each case: median and all seconds, speed-up over the contiguous ring, and the bound."""
+    """Returns a row for each case: median and all seconds, speed-up over the contiguous ring, and the bound."""
     cases = compiled_cases(length, tiles, heads, head_dim)
     for run in cases.values():
         run()
@@ -76,29 +79,30 @@ def measure(length: int, tiles: int, repeats: int, heads: int, head_dim: int) ->
             start = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - start)
-    first = statistics.median(next(iter(seconds.values())))
+    medians = {name: statistics.median(times) for name, times in seconds.items()}
+    baseline = next(iter(medians.values()))
     return [{"case": name, "length": length, "tiles": tiles, "tile": length // RANKS // tiles, "heads": heads,
-             "head_dim": head_dim, "seconds": statistics.median(took), "all_seconds": took,
-             "speedup": first / statistics.median(took), "bound": bound(name, tiles)} for name, took in seconds.items()]
+             "head_dim": head_dim, "seconds": medians[name], "all_seconds": times, "speedup": baseline / medians[name],
+             "bound": bound(name, tiles)} for name, times in seconds.items()]
 
 
 def draw(rows: list[dict], path: str) -> None:
-    """Speed-up over the contiguous ring against length, measured and bound (as Striped Attention's Figure 5)."""
+    """Draws the speed-up over the contiguous ring against length, measured and bound (as Striped Attention's Figure 5)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    names: dict[float, list[str]] = {}
+    names_by_bound: dict[float, list[str]] = {}
     for name, colour in COLOURS.items():
-        mine = [row for row in rows if row["case"] == name]
-        lengths = [row["length"] for row in mine]
-        axes.plot(lengths, [row["speedup"] for row in mine], "o-", color=colour, label=name)
-        names.setdefault(mine[0]["bound"], []).append(name)
-    for bound_, same in names.items():  # the same for every length
-        axes.axhline(bound_, color="#555555", linestyle=":")
-        axes.text(lengths[0], bound_ + 0.01, f"bound by tiles: {'; '.join(same)}", fontsize=9, color="#555555")
+        points = [row for row in rows if row["case"] == name]
+        lengths = [row["length"] for row in points]
+        axes.plot(lengths, [row["speedup"] for row in points], "o-", color=colour, label=name)
+        names_by_bound.setdefault(points[0]["bound"], []).append(name)  # the same for every length
+    for height, names in names_by_bound.items():
+        axes.axhline(height, color="#555555", linestyle=":")
+        axes.text(lengths[0], height + 0.01, f"bound by tiles: {'; '.join(names)}", fontsize=9, color="#555555")
     axes.axhline(1, color="#999999", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted({row["length"] for row in rows}))
@@ -110,11 +114,15 @@ def draw(rows: list[dict], path: str) -> None:
 
 
 def time_table(lengths, tiles: int, repeats: int, heads: int, head_dim: int) -> list[dict]:
-    """Every case of each length (tokens in all), printed as it is found; to be called before JAX has started its devices."""
+    """Returns and prints the rows of every case and length (tokens in all). Call it before JAX has started its devices.
+
+    Raises:
+      UserError: a length cannot be divided into the tiles.
+    """
     for length in lengths:
         if length % (RANKS * tiles * 2):
             raise UserError(f"--lengths: {length} is not divisible by {RANKS} ranks x {tiles} tiles x 2 (zigzag)")
-    # No matrix product on more than its device's own thread.
+    # So that no matrix product uses more than its device's own thread.
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_cpu_multi_thread_eigen=false"
     jax.config.update("jax_num_cpu_devices", RANKS)
     print(f"{'tokens':>7} {'case':18} {'tile':>5} {'seconds':>9} {'slowest / fastest':>18} {'speed-up':>9} {'bound':>6}")

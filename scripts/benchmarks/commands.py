@@ -34,15 +34,23 @@ def read_json(path: Path):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+class ProcessFailed(UserError):
+    """A measurement's process failed; `reason` is its exit status and the last line of its standard error."""
+
+    def __init__(self, command: list[str], reason: str):
+        super().__init__(f"{' '.join(command)} {reason}")
+        self.reason = reason
+
+
 def in_own_process(name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> dict:
     """Runs `python -m scripts.benchmarks.NAME`, so that its peak memory is its own, and returns its last line, read as JSON.
 
     Raises:
-      UserError: it failed; with the command, its exit status and the last line of its standard error.
+      ProcessFailed: its exit status is not 0.
     """
     command = [sys.executable, "-m", f"scripts.benchmarks.{name}", *arguments]
     process = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **(environment or {})})
     if process.returncode:
         last = (process.stderr.strip().splitlines() or ["no message"])[-1]
-        raise UserError(f"{' '.join(command)} ended with {process.returncode}: {last[:200]}")
+        raise ProcessFailed(command, f"ended with {process.returncode}: {last[:200]}")
     return json.loads(process.stdout.strip().splitlines()[-1])

@@ -1,8 +1,9 @@
-"""One measurement of bench_kernels in a process of its own, so that its memory is its own: a Case as JSON in, JSON out.
+"""Makes one measurement of bench_kernels in a process of its own, so that its peak memory is its own.
 
     python -m scripts.benchmarks.kernel_case '{"peer": "ours", "block": "diagonal", "length": 4096, "backward": true}'
 
-With {"peer": "matmul", ...} it measures the device's rate of matrix products, and tells what the device is.
+Takes a `Case` as JSON and prints the measurement as JSON. With {"peer": "matmul", ...} it measures the device's rate of matrix
+products and describes the device.
 """
 from __future__ import annotations
 
@@ -18,12 +19,12 @@ from pathlib import Path
 
 from .kernel_peers import PEERS, Case, LeftOut, make_block
 
-# (batch, m, k, n): one large product, and products of the size that a tile of attention makes. The best is the device's rate.
+# (batch, m, k, n): one large product and, on a CPU, products as large as those of a tile of attention. The best rate counts.
 PRODUCTS = {"cpu": ((1, 2048, 2048, 2048), (8, 512, 512, 512), (8, 512, 64, 512)), "other": ((1, 8192, 8192, 8192),)}
 
 
 def best_of(run: Callable, repeats: int) -> tuple[float, float]:
-    """The least wall-clock seconds and the least processor seconds (of all threads) of some runs."""
+    """Returns the least wall-clock seconds and the least processor seconds (of all threads) of `repeats` runs."""
     times = []
     for _ in range(repeats):
         wall, cpu = time.perf_counter(), time.process_time()
@@ -32,16 +33,16 @@ def best_of(run: Callable, repeats: int) -> tuple[float, float]:
     return min(wall for wall, _ in times), min(cpu for _, cpu in times)
 
 
-def _host_bytes(what: str) -> int:
-    """This process's memory: `VmRSS` now, or `VmHWM`, the most since that mark was last reset."""
+def _host_bytes(field: str) -> int:
+    """Returns this process's memory: `VmRSS`, the current, or `VmHWM`, the peak since it was last reset."""
     status = Path("/proc/self/status")
     if not status.exists():
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes, and only the most
-    return int(re.search(rf"{what}:\s+(\d+) kB", status.read_text()).group(1)) * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes, and only the peak
+    return int(re.search(rf"{field}:\s+(\d+) kB", status.read_text()).group(1)) * 1024
 
 
-def _memory_now_and_most() -> tuple[Callable, Callable]:
-    """Two functions that tell bytes: of the accelerator where there is one, else of this process."""
+def _memory_readers() -> tuple[Callable[[], int], Callable[[], int]]:
+    """Returns functions for the current and the peak bytes, of the accelerator where there is one, else of this process."""
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch and torch.cuda.is_available():
         return torch.cuda.memory_allocated, torch.cuda.max_memory_allocated
@@ -52,28 +53,28 @@ def _memory_now_and_most() -> tuple[Callable, Callable]:
 
 
 def first_run_bytes(run: Callable) -> int:
-    """The most that the first run holds beyond what was there: the program, and the inputs."""
-    now, most = _memory_now_and_most()
+    """Returns the peak of the first run beyond what was held before it, the program and the inputs."""
+    current, peak = _memory_readers()
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # Linux: the mark starts anew, so that compiling does not count
-    before = now()
+        Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak, so that compiling does not count
+    before = current()
     run()
-    return most() - before
+    return peak() - before
 
 
 def measure(case: Case) -> dict:
-    """Seconds, processor seconds and peak memory of one case, or why it was left out."""
+    """Returns seconds, processor seconds and peak memory of one case, or {"left_out": the reason}."""
     try:
         run = PEERS[case.peer](case, make_block(case))
         peak = first_run_bytes(run)
         wall, cpu = best_of(run, case.repeats)
-    except LeftOut as why:
-        return {"left_out": str(why)}
+    except LeftOut as reason:
+        return {"left_out": str(reason)}
     return {"seconds": wall, "cpu_seconds": cpu, "peak_mib": peak / 2**20}
 
 
 def measure_products(dtype: str) -> dict:
-    """The device, and its best rate of matrix products in `dtype` with float32 results."""
+    """Returns the device and its best rate of matrix products in `dtype` with float32 results, in FLOP/s."""
     import jax
     import jax.numpy as jnp
 

@@ -1,7 +1,7 @@
-"""Attention of one block by ours and by others: what scripts.benchmarks.bench_kernels compares, each behind the same call.
+"""Our attention of one block and that of others, which scripts.benchmarks.bench_kernels compares, each behind the same call.
 
-A peer takes a Case and its arrays and gives a function that runs one pass, waits for it and returns its results: out, or (out,
-(dq, dk, dv)), like the arrays. It raises LeftOut where it cannot.
+A peer is a function of a `Case` and its `Block` of arrays. It returns a function without arguments that runs one pass, waits
+for it and returns the results in the shapes of the arrays: out, or (out, (dq, dk, dv)). It raises `LeftOut` where it cannot.
 """
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Bool, Float, Int
 
 MEMORY = Path("/proc/meminfo")
 BLOCKS = ("diagonal", "strict", "full", "packed", "empty")
@@ -20,17 +21,22 @@ DOCUMENTS = 16
 
 
 class LeftOut(Exception):
-    """Why a peer has no figure here."""
+    """A peer cannot be measured; the message is the reason."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One measurement: which peer, which block of queries against which block of keys, and whether backward runs as well.
+    """One measurement.
 
     Attributes:
-      block: a kind of BLOCKS, all of them causal. `diagonal`: a block against itself; `strict`: against one whose tokens stand
-        one place later (an upper round of a striped ring); `full`: against earlier tokens; `empty`: against later ones;
-        `packed`: diagonal, DOCUMENTS documents of random lengths.
+      peer: a key of PEERS.
+      block: one of BLOCKS, all of them causal. `diagonal`: queries against keys of the same tokens; `strict`: against keys
+        one index later each (an upper round of a striped ring); `full`: against earlier tokens; `empty`: against later ones;
+        `packed`: as diagonal, with DOCUMENTS documents of random lengths.
+      length: tokens of the block of queries and of the block of keys.
+      backward: whether the gradients are computed as well.
+      kernel, tile: our kernel's name and the tokens on its tiles' sides.
+      repeats: runs, of which the fastest counts.
     """
 
     peer: str
@@ -45,48 +51,48 @@ class Case:
     tile: int = 512
     repeats: int = 3
 
-    def document_lengths(self) -> np.ndarray:
-        """Lengths of the block's documents: they add up to `length`."""
+    def document_lengths(self) -> Int[np.ndarray, " documents"]:
+        """Returns the lengths of the block's documents, which add up to `length`."""
         if self.block != "packed":
             return np.array([self.length])
         cuts = np.random.default_rng(0).choice(np.arange(1, self.length), DOCUMENTS - 1, replace=False)
         return np.diff(np.concatenate([[0], np.sort(cuts), [self.length]]))
 
     def visible_pairs(self) -> int:
-        """Pairs of a query and a key that it sees: causal work is counted once, hidden pairs not at all."""
+        """Returns the number of pairs of a query and a key that the mask lets it see."""
         n = self.document_lengths().astype(object)
         pairs = {"strict": n * (n - 1) // 2, "full": n * n, "empty": n * 0}.get(self.block, n * (n + 1) // 2)
         return int(pairs.sum())
 
     def flops(self) -> float:
-        """Two matrix products of the visible pairs forward, five more backward (the scores are made again)."""
+        """Returns the FLOPs of the visible pairs: two matrix products forward, five more backward (scores are recomputed)."""
         return 2.0 * self.head_dim * self.heads * self.visible_pairs() * (7 if self.backward else 2)
 
 
 class Block(NamedTuple):
-    """Arrays of a case on the host: q, dout [1, T, Hq, D], k, v [1, T, Hkv, D]; coordinates int32 [1, T]."""
+    """A case's arrays on the host; all tokens' segment ids are those of the queries and of the keys."""
 
-    q: np.ndarray
-    k: np.ndarray
-    v: np.ndarray
-    dout: np.ndarray
-    q_index: np.ndarray
-    kv_index: np.ndarray
-    segment_ids: np.ndarray
+    q: Float[np.ndarray, "1 T Hq D"]
+    k: Float[np.ndarray, "1 T Hkv D"]
+    v: Float[np.ndarray, "1 T Hkv D"]
+    dout: Float[np.ndarray, "1 T Hq D"]
+    q_index: Int[np.ndarray, "1 T"]
+    kv_index: Int[np.ndarray, "1 T"]
+    segment_ids: Int[np.ndarray, "1 T"]
 
-    def mask(self) -> np.ndarray:
-        """The block's mask, dense: bool [T, T]."""
+    def mask(self) -> Bool[np.ndarray, "T T"]:
+        """Returns the block's mask as a dense array, queries by keys."""
         same = self.segment_ids[0][:, None] == self.segment_ids[0][None]
         return same & (self.q_index[0][:, None] >= self.kv_index[0][None])
 
 
 def make_block(case: Case) -> Block:
-    """Random vectors and the coordinates of the case's kind of block."""
+    """Returns random vectors and the coordinates of the case's kind of block."""
     rng, length = np.random.default_rng(0), case.length
     index = np.arange(length, dtype=np.int32)[None]
     q_index, kv_index = {
         "strict": (2 * index, 2 * index + 1), "full": (index + length, index), "empty": (index, index + length),
-    }.get(case.block, (index, index))  # fmt: skip
+    }.get(case.block, (index, index))
     segments = np.repeat(np.arange(1, len(case.document_lengths()) + 1, dtype=np.int32), case.document_lengths())[None]
     query, key = (1, length, case.heads, case.head_dim), (1, length, case.kv_heads, case.head_dim)
     vectors = (rng.standard_normal(shape, dtype=np.float32) for shape in (query, key, key, query))
@@ -94,16 +100,16 @@ def make_block(case: Case) -> Block:
 
 
 def refuse_dense(case: Case, copies: int) -> None:
-    """Leaves a peer out whose T x T arrays would not fit the host, before it swaps or kills."""
+    """Raises LeftOut for a peer whose `copies` of T x T float32 scores would not fit the host, before the host swaps."""
     needed, free = copies * 4 * case.heads * case.length**2, os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if MEMORY.exists():  # Linux knows better: what caches hold can be had
+    if MEMORY.exists():  # Linux: memory that caches use is available too
         free = int(re.search(r"MemAvailable:\s+(\d+) kB", MEMORY.read_text()).group(1)) * 1024
     if needed > 0.7 * free:
         raise LeftOut(f"its T x T scores need about {needed / 2**30:.0f} GiB, {free / 2**30:.0f} GiB are free")
 
 
 def _jax_pass(case: Case, attention: Callable, arrays: tuple, extra: tuple = ()) -> Callable:
-    """One compiled pass of attention(q, k, v, *extra). `extra` are arguments, so that no compiler folds them away."""
+    """Compiles one pass of attention(q, k, v, *extra); `extra` are arguments, so that the compiler cannot fold them."""
     import jax
     import jax.numpy as jnp
 
@@ -112,8 +118,8 @@ def _jax_pass(case: Case, attention: Callable, arrays: tuple, extra: tuple = ())
         return attention(q, k, v, *extra)
 
     def forward_backward(q, k, v, dout, *extra):
-        out, pull = jax.vjp(lambda q, k, v: attention(q, k, v, *extra), q, k, v)
-        return out, pull(dout)
+        out, backward = jax.vjp(lambda q, k, v: attention(q, k, v, *extra), q, k, v)
+        return out, backward(dout)
 
     args = (*(jnp.asarray(x, case.dtype) for x in arrays), *jax.tree.map(jnp.asarray, extra))
     compiled = jax.jit(forward_backward if case.backward else forward).lower(*args).compile()
@@ -121,6 +127,7 @@ def _jax_pass(case: Case, attention: Callable, arrays: tuple, extra: tuple = ())
 
 
 def ours(case: Case, block: Block) -> Callable:
+    """This project's kernel, on one device."""
     from model.attention import TokenCoords, attend, get_kernel
 
     kernel = get_kernel(case.kernel, query_tile=case.tile, key_tile=case.tile)
@@ -133,6 +140,7 @@ def ours(case: Case, block: Block) -> Callable:
 
 
 def torch_sdpa(case: Case, block: Block) -> Callable:
+    """torch.nn.functional.scaled_dot_product_attention."""
     try:
         import torch
     except ImportError as error:
@@ -163,6 +171,7 @@ def torch_sdpa(case: Case, block: Block) -> Callable:
 
 
 def jax_dot_product(case: Case, block: Block, implementation: str) -> Callable:
+    """jax.nn.dot_product_attention, whose `implementation` is "xla" or "cudnn"."""
     import jax
 
     if implementation == "xla" and jax.default_backend() == "cpu":
@@ -177,7 +186,7 @@ def jax_dot_product(case: Case, block: Block, implementation: str) -> Callable:
 
 
 def splash(case: Case, block: Block, interpret: bool = False) -> Callable:
-    """JAX's TPU kernel. Its mask is static, its documents are not."""
+    """JAX's TPU kernel splash attention. Its mask is static; its documents are an argument."""
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel, splash_attention_mask
 
     shape = (case.length, case.length)
@@ -204,7 +213,7 @@ def ringattention_package(case: Case, block: Block) -> Callable:
     """The package of Ring Attention's authors, on a ring of one device."""
     try:
         from ringattention import ringattention
-    except (ImportError, AttributeError) as error:  # its releases read jax.lib.xla_bridge, which newer JAX has not
+    except (ImportError, AttributeError) as error:  # its releases read jax.lib.xla_bridge, which newer JAX does not have
         raise LeftOut(f"ringattention cannot be imported: {error}") from error
     import jax
     from jax.sharding import PartitionSpec
@@ -218,13 +227,16 @@ def ringattention_package(case: Case, block: Block) -> Callable:
         "causal_block_size": None if case.block == "full" else 1, "query_chunk_size": tile, "key_chunk_size": tile,
         "deterministic": True, "dropout_rng": None, "attn_pdrop": 0.0, "dtype": jax.numpy.dtype(case.dtype), "precision": None,
         "policy": jax.checkpoint_policies.nothing_saveable, "prevent_cse": False,
-    }  # fmt: skip
+    }
     mesh = jax.make_mesh((1,), ("sequence",))
 
     def attention(q, k, v, segments):
-        local = lambda q, k, v, segments: ringattention(q, k, v, None, segments, None, "sequence", True, options)  # noqa: E731
-        every = PartitionSpec()
-        return jax.shard_map(local, mesh=mesh, in_specs=(every,) * 4, out_specs=every, check_vma=False)(q, k, v, segments)
+        def local(q, k, v, segments):
+            return ringattention(q, k, v, None, segments, None, "sequence", True, options)
+
+        replicated = PartitionSpec()
+        sharded = jax.shard_map(local, mesh=mesh, in_specs=(replicated,) * 4, out_specs=replicated, check_vma=False)
+        return sharded(q, k, v, segments)
 
     return _jax_pass(case, attention, block[:4], (block.segment_ids,))
 
@@ -237,7 +249,7 @@ PEERS: dict[str, Callable[[Case, Block], Callable]] = {
     "splash": splash,
     "ringattention": ringattention_package,
 }
-# Which of them can run on which kind of device.
+# The peers that can run on each kind of device.
 ON_DEVICE = {
     "cpu": ("ours", "torch-sdpa", "jax-xla", "ringattention"),
     "gpu": ("ours", "torch-sdpa", "jax-cudnn", "jax-xla", "ringattention"),
