@@ -101,9 +101,9 @@ def evaluate(args) -> list[scoring.Score]:
     output_folder(args.output)
     from model.decode import Generator
     from model.sharding import STORAGE_AXES
+    from trainer.build import build_llama
     from trainer.mesh import make_mesh, simulate
     from trainer.model_source import open_model
-    from trainer.objective import build_llama
 
     if args.simulate:
         simulate(args.simulate)

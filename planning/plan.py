@@ -16,12 +16,13 @@ import jax
 from model.config import LlamaConfig
 from model.modules import declare
 from model.sharding import MESH_AXES, Parallel
+from trainer.build import build_llama
 from trainer.config.checks import check
 from trainer.config.schema import DataConfig, MeshConfig, ModelConfig, RunConfig, SourceConfig
 from trainer.mesh import make_mesh
-from trainer.objective import build_llama
 from trainer.optimizer import split_trainable
-from trainer.step import StepBuilder, text_batch
+from trainer.step import StepBuilder
+from trainer.text import text_batch
 
 from . import costs
 from .compiled import GIB, memory

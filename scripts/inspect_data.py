@@ -76,7 +76,7 @@ def show(argv: list[str]) -> None:
     # The one look from data/ up to trainer/: this is a command over both, as those in scripts/ are.
     from trainer.config.load import load
     from trainer.model_source import choose_model, for_templates
-    from trainer.objective import prepare_text
+    from trainer.text import prepare_text
 
     config = load(["--config", args.config, *flags], own=vars(args))
     _, tokenizer = for_templates(choose_model(config.model), config.data)

@@ -76,8 +76,7 @@ def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> tupl
     from data.loader import Loader
     from trainer.config import load as configuration
     from trainer.mesh import make_mesh, place_batch, simulate
-    from trainer.objective import TextObjective
-    from trainer.step import text_batch
+    from trainer.text import TextObjective, text_batch
 
     config = configuration.load(["--config", args.config, *flags, "--model.path", checkpoint], own=vars(args))
     if config.mesh.simulate:

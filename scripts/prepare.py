@@ -18,7 +18,7 @@ def prepare(recipe: str, flags: list[str]) -> None:
     from scripts.inspect_data import describe
     from trainer.config.load import load
     from trainer.model_source import choose_model, for_templates
-    from trainer.objective import prepare_text
+    from trainer.text import prepare_text
 
     config = load(["--config", recipe, *flags])
     _, tokenizer = for_templates(choose_model(config.model), config.data)

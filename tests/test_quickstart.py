@@ -40,10 +40,10 @@ def test_transformers_says_the_same(trained, repository):
     from eval.line_cases import read
     from eval.line_retrieval import prompt_ids, rounded, stop_ids
     from model.decode import Generator
+    from trainer.build import build_llama
     from trainer.config.schema import MeshConfig, ModelConfig, RunConfig
     from trainer.mesh import make_mesh
     from trainer.model_source import open_model
-    from trainer.objective import build_llama
 
     run, exported = trained
     source = open_model(str(run))

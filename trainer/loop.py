@@ -16,8 +16,8 @@ from data.errors import UserError
 from .checkpoint.store import CheckpointStore
 from .config.load import resolved
 from .config.schema import RunConfig
-from .mesh import make_mesh, place_batch, simulate
-from .objective import Objective, TextObjective
+from .mesh import make_mesh, simulate
+from .objective import Objective
 from .optimizer import split_trainable
 from .reporting.boards import import_wandb
 from .reporting.metrics import Meter, MetricsLog
@@ -27,6 +27,7 @@ from .run.directory import RunDirectory, check_run, open_run
 from .run.lock import held
 from .run.preemption import Preempted, notices
 from .step import BY_SOURCE, StepBuilder
+from .text import TextObjective
 
 
 def train(config: RunConfig) -> Path:
@@ -176,7 +177,7 @@ class _Training:
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
     def _place(self, host: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        return place_batch(host, self.objective.model.mesh, self.objective.part)
+        return self.objective.to_device(host)
 
     def _next(self, batches) -> dict[str, jax.Array]:
         with self.meter.waiting_for_data():
@@ -192,7 +193,7 @@ class _Training:
         # 0 / 0 where the step has no target of a source: that source has no loss.
         metrics = {name: x for name, x in metrics.items() if not (name.startswith(BY_SOURCE) and math.isnan(x))}
         self._check_finite(metrics)
-        self.meter.count(self.objective.lengths(self.step), math.prod(self.objective.part.shape))
+        self.meter.count(self.objective.lengths(self.step), self.objective.tokens_per_batch)
         self.step += 1
         if self._due(self.config.train.log_every):
             row = self.meter.read(self.step, **metrics)

@@ -18,11 +18,9 @@ from jax.sharding import NamedSharding, PartitionSpec
 from model.sharding import BATCH_AXES, OnHost
 
 from .config.schema import RunConfig
-from .mesh import batch_sharding
 from .optimizer import clipping, learning_rate, make_optimizer, optimizer_shardings, split_trainable
 from .streaming import chosen, in_host_memory, streamed_update
 
-LABELS = ("tokens", "targets", "index", "segment_ids", "positions")
 # Begins the name of a metric that is one source's; the source's name follows.
 BY_SOURCE = "loss_by_source/"
 
@@ -155,11 +153,3 @@ class StepBuilder:
             return self._over_parts(lambda part: self._total_loss(trainable, frozen, part), batch)
 
         return jax.jit(evaluate).lower(self.abstract_trainable, self.abstract_frozen, self.abstract_batch)
-
-
-def text_batch(rows: int, length: int, mesh, with_sources: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes of a batch of text (see ARCHITECTURE.md): [rows, length] on the mesh; perhaps with each token's source."""
-    where = batch_sharding(mesh)
-    labels = (*LABELS, "source_ids") if with_sources else LABELS
-    shapes = {name: jax.ShapeDtypeStruct((rows, length), jnp.int32, sharding=where) for name in labels}
-    return {**shapes, "loss_weights": jax.ShapeDtypeStruct((rows, length), jnp.float32, sharding=where)}

@@ -42,7 +42,8 @@ def measure(length: int, remat: str) -> dict[str, float]:
     from planning.compiled import memory
     from trainer.config.schema import MeshConfig, OptimizerConfig
     from trainer.mesh import make_mesh, place_batch
-    from trainer.step import StepBuilder, text_batch
+    from trainer.step import StepBuilder
+    from trainer.text import text_batch
 
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     model = Llama(LlamaConfig.preset("tiny"), mesh, schedule="local", memory=MemoryConfig(remat))

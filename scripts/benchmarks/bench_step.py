@@ -58,7 +58,8 @@ def ours(length: int, args) -> dict:
     from trainer.devices import peak_flops
     from trainer.mesh import make_mesh
     from trainer.reporting.metrics import peak_device_gib
-    from trainer.step import StepBuilder, text_batch
+    from trainer.step import StepBuilder
+    from trainer.text import text_batch
 
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     model = Llama(preset(args), mesh, dtype=jnp.dtype(args.dtype), memory=MemoryConfig(args.remat))

@@ -11,7 +11,7 @@ from scripts import prepare
 from tests.conftest import REPOSITORY
 from trainer.config import load as configuration
 from trainer.model_source import choose_model
-from trainer.objective import prepare_text
+from trainer.text import prepare_text
 
 FIXTURES = REPOSITORY / "data/fixtures"
 

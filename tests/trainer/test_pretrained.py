@@ -18,8 +18,8 @@ from trainer.huggingface.read import weights_fingerprint
 from trainer.loop import _Training
 from trainer.mesh import make_mesh
 from trainer.model_source import open_model
-from trainer.objective import TextObjective
 from trainer.step import StepBuilder
+from trainer.text import TextObjective
 
 STEPS = 3
 LENGTH = 128

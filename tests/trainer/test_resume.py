@@ -17,11 +17,11 @@ from trainer.checkpoint.saving import flatten
 from trainer.config import load as config
 from trainer.loop import _Training
 from trainer.mesh import make_mesh
-from trainer.objective import TextObjective
 from trainer.optimizer import split_trainable
 from trainer.reporting.metrics import MEASURED
 from trainer.run.directory import open_run
 from trainer.step import StepBuilder
+from trainer.text import TextObjective
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ from planning.compiled.transfers import collectives
 from tests.model.build import MESHES, llama, packed_batch, permuted, tiny
 from trainer.config.schema import OptimizerConfig
 from trainer.mesh import place_batch
-from trainer.step import StepBuilder, text_batch
+from trainer.step import StepBuilder
+from trainer.text import text_batch
 
 STEPS, ROWS, LENGTH = 20, 32, 32
 OPTIMIZER = OptimizerConfig(learning_rate=1e-4, final_fraction=1.0, epsilon=1e-6)

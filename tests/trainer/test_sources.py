@@ -13,8 +13,8 @@ from data.tokenizer import Tokenizer
 from tests.model.build import ALL_AT_ONCE, MESHES, llama, packed_batch, permuted, tiny
 from trainer.config.schema import DataConfig, OptimizerConfig, RunConfig, SourceConfig
 from trainer.mesh import place_batch
-from trainer.objective import source_names
-from trainer.step import BY_SOURCE, StepBuilder, text_batch
+from trainer.step import BY_SOURCE, StepBuilder
+from trainer.text import source_names, text_batch
 
 NAMES = ("chats", "books", "never")
 ROWS, LENGTH = 8, 32

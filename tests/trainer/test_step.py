@@ -16,7 +16,8 @@ from trainer.checkpoint.store import CheckpointStore
 from trainer.config.schema import OptimizerConfig
 from trainer.mesh import place_batch
 from trainer.optimizer import split_trainable
-from trainer.step import StepBuilder, text_batch
+from trainer.step import StepBuilder
+from trainer.text import text_batch
 
 ROWS, LENGTH = 8, 32
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, final_fraction=1.0, clip_norm=0.0)

@@ -1,0 +1,34 @@
+"""From a run's configuration to the model on its mesh."""
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from model.attention import Mask
+from model.attention.kernels import get_kernel
+from model.attention.schedules import get_schedule
+from model.config import LlamaConfig
+from model.llama import Llama
+from model.sharding import STORAGE_AXES
+
+from .config.schema import RunConfig
+
+
+def build_llama(config: RunConfig, model_config: LlamaConfig, mesh: Mesh,
+                storage_axes: tuple[str, ...] = STORAGE_AXES) -> Llama:
+    """Returns a model of this shape, to be computed as the run's sections `attention`, `memory`, `model` and `mesh` say.
+
+    Args:
+      storage_axes: the mesh axes that parameters are split over; () keeps a copy on each device.
+
+    Raises:
+      ValueError: options that do not go together, or not with the mesh.
+    """
+    attention = config.attention
+    return Llama(
+        model_config, mesh,
+        schedule=get_schedule(attention.schedule, mesh.shape.get("sequence", 1), attention.layout),
+        kernel=get_kernel(attention.kernel, query_tile=attention.query_tile, key_tile=attention.key_tile),
+        dtype=jnp.dtype(config.model.compute_dtype), memory=config.memory, storage_axes=storage_axes,
+        sequence_parallel=config.mesh.sequence_parallel,
+        mask=Mask(window=attention.window, global_tokens=attention.global_tokens))

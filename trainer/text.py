@@ -1,0 +1,182 @@
+"""The objective of language models: the cross-entropy of the next token, over packed documents."""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypedDict, cast
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jaxtyping import Int
+
+from data.batch import DTYPES, Batch, permute
+from data.errors import UserError
+from data.loader import Loader
+from data.prepare import Prepared, prepare
+from data.sources import Source
+from data.templates import jinja_template
+from data.tokenizer import Tokenizer
+from model.attention.layout import permutation
+from model.llama import Llama
+
+from .build import build_llama
+from .config import load as configuration
+from .config.schema import RunConfig
+from .mesh import batch_sharding, part_here, place_batch, wanted
+from .model_source import chat_templates, choose_model, for_templates
+from .objective import DeviceBatch, HostBatch, Objective, Params
+from .run.cluster import first_then_others
+
+
+def text_batch(rows: int, length: int, mesh: Mesh, with_sources: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shapes, dtypes and shardings of a batch of text: the arrays of `data.batch.Batch`, each [rows, length].
+
+    Args:
+      with_sources: whether the batch also holds each token's source, `source_ids`.
+    """
+    dtypes = {**DTYPES, "source_ids": np.int32} if with_sources else DTYPES
+    sharding = batch_sharding(mesh)
+    return {name: jax.ShapeDtypeStruct((rows, length), dtype, sharding=sharding) for name, dtype in dtypes.items()}
+
+
+def prepare_text(config: RunConfig, tokenizer: Tokenizer, progress: bool = True, key: str | None = None) -> Prepared:
+    """Returns the run's tokenized data, from the folder `data.prepared` if it is there already.
+
+    Args:
+      progress: shows a progress bar if standard error is a terminal.
+      key: opens the data set of this name instead, without reading the sources.
+    """
+    data = config.data
+    sources = [Source(source.path, source.format, source.template or data.template, source.weight) for source in data.sources]
+    held_out = [Source(data.held_out_path, sources[0].format, sources[0].template)] if data.held_out_path else []
+    return prepare(sources, tokenizer, data.context_length, data.prepared, held_out_sources=held_out, clean=data.clean,
+                   train_on=data.train_on, held_out_fraction=0.0 if held_out else data.held_out_fraction,
+                   progress=progress and sys.stderr.isatty(), key=key)
+
+
+def source_names(config: RunConfig) -> tuple[str, ...]:
+    """Returns the names by which metrics report each source's loss, in the order of their numbers; () for a single source.
+
+    A source is called like its file without the suffix; a name that is taken already gets a number. The held-out file comes
+    last.
+    """
+    data = config.data
+    if len(data.sources) < 2:
+        return ()
+    names: list[str] = []
+    for path in [source.path for source in data.sources] + ([data.held_out_path] if data.held_out_path else []):
+        stem = path.rstrip("/").rsplit("/", 1)[-1].split(".", 1)[0]
+        candidates = itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(2)))
+        names.append(next(name for name in candidates if name not in names))
+    return tuple(names)
+
+
+class _LocalPart(TypedDict):
+    """What this process reads of a batch: numbers of its rows, and indices within a row."""
+
+    rows: list[int]
+    indices: Int[np.ndarray, " T"]
+
+
+class TextObjective(Objective):
+    """Next-token prediction: cross-entropy over the assistant's turns of conversations, and over every token of other texts.
+
+    Attributes:
+      config: the run's configuration.
+      source: where the model and the tokenizer come from.
+      prepared: the tokenized data.
+      loader: the batches of the training split.
+      order: the permutation from the tokens as this process reads them to the mesh's layout.
+    """
+
+    model: Llama
+    loss_name = "loss_nats_per_target"
+    weight_name = "target_tokens"
+
+    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+        """Opens the model and prepares the data, which process 0 does for all.
+
+        Raises:
+          UserError, ValueError: the model, the tokenizer or the data cannot be used; one line that says what would work.
+        """
+        self.config, self.mesh = config, mesh
+        self._open_model()
+        self.sources = source_names(config)
+        self._open_data()
+
+    def _open_model(self) -> None:
+        data = self.config.data
+        source, self.tokenizer = for_templates(choose_model(self.config.model), data)
+        # Exports and evaluation take the trained length for the length that the model can use.
+        self.source = dataclasses.replace(source, config=source.config.with_length(data.context_length))
+        if self.tokenizer.vocab_size > self.source.config.vocab_size:
+            raise UserError(f"model: vocab_size is {self.source.config.vocab_size}, but the tokenizer has ids up to "
+                            f"{self.tokenizer.vocab_size - 1}; another tokenizer or a larger vocab_size would work")
+        self.model = build_llama(self.config, self.source.config, self.mesh)
+        self.origin = self.source.fingerprint
+
+    def _open_data(self) -> None:
+        data, rows = self.config.data, self.config.train.batch_size
+        prepare = functools.partial(prepare_text, self.config, self.tokenizer, self.config.logging.console)
+        self.prepared = first_then_others(lambda key: prepare(key=key), lambda prepared: prepared.folder.name)
+        if jax.process_index() == 0:
+            print(self.prepared.report.summary(), flush=True)
+        load = functools.partial(Loader, self.prepared, data.context_length, rows, data.seed,
+                                 with_sources=bool(self.sources))
+        self.loader = load()
+        self.fingerprint = self.loader.fingerprint
+        self._held_out_loader = load(split="held_out") if len(self.prepared.held_out) else None
+        self.has_held_out = self._held_out_loader is not None
+        self.tokens_per_batch = rows * data.context_length
+        self.part = part_here(self.mesh, rows, data.context_length)
+        layout = permutation(data.context_length, self.mesh.shape["sequence"], self.config.attention.layout)
+        indices, self.order = wanted(self.part, layout)
+        self._local: _LocalPart = {"rows": self.part.rows.tolist(), "indices": indices}
+
+    def loss(self, params: Mapping[str, Any], batch: DeviceBatch) -> tuple:
+        """Returns the mean cross-entropy in nats over the targets, and their number; see `Llama.loss`."""
+        return self.model.loss(params, batch, sources=len(self.sources) or None)
+
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """See `text_batch`."""
+        return text_batch(self.config.train.batch_size, self.config.data.context_length, self.mesh, bool(self.sources))
+
+    def batches(self, step: int) -> Iterator[HostBatch]:
+        """Yields the loader's batches from `step` on, in the mesh's layout."""
+        yield from map(self._permuted, self.loader.batches(step, **self._local))
+
+    def held_out(self) -> Iterator[HostBatch]:
+        """Yields the held-out batches, in the mesh's layout; none without held-out data."""
+        if self._held_out_loader is not None:
+            yield from map(self._permuted, self._held_out_loader.epoch_batches(**self._local))
+
+    def _permuted(self, batch: Batch) -> HostBatch:
+        return cast(HostBatch, permute(batch, self.order))
+
+    def to_device(self, batch: HostBatch) -> DeviceBatch:
+        """Returns the global arrays [rows, length] of which `batch` holds this process's part."""
+        return place_batch(dict(batch), self.mesh, self.part)
+
+    def record_ids(self, step: int) -> list[str]:
+        """See `Loader.record_ids`."""
+        return self.loader.record_ids(step)
+
+    def lengths(self, step: int) -> Int[np.ndarray, documents]:
+        """See `Loader.lengths`."""
+        return self.loader.lengths(step)
+
+    def read_params(self) -> Params:
+        """Reads the pretrained parameters, or draws those of a model from scratch."""
+        return self.source.read(self.model, self.config.model.seed)
+
+    def write_assets(self, folder: Path) -> None:
+        """Writes config.json, the tokenizer with its chat template, and the configuration."""
+        templates = chat_templates(self.config.data)
+        # A model that is trained on texts alone keeps the chat template it had.
+        template = jinja_template(templates[0], self.tokenizer) if templates else self.tokenizer.chat_template
+        self.source.write_assets(folder, self.tokenizer, template, configuration.dump(self.config))
