@@ -1,4 +1,4 @@
-"""Compares the schedules: bytes received by compiled texts, balance by counts and in seconds, transfers that are hidden.
+"""Compares the schedules: bytes received, by compiled texts; balance, by counts and in seconds; which transfers are hidden.
 
     python -m scripts.benchmarks.bench_schedules bytes [--ranks 4 16 64 256] [--output FILE.json]
     python -m scripts.benchmarks.bench_schedules balance [--ranks 2 3 4 8] [--output FILE.json]
@@ -12,8 +12,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
-import json
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -28,17 +28,17 @@ from planning.compiled.overlap import crossings
 from planning.compiled.transfers import received, transfers
 from planning.plan import compile_step
 from planning.topology import topology_devices
+from scripts.benchmarks import balance_time
+from scripts.benchmarks.balance import measure
+from scripts.benchmarks.commands import make_parser, write_json
 from trainer import entry
 from trainer.config.schema import MeshConfig
 from trainer.xla_flags import FLAGS
 
-from . import balance_time
-from .balance import measure
-
-# Pods with twice the ranks: another mesh axis beside the sequence, as in training. (Of a reduce-scatter over all chips of a
-# pod the TPU's compiler may make an all-reduce.)
+# Pods with twice as many chips as ranks: as in training, another mesh axis beside the sequence. (The TPU's compiler may turn a
+# reduce-scatter over all chips of a pod into an all-reduce.)
 PODS = {4: "v4:2x2x2", 8: "v4:2x2x4", 16: "v4:4x4x2", 64: "v4:4x4x8", 256: "v4:8x8x8"}
-# Name in the table: schedule, layout, and a window, if there is one, in blocks. The layout matters to windows and `balanced`.
+# Name in the table: schedule, layout, and the window in blocks if there is one. The layout matters to windows and `balanced`.
 CASES = {
     "ring": ("ring", "striped"),
     "ring bidirectional": ({"name": "ring", "bidirectional": True}, "striped"),
@@ -58,15 +58,21 @@ CASES = {
 
 
 def case(name: str, size: int, tokens: int):
-    """(schedule, mask) of a case, for so many ranks of so many tokens."""
+    """Returns the schedule and the mask of a case of CASES, for `size` ranks of `tokens` tokens."""
     options, layout, *window = CASES[name]
     if isinstance(options, dict) and options.get("columns") == "square":
-        options = options | {"columns": 2 ** (size.bit_length() // 2)}  # of 8 ranks two rows of four
+        options = options | {"columns": 2 ** (size.bit_length() // 2)}  # 8 ranks: two rows of four
     return get_schedule(options, size, layout), Mask(window=window[0] * tokens if window else None)
 
 
 def compile_pass(schedule, mask, size, devices, block, backward: bool, tile: int = 128, kernel: str = "xla") -> str:
-    """The compiled text of one pass of a schedule alone, over lines of `size` of the `devices`, each with one Block."""
+    """Returns the compiled text of one pass of a schedule alone.
+
+    Args:
+      size: ranks; `devices` are divided into lines of so many, each with a batch of its own.
+      block: `plan.Block` of one rank.
+      backward: the gradients' pass instead of the forward pass.
+    """
     rows = len(devices) // size
     mesh = Mesh(np.array(devices).reshape(rows, size), ("fsdp", "sequence"))
     kernel = get_kernel(kernel, query_tile=tile, key_tile=tile)
@@ -96,26 +102,26 @@ def compile_pass(schedule, mask, size, devices, block, backward: bool, tile: int
 
 
 def count_bytes(name: str, size: int, block, topology: str = "", kernel: str = "xla") -> dict:
-    """What the compiled text says that devices receive in each pass, beside the plan: bytes, hops, kinds of collectives."""
+    """Returns what devices receive in each pass by the compiled text and by the plan: bytes, permutes, kinds of collectives."""
     schedule, mask = case(name, size, block.tokens)
     planned = schedule.plan(size, block, mask)
     devices = sorted(topology_devices(topology or PODS[size]), key=lambda device: device.id)
     row = {"schedule": name, "ranks": size}
-    for which, rounds in zip(("forward", "backward"), planned, strict=True):
-        text = compile_pass(schedule, mask, size, devices, block, which == "backward", kernel=kernel)
-        found = transfers(text, len(devices))
-        got, expected = received(found)[:size], plan.received(rounds, size)
-        row[which] = {
+    for direction, rounds in zip(("forward", "backward"), planned, strict=True):
+        text = compile_pass(schedule, mask, size, devices, block, direction == "backward", kernel=kernel)
+        compiled = transfers(text, len(devices))
+        got, expected = received(compiled)[:size], plan.received(rounds, size)
+        row[direction] = {
             "max_bytes": float(got.max()), "mean_bytes": float(got.mean()),
             "planned_max_bytes": float(expected.max()), "planned_mean_bytes": float(expected.mean()),
-            "kinds": sorted({one.kind for one in found}), "planned_kinds": sorted(plan.kinds(rounds)),
-            "permutes": sum(one.times for one in found if one.kind == "collective-permute"),
+            "kinds": sorted({transfer.kind for transfer in compiled}), "planned_kinds": sorted(plan.kinds(rounds)),
+            "permutes": sum(transfer.times for transfer in compiled if transfer.kind == "collective-permute"),
         }
     return row
 
 
 def bytes_table(names, ranks, tokens: int, topology: str = "", kernel: str = "xla") -> list[dict]:
-    """Bytes of each schedule for each number of ranks, printed as they are found."""
+    """Returns and prints the bytes of each schedule for each number of ranks."""
     block = plan.Block(batch=1, tokens=tokens, query_heads=32, kv_heads=8, head_dim=128)
     print(f"{block}\nbytes received per device and layer, in units of the device's own q ({block.queries:,} bytes)")
     print(f"{'':19} {'':4}  {'forward':^32}  {'backward':^32}\n{'schedule':19} {'P':>4}"
@@ -124,15 +130,16 @@ def bytes_table(names, ranks, tokens: int, topology: str = "", kernel: str = "xl
     for size, name in itertools.product(ranks, names):
         row = count_bytes(name, size, block, topology, kernel)
         rows.append(row)
-        print(f"{name:19} {size:4}  " + "  ".join(_columns(row[which], block.queries) for which in ("forward", "backward")),
-              flush=True)
+        directions = (_columns(row[direction], block.queries) for direction in ("forward", "backward"))
+        print(f"{name:19} {size:4}  " + "  ".join(directions), flush=True)
     return rows
 
 
-def _columns(one: dict, unit: int) -> str:
-    shown = " ".join(f"{one[key] / unit:8.3f}" for key in ("max_bytes", "mean_bytes", "planned_max_bytes"))
-    off = max(abs(one[f"{kind}_bytes"] / one[f"planned_{kind}_bytes"] - 1) for kind in ("max", "mean"))
-    return f"{shown} {off:5.1%}"
+def _columns(counts: dict, unit: int) -> str:
+    """Returns the columns of one pass in units of `unit` bytes, and the larger deviation of max and mean from the plan."""
+    columns = " ".join(f"{counts[key] / unit:8.3f}" for key in ("max_bytes", "mean_bytes", "planned_max_bytes"))
+    deviation = max(abs(counts[f"{kind}_bytes"] / counts[f"planned_{kind}_bytes"] - 1) for kind in ("max", "mean"))
+    return f"{columns} {deviation:5.1%}"
 
 
 BALANCE = [("ring", "contiguous"), ("ring", "striped"), ("ring", "zigzag"), ("balanced", "contiguous"),
@@ -140,23 +147,21 @@ BALANCE = [("ring", "contiguous"), ("ring", "striped"), ("ring", "zigzag"), ("ba
 
 
 def balance_table(ranks, tiles: int) -> list[dict]:
-    """Imbalance of schedules and layouts: the busiest rank's tiles, summed over rounds, over the sum of the means."""
+    """Returns and prints the imbalance of schedules and layouts (see `balance.imbalance`)."""
     jax.config.update("jax_num_cpu_devices", max(ranks))
     rows = []
     print(f"{tiles} tiles a side of a block\n{'schedule':40} {'layout':12} {'P':>3} {'forward':>8} {'backward':>8}")
     for size, (schedule, layout) in itertools.product(ranks, BALANCE):
         row = {"schedule": str(schedule), **measure(schedule, layout, size, tiles)}
         rows.append(row)
-        found = " ".join(f"{row[which]['imbalance']:8.4f}" for which in ("forward", "backward"))
-        print(f"{row['schedule']:40} {layout:12} {size:3} {found}", flush=True)
+        columns = " ".join(f"{row[direction]['imbalance']:8.4f}" for direction in ("forward", "backward"))
+        print(f"{row['schedule']:40} {layout:12} {size:3} {columns}", flush=True)
     return rows
 
 
 def small_step(topology: str, tokens: int = 2048, schedule="ring") -> str:
-    """The compiled text of a small model's training step, the whole pod on the sequence axis.
-
-    As many permutes may be under way as the launchers allow.
-    """
+    """Returns the compiled text of a small model's training step, with the whole pod on the sequence axis and as many permutes
+    under way as the launchers allow."""
     devices = topology_devices(topology)
     config = LlamaConfig(vocab_size=1024, hidden_size=512, intermediate_size=1024, num_hidden_layers=4,
                          num_attention_heads=4, num_key_value_heads=2)
@@ -166,104 +171,114 @@ def small_step(topology: str, tokens: int = 2048, schedule="ring") -> str:
 
 
 def overlap_table(names, topology: str, tokens: int) -> list[dict]:
-    """Every collective of the steps that runs in each layer, and what runs while it is under way."""
+    """Returns and prints the steps' collectives that run in each layer, and what runs while they are under way."""
     rows = []
     for name in names:
         schedule, _ = case(name, len(topology_devices(topology)), tokens)
-        for one in sorted(crossings(small_step(topology, tokens, schedule)), key=lambda one: (one.kind, one.backward)):
-            if not one.loops:
+        crossed = crossings(small_step(topology, tokens, schedule))
+        for transfer in sorted(crossed, key=lambda transfer: (transfer.kind, transfer.backward)):
+            if not transfer.loops:
                 continue
-            rows.append({"schedule": name, "nbytes": one.nbytes, "backward": one.backward, **dataclasses.asdict(one)})
-            behind = ", ".join((*one.kernels, *one.products)) or "nothing"
-            which = "backward" if one.backward else "forward"
-            print(f"{name}: {one.kind:18} {one.times:5.0f} x {one.nbytes:11,} bytes  {which:8}"
+            rows.append({"schedule": name, "nbytes": transfer.nbytes, "backward": transfer.backward,
+                         **dataclasses.asdict(transfer)})
+            behind = ", ".join((*transfer.kernels, *transfer.products)) or "nothing"
+            direction = "backward" if transfer.backward else "forward"
+            print(f"{name}: {transfer.kind:18} {transfer.times:5.0f} x {transfer.nbytes:11,} bytes  {direction:8}"
                   f"  behind {behind}", flush=True)
     return rows
 
 
 def volume_table(ranks) -> list[dict]:
-    """Elements that a device receives with full heads, in units of N d (N tokens of width d), beside Appendix C's.
+    """Returns and prints what a device receives with full heads, in units of N d (N tokens of width d), beside Appendix C.
 
-    From the plan, whose bytes the compiled texts confirm (`bytes`), in float32 so that everything counts alike; coordinates,
-    lse and delta are in it, and not in the paper's.
+    By the plan, whose bytes the compiled texts confirm (command `bytes`), in float32 so that everything counts alike.
+    Coordinates, lse and delta are included; the paper's count has none.
     """
     block = plan.Block(batch=1, tokens=1024, query_heads=8, kv_heads=8, head_dim=128, itemsize=4)
     rows = []
-    print("DistFlashAttn, Appendix C: forward 1, backward 2, together 3; Megatron-LM with recomputation 14. Found, on average:")
+    print("DistFlashAttn, Appendix C: forward 1, backward 2, together 3; Megatron-LM with recomputation 14. Ours, on average:")
     for size in ranks:
-        planned = case("balanced", size)[0].plan(size, block)
-        found = {which: float(plan.received(rounds, size).mean() / (size * block.queries))
-                 for which, rounds in zip(("forward", "backward"), planned, strict=True)}
-        rows.append({"ranks": size, **found, "together": sum(found.values())})
+        planned = case("balanced", size, block.tokens)[0].plan(size, block)
+        volume = {direction: float(plan.received(rounds, size).mean() / (size * block.queries))
+                  for direction, rounds in zip(("forward", "backward"), planned, strict=True)}
+        rows.append({"ranks": size, **volume, "together": sum(volume.values())})
         print(f"P {size:4}  " + "  ".join(f"{name} {x:.3f}" for name, x in rows[-1].items() if name != "ranks")
               + f"  (the paper's, at this P: 3 (P - 1) / P = {3 * (size - 1) / size:.3f})", flush=True)
     return rows
 
 
-def parse(argv):
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.bench_schedules", description=__doc__.splitlines()[0],
-                                     allow_abbrev=False)
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """Parses the command line; `run` of the result makes the table."""
+    parser = make_parser("bench_schedules", __doc__)
     commands = parser.add_subparsers(dest="command", required=True)
 
-    def command(name, told):
-        added = commands.add_parser(name, help=told, description=told, allow_abbrev=False)
-        added.add_argument("--output", help="also write this JSON file")
-        return added
+    def command(name: str, summary: str, run) -> argparse.ArgumentParser:
+        subparser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
+        subparser.add_argument("--output", help="also write this JSON file")
+        subparser.set_defaults(run=run)
+        return subparser
 
-    bytes_ = command("bytes", "bytes received per device and layer, from compiled texts for TPU pods")
-    bytes_.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64, 256], choices=PODS)
-    bytes_.add_argument("--schedules", nargs="+", default=list(CASES), choices=CASES)
-    bytes_.add_argument("--tokens", type=int, default=2048, help="tokens of a rank (default 2048)")
-    bytes_.add_argument("--topology", default="", help="another pod, such as v5e:16x16: as many chips as ranks, or a multiple")
-    bytes_.add_argument("--kernel", default="xla", choices=("xla", "reference"),
-                        help="it moves nothing; `reference` compiles soonest, with few tokens (default xla)")
-    balance = command("balance", "imbalance of each schedule, from counts that the running kernels emit")
+    add_bytes(command("bytes", "bytes received per device and layer, from compiled texts for TPU pods",
+                      lambda args: bytes_table(args.schedules, args.ranks, args.tokens, args.topology, args.kernel)))
+    balance = command("balance", "imbalance of each schedule, from counts that the running kernels emit",
+                      lambda args: balance_table(args.ranks, args.tiles))
     balance.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 8])
     balance.add_argument("--tiles", type=int, default=16, help="on a side of each rank's block (default 16)")
-    overlap = command("overlap", "which transfers of a small model's training step a kernel hides")
+    overlap = command("overlap", "which transfers of a small model's training step a kernel hides",
+                      lambda args: overlap_table(args.schedules, args.topology, args.tokens))
     overlap.add_argument("--topology", default="v5e:2x4", help="all chips on the sequence axis (default v5e:2x4)")
     overlap.add_argument("--schedules", nargs="+", default=["ring"], choices=CASES)
     overlap.add_argument("--tokens", type=int, default=2048, help="tokens of a rank (default 2048)")
-    volume = command("distflashattn", "elements received beside DistFlashAttn's Appendix C, 3 N d and 14 N d")
+    volume = command("distflashattn", "elements received beside DistFlashAttn's Appendix C, 3 N d and 14 N d",
+                     lambda args: volume_table(args.ranks))
     volume.add_argument("--ranks", type=int, nargs="+", default=[4, 16], choices=PODS)
-    time = command("time", "what balance is worth in seconds, on two devices of one CPU thread each")
-    time.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768], help="tokens in all")
-    time.add_argument("--tiles", type=int, default=16, help="on a side of each device's block (default 16)")
-    time.add_argument("--repeats", type=int, default=5, help="times each case is run; the median counts (default 5)")
-    time.add_argument("--heads", type=int, default=2)
-    time.add_argument("--head-dim", type=int, default=64)
-    time.add_argument("--picture", help="also draw speed-ups against length into this PNG file")
+    add_time(command("time", "what balance is worth in seconds, on two devices of one CPU thread each", time_table))
     return parser.parse_args(argv)
 
 
-def main(argv=None) -> int:
-    """Prints a table, and with --output writes JSON."""
-    args = parse(argv)
-    return entry.run(lambda: run(args))
+def add_bytes(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the command `bytes`."""
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64, 256], choices=PODS)
+    parser.add_argument("--schedules", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--tokens", type=int, default=2048, help="tokens of a rank (default 2048)")
+    parser.add_argument("--topology", default="", help="another pod, such as v5e:16x16: as many chips as ranks, or a multiple")
+    parser.add_argument("--kernel", default="xla", choices=("xla", "reference"),
+                        help="it moves nothing; `reference` compiles soonest, with few tokens (default xla)")
 
 
-def run(args) -> None:
-    """One command's table."""
+def add_time(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags of the command `time`."""
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096, 8192, 16384, 32768], help="tokens in all")
+    parser.add_argument("--tiles", type=int, default=16, help="on a side of each device's block (default 16)")
+    parser.add_argument("--repeats", type=int, default=5, help="times each case is run; the median counts (default 5)")
+    parser.add_argument("--heads", type=int, default=2)
+    parser.add_argument("--head-dim", type=int, default=64)
+    parser.add_argument("--picture", help="also draw speed-ups against length into this PNG file")
+
+
+def time_table(args: argparse.Namespace) -> list[dict]:
+    """Returns and prints balance in seconds, and draws it with --picture."""
+    rows = balance_time.time_table(args.lengths, args.tiles, args.repeats, args.heads, args.head_dim)
+    if args.picture:
+        balance_time.draw(rows, args.picture)
+    return rows
+
+
+def work(args: argparse.Namespace) -> None:
+    """Makes one command's table, and writes it with --output."""
     for path in (args.output, getattr(args, "picture", None)):
         if path:
             output_file(path)
     jax.config.update("jax_platforms", "cpu")
-    if args.command == "bytes":
-        rows = bytes_table(args.schedules, args.ranks, args.tokens, args.topology, args.kernel)
-    elif args.command == "balance":
-        rows = balance_table(args.ranks, args.tiles)
-    elif args.command == "overlap":
-        rows = overlap_table(args.schedules, args.topology, args.tokens)
-    elif args.command == "time":
-        rows = balance_time.time_table(args.lengths, args.tiles, args.repeats, args.heads, args.head_dim)
-        if args.picture:
-            balance_time.draw(rows, args.picture)
-    else:
-        rows = volume_table(args.ranks)
+    rows = args.run(args)
     if args.output:
-        with open(args.output, "w", encoding="utf-8") as file:
-            json.dump(rows, file, indent=2)
+        write_json(Path(args.output), rows)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    args = parse(argv)
+    return entry.run(lambda: work(args))
 
 
 if __name__ == "__main__":

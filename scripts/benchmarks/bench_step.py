@@ -1,4 +1,4 @@
-"""One device's training step, beside transformers + torch on a CPU: tokens a second, memory, share of the matrix-product rate.
+"""Measures one device's training step beside transformers + torch on a CPU: speed, memory, share of the matrix-product rate.
 
     python -m scripts.benchmarks.bench_step [--lengths 2048 4096] [--steps 3] [--output DIR]
     python -m scripts.benchmarks.bench_step --side ours --model llama-3.1-8b --layers 4 --dtype bfloat16 \\
@@ -15,22 +15,20 @@ import argparse
 import dataclasses
 import json
 import resource
-import subprocess
 import sys
 import time
-from pathlib import Path
 
 import numpy as np
 
-from data.errors import UserError
 from data.paths import output_folder
+from scripts.benchmarks.commands import add_output_folder, in_own_process, make_parser, write_json
 from trainer import entry
 
 CHECKPOINT_FROM = 4096  # tokens from which torch recomputes its layers
 
 
 def matmul_rate(multiply) -> float:
-    """FLOP/s of `multiply()`, a 2048 x 2048 x 2048 product, the best of ten."""
+    """Returns the FLOP/s of `multiply()`, a 2048 x 2048 x 2048 product, in the fastest of ten runs."""
     times = []
     for _ in range(10):
         start = time.perf_counter()
@@ -40,7 +38,7 @@ def matmul_rate(multiply) -> float:
 
 
 def preset(args):
-    """The model to be measured, perhaps with fewer layers."""
+    """Returns the configuration of the measured model, with --layers layers if that is given."""
     from model.config import LlamaConfig
 
     config = LlamaConfig.preset(args.model)
@@ -48,7 +46,7 @@ def preset(args):
 
 
 def ours(length: int, args) -> dict:
-    """Seconds of each step of the compiled step that `train.py` runs."""
+    """Returns the seconds of each step of train.py's compiled step, its loss, and facts of the device."""
     import jax
     import jax.numpy as jnp
 
@@ -66,9 +64,9 @@ def ours(length: int, args) -> dict:
     builder = StepBuilder(model, model.loss, tuple(model.parameters), text_batch(1, length, mesh), OptimizerConfig(), 100)
     step = builder.lower_train().compile()
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, length + 1), np.int32)
-    place = np.arange(length, dtype=np.int32)[None]
-    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "index": place, "positions": place,
-             "segment_ids": np.ones_like(place), "loss_weights": np.ones(place.shape, np.float32)}
+    index = np.arange(length, dtype=np.int32)[None]
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "index": index, "positions": index,
+             "segment_ids": np.ones_like(index), "loss_weights": np.ones(index.shape, np.float32)}
     batch = {name: jax.device_put(x, builder.abstract_batch[name].sharding) for name, x in batch.items()}
     params = model.init(0)
     moments = builder.init_optimizer(params)
@@ -86,7 +84,7 @@ def ours(length: int, args) -> dict:
 
 
 def theirs(length: int, args) -> dict:
-    """Seconds of each step of transformers' model under torch, in float32 on the CPU."""
+    """Returns the seconds of each step of transformers' model under torch in float32 on the CPU, and its loss."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -109,18 +107,13 @@ def theirs(length: int, args) -> dict:
 
 
 def measure(side: str, length: int, args) -> dict:
-    """One side in a process of its own, so that its peak memory is its own."""
-    command = [sys.executable, "-m", "scripts.benchmarks.bench_step", "--one", side, "--lengths", str(length),
-               "--steps", str(args.steps),
-               "--model", args.model, "--layers", str(args.layers), "--dtype", args.dtype, "--remat", args.remat]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise UserError(f"{' '.join(command)} failed: {(done.stderr.strip().splitlines() or ['without a word'])[-1]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    """Runs one side in a process of its own, so that its peak memory is its own."""
+    return in_own_process("bench_step", "--one", side, "--lengths", str(length), "--steps", str(args.steps),
+                          "--model", args.model, "--layers", str(args.layers), "--dtype", args.dtype, "--remat", args.remat)
 
 
 def compare(length: int, args) -> list[dict]:
-    """The sides in turns; the fastest step of each."""
+    """Returns a row for each side: its fastest step of all turns, and its largest peak of memory."""
     from trainer.flops import flops_per_step
 
     flops = flops_per_step(preset(args), length, length * (length + 1) // 2)
@@ -128,42 +121,19 @@ def compare(length: int, args) -> list[dict]:
     matmul = max(result["matmul"] for _, result in turns)
     rows = []
     for side in args.side:
-        mine = [result for name, result in turns if name == side]
-        seconds = min(min(result["seconds"][1:]) for result in mine)
-        peak = mine[0].get("peak_flops")
+        results = [result for name, result in turns if name == side]
+        seconds = min(min(result["seconds"][1:]) for result in results)  # the first step is a warm-up
+        peak = results[0].get("peak_flops")
         rows.append({
             "side": side, "length": length, "tokens_per_second": length / seconds, "step_seconds": seconds,
-            "peak_gib": max(result["peak_gib"] for result in mine), "device_gib": mine[0].get("device_gib"),
-            "matmul_gflops": max(result["matmul"] for result in mine) / 1e9, "share_of_matmul": flops / seconds / matmul,
-            "mfu": flops / seconds / peak if peak else None, "device": mine[0].get("device", "cpu")})
+            "peak_gib": max(result["peak_gib"] for result in results), "device_gib": results[0].get("device_gib"),
+            "matmul_gflops": max(result["matmul"] for result in results) / 1e9, "share_of_matmul": flops / seconds / matmul,
+            "mfu": flops / seconds / peak if peak else None, "device": results[0].get("device", "cpu")})
     return rows
 
 
-def main(argv=None) -> int:
-    """Prints the table; writes OUTPUT/step.json."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.bench_step", description=__doc__.splitlines()[0],
-                                     allow_abbrev=False)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096], help="tokens in the row (default 2048 4096)")
-    parser.add_argument("--steps", type=int, default=3, help="steps timed in a turn, after one that is not (default 3)")
-    parser.add_argument("--turns", type=int, default=2, help="processes of each side, in turns (default 2)")
-    parser.add_argument("--side", nargs="+", choices=["theirs", "ours"], default=["theirs", "ours"], help="default both")
-    parser.add_argument("--model", default="smollm2-135m", help="a preset (default smollm2-135m)")
-    parser.add_argument("--layers", type=int, default=0, help="as many layers as fit; 0 is all of them (default)")
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="our compute precision")
-    parser.add_argument("--remat", default="everything", help="our policy (default everything)")
-    parser.add_argument("--output", type=Path, default=Path("runs/bench"), help="folder for results (default runs/bench)")
-    parser.add_argument("--one", choices=["ours", "theirs"], help=argparse.SUPPRESS)
-    args = parser.parse_args(argv)
-    if args.one:
-        result = (ours if args.one == "ours" else theirs)(args.lengths[0], args)
-        result["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-        print(json.dumps(result))
-        return 0
-    return entry.run(lambda: report(args))
-
-
 def report(args) -> None:
-    """Measures, prints and writes."""
+    """Measures, prints the table, and writes OUTPUT/step.json."""
     output_folder(args.output)
     rows = [row for length in args.lengths for row in compare(length, args)]
     print(f"{'side':8} {'tokens':>7} {'tokens/s':>9} {'s/step':>8} {'peak GiB':>9} {'matmul GFLOP/s':>15} {'share':>7} "
@@ -177,7 +147,29 @@ def report(args) -> None:
     for length in args.lengths:
         if {("ours", length), ("theirs", length)} <= speeds.keys():
             print(f"{length} tokens: {speeds['ours', length] / speeds['theirs', length]:.3f}x torch")
-    (args.output / "step.json").write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+    write_json(args.output / "step.json", rows)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = make_parser("bench_step", __doc__)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096], help="tokens in the row (default 2048 4096)")
+    parser.add_argument("--steps", type=int, default=3, help="steps timed in a turn, after one that is not (default 3)")
+    parser.add_argument("--turns", type=int, default=2, help="processes of each side, in turns (default 2)")
+    parser.add_argument("--side", nargs="+", choices=["theirs", "ours"], default=["theirs", "ours"], help="default both")
+    parser.add_argument("--model", default="smollm2-135m", help="a preset (default smollm2-135m)")
+    parser.add_argument("--layers", type=int, default=0, help="as many layers as fit; 0 is all of them (default)")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="our compute precision")
+    parser.add_argument("--remat", default="everything", help="our policy (default everything)")
+    add_output_folder(parser, "runs/bench")
+    parser.add_argument("--one", choices=["ours", "theirs"], help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.one:
+        result = (ours if args.one == "ours" else theirs)(args.lengths[0], args)
+        result["peak_gib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+        print(json.dumps(result))
+        return 0
+    return entry.run(lambda: report(args))
 
 
 if __name__ == "__main__":
