@@ -18,6 +18,12 @@ MAY_IMPORT = {
     "scripts": {"eval", "planning", "trainer", "data", "model", "model.attention"},
     "train": {"eval", "planning", "trainer", "data", "model", "model.attention"},
 }
+# Module of another project -> the files of ours that import it, so that its changes touch one place.
+ONE_HOME = {
+    "tensorflow_datasets": {"data/prepare.py"},
+    "orbax": {"trainer/checkpoint/saving.py", "trainer/checkpoint/store.py"},
+    "jax.experimental.topologies": {"planning/topology.py"},
+}
 # Old names of commands: each file only runs the command's new name, whatever room that is in.
 ALIASES = {"data/inspect.py", "scripts/bench_kernels.py", "scripts/papers.py", "scripts/table3.py"}
 
@@ -76,6 +82,13 @@ def test_imports_point_down_only(room):
     assert files
     upward = {str(path.relative_to(ROOT)): modules for path in files if (modules := upward_imports(path))}
     assert upward == {}
+
+
+@pytest.mark.parametrize("module", ONE_HOME)
+def test_libraries_that_change_often_have_one_home(module):
+    files = {str(path.relative_to(ROOT)) for path in code_files()
+             if any(f"{name}.".startswith(f"{module}.") for name in imported_modules(path))}
+    assert files == ONE_HOME[module]
 
 
 def test_memory_does_not_import_what_runs_it():
