@@ -1,4 +1,4 @@
-"""What the papers print: numbers read from their tables and sentences, each with its place. Facts only, nothing computed.
+"""The numbers that the papers print, read from their tables and sentences. Facts only, nothing computed.
 
 Ring Attention: Liu, Zaharia, Abbeel, arXiv 2310.01889. Striped Attention: Brandon et al., arXiv 2311.09431. DistFlashAttn: Li,
 Shao et al., arXiv 2310.03294. Attention2D: Elango, 2025.
@@ -99,9 +99,9 @@ DISTFLASH_TABLE_3 = {(1, 32): (14.10, 2.50), (2, 64): (30.49, 6.85)}
 # for the largest speed-up of LLaMA-33H (section 4.5).
 DISTFLASH_TABLE_4 = {(2, 16): (37.53, 30.21), (2, 32): (134.09, 106.37)}
 DISTFLASH_TABLE_4_33H = 1.88
-# Table 5 (its body is lost; section 4.6): speed-up by remat at thousand tokens a GPU.
+# Table 5 (its body is lost; section 4.6): speed-up by remat, by thousands of tokens a GPU.
 DISTFLASH_TABLE_5 = {8: 1.16, 16: 1.24, 32: 1.31}
-# Figure 5, as far as section 4.6 tells: speed-ups over one GPU where the curves saturate, expected and measured, 8 GPUs;
+# Figure 5, as far as section 4.6 says: speed-ups over one GPU where the curves saturate, expected and measured, 8 GPUs;
 # overhead of communication at 128K on 2 x 8 GPUs, in sequence and overlapped, and overlapped at the two longer lengths.
 DISTFLASH_FIGURE_5 = {"ring": (4.5, 4.5), "balanced": (7.2, 7.5)}
 DISTFLASH_OVERHEAD = {"in sequence": {128: 1.05}, "overlapped": {128: 0.44, 256: 0.08, 512: 0.01}}
@@ -115,7 +115,7 @@ DISTFLASH_IDLE = {"even": "1/(2P)", "odd": "0"}
 # Attention2D, Table 3: layers, heads, head size, hidden size.
 ATTENTION2D_MODELS = {"760M": (24, 16, 96, 1536), "2.7B": (32, 32, 80, 2560), "13B": (40, 40, 128, 5120),
                       "66B": (64, 72, 128, 9216), "175B": (96, 96, 128, 12288)}
-# Speed-ups over Ring Attention that its text and abstract tell; the figures' curves, lengths and batch sizes are lost.
+# Speed-ups over Ring Attention that its text and abstract state; the figures' curves, lengths and batch sizes are lost.
 ATTENTION2D_SPEEDUP = {"Figure 4, 64 A100 on 16 nodes, at most": 5.0, "Figure 4, every model and length, at least": 2.0,
                        "Figure 6, 64 H100 on 64 nodes, at most": 9.4}
 
@@ -128,7 +128,7 @@ NOT_NUMBERS = {
     "DistFlashAttn Table 4, LLaMA-33H": "its half of the body is lost but for the speed-up in section 4.5",
     "DistFlashAttn Table 6 (pipeline memory)": "memory of Megatron's pipeline stages, which this project does not have",
     "Striped Attention Figure 6 (tokens per second)": "bars whose numbers are not in the text at hand",
-    "Attention2D Figures 4, 5, 6": "bars and curves without numbers but for the three that its text and abstract tell",
+    "Attention2D Figures 4, 5, 6": "bars and curves without numbers but for the three that its text and abstract state",
 }
 
 # Ring Attention, Table 3: the longest context in thousands of tokens, by its columns. "TPUv3-512" is 512 cores; "TPUv4-512" is

@@ -13,14 +13,14 @@ from scripts.benchmarks import papers as command
 from scripts.benchmarks.paper_predictions import busiest_share, every_row, flops_ratio
 
 
-def _rows(source, place="", what=""):
-    found = [row for row in every_row() if row.source == source and place in row.place and what in row.what]
-    assert found
-    return found
+def _rows(source, table="", label=""):
+    rows = [row for row in every_row() if row.source == source and table in row.table and label in row.label]
+    assert rows
+    return rows
 
 
 def test_all_133_theoretical_speedups_of_striped_attention_to_two_decimals():
-    rows = _rows("Striped Attention", what="TMS")
+    rows = _rows("Striped Attention", label="TMS")
     assert len(rows) == 133
     assert [row for row in rows if round(row.predicted, 2) != row.paper] == []
 
@@ -62,7 +62,7 @@ def test_ring_attention_appendix_c_text():
 
 
 def test_distflashattn_expects_4_5_and_7_2():
-    expected = {row.what.split(":")[0]: row.predicted for row in _rows("DistFlashAttn", what="expected")}
+    expected = {row.label.split(":")[0]: row.predicted for row in _rows("DistFlashAttn", label="expected")}
     assert expected == pytest.approx({"ring": 36 / 8, "balanced": 36 / 5})
 
 
@@ -79,8 +79,8 @@ def test_idle_share_of_the_balanced_schedule(ranks):
 
 def test_distflashattn_communicates_3nd_and_megatron_14nd():
     for row in _rows("DistFlashAttn", "Appendix C", "received a worker"):
-        ranks = int(row.what.split("P = ")[1].split(",")[0])
-        if "helpers" in row.what:
+        ranks = int(row.label.split("P = ")[1].split(",")[0])
+        if "helpers" in row.label:
             assert row.predicted < 3  # a helped block is smaller
         else:
             assert row.predicted == pytest.approx(row.paper * (ranks - 1) / ranks, rel=1e-12)
