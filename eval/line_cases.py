@@ -1,9 +1,12 @@
-"""Line-retrieval cases: read from LongChat's files, or generated in the same form.
+"""Line-retrieval cases, read from LongChat's files or generated in the same form.
 
-A case asks for the number that one line of a long record gives. Keys are "adjective_noun", as LongChat's files of up to
-680 lines have them (their prompts end with a space), "noun_noun", as from 700 lines on (no space), or "short", one
-short word and a number of two digits, lines in the order of their keys, for models with a tiny vocabulary: these know
-nothing of what a model was trained on; held-out cases for the quickstart's model are in data/fixtures/line_cases.jsonl.
+A case asks for the number in one line of a long record. Every line has a key, of one of three styles:
+
+- "adjective_noun", as in LongChat's files of up to 680 lines, whose prompts end with a space;
+- "noun_noun", as in LongChat's files from 700 lines on, whose prompts do not;
+- "short", for models with a tiny vocabulary: a short word and a number of two digits, with the lines in the order of their
+  keys. Generated cases may occur in the training data; held-out ones for the quickstart's model are in
+  data/fixtures/line_cases.jsonl.
 """
 
 import dataclasses
@@ -23,7 +26,7 @@ HEAD = (
 )
 LINE = "line {key}: REGISTER_CONTENT is <{number}>\n"
 TAIL = "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {key}? I need the number."
-# For "short": the wording and the keys of data/fixtures.
+# The wording and the keys of data/fixtures, for the style "short".
 SHORT_HEAD = "Remember these lines.\n\n"
 SHORT_LINE = "line {key}: {number}\n"
 SHORT_TAIL = "\nNow the record is over. Tell me what is the number in line {key}? I need the number."
@@ -56,63 +59,84 @@ turtle valley vase village violin wagon wall walnut water wave wheel whistle wil
 
 @dataclasses.dataclass(frozen=True)
 class LineCase:
-    """One question: the prompt, the number expected, and where it came from."""
+    """One question."""
 
     prompt: str
     expected_number: int
     num_lines: int
     correct_line: str
+    """The line that contains the expected number."""
     source: str = "generated"
+    """Name of the file that the case was read from."""
     key_style: str = ""
+    """One of KEY_STYLES, or empty if the file does not say."""
 
     @property
     def family(self) -> str:
-        """Cases of different families are not points of one curve: other keys, another end of the prompt."""
+        """The kind of keys and prompt; accuracies of different families are not comparable."""
         if self.key_style:
             return self.key_style
         return "adjective-noun keys" if self.num_lines <= 680 else "other keys, from 700 lines"
 
 
 def read(path: str | pathlib.Path) -> list[LineCase]:
-    """The cases of a JSONL file in LongChat's form; UserError names the file, the line and what is wrong."""
+    """Returns the cases of a JSONL file in LongChat's form.
+
+    Raises:
+        UserError: the file cannot be read, contains no case, or a line is not a case.
+    """
     try:
         text = pathlib.Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot read the line cases ({getattr(error, 'strerror', None) or error})") from error
-    cases = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}:{number}: by itself not valid JSON ({error.msg}); {FORM}") from error
-        if not isinstance(record, dict):
-            raise UserError(f"{path}:{number}: expected an object, found {type(record).__name__}; {FORM}")
-        for field, kind in (("prompt", str), ("expected_number", int), ("num_lines", int), ("correct_line", str)):
-            if not isinstance(record.get(field), kind) or isinstance(record.get(field), bool):
-                raise UserError(f"{path}:{number}: {field} should be {kind.__name__}, found {record.get(field)!r}; {FORM}")
-        cases.append(
-            LineCase(record["prompt"], record["expected_number"], record["num_lines"], record["correct_line"],
-                     pathlib.Path(path).name, record.get("key_style", ""))
-        )  # fmt: skip
+    name = pathlib.Path(path).name
+    # Not splitlines(), which would also split at U+2028.
+    cases = [
+        _parse(line, f"{path}:{number}", name) for number, line in enumerate(text.split("\n"), start=1) if line.strip()
+    ]
     if not cases:
         raise UserError(f"{path}: no line cases in it")
     return cases
 
 
+def _parse(line: str, location: str, source: str) -> LineCase:
+    """Returns the case in one line of a file, which `location` names in messages."""
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UserError(f"{location}: by itself not valid JSON ({error.msg}); {FORM}") from error
+    if not isinstance(record, dict):
+        raise UserError(f"{location}: expected an object, found {type(record).__name__}; {FORM}")
+    for field, kind in (("prompt", str), ("expected_number", int), ("num_lines", int), ("correct_line", str)):
+        if not isinstance(record.get(field), kind) or isinstance(record.get(field), bool):
+            raise UserError(f"{location}: {field} should be {kind.__name__}, found {record.get(field)!r}; {FORM}")
+    return LineCase(
+        record["prompt"], record["expected_number"], record["num_lines"], record["correct_line"],
+        source=source, key_style=record.get("key_style", ""),
+    )
+
+
 def write(cases: list[LineCase], path: str | pathlib.Path) -> None:
-    """The cases as a file that `read` reads."""
+    """Writes the cases into a file that `read` can read."""
     fields = ("expected_number", "num_lines", "correct_line", "prompt", "key_style")
     lines = [json.dumps({field: getattr(case, field) for field in fields}) + "\n" for case in cases]
     pathlib.Path(path).write_text("".join(lines), encoding="utf-8")
 
 
 def generate(lines: int, count: int, seed: int = 0, key_style: str = "adjective_noun") -> list[LineCase]:
-    """`count` cases of `lines` lines each, a pure function of the arguments.
+    """Generates cases, as a pure function of the arguments.
 
-    Keys are distinct within a case, and so are numbers: a right answer names one line. The line asked for is spread
-    evenly over the depths of the record.
+    Within a case all keys are distinct, and so are all numbers, so that a right answer identifies one line. Over the cases, the
+    index in the record of the line in question is uniformly distributed.
+
+    Args:
+        lines: number of lines of each case.
+        count: number of cases.
+        seed: seed of the keys, numbers and lines in question.
+        key_style: one of KEY_STYLES.
+
+    Raises:
+        UserError: the style is unknown, or has too few keys for so many lines.
     """
     if key_style not in KEY_STYLES:
         raise UserError(f"key_style {key_style!r} is not known; valid: {', '.join(KEY_STYLES)}")
@@ -124,17 +148,14 @@ def generate(lines: int, count: int, seed: int = 0, key_style: str = "adjective_
     tail += " " if key_style == "adjective_noun" else ""
     lowest, highest = (10, 100) if short else (1, 50_000)
     rng = np.random.default_rng([seed, lines, KEY_STYLES.index(key_style)])
-    depths = rng.permutation(np.arange(count) * lines // max(count, 1))
     cases = []
-    for depth in depths:
-        places = rng.choice(len(keys), size=lines, replace=False)
-        chosen = [keys[place] for place in (sorted(places) if short else places)]
+    for correct in rng.permutation(np.arange(count) * lines // max(count, 1)):
+        numbers_of_keys = rng.choice(len(keys), size=lines, replace=False)
+        case_keys = [keys[number] for number in (sorted(numbers_of_keys) if short else numbers_of_keys)]
         numbers = rng.choice(np.arange(lowest, highest), size=lines, replace=False).tolist()
-        record = [line.format(key=key, number=number) for key, number in zip(chosen, numbers, strict=True)]
-        cases.append(
-            LineCase(head + "".join(record) + tail.format(key=chosen[depth]), numbers[depth], lines, record[depth],
-                     key_style=key_style)
-        )  # fmt: skip
+        record = [line.format(key=key, number=number) for key, number in zip(case_keys, numbers, strict=True)]
+        prompt = head + "".join(record) + tail.format(key=case_keys[correct])
+        cases.append(LineCase(prompt, numbers[correct], lines, record[correct], key_style=key_style))
     return cases
 
 
@@ -142,4 +163,4 @@ def _keys(key_style: str) -> list[str]:
     if key_style == "short":
         return SHORT_KEYS
     first = ADJECTIVES if key_style == "adjective_noun" else NOUNS
-    return [f"{one}-{two}" for one, two in itertools.product(first, NOUNS) if one != two]
+    return [f"{word}-{noun}" for word, noun in itertools.product(first, NOUNS) if word != noun]

@@ -1,4 +1,4 @@
-"""Scoring of line retrieval: right or wrong, and accuracy with its interval for each number of lines."""
+"""Scores line retrieval: whether each answer is right, and the accuracy with its interval for each number of lines."""
 
 import dataclasses
 import math
@@ -7,32 +7,34 @@ from collections.abc import Iterable
 
 from eval.line_cases import LineCase
 
-Z95 = 1.959963984540054  # standard normal quantile of 0.975
+Z95 = 1.959963984540054  # quantile 0.975 of the standard normal distribution
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """One case answered."""
+    """The answer to one case."""
 
     case: LineCase
     generated: str
+    """The generated text."""
     prompt_tokens: int
     beyond_trained_length: bool = False
+    """Whether the prompt with the longest possible answer exceeds the length that the model was trained on."""
 
     @property
     def answer(self) -> int | None:
-        """The last integer generated."""
+        """The last integer of the generated text."""
         return last_integer(self.generated)
 
     @property
     def right(self) -> bool:
-        """Whether it is the expected one."""
+        """Whether the answer is the expected number."""
         return self.answer == self.case.expected_number
 
 
 @dataclasses.dataclass(frozen=True)
 class Score:
-    """Accuracy over the cases of one source and one number of lines, trained and beyond-trained lengths apart."""
+    """The accuracy over the cases of one source and number of lines that are all within or all beyond the trained length."""
 
     source: str
     family: str
@@ -42,29 +44,40 @@ class Score:
     right: int
     accuracy: float
     low: float
+    """Lower bound of the accuracy's 95% interval."""
     high: float
+    """Upper bound of the accuracy's 95% interval."""
     mean_prompt_tokens: float
 
     @property
     def chance(self) -> float:
-        """What naming any line's number gives."""
+        """The accuracy of naming the number of any line."""
         return 1 / self.num_lines
 
     @property
     def above_chance(self) -> bool:
-        """Whether the interval lies above chance, over enough cases to say so."""
+        """Whether the interval lies above chance, with at least 100 cases."""
         return self.cases >= 100 and self.low > self.chance
 
 
 def last_integer(text: str) -> int | None:
-    """The last run of digits in `text`; None without one."""
-    found = re.findall(r"[0-9]+", text)
-    # Longer than any expected number can be: a model that repeats a digit is wrong, not a reason to overflow.
-    return int(found[-1]) if found and len(found[-1]) <= 100 else None
+    """Returns the last run of digits in `text`, or None without one."""
+    runs = re.findall(r"[0-9]+", text)
+    # A model that repeats a digit for long is wrong; its number must not exceed Python's limit for converting strings.
+    return int(runs[-1]) if runs and len(runs[-1]) <= 100 else None
 
 
 def wilson(right: int, cases: int, z: float = Z95) -> tuple[float, float]:
-    """Wilson's interval (95%) of an accuracy; (0, 1) without cases."""
+    """Returns the bounds of Wilson's score interval of an accuracy, by default for 95%; (0, 1) without cases.
+
+    Args:
+        right: number of right answers.
+        cases: number of cases.
+        z: quantile of the standard normal distribution.
+
+    Raises:
+        ValueError: `right` is not in 0..cases.
+    """
     if not 0 <= right <= cases:
         raise ValueError(f"{right} right of {cases} cases")
     if not cases:
@@ -72,26 +85,35 @@ def wilson(right: int, cases: int, z: float = Z95) -> tuple[float, float]:
     share, square = right / cases, z * z / cases
     middle = (share + square / 2) / (1 + square)
     half = z * math.sqrt(share * (1 - share) / cases + square / (4 * cases)) / (1 + square)
-    # The bounds at 0 and at all right are exact; rounding would leave 1e-17.
+    # At no or all right answers a bound is exactly 0 or 1; rounding would leave 1e-17.
     return (0.0 if right == 0 else middle - half), (1.0 if right == cases else middle + half)
 
 
 def outcome(case: LineCase, generated: str, prompt_tokens: int, trained_length: int, new_tokens: int) -> Outcome:
-    """An answered case; it is beyond the trained length where prompt and answer do not fit in `trained_length`."""
+    """Returns the outcome of a case.
+
+    Args:
+        case: the case.
+        generated: the generated text.
+        prompt_tokens: number of tokens of the prompt.
+        trained_length: number of tokens of the contexts that the model was trained on.
+        new_tokens: number of tokens that may be generated.
+    """
     return Outcome(case, generated, prompt_tokens, prompt_tokens + new_tokens > trained_length)
 
 
 def score(outcomes: Iterable[Outcome]) -> list[Score]:
-    """Outcomes grouped by key family, source, number of lines and whether they are beyond the trained length."""
-    groups: dict[tuple, list[Outcome]] = {}
-    for one in outcomes:
-        key = (one.case.family, one.case.num_lines, one.case.source, one.beyond_trained_length)
-        groups.setdefault(key, []).append(one)
+    """Returns the accuracy of each group of outcomes with equal family, number of lines, source and beyond_trained_length."""
+    groups: dict[tuple[str, int, str, bool], list[Outcome]] = {}
+    for item in outcomes:
+        key = (item.case.family, item.case.num_lines, item.case.source, item.beyond_trained_length)
+        groups.setdefault(key, []).append(item)
     scores = []
     for (family, num_lines, source, beyond), group in sorted(groups.items()):
-        right = sum(one.right for one in group)
+        right = sum(item.right for item in group)
         low, high = wilson(right, len(group))
-        tokens = sum(one.prompt_tokens for one in group) / len(group)
-        accuracy = right / len(group)
-        scores.append(Score(source, family, num_lines, beyond, len(group), right, accuracy, low, high, tokens))
+        mean_tokens = sum(item.prompt_tokens for item in group) / len(group)
+        scores.append(
+            Score(source, family, num_lines, beyond, len(group), right, right / len(group), low, high, mean_tokens)
+        )
     return scores

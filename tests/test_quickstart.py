@@ -38,7 +38,7 @@ def test_transformers_says_the_same(trained, repository):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from eval.line_cases import read
-    from eval.line_retrieval import prompt_ids, rounded, stop_ids
+    from eval.line_retrieval import padded_length, prompt_ids, stop_ids
     from model.decode import Generator
     from trainer.build import build_llama
     from trainer.config.schema import MeshConfig, ModelConfig, RunConfig
@@ -53,7 +53,7 @@ def test_transformers_says_the_same(trained, repository):
     prompts.append(tokenizer.encode("Who are you?"))  # of another length, so that one row ends in padding
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=2, sequence=2))
     model = build_llama(RunConfig(model=ModelConfig(compute_dtype="float32")), source.config, mesh)
-    length = rounded(max(map(len, prompts)), 128)
+    length = padded_length(max(map(len, prompts)), 128)
     stops = stop_ids(source.config, tokenizer, "tokenizer")
     ours = Generator(model, "striped", ROWS, length, NEW_TOKENS, stops)(source.read(model), prompts)
 
