@@ -1,4 +1,4 @@
-"""Draws docs/striped_layout.png: who holds which tokens, and what each device computes in each round of a ring.
+"""Draws docs/striped_layout.png: which tokens each device holds, and which tiles it computes in each round of a ring.
 
     python -m scripts.draw_layout [--output FILE.png]
 """
@@ -6,108 +6,129 @@
 import argparse
 import pathlib
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
+from jaxtyping import Int
 
 from data.paths import output_file
 from model.attention.layout import permutation
 from trainer import entry
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import SubFigure
+
 LAYOUTS = ("contiguous", "striped")
 DEVICES = 4
-TILE = 4  # tokens of a side of a tile
-LENGTH = DEVICES * TILE * 4  # four tiles a side in each device's block
-HOLDERS = ["#4477aa", "#66ccee", "#228833", "#ccbb44"]  # Paul Tol's bright scheme: told apart without colour vision
+TILE = 4  # tokens on a side of a tile
+LENGTH = DEVICES * TILE * 4  # four tiles on a side of each device's block
+HOLDERS = ["#4477aa", "#66ccee", "#228833", "#ccbb44"]  # Paul Tol's bright scheme, for all kinds of colour vision
 KINDS = {"full": "#5a5566", "masked": "#e6a04b", "skip": "#eeeeee"}
-TOLD = {"full": "computed, no mask needed", "masked": "computed with a mask", "skip": "skipped: all keys are later"}
+DESCRIPTIONS = {"full": "computed without a mask", "masked": "computed with a mask", "skip": "skipped: all keys are later"}
 
 
-def kind(queries: np.ndarray, keys: np.ndarray) -> str:
-    """The tile rule for causal attention in one document, from the smallest and largest token on either side."""
+def kind(queries: Int[np.ndarray, "Tq"], keys: Int[np.ndarray, "Tk"]) -> str:
+    """Returns the kind of a tile (a key of KINDS) for causal attention in one document, from its tokens' indices."""
     if keys.min() > queries.max():
         return "skip"
     return "full" if keys.max() <= queries.min() else "masked"
 
 
-def rounds(layout: str) -> list[list[list[list[str]]]]:
-    """What tile [round][device][query tile][key tile] is, as the keys travel round the ring."""
+def ring_tiles(layout: str) -> list[list[list[list[str]]]]:
+    """Returns the kind of tile [round][device][query tile][key tile] of a ring."""
     tiles = permutation(LENGTH, DEVICES, layout).reshape(DEVICES, -1, TILE)
     return [
         [
-            [[kind(queries, keys) for keys in tiles[(device - hop) % DEVICES]] for queries in tiles[device]]
+            [[kind(queries, keys) for keys in tiles[(device - round_) % DEVICES]] for queries in tiles[device]]
             for device in range(DEVICES)
         ]
-        for hop in range(DEVICES)
+        for round_ in range(DEVICES)
     ]
 
 
 def work(block: list[list[str]]) -> int:
-    """Tiles that a device computes in a round."""
+    """Returns how many tiles a device computes in a round."""
     return sum(tile != "skip" for row in block for tile in row)
 
 
 def draw(path: pathlib.Path) -> None:
-    """One half for each layout: the sequence in its holders' colours above, rounds x devices below."""
+    """Draws the layouts side by side into a file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch, Rectangle
+    from matplotlib.patches import Patch
 
     figure = Figure(figsize=(13, 8.6), facecolor="white")
     FigureCanvasAgg(figure)
-    halves = figure.subfigures(1, 2, wspace=0.04)
-    for half, layout in zip(halves, LAYOUTS, strict=True):
-        grid = half.add_gridspec(
-            DEVICES + 1, DEVICES, height_ratios=[0.3] + [1] * DEVICES, hspace=0.36, wspace=0.12,
-            left=0.12, right=0.98, top=0.92, bottom=0.11,
-        )  # fmt: skip
-        half.suptitle(f"{layout}", fontsize=16, fontweight="bold", x=0.55, y=0.985)
-        strip = half.add_subplot(grid[0, :])
-        holder = np.empty(LENGTH, int)
-        holder[permutation(LENGTH, DEVICES, layout)] = np.repeat(np.arange(DEVICES), LENGTH // DEVICES)
-        for token, device in enumerate(holder):
-            strip.add_patch(Rectangle((token, 0), 1, 1, facecolor=HOLDERS[device], edgecolor="white", linewidth=0.6))
-        strip.set(xlim=(0, LENGTH), ylim=(0, 1), yticks=[], xticks=[])
-        strip.set_frame_on(False)
-        strip.set_title("who holds which token, from the first to the last", fontsize=10, pad=4)
-        for hop, devices in enumerate(rounds(layout)):
-            longest = max(map(work, devices))
-            for device, block in enumerate(devices):
-                axes = half.add_subplot(grid[hop + 1, device])
-                size = len(block)
-                for row, column in np.ndindex(size, size):
-                    place = (column, size - 1 - row)
-                    colour = KINDS[block[row][column]]
-                    axes.add_patch(Rectangle(place, 1, 1, facecolor=colour, edgecolor="white", linewidth=1))
-                axes.set(xlim=(0, size), ylim=(0, size), xticks=[], yticks=[], aspect="equal")
-                for spine in axes.spines.values():
-                    spine.set(color=HOLDERS[device], linewidth=2.5)
-                if hop == 0:
-                    axes.set_title(f"device {device}", fontsize=10, color="#222222")
-                if device == 0:
-                    axes.set_ylabel(f"round {hop}\n{longest} tiles long", fontsize=9)
-                axes.set_xlabel(f"{work(block)} of {size * size}", fontsize=8, labelpad=2)
-        total = sum(max(map(work, devices)) for devices in rounds(layout))
-        half.text(0.55, 0.052, f"a round takes as long as its busiest device: {total} tiles in all",
-                  ha="center", fontsize=11)  # fmt: skip
-    legend = [Patch(facecolor=KINDS[name], edgecolor="#999999", label=TOLD[name]) for name in KINDS]
+    for half, layout in zip(figure.subfigures(1, 2, wspace=0.04), LAYOUTS, strict=True):
+        _draw_layout(half, layout)
+    legend = [Patch(facecolor=KINDS[name], edgecolor="#999999", label=DESCRIPTIONS[name]) for name in KINDS]
     legend += [Patch(facecolor=colour, label=f"device {device}") for device, colour in enumerate(HOLDERS)]
     figure.legend(handles=legend, loc="lower center", ncols=len(legend), fontsize=9, frameon=False)
     figure.savefig(path, dpi=110)
 
 
-def main(argv=None) -> int:
-    """Draws, and prints the file's name."""
+def _draw_layout(half: "SubFigure", layout: str) -> None:
+    """Draws the sequence in the colours of the devices that hold it, and below, each device's tiles in each round."""
+    grid = half.add_gridspec(
+        DEVICES + 1, DEVICES, height_ratios=[0.3] + [1] * DEVICES, hspace=0.36, wspace=0.12,
+        left=0.12, right=0.98, top=0.92, bottom=0.11,
+    )
+    half.suptitle(layout, fontsize=16, fontweight="bold", x=0.55, y=0.985)
+    _draw_sequence(half.add_subplot(grid[0, :]), layout)
+    rounds = ring_tiles(layout)
+    longest = [max(map(work, blocks)) for blocks in rounds]
+    for round_, blocks in enumerate(rounds):
+        for device, block in enumerate(blocks):
+            axes = half.add_subplot(grid[round_ + 1, device])
+            _draw_block(axes, block, device)
+            if round_ == 0:
+                axes.set_title(f"device {device}", fontsize=10, color="#222222")
+            if device == 0:
+                axes.set_ylabel(f"round {round_}\n{longest[round_]} tiles long", fontsize=9)
+    note = f"a round takes as long as its busiest device: {sum(longest)} tiles in all"
+    half.text(0.55, 0.052, note, ha="center", fontsize=11)
+
+
+def _draw_sequence(axes: "Axes", layout: str) -> None:
+    from matplotlib.patches import Rectangle
+
+    holder = np.empty(LENGTH, int)  # the device that holds each token
+    holder[permutation(LENGTH, DEVICES, layout)] = np.repeat(np.arange(DEVICES), LENGTH // DEVICES)
+    for token, device in enumerate(holder):
+        axes.add_patch(Rectangle((token, 0), 1, 1, facecolor=HOLDERS[device], edgecolor="white", linewidth=0.6))
+    axes.set(xlim=(0, LENGTH), ylim=(0, 1), yticks=[], xticks=[])
+    axes.set_frame_on(False)
+    axes.set_title("device of each token, from the first to the last token", fontsize=10, pad=4)
+
+
+def _draw_block(axes: "Axes", block: list[list[str]], device: int) -> None:
+    from matplotlib.patches import Rectangle
+
+    size = len(block)
+    for row, column in np.ndindex(size, size):
+        corner = (column, size - 1 - row)
+        axes.add_patch(Rectangle(corner, 1, 1, facecolor=KINDS[block[row][column]], edgecolor="white", linewidth=1))
+    axes.set(xlim=(0, size), ylim=(0, size), xticks=[], yticks=[], aspect="equal")
+    for spine in axes.spines.values():
+        spine.set(color=HOLDERS[device], linewidth=2.5)
+    axes.set_xlabel(f"{work(block)} of {size * size}", fontsize=8, labelpad=2)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command, which prints the file's name, and returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.draw_layout", allow_abbrev=False, description=(
-        "Draws who holds which tokens, and what each device computes in each round of a ring."))
+        "Draws which tokens each device holds, and which tiles it computes in each round of a ring."))
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("docs/striped_layout.png"), metavar="FILE.png",
                         help="picture to write (default docs/striped_layout.png, the repository's own)")
     args = parser.parse_args(argv)
 
-    def work():
+    def draw_and_print() -> None:
         draw(output_file(args.output))
         print(args.output)
 
-    return entry.run(work)
+    return entry.run(draw_and_print)
 
 
 if __name__ == "__main__":

@@ -1,62 +1,88 @@
-"""Shows what a recipe trains on: python -m scripts.inspect_data CONFIG.yaml [--rows N] [--tokens N] [--section.field value ...]
+"""Shows what a recipe trains on.
 
-The first packed rows as text, the part in the loss in colour; what became of every record; lengths; the share of padding.
+    python -m scripts.inspect_data CONFIG.yaml [--rows N] [--tokens N] [--section.field value ...]
+
+Prints the first packed rows as text, with the tokens that are trained on in colour, the numbers of used and dropped records,
+the documents' lengths, and the share of padding.
 """
 
 import argparse
 import sys
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Int
 from rich.console import Console
 from rich.text import Text
 
+from data.batch import Batch
 from data.loader import Loader
 from data.prepare import Documents, counts
 from data.tokenizer import Tokenizer
 
-IN_LOSS, BORDER = "bold green", "dim"
+IN_LOSS, SEPARATOR = "bold green", "dim"  # rich styles
 
 
-def row_text(row: dict[str, np.ndarray], tokenizer: Tokenizer, most: int) -> Text:
-    """A row of data.loader as text: its first `most` tokens, control tokens written out, what the loss asks for in
-    IN_LOSS, each document under a line of its own, padding counted at the end."""
+class _Run(NamedTuple):
+    """Consecutive tokens of one document that are all in the loss, or all not."""
+
+    segment_id: int
+    in_loss: bool
+    start: int
+    end: int
+
+
+def row_text(row: Batch, tokenizer: Tokenizer, max_tokens: int) -> Text:
+    """Returns a row as text, with a heading for each document and a last line that counts the padding.
+
+    Args:
+        row: a row of the loader, arrays [L].
+        tokenizer: the tokenizer; control tokens are shown as their text.
+        max_tokens: how many tokens to show at most.
+    """
     text = Text()
     used = int((row["segment_ids"] > 0).sum())
-    for segment, in_loss, start, end in _runs(row, min(used, most)):
-        if start == 0 or row["segment_ids"][start - 1] != segment:
-            text.append(f"{'' if start == 0 else chr(10)}── document {segment} ──\n", BORDER)
-        text.append(tokenizer.decode(row["tokens"][start:end], skip_control=False), IN_LOSS if in_loss else None)
-    text.append(f"\n── {used} tokens, {len(row['tokens']) - used} of padding", BORDER)
-    text.append(f"; the first {most} are shown ──" if used > most else " ──", BORDER)
+    for run in _runs(row, min(used, max_tokens)):
+        if run.start == 0 or row["segment_ids"][run.start - 1] != run.segment_id:
+            text.append(f"{'' if run.start == 0 else chr(10)}── document {run.segment_id} ──\n", SEPARATOR)
+        ids = row["tokens"][run.start : run.end]
+        text.append(tokenizer.decode(ids, skip_control=False), IN_LOSS if run.in_loss else None)
+    text.append(f"\n── {used} tokens, {len(row['tokens']) - used} of padding", SEPARATOR)
+    text.append(f"; the first {max_tokens} are shown ──" if used > max_tokens else " ──", SEPARATOR)
     return text
 
 
-def _runs(row: dict[str, np.ndarray], end: int) -> Iterator[tuple[int, bool, int, int]]:
-    """(document, in the loss, start, end) of consecutive tokens that are alike in both."""
+def _runs(row: Batch, end: int) -> Iterator[_Run]:
+    """Yields the runs of a row's first `end` tokens."""
     segments, in_loss = row["segment_ids"], np.zeros(len(row["tokens"]), bool)
     # A token is in the loss when it is the target of the one before.
     in_loss[1:] = row["loss_weights"][:-1] > 0
     borders = np.flatnonzero((np.diff(segments[:end]) != 0) | (np.diff(in_loss[:end]) != 0)) + 1
     for start, stop in zip([0, *borders], [*borders, end], strict=True):
         if stop > start:
-            yield int(segments[start]), bool(in_loss[start]), int(start), int(stop)
+            yield _Run(int(segments[start]), bool(in_loss[start]), int(start), int(stop))
 
 
-def histogram(lengths: np.ndarray, width: int = 40) -> str:
-    """A line for each power of two: documents of that many tokens, and the share of all tokens that they hold."""
+def histogram(lengths: Int[np.ndarray, "N"], width: int = 40) -> str:
+    """Returns a line for each power of two: the number of documents of that length and their share of all tokens.
+
+    Args:
+        lengths: number of tokens of each document.
+        width: number of characters of the longest bar.
+    """
     powers = np.floor(np.log2(np.maximum(lengths, 1))).astype(int)
     lines = []
     for power in range(powers.min(), powers.max() + 1):
-        here = powers == power
-        share = lengths[here].sum() / lengths.sum()
-        bar = "█" * round(width * here.sum() / np.bincount(powers).max())
-        lines.append(f"{2**power:9,} .. {2 ** (power + 1) - 1:9,}  {here.sum():8,} documents {share:6.1%} of tokens  {bar}")
+        in_bin = powers == power
+        share = lengths[in_bin].sum() / lengths.sum()
+        bar = "█" * round(width * in_bin.sum() / np.bincount(powers).max())
+        lines.append(f"{2**power:9,} .. {2 ** (power + 1) - 1:9,}  {in_bin.sum():8,} documents {share:6.1%} of tokens  {bar}")
     return "\n".join(lines)
 
 
 def describe(documents: Documents, loader: Loader) -> str:
-    """Counts, lengths and padding of a split, for the terminal."""
+    """Returns the counts, lengths and padding of a split as text."""
     total = counts(documents)
     return (
         f"{documents.name}: {total.documents:,} documents, {total.tokens:,} tokens, "
@@ -66,14 +92,17 @@ def describe(documents: Documents, loader: Loader) -> str:
 
 
 def show(argv: list[str]) -> None:
-    """The command; UserError for whatever is wrong with the recipe or the data."""
+    """Runs the command.
+
+    Raises:
+        UserError: the recipe or the data are wrong.
+    """
     parser = argparse.ArgumentParser(prog="python -m scripts.inspect_data", description=__doc__.splitlines()[0],
                                      allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG.yaml", help="a recipe; its fields may follow as --section.field value")
-    parser.add_argument("--rows", type=int, default=2, help="rows to show (default 2)")
-    parser.add_argument("--tokens", type=int, default=600, help="tokens of a row to show (default 600)")
+    parser.add_argument("--rows", type=int, default=2, help="number of rows to show (default 2)")
+    parser.add_argument("--tokens", type=int, default=600, help="number of tokens to show of each row (default 600)")
     args, flags = parser.parse_known_args(argv)
-    # The one look from data/ up to trainer/: this is a command over both, as those in scripts/ are.
     from trainer.config.load import load
     from trainer.model_source import choose_model, for_templates
     from trainer.text import prepare_text
@@ -93,6 +122,7 @@ def show(argv: list[str]) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
     from trainer import entry
 
     return entry.run(lambda: show(sys.argv[1:] if argv is None else argv))

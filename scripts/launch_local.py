@@ -1,9 +1,10 @@
-"""Trains with several processes on this machine, as a cluster does, each with its share of the simulated devices.
+"""Trains with several processes on this machine, as on a cluster, each with its share of the simulated devices.
 
     python -m scripts.launch_local --processes 4 --config configs/NAME.yaml [--section.field value ...]
 
-All but --processes goes to train.py. When a process ends by an error or is lost, the others are ended too; SIGTERM and Ctrl-C
-go to all, which save, end, and give 143 or 130. The same command goes on from the last checkpoint.
+All flags but --processes are train.py's. When a process fails or is killed, the others are ended. SIGTERM and Ctrl-C are
+forwarded to all processes, which save a checkpoint and end; the exit status is then 143 or 130. The same command resumes from
+the last checkpoint.
 """
 from __future__ import annotations
 
@@ -19,123 +20,152 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import FrameType
+from typing import NamedTuple
 
 GRACE_SECONDS = 10
-# Processes that meet the same error end by themselves within so long of each other.
+# Processes that fail by the same error end within this time of each other.
 TOGETHER_SECONDS = 2
-LAST_WORDS = (b"error: ", b"preempted ", b"stopped")  # what train.py ends with, in one line
+FINAL_LINES = (b"error: ", b"preempted ", b"stopped")  # how the one line begins with which train.py ends
 TRAIN = Path(__file__).resolve().parent.parent / "train.py"
 
 
+class Failure(NamedTuple):
+    """A process that failed."""
+
+    process: int
+    """Number of the process."""
+    status: int
+    """Its exit status; minus the signal's number if a signal killed it."""
+
+
 def free_port() -> int:
-    """A port of this machine that nobody listens on now."""
+    """Returns a free port of this machine."""
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         return listening.getsockname()[1]
 
 
-def start(processes: int, train: list[str]) -> list[subprocess.Popen]:
-    """One train.py for each process, process 0 their coordinator."""
+def start(count: int, flags: Sequence[str]) -> list[subprocess.Popen]:
+    """Starts train.py in `count` processes, of which process 0 is the coordinator.
+
+    Args:
+        count: number of processes.
+        flags: train.py's flags.
+    """
     address = f"127.0.0.1:{free_port()}"
-    running = []
-    for number in range(processes):
-        # In groups of their own: a terminal's Ctrl-C comes to the launcher alone, and to them once.
-        place = ["--distributed.coordinator", address, "--distributed.process_id", str(number), "--distributed.num_processes",
-                 str(processes)]
-        running.append(subprocess.Popen([sys.executable, str(TRAIN), *train, *place], process_group=0,
-                                        stderr=subprocess.PIPE if number else None))
-    for process in running[1:]:
-        threading.Thread(target=_speak, args=(process, running[0]), name=_speak.__name__, daemon=True).start()
-    return running
+    processes = []
+    for number in range(count):
+        own_flags = ["--distributed.coordinator", address, "--distributed.process_id", str(number),
+                     "--distributed.num_processes", str(count)]
+        # In process groups of their own, so that a terminal's Ctrl-C is sent to the launcher only, which forwards it.
+        processes.append(subprocess.Popen([sys.executable, str(TRAIN), *flags, *own_flags], process_group=0,
+                                          stderr=subprocess.PIPE if number else None))
+    for process in processes[1:]:
+        threading.Thread(
+            target=_forward_stderr, args=(process, processes[0]), name=_forward_stderr.__name__, daemon=True
+        ).start()
+    return processes
 
 
-def _speak(process: subprocess.Popen, first: subprocess.Popen) -> None:
-    """Passes on what a process says on standard error, but not its last words where `first` has said the same, as their exit
-    codes tell."""
-    last_words = []
+def _forward_stderr(process: subprocess.Popen, first: subprocess.Popen) -> None:
+    """Forwards what a process writes to standard error, without a final line that `first` has written too.
+
+    Processes with the same exit status have written the same final line.
+    """
+    final_lines = []
     for line in process.stderr:
-        last_words.append(line) if line.startswith(LAST_WORDS) else os.write(2, line)
+        final_lines.append(line) if line.startswith(FINAL_LINES) else os.write(2, line)
     if process.wait() not in (first.wait(), -signal.SIGTERM):
-        os.write(2, b"".join(last_words))
+        os.write(2, b"".join(final_lines))
 
 
-def wait(running: list[subprocess.Popen], told: Sequence[int] = ()) -> int:
-    """The exit code of all: 0, or that of the first that failed, after which the others are ended. Those that are `told` to end
-    by a signal are given the time to do so."""
-    failed, until = None, math.inf
+def wait(processes: list[subprocess.Popen], received: Sequence[int] = ()) -> int:
+    """Waits for all processes, and ends the others once one has failed.
+
+    Args:
+        processes: the processes.
+        received: the signals that were forwarded to them; after one, all are given the time that they need to end.
+
+    Returns:
+        0, or the exit status of the process that failed first, as a shell would give it.
+    """
+    failure, deadline = None, math.inf
     try:
-        while None in (codes := [process.poll() for process in running]) and time.monotonic() < until:
-            if not failed and any(codes):
-                failed = _failed(codes)
-                until = math.inf if told else time.monotonic() + TOGETHER_SECONDS
+        while None in (statuses := [process.poll() for process in processes]) and time.monotonic() < deadline:
+            if not failure and any(statuses):
+                failure = _first_failure(statuses)
+                deadline = math.inf if received else time.monotonic() + TOGETHER_SECONDS
             time.sleep(0.1)
-        number, code = failed or _failed(codes)
-        if not code:
+        failure = failure or _first_failure(statuses)
+        if not failure:
             return 0
-        if not told:
-            how = f"was lost (signal {-code})" if code < 0 else f"ended with {code}"
-            print(f"launch_local: process {number} {how}{'; ending the others' * (None in codes)}", file=sys.stderr)
-        return code if code > 0 else 128 - code
+        number, status = failure
+        if not received:
+            event = f"was lost (signal {-status})" if status < 0 else f"ended with {status}"
+            print(f"launch_local: process {number} {event}{'; ending the others' * (None in statuses)}", file=sys.stderr)
+        return status if status > 0 else 128 - status
     finally:
-        end(running)
+        end(processes)
 
 
-def _failed(codes: list[int | None]) -> tuple[int, int]:
-    """The first process that failed, and its exit code; 0 where none did."""
-    return next(((number, code) for number, code in enumerate(codes) if code), (0, 0))
+def _first_failure(statuses: Sequence[int | None]) -> Failure | None:
+    """Returns the first process that failed, if one did."""
+    return next((Failure(number, status) for number, status in enumerate(statuses) if status), None)
 
 
 @contextlib.contextmanager
-def passing_on(running: list[subprocess.Popen]) -> Iterator[list[int]]:
-    """A signal that asks this process to end is one to each that is running; gives the list of those that came."""
-    told = []
+def forwarding_signals(processes: list[subprocess.Popen]) -> Iterator[list[int]]:
+    """Forwards SIGINT, SIGTERM and SIGHUP to the processes; yields the list of the signals received so far."""
+    received: list[int] = []
 
-    def tell(number, _):
-        told.append(number)
-        for process in running:
+    def forward(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        for process in processes:
             process.send_signal(number)
 
-    before = {number: signal.signal(number, tell) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    handlers = {number: signal.signal(number, forward) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
-        yield told
+        yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def end(running: list[subprocess.Popen]) -> None:
-    """Asks those still running to end, and kills them after a while."""
-    for process in running:
+def end(processes: list[subprocess.Popen]) -> None:
+    """Terminates the processes that still run, and kills them after GRACE_SECONDS."""
+    for process in processes:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
-    patience = time.monotonic() + GRACE_SECONDS
-    for process in running:
+    deadline = time.monotonic() + GRACE_SECONDS
+    for process in processes:
         try:
-            process.wait(max(0.0, patience - time.monotonic()))
+            process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Entry point."""
+    """Runs the command and returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.launch_local", allow_abbrev=False,
                                      usage="%(prog)s --processes N --config RECIPE.yaml [--section.field value ...]",
                                      description=__doc__.splitlines()[0],
                                      epilog="All other flags go to train.py; python train.py --help describes them.")
     parser.add_argument("--processes", type=int, required=True, metavar="N",
-                        help="processes to start; they divide mesh.simulate")
-    args, train = parser.parse_known_args(argv)
+                        help="number of processes, which share the devices of mesh.simulate")
+    args, flags = parser.parse_known_args(argv)
     if args.processes < 1:
         parser.error(f"--processes: found {args.processes}; at least 1")
-    running = []
-    with passing_on(running) as told:
-        running += start(args.processes, train)
-        code = wait(running, told)
+    processes: list[subprocess.Popen] = []
+    with forwarding_signals(processes) as received:
+        processes += start(args.processes, flags)
+        status = wait(processes, received)
     for thread in threading.enumerate():
-        if thread.name == _speak.__name__:
-            thread.join(GRACE_SECONDS)  # no longer: what a lost process has started may hold its end of the pipe open
-    return code
+        if thread.name == _forward_stderr.__name__:
+            # Not for longer: a child of a process that was killed may hold the pipe open.
+            thread.join(GRACE_SECONDS)
+    return status
 
 
 if __name__ == "__main__":

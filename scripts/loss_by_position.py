@@ -1,46 +1,68 @@
-"""Loss against a token's place in its text: does a model predict better with more of a long text before it?
+"""Measures the loss against the position in the text: does a model predict better with more text before the target?
 
     python -m scripts.loss_by_position --config RECIPE.yaml --checkpoint DIR_OR_HF [...] --output DIR [--section.field ...]
 
-The recipe says which data are measured, how they are packed and on which mesh; `model.path` is each checkpoint in turn. A
-target's place is the number of tokens before it in its document and row, in buckets of powers of two. Writes
-loss_by_position.json and loss_by_position.png to --output. Measured is the held-out split where the recipe has one. Rows of
-the training split begin at --skip: give the steps that were trained, so that only what the model has not seen is measured.
+The data, their packing and the mesh are the recipe's; `model.path` is set to each checkpoint in turn. Targets are grouped by
+the number of tokens before them, in the same document and row, into buckets between powers of two. Writes
+loss_by_position.json and loss_by_position.png to --output.
+
+Measures the held-out split, if the recipe has one. For the training split, --skip should be the number of steps that were
+trained, so that the model has not seen the measured rows.
 """
-from __future__ import annotations
 
 import argparse
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float, Int
 
 from data.paths import output_folder
 from trainer import entry
 
+BUCKETS = 32  # for up to 2^32 - 1 tokens before the target
+
 
 @dataclasses.dataclass
 class Buckets:
-    """Weighted losses by place: bucket k holds the targets with 2^k .. 2^(k+1) - 1 tokens before them."""
+    """Sums over the targets of each bucket; bucket k is for 2^k .. 2^(k+1) - 1 tokens before the target."""
 
-    count: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(32))
-    total: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(32))
-    squares: np.ndarray = dataclasses.field(default_factory=lambda: np.zeros(32))
+    count: Float[np.ndarray, "K"] = dataclasses.field(default_factory=lambda: np.zeros(BUCKETS))
+    total: Float[np.ndarray, "K"] = dataclasses.field(default_factory=lambda: np.zeros(BUCKETS))
+    """Sum of the losses, in nats."""
+    squares: Float[np.ndarray, "K"] = dataclasses.field(default_factory=lambda: np.zeros(BUCKETS))
+    """Sum of the squared losses."""
 
-    def add(self, losses: np.ndarray, positions: np.ndarray, weights: np.ndarray) -> None:
-        """Counts the targets of a batch, arrays of one shape in any order; positions: of the token before the target."""
-        here = weights > 0
-        # frexp is exact where a logarithm of a power of two may round down.
-        place = np.frexp(positions[here] + 1.0)[1] - 1
-        losses = losses[here].astype(np.float64)
+    def add(
+        self,
+        losses: Float[np.ndarray, "*B L"],
+        positions: Int[np.ndarray, "*B L"],
+        weights: Float[np.ndarray, "*B L"] | Int[np.ndarray, "*B L"],
+    ) -> None:
+        """Adds the targets of a batch.
+
+        Args:
+            losses: the loss of each token's target, in nats; tokens may be in any order.
+            positions: the position of each token, which is followed by its target, in its document.
+            weights: above 0 where the target counts.
+        """
+        counted = weights > 0
+        # frexp is exact, whereas the logarithm of a power of two may be rounded down.
+        bucket = np.frexp(positions[counted] + 1.0)[1] - 1
+        losses = losses[counted].astype(np.float64)
         for sums, values in ((self.count, np.ones_like(losses)), (self.total, losses), (self.squares, losses**2)):
-            sums += np.bincount(place, values, minlength=len(sums))
+            sums += np.bincount(bucket, values, minlength=len(sums))
 
     def rows(self) -> list[dict]:
-        """A row for each bucket with a target: its places, targets, mean loss in nats, and the mean's standard error as if
-        the targets were independent (neighbours are not: the truth is somewhat wider)."""
+        """Returns a row of loss_by_position.json for each bucket with a target.
+
+        The standard error of the mean is that of independent targets; neighbouring ones are not, so that the true error is
+        somewhat larger.
+        """
         rows = []
         for k in np.flatnonzero(self.count):
             count, mean = self.count[k], self.total[k] / self.count[k]
@@ -51,24 +73,43 @@ class Buckets:
         return rows
 
 
-def parse(argv=None) -> tuple[argparse.Namespace, list[str]]:
-    """The command line, and the flags that belong to the recipe."""
+class Measurement(NamedTuple):
+    """What `measure` returns about one checkpoint."""
+
+    rows: list[dict]
+    """See Buckets.rows."""
+    about: dict
+    """What was measured: split, batches, lengths, data."""
+
+
+def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the options of the command line, and the flags that are fields of the recipe."""
     parser = argparse.ArgumentParser(prog="python -m scripts.loss_by_position", description=__doc__.splitlines()[0],
                                      allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="RECIPE.yaml", help="the recipe; its fields may follow as flags")
     parser.add_argument("--checkpoint", required=True, nargs="+", metavar="DIR_OR_HF",
-                        help="checkpoints, runs or Hugging Face models, all with the same tokenizer; a curve each")
+                        help="checkpoints, runs or Hugging Face models with the same tokenizer; each is a curve")
     parser.add_argument("--output", required=True, type=Path, metavar="DIR", help="folder for the table and the plot")
-    parser.add_argument("--split", choices=["train", "held_out"], help="documents to measure on (default: held_out where the "
-                        "recipe has one and --skip is not given, else train)")
-    parser.add_argument("--skip", type=int, default=0, help="batches of the split's first epoch to leave out, those already "
-                        "trained on (default 0)")
-    parser.add_argument("--batches", type=int, default=8, help="batches to measure, at most the rest of the epoch (default 8)")
+    parser.add_argument("--split", choices=["train", "held_out"], help="documents to measure (default: held_out if the "
+                        "recipe has one and --skip is not given, otherwise train)")
+    parser.add_argument("--skip", type=int, default=0, help="number of batches at the beginning of the split's first epoch to "
+                        "leave out, since the model was trained on them (default 0)")
+    parser.add_argument("--batches", type=int, default=8, help="number of batches to measure, at most the rest of the epoch "
+                        "(default 8)")
     return parser.parse_known_args(argv)
 
 
-def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> tuple[list[dict], dict]:
-    """The buckets' rows of one checkpoint, and what was measured."""
+def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> Measurement:
+    """Measures one checkpoint.
+
+    Args:
+        checkpoint: the checkpoint.
+        args: the options of the command line.
+        flags: the flags that are fields of the recipe.
+
+    Raises:
+        UserError: there is no batch to measure.
+    """
     import jax
 
     from data.batch import permute
@@ -85,14 +126,14 @@ def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> tupl
     size = config.train.batch_size
     split = args.split or ("held_out" if len(objective.prepared.held_out) and not args.skip else "train")
     loader = Loader(objective.prepared, config.data.context_length, size, config.data.seed, split=split)
-    whole = len(loader) // size
-    steps = range(args.skip, min(args.skip + args.batches, whole))
+    total = len(loader) // size
+    steps = range(args.skip, min(args.skip + args.batches, total))
     if args.skip < 0 or not steps:
-        raise UserError(f"--skip {args.skip} --batches {args.batches}: the split {split} has {whole} batches of {size} rows in "
-                        "its first epoch; " + ("fewer to skip" if whole else "a smaller --train.batch_size") + " would work")
-    print(f"{checkpoint}: split {split}, batches {steps.start} to {steps[-1]} of {whole} ({steps.start} skipped)", flush=True)
+        raise UserError(f"--skip {args.skip} --batches {args.batches}: the split {split} has {total} batches of {size} rows in "
+                        "its first epoch; " + ("fewer to skip" if total else "a smaller --train.batch_size") + " would work")
+    print(f"{checkpoint}: split {split}, batches {steps.start} to {steps[-1]} of {total} ({steps.start} skipped)", flush=True)
     if split == "train" and not steps.start:
-        print("note: a model that this recipe trained has seen these rows; --skip STEPS leaves out what was trained on")
+        print("note: a model trained with this recipe has seen these rows; --skip STEPS leaves out those of its steps")
     model, params = objective.model, objective.read_params()
     shapes = text_batch(size, config.data.context_length, model.mesh)
     token_losses = jax.jit(model.token_losses).lower(params, shapes).compile()
@@ -105,11 +146,11 @@ def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> tupl
         print(f"batch {number} of {len(steps)}: {mean:.3f} nats per target", flush=True)
     about = {"context_length": config.data.context_length, "split": split, "first_batch": steps.start,
              "batches": len(steps), "batch_size": size, "data": [source.path for source in config.data.sources]}
-    return buckets.rows(), about
+    return Measurement(buckets.rows(), about)
 
 
 def plot(curves: dict[str, list[dict]], path: Path, title: str) -> None:
-    """Mean loss, with a band of two standard errors, against the tokens before the target."""
+    """Plots each checkpoint's mean losses, with a band of two standard errors, against the tokens before the target."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
@@ -118,17 +159,17 @@ def plot(curves: dict[str, list[dict]], path: Path, title: str) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for name, rows in curves.items():
-        # A bucket stands at its geometric middle.
-        across = [math.sqrt(row["tokens_before_from"] * row["tokens_before_to"]) for row in rows]
+        # A bucket is plotted at its geometric mean.
+        x = [math.sqrt(row["tokens_before_from"] * row["tokens_before_to"]) for row in rows]
         loss = np.array([row["loss_nats_per_target"] for row in rows])
         error = 2 * np.array([row["standard_error"] or 0.0 for row in rows])
-        short = "/".join(part for part in Path(name).parts[-3:] if part != "checkpoints")
-        line, = axes.plot(across, loss, marker="o", markersize=4, label=short)
-        axes.fill_between(across, loss - error, loss + error, color=line.get_color(), alpha=0.2, linewidth=0)
+        short_name = "/".join(part for part in Path(name).parts[-3:] if part != "checkpoints")
+        line, = axes.plot(x, loss, marker="o", markersize=4, label=short_name)
+        axes.fill_between(x, loss - error, loss + error, color=line.get_color(), alpha=0.2, linewidth=0)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(LogLocator(base=2, numticks=12))
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.set_xlabel("tokens of the text before the target, buckets of powers of two")
+    axes.set_xlabel("tokens of the text before the target, in buckets between powers of two")
     axes.set_ylabel("loss, nats per target (band: two standard errors)")
     axes.grid(alpha=0.3)
     axes.legend(fontsize="small")
@@ -137,7 +178,7 @@ def plot(curves: dict[str, list[dict]], path: Path, title: str) -> None:
 
 
 def print_table(curves: dict[str, list[dict]], title: str) -> None:
-    """A table of each checkpoint's buckets, in the terminal."""
+    """Prints a table of each checkpoint's buckets."""
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
@@ -156,7 +197,7 @@ def print_table(curves: dict[str, list[dict]], title: str) -> None:
 
 
 def run(args: argparse.Namespace, flags: list[str]) -> dict[str, list[dict]]:
-    """Measures every checkpoint, writes the table and the plot, and gives the curves: checkpoint -> rows."""
+    """Measures every checkpoint, writes the table and the plot, and returns each checkpoint's rows."""
     output_folder(args.output)
     entry.keep_compiled()
     curves = {}
@@ -172,8 +213,8 @@ def run(args: argparse.Namespace, flags: list[str]) -> dict[str, list[dict]]:
     return curves
 
 
-def main(argv=None) -> int:
-    """Entry point."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
     args, flags = parse(argv)
     return entry.run(lambda: run(args, flags))
 

