@@ -12,8 +12,9 @@ REQUIREMENTS := requirements$(if $(filter cpu,$(PLATFORM)),,-$(PLATFORM)).txt
 help:
 	@echo "make install PLATFORM=cpu|tpu|cuda   make the environment in $(VENV)"
 	@echo "make quickstart                      train, evaluate and export a small model on simulated devices"
-	@echo "make test | lint                     run the tests | check the style"
-	@echo "make bench | soak                    measure | the longest tests"
+	@echo "make test | lint                     run the tests | check style and types"
+	@echo "make bench                           measure what has changed, and make BENCHMARKS.md"
+	@echo "make soak [PARTS='kernels rest']     run the longest tests, in parts that resume"
 
 # A stamp for each list of requirements: pip runs again only where that list has changed.
 $(VENV)/bin/python:
@@ -34,9 +35,10 @@ test: $(VENV)/.requirements-test.stamp
 
 lint: $(VENV)/.requirements-test.stamp
 	$(RUN) -m ruff check .
+	$(RUN) -m mypy
 
 bench: $(VENV)/.requirements-test.stamp
 	$(RUN) -m scripts.benchmarks
 
 soak: $(VENV)/.requirements-test.stamp
-	$(RUN) -m pytest tests -m slow
+	$(RUN) -m tests.soak $(PARTS)

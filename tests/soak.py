@@ -1,0 +1,94 @@
+"""Runs the tests marked slow, in parts that run singly and resume: python -m tests.soak [PART ...] (what `make soak` runs).
+
+Each part is a process of its own. The tests that passed are recorded in .cache/soak/PART.passed, so that a part which was
+interrupted runs only the others when it is started again. The record belongs to one state of the code: any change of a
+Python file begins it anew.
+"""
+
+import argparse
+import hashlib
+import json
+import pathlib
+import subprocess
+import sys
+import time
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+RECORDS = ROOT / ".cache" / "soak"
+ATTENTION = "tests/model/attention/test_all_pairs.py"
+MESHES = "tests/trainer/test_same_everywhere.py"
+
+# Part -> (files or folders, "share/of": which share of their tests, files left out); each ends within 150 minutes on 2 cores.
+PARTS: dict[str, tuple[list[str], str, list[str]]] = {
+    **{f"attention-{share}": ([ATTENTION], f"{share}/6", []) for share in range(1, 7)},
+    **{f"meshes-{share}": ([MESHES], f"{share}/3", []) for share in range(1, 4)},
+    "kernels": (["tests/model/attention/kernels"], "1/1", []),
+    "rest": (["tests"], "1/1", [ATTENTION, MESHES, "tests/model/attention/kernels"]),
+}
+
+
+class Resume:
+    """A pytest plugin: keeps one share of the collected tests without those that passed before, and records those that pass."""
+
+    def __init__(self, record: pathlib.Path, share: str, code: str):
+        self.record, self.code = record, code
+        self.number, self.shares = map(int, share.split("/"))
+        lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
+        self.passed = set(lines[1:]) if lines[:1] == [code] else set()
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_collection_modifyitems(self, config, items):
+        share = items[self.number - 1::self.shares]
+        remaining = [item for item in share if item.nodeid not in self.passed]
+        config.hook.pytest_deselected(items=[item for item in items if item not in remaining])
+        print(f"{len(share) - len(remaining)} of {len(share)} tests passed before; {len(remaining)} to run", flush=True)
+        items[:] = remaining
+        self.record.parent.mkdir(parents=True, exist_ok=True)
+        self.record.write_text("\n".join([self.code, *sorted(self.passed)]) + "\n", encoding="utf-8")
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" and report.passed:
+            with self.record.open("a", encoding="utf-8") as file:
+                file.write(report.nodeid + "\n")
+
+
+def code_hash() -> str:
+    """Returns a hash of all Python files of the repository."""
+    names = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    return hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in names if (ROOT / name).exists())).hexdigest()
+
+
+def run_part(part: str) -> int:
+    """Runs the tests of one part in this process; returns pytest's exit code, 0 also where nothing was left to run."""
+    paths, share, ignored = PARTS[part]
+    arguments = [*paths, "-m", "slow", *(f"--ignore={path}" for path in ignored)]
+    code = pytest.main(arguments, plugins=[Resume(RECORDS / f"{part}.passed", share, code_hash())])
+    return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else int(code)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the requested parts (all of them unless named) one after the other; returns 1 if a test failed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"out of {', '.join(PARTS)}; all unless given")
+    parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if unknown := [part for part in args.parts if part not in PARTS]:
+        parser.error(f"{unknown[0]} is not a part; the parts are {', '.join(PARTS)}")
+    if args.in_process:
+        return run_part(args.parts[0])
+    results = []
+    for part in args.parts or PARTS:
+        start = time.monotonic()
+        code = subprocess.run([sys.executable, "-m", "tests.soak", "--in-process", part], cwd=ROOT, check=False).returncode
+        results.append({"part": part, "exit_code": code, "minutes": round((time.monotonic() - start) / 60, 1)})
+        RECORDS.mkdir(parents=True, exist_ok=True)
+        (RECORDS / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    for result in results:
+        print(f"{result['part']:12} {result['minutes']:6.1f} minutes, {'passed' if result['exit_code'] == 0 else 'FAILED'}")
+    return int(any(result["exit_code"] for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
