@@ -34,6 +34,11 @@ def read_json(path: Path):
     return json.loads(path.read_text(encoding="utf-8"))
 
 
+def tokens_text(count: int) -> str:
+    """Returns 8192 as 8K, 8388608 as 8M and 0 as none."""
+    return f"{count >> 20}M" if count >= 1 << 20 else f"{count >> 10}K" if count else "none"
+
+
 class ProcessFailed(UserError):
     """A measurement's process failed; `reason` is its exit status and the last line of its standard error."""
 

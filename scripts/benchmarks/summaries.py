@@ -9,7 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scripts.benchmarks.commands import read_json
+from scripts.benchmarks.commands import read_json, tokens_text
 from scripts.benchmarks.paper_rows import RING_ATTENTION_COLUMNS, RING_ATTENTION_CONTEXTS
 from scripts.benchmarks.results import commit, load, row
 
@@ -226,11 +226,6 @@ def identity(out: Path) -> tuple[Rows, Tables]:
     before, after = (read_json(out / f"{name}.json")["named"] for name in ("before", "after"))
     return {"before": row("SmolLM2's answers that name Vicuna, before", f"{before} of 10", "at most 2", before <= 2),
             "after": row("SmolLM2's answers that name Vicuna, after 120 steps", f"{after} of 10", "at least 8", after >= 8)}, {}
-
-
-def tokens_text(count: int) -> str:
-    """Returns 8192 as 8K and 8388608 as 8M."""
-    return f"{count >> 20}M" if count >= 1 << 20 else f"{count >> 10}K"
 
 
 def table3(out: Path) -> tuple[Rows, Tables]:
