@@ -1,23 +1,28 @@
-"""Draws each schedule from its own plan: who computes which tiles in which round, how evenly, and what is sent.
+"""Draws schedules from their plans: which rank computes which tiles in each round, how even the work is, and what is sent.
 
     python -m scripts.draw_schedule [--output docs/schedules] [--ranks 4 8] [--schedules ring ...]
 """
-from __future__ import annotations
-
 import argparse
 import pathlib
 import sys
 import textwrap
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float, Int
 
 from model.attention import get_schedule
 from model.attention.coords import MASKED, SKIP, Mask, TokenCoords, tile_bounds, tile_kind
 from model.attention.layout import LAYOUTS, permutation
 from model.attention.schedules.plan import Block, Round, Send, Task
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 CASES = {
     "ring": "ring", "ring_bidirectional": {"name": "ring", "bidirectional": True}, "all_gather": "all_gather",
@@ -25,197 +30,273 @@ CASES = {
     "ulysses": "ulysses", "usp": {"name": "ulysses", "degree": 2}, "attention2d": "attention2d",
     "attention2d_overlap": {"name": "attention2d", "overlap": True}, "ring_self_attention": "ring_self_attention",
 }
-STRIPED = ("ulysses", "usp")
-TOLD = ("Rows are queries, columns keys, in the order in which ranks hold them. Bars: tiles that each rank computes in the "
-        "round; the line is the busiest, for whom all wait. Below: what is sent meanwhile, by which ranks, how many ranks on.")
+SHARED_HEADS = ("ulysses", "usp")  # in these, ranks compute the same tiles for different heads
+CAPTION = (
+    "Rows are queries, columns keys, in the order in which ranks hold them. Bars: tiles that each rank computes in the "
+    "round; the line is the busiest, for whom all wait. Below: what is sent meanwhile, by which ranks, how many ranks on."
+)
 TILES, TOKENS = 4, 4  # tiles on a side of a block, tokens on a side of a tile
-CELL = 8  # pixels of a tile, cut into as many stripes as ranks share its heads
-COLOURS = np.array([  # Paul Tol's muted scheme: told apart without colour vision
+CELL = 8  # pixels on a side of a tile, which has a stripe for each rank that shares its heads
+COLOURS = np.array([  # Paul Tol's muted scheme, for all kinds of colour vision
     (0x33, 0x22, 0x88), (0x88, 0xCC, 0xEE), (0x11, 0x77, 0x33), (0xDD, 0xCC, 0x77),
     (0xCC, 0x66, 0x77), (0x44, 0xAA, 0x99), (0x88, 0x22, 0x55), (0x99, 0x99, 0x33)]) / 255
-SKIPPED, ELSEWHERE = np.array([0.86] * 3), np.array([0.975] * 3)
-INK = "#2b2b2b"
-WIDTH, MOST = 10.0, 5  # inches of a picture, so that a page shows it unshrunk; rounds side by side
-LEFT, GAP, HEAD, BARS, LINE = 0.6, 0.17, 0.25, 0.62, 0.165  # inches: labels; between panels; titles; bars; a line of words
-LETTERS = 16, 13.5  # in an inch: of a panel's words, of the text above all
+SKIPPED, IDLE = np.array([0.86] * 3), np.array([0.975] * 3)  # colours of tiles that are skipped, or not in this round
+TEXT_COLOUR = "#2b2b2b"
+# Sizes in inches.
+WIDTH = 10.0  # of a picture, so that a page shows it without scaling
+LABELS, GAP, TITLE, BARS, TEXT_LINE = 0.6, 0.17, 0.25, 0.62, 0.165  # of row labels, gaps, titles, bars, a line of text
+PANEL_LETTERS, CAPTION_LETTERS = 16, 13.5  # letters in an inch
+MAX_COLUMNS = 5  # rounds side by side
 
 
-def kinds(layout: str, size: int) -> np.ndarray:
-    """SKIP, FULL or MASKED of every pair of tiles in the order in which the layout stores them, by the kernels' own rule."""
+def kinds(layout: str, size: int) -> Int[np.ndarray, "query_tiles key_tiles"]:
+    """Returns SKIP, FULL or MASKED for every tile, in the order in which the layout stores tokens, by the kernels' rule.
+
+    Args:
+        layout: name of the layout.
+        size: number of ranks.
+    """
     order = permutation(size * TILES * TOKENS, size, layout)
     bounds = tile_bounds(TokenCoords(jnp.asarray(order[None]), jnp.ones((1, len(order)), jnp.int32)), TOKENS)
     queries, keys = jax.tree.map(lambda x: x[0][:, None], bounds), jax.tree.map(lambda x: x[0][None], bounds)
     return np.asarray(tile_kind(queries, keys, Mask()))
 
 
-def tiles_of(task: Task) -> tuple[np.ndarray, np.ndarray]:
-    """Numbers of the query tiles and of the key tiles of a kernel call."""
+class TileIndices(NamedTuple):
+    """The tiles of a kernel call: all pairs of a row and a column."""
+
+    rows: Int[np.ndarray, "R"]
+    """Indices of the tiles of queries."""
+    columns: Int[np.ndarray, "C"]
+    """Indices of the tiles of keys."""
+
+
+def tiles_of(task: Task) -> TileIndices:
+    """Returns the tiles of a kernel call."""
     rows, columns = (np.concatenate([np.arange(TILES) + block * TILES for block in blocks])
                      for blocks in (task.queries, task.keys))
     (part, parts), (key_part, key_parts) = task.part, task.key_part
-    return np.split(rows, parts)[part], np.split(columns, key_parts)[key_part]
+    return TileIndices(np.split(rows, parts)[part], np.split(columns, key_parts)[key_part])
 
 
-def picture(one: Round, kinds_: np.ndarray) -> np.ndarray:
-    """The matrix of tiles as an image: computed ones in their rank's colour, paler where a mask is needed."""
-    image = np.broadcast_to(ELSEWHERE, (*(side * CELL for side in kinds_.shape), 3)).copy()
-    for task in one.tasks:
+def picture(
+    round_: Round, tile_kinds: Int[np.ndarray, "query_tiles key_tiles"]
+) -> Float[np.ndarray, "height width 3"]:
+    """Returns an image of a round's tiles in the colours of the ranks that compute them, paler if with a mask."""
+    image = np.broadcast_to(IDLE, (*(side * CELL for side in tile_kinds.shape), 3)).copy()
+    for task in round_.tasks:
         share, shares = task.heads
         height = CELL // shares
-        for row in tiles_of(task)[0]:
-            for column in tiles_of(task)[1]:
+        for row in tiles_of(task).rows:
+            for column in tiles_of(task).columns:
                 colour = COLOURS[task.rank]
-                if kinds_[row, column] == MASKED:
-                    colour = 0.45 * colour + 0.55
-                if kinds_[row, column] == SKIP:
+                if tile_kinds[row, column] == MASKED:
+                    colour = _paler(colour)
+                if tile_kinds[row, column] == SKIP:
                     colour = SKIPPED
                 top = row * CELL + share * height
                 image[top:top + height, column * CELL:(column + 1) * CELL] = colour
     return image
 
 
-def work(one: Round, kinds_: np.ndarray, size: int) -> np.ndarray:
-    """Tiles that each rank computes in a round; of a part of the heads, as much less."""
-    found = np.zeros(size)
-    for task in one.tasks:
-        found[task.rank] += (kinds_[np.ix_(*tiles_of(task))] != SKIP).sum() / task.heads[1]
-    return found
+def _paler(colour: Float[np.ndarray, "3"]) -> Float[np.ndarray, "3"]:
+    return 0.45 * colour + 0.55
+
+
+def work(
+    round_: Round, tile_kinds: Int[np.ndarray, "query_tiles key_tiles"], size: int
+) -> Float[np.ndarray, "P"]:
+    """Returns how many tiles each of `size` ranks computes in a round; a tile of 1/n of the heads counts as 1/n."""
+    tiles = np.zeros(size)
+    for task in round_.tasks:
+        tiles[task.rank] += (tile_kinds[np.ix_(*tiles_of(task))] != SKIP).sum() / task.heads[1]
+    return tiles
 
 
 def describe(send: Send, size: int) -> str:
-    """One transfer in words: what, and from which ranks to which."""
+    """Returns a sentence about a transfer: what is sent, and from which ranks to which."""
     steps = {(target - source) % size for source, target in send.pairs}
     sources = sorted({source for source, _ in send.pairs})
     if send.kind == "collective-permute" and len(steps) == 1:
         step = steps.pop()
         step = f"+{step}" if step <= size // 2 else f"−{size - step}"
-        who = "all" if len(sources) == size else ",".join(map(str, sources))
-        return f"{send.what}: {who} → {step}"
-    if send.kind == "collective-permute":  # round lines of neighbours, of which the longest step leads back
+        senders = "all" if len(sources) == size else ",".join(map(str, sources))
+        return f"{send.what}: {senders} → {step}"
+    if send.kind == "collective-permute":  # rings of neighbours, in which the longest step leads back to the first rank
         return f"{send.what}: all → −1 in rows of {max(abs(a - b) for a, b in send.pairs) + 1}"
-    lines = sorted({tuple(sorted({source, *(b for a, b in send.pairs if a == source)})) for source in sources})
-    first = ",".join(map(str, lines[0]))
-    return f"{send.what}: {send.kind} " + (f"of {{{first}}},\u00a0…" if len(lines) > 1 else "of all")
+    groups = sorted({tuple(sorted({source, *(b for a, b in send.pairs if a == source)})) for source in sources})
+    first = ",".join(map(str, groups[0]))
+    return f"{send.what}: {send.kind} " + (f"of {{{first}}},\u00a0…" if len(groups) > 1 else "of all")
 
 
-def with_sends(rounds: tuple[Round, ...], size: int) -> list[tuple[Round, str]]:
-    """The rounds that compute, each with the words for what is sent before, beside and after it."""
-    shown: list[tuple[Round, str]] = []
+class DescribedRound(NamedTuple):
+    """A round that computes tiles."""
+
+    round: Round
+    sends: str
+    """A line for each transfer before, during and after the round."""
+
+
+def with_sends(rounds: tuple[Round, ...], size: int) -> list[DescribedRound]:
+    """Returns the rounds that compute tiles, with the transfers of the rounds that do not."""
+    described: list[DescribedRound] = []
     before: list[str] = []
-    for one in rounds:
-        words = [describe(send, size) for send in one.sends if send.pairs and "coordinates" not in send.what]
-        if one.tasks:
-            shown.append((one, "\n".join(["first " + word for word in before] + words)))
+    for round_ in rounds:
+        lines = [describe(send, size) for send in round_.sends if send.pairs and "coordinates" not in send.what]
+        if round_.tasks:
+            described.append(DescribedRound(round_, "\n".join(["first " + line for line in before] + lines)))
             before = []
-        elif shown:
-            shown[-1] = (shown[-1][0], "\n".join([shown[-1][1]] + ["then " + word for word in words]).strip())
+        elif described:
+            last = described[-1]
+            sends = "\n".join([last.sends] + ["then " + line for line in lines]).strip()
+            described[-1] = last._replace(sends=sends)
         else:
-            before += words
-    return shown
+            before += lines
+    return described
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One round under one layout. label: where a line begins; tiles: of each rank; most: of any rank in any round."""
+    """One round under one layout."""
 
     title: str
     label: str
-    image: np.ndarray
-    tiles: np.ndarray
-    most: float
-    words: list[str]
+    """Label of the row of panels, if this is its first panel."""
+    image: Float[np.ndarray, "height width 3"]
+    tiles: Float[np.ndarray, "P"]
+    """Number of tiles that each rank computes."""
+    max_tiles: float
+    """Largest number of tiles that any rank computes in any round."""
+    text: list[str]
+    """Lines below the panel, about what is sent."""
 
 
-def lines_of(name: str, size: int) -> list[list[Panel]]:
-    """What stands side by side, line by line: a layout's rounds, broken where they are many, or all layouts' only round."""
+def panel_rows(name: str, size: int) -> list[list[Panel]]:
+    """Returns the panels of a schedule's picture, row by row.
+
+    The rounds under one layout are a row, or several if there are many. If every layout has one round only, these are one row.
+
+    Args:
+        name: a key of CASES.
+        size: number of ranks.
+    """
     block = Block(batch=1, tokens=TILES * TOKENS, query_heads=size, kv_heads=size, head_dim=8)
-    dense = name == "ring_self_attention"  # its matrix products are of whole blocks, the same under every layout
-    lines = []
+    dense = name == "ring_self_attention"  # computes whole blocks by matrix products, the same under every layout
+    rows = []
     for layout in LAYOUTS[:1] if dense else LAYOUTS:
         rounds = with_sends(get_schedule(CASES[name], size, layout).plan(size, block).forward, size)
-        found = np.full_like(kinds(layout, size), MASKED) if dense else kinds(layout, size)
-        tiles = np.array([work(one, found, size) for one, _ in rounds])
+        tile_kinds = np.full_like(kinds(layout, size), MASKED) if dense else kinds(layout, size)
+        tiles = np.array([work(item.round, tile_kinds, size) for item in rounds])
         label = f"{'every layout' if dense else layout}\nbusiest / mean {tiles.max(1).sum() / tiles.mean(1).sum():.2f}"
-        side_by_side = -(-len(rounds) // -(-len(rounds) // MOST))
-        shown = [Panel(f"round {number}", label if number % side_by_side == 0 else "", picture(one, found), tiles[number],
-                       tiles.max(), words.splitlines()) for number, (one, words) in enumerate(rounds)]
-        lines += [shown[start:start + side_by_side] for start in range(0, len(shown), side_by_side)]
-    if all(len(line) == 1 for line in lines):
-        return [[replace(one, title=one.label, label="") for one, in lines]]
-    return lines
+        columns = -(-len(rounds) // -(-len(rounds) // MAX_COLUMNS))
+        panels = [
+            Panel(f"round {number}", label if number % columns == 0 else "", picture(item.round, tile_kinds), tiles[number],
+                  tiles.max(), item.sends.splitlines())
+            for number, item in enumerate(rounds)
+        ]
+        rows += [panels[start:start + columns] for start in range(0, len(panels), columns)]
+    if all(len(row) == 1 for row in rows):
+        return [[replace(panel, title=panel.label, label="") for panel, in rows]]
+    return rows
 
 
 def draw(name: str, size: int, path: pathlib.Path) -> None:
-    """One picture of the forward pass: lines of rounds under each layout, with what is sent below each round."""
+    """Draws the forward pass of a schedule into a file: rows of rounds under each layout, and below each what is sent.
+
+    Args:
+        name: a key of CASES.
+        size: number of ranks.
+        path: the file.
+    """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.patches import Patch
 
-    lines = lines_of(name, size)
-    columns = max(map(len, lines))
-    side = min((WIDTH - LEFT) / columns, 3.2) - GAP
-    width = max(LEFT + columns * (side + GAP), 7.0)
-    lines = [[replace(one, words=_wrapped(one.words, int(side * LETTERS[0]))) for one in line] for line in lines]
-    told = _wrapped([TOLD + (" Stripes: ranks share the heads." if name in STRIPED else "")], int(width * LETTERS[1]))
-    legend = [Patch(facecolor=COLOURS[rank], label=f"rank {rank}") for rank in range(size)]
-    legend += [Patch(facecolor=0.45 * COLOURS[0] + 0.55, label="paler: with a mask"),
-               Patch(facecolor=SKIPPED, label="skipped"), Patch(facecolor=ELSEWHERE, edgecolor="#cccccc", label="not now")]
-    rows = -(-len(legend) // int(width / 1.15))
-    head = [HEAD * max(1 + one.title.count("\n") for one in line) for line in lines]
-    below = [0.3 + LINE * max(len(one.words) for one in line) for line in lines]
-    above = 0.6 + 0.18 * len(told)
-    height = above + len(lines) * (side + BARS) + sum(head) + sum(below) + 0.1 + 0.23 * rows
+    rows = panel_rows(name, size)
+    columns = max(map(len, rows))
+    side = min((WIDTH - LABELS) / columns, 3.2) - GAP  # of a panel
+    width = max(LABELS + columns * (side + GAP), 7.0)
+    rows = [[replace(panel, text=_wrapped(panel.text, int(side * PANEL_LETTERS))) for panel in row] for row in rows]
+    shared_heads = " Stripes: ranks share the heads." if name in SHARED_HEADS else ""
+    caption = _wrapped([CAPTION + shared_heads], int(width * CAPTION_LETTERS))
+    legend_columns = int(width / 1.15)
+    legend_rows = -(-len(_legend_handles(size)) // legend_columns)
+    title_heights = [TITLE * max(1 + panel.title.count("\n") for panel in row) for row in rows]
+    text_heights = [0.3 + TEXT_LINE * max(len(panel.text) for panel in row) for row in rows]
+    above = 0.6 + 0.18 * len(caption)
+    height = above + len(rows) * (side + BARS) + sum(title_heights) + sum(text_heights) + 0.1 + 0.23 * legend_rows
 
     figure = Figure(figsize=(width, height), facecolor="white")
     FigureCanvasAgg(figure)
     figure.text(0.5, 1 - 0.12 / height, f"{name.replace('_', ' ')} on {size} ranks, forward", fontsize=15, fontweight="bold",
-                color=INK, ha="center", va="top")
-    figure.text(0.5, 1 - 0.5 / height, "\n".join(told), fontsize=9.5, color="#555555", ha="center", va="top")
-    top = height - above
-    for line, title, words in zip(lines, head, below, strict=True):
-        top -= title + side
-        for number, one in enumerate(line):
-            left = (width + LEFT - columns * (side + GAP)) / 2 + number * (side + GAP)
-            _draw_panel(one, size, *(figure.add_axes((left / width, bottom / height, side / width, tall / height))
-                                     for bottom, tall in ((top, side), (top - BARS, BARS - 0.25))))
-        top -= BARS + words
-    figure.legend(handles=legend, loc="lower center", ncols=-(-len(legend) // rows), fontsize=9.5, frameon=False, borderpad=0.3,
-                  columnspacing=1.5, handlelength=1.5)
+                color=TEXT_COLOUR, ha="center", va="top")
+    figure.text(0.5, 1 - 0.5 / height, "\n".join(caption), fontsize=9.5, color="#555555", ha="center", va="top")
+    y = height - above
+    for row, title_height, text_height in zip(rows, title_heights, text_heights, strict=True):
+        y -= title_height + side
+        for column, panel in enumerate(row):
+            x = (width + LABELS - columns * (side + GAP)) / 2 + column * (side + GAP)
+            _draw_panel(panel, size, _axes(figure, x, y, side, side), _axes(figure, x, y - BARS, side, BARS - 0.25))
+        y -= BARS + text_height
+    _draw_legend(figure, size, legend_rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100, pil_kwargs={"optimize": True})
 
 
-def _draw_panel(one: Panel, size: int, matrix, bars) -> None:
-    matrix.imshow(one.image, interpolation="nearest")
+def _axes(figure: "Figure", x: float, y: float, width: float, height: float) -> "Axes":
+    """Adds axes of this position and size, in inches."""
+    figure_width, figure_height = figure.get_size_inches()
+    return figure.add_axes((x / figure_width, y / figure_height, width / figure_width, height / figure_height))
+
+
+def _legend_handles(size: int) -> list:
+    from matplotlib.patches import Patch
+
+    return [
+        *(Patch(facecolor=COLOURS[rank], label=f"rank {rank}") for rank in range(size)),
+        Patch(facecolor=_paler(COLOURS[0]), label="paler: with a mask"),
+        Patch(facecolor=SKIPPED, label="skipped"),
+        Patch(facecolor=IDLE, edgecolor="#cccccc", label="not now"),
+    ]
+
+
+def _draw_legend(figure: "Figure", size: int, rows: int) -> None:
+    handles = _legend_handles(size)
+    figure.legend(handles=handles, loc="lower center", ncols=-(-len(handles) // rows), fontsize=9.5, frameon=False,
+                  borderpad=0.3, columnspacing=1.5, handlelength=1.5)
+
+
+def _draw_panel(panel: Panel, size: int, matrix: "Axes", bars: "Axes") -> None:
+    """Draws the tiles of a round into the axes `matrix`, and the work of each rank into the axes `bars`."""
+    matrix.imshow(panel.image, interpolation="nearest")
     for edge in range(1, size):
         matrix.axhline(edge * TILES * CELL - 0.5, color="white", linewidth=1.2)
         matrix.axvline(edge * TILES * CELL - 0.5, color="white", linewidth=1.2)
     for spine in matrix.spines.values():
         spine.set(color="#bbbbbb", linewidth=0.6)
     matrix.set(xticks=[], yticks=[])
-    matrix.set_title(one.title, fontsize=10, color=INK, pad=4)
-    matrix.set_ylabel(one.label, fontsize=10, color=INK)
-    busiest = one.tiles.max()
-    bars.bar(range(size), one.tiles, width=0.8, color=COLOURS[:size])
-    bars.axhline(busiest, color=INK, linewidth=0.8)
-    bars.text(-0.6, busiest, f"{busiest:g} tiles", fontsize=8.5, color=INK, va="bottom")
-    bars.set(xlim=(-0.6, size - 0.4), ylim=(0, one.most), xticks=[], yticks=[])
+    matrix.set_title(panel.title, fontsize=10, color=TEXT_COLOUR, pad=4)
+    matrix.set_ylabel(panel.label, fontsize=10, color=TEXT_COLOUR)
+    busiest = panel.tiles.max()
+    bars.bar(range(size), panel.tiles, width=0.8, color=COLOURS[:size])
+    bars.axhline(busiest, color=TEXT_COLOUR, linewidth=0.8)
+    bars.text(-0.6, busiest, f"{busiest:g} tiles", fontsize=8.5, color=TEXT_COLOUR, va="bottom")
+    bars.set(xlim=(-0.6, size - 0.4), ylim=(0, panel.max_tiles), xticks=[], yticks=[])
     bars.set_frame_on(False)
-    bars.set_xlabel("\n".join(one.words), fontsize=8.5, color="#444444", labelpad=4)
+    bars.set_xlabel("\n".join(panel.text), fontsize=8.5, color="#444444", labelpad=4)
 
 
 def _wrapped(lines: list[str], letters: int) -> list[str]:
     return [part for line in lines for part in textwrap.wrap(line, letters)]
 
 
-def main(argv=None) -> int:
-    """Draws what is asked for, and prints each file's name."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command, which prints each file's name, and returns its exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.draw_schedule", description=__doc__.splitlines()[0],
                                      allow_abbrev=False)
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("docs/schedules"),
                         help="folder for SCHEDULE_RANKS.png (default docs/schedules, the repository's own pictures)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], choices=[4, 8], help="default both")
-    parser.add_argument("--schedules", nargs="+", default=list(CASES), choices=CASES, help="default all")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], choices=[4, 8], help="numbers of ranks (default both)")
+    parser.add_argument("--schedules", nargs="+", default=list(CASES), choices=CASES, help="schedules (default all)")
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     for name in args.schedules:

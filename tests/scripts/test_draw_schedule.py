@@ -23,8 +23,8 @@ def test_every_visible_tile_is_drawn_once(layout):
     for name, schedule in CASES.items():
         if name == "ring_self_attention":  # it draws whole blocks
             continue
-        rounds = [one for one, _ in with_sends(get_schedule(schedule, size, layout).plan(size, block).forward, size)]
-        assert sum(work(one, kinds(layout, size), size).sum() for one in rounds) == visible.sum(), name
+        rounds = [item.round for item in with_sends(get_schedule(schedule, size, layout).plan(size, block).forward, size)]
+        assert sum(work(round_, kinds(layout, size), size).sum() for round_ in rounds) == visible.sum(), name
         if len(rounds) == 1 and name == "attention2d":
             corner = picture(rounds[0], kinds(layout, size))[TILES * CELL // 2, 0]  # rank 0's own block, below the diagonal
             assert (corner == COLOURS[0]).all()
