@@ -1,22 +1,22 @@
 #!/usr/bin/env bash
-# Trains on a TPU slice of Google Cloud, from creating it to stopping it:
+# Trains on a TPU slice of Google Cloud, which it creates, installs and deletes:
 #
 #   scripts/launch_tpu.sh run NAME --zone Z --type v5p-128 --version V [--spot] [...] -- --config configs/R.yaml [...]
 #   scripts/launch_tpu.sh create|install|start|follow|stop|delete NAME --zone Z [...]
 #
-# run      create, install, start and follow; after a preemption all of it again, and training goes on where it was
-# create   a queued resource, unless it is there already; waits until it is active
-# install  this working tree (what git tracks), a Python of its own (by uv: the images' is too old) and its requirements, on every
-#          worker
-# start    train.py with what stands after --, on every worker, unless it runs already
-# follow   worker 0's log until training ends; exits with train.py's exit code
-# stop     ends training, which saves the step it is in
-# delete   gives the slice back
+# run      does create, install, start and follow, and after a preemption all of them again; training resumes
+# create   creates a queued resource, unless it exists, and waits until it is active
+# install  installs on every worker the files of this working tree that git tracks, Python (by uv, since the images' Python is
+#          too old) and the requirements
+# start    starts train.py, with the options after --, on every worker, unless it is running
+# follow   prints worker 0's log until training ends; exits with train.py's exit status
+# stop     stops training, which saves a checkpoint of the current step
+# delete   deletes the slice
 #
-#   --project P        instead of gcloud's own
-#   --setup COMMAND    runs on every worker before the installation, such as mounting the file system that all share: the
-#                      run's folder (--run_dir) and data.prepared must lie on one
-#   --poll SECONDS     between looks at the slice's state (default 30)
+#   --project P        project, if not gcloud's default
+#   --setup COMMAND    runs on every worker before the installation, for example to mount a shared file system, which must
+#                      contain the run's folder (--run_dir) and data.prepared
+#   --poll SECONDS     time between checks of the slice's state (default 30)
 set -euo pipefail
 
 usage() { sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; }
@@ -28,8 +28,7 @@ say() { echo "launch_tpu: $*" >&2; }
 verb=$1 name=$2
 shift 2
 zone='' type='' version='' project='' setup='' spot=() poll=30 train=()
-# Exit codes: what training stopped by `stop` has, what train.py gives when it saved on SIGTERM, and `follow` when the slice is
-# no longer there.
+# Exit statuses: of training ended by `stop`, of train.py after saving on SIGTERM, and of `follow` when the slice is gone.
 stopped=130 preempted=143 gone=75
 while [[ $# -gt 0 ]]; do
   case $1 in
@@ -38,7 +37,7 @@ while [[ $# -gt 0 ]]; do
     --zone | --type | --version | --project | --setup | --poll)
       [[ $# -ge 2 ]] || fail "$1 needs a value"
       printf -v "${1#--}" '%s' "$2"; shift 2 ;;
-    *) fail "unknown option $1; train.py's own stand after --" ;;
+    *) fail "unknown option $1; train.py's options follow after --" ;;
   esac
 done
 [[ -n $zone ]] || fail "--zone is missing, such as --zone us-east5-a"
@@ -46,13 +45,13 @@ done
 where=(--zone "$zone")
 [[ -z $project ]] || where+=(--project "$project")
 queued() { gcloud compute tpus queued-resources "$@" "${where[@]}"; }
-# The slice itself has the queued resource's name.
+# The slice has the same name as the queued resource.
 workers() { gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker=all --command "$1"; }
 first() { gcloud compute tpus tpu-vm ssh "$name" "${where[@]}" --worker=0 --command "$1"; }
 state() { queued describe "$name" --format 'value(state.state)' 2>/dev/null || echo ABSENT; }
 
 delete() {
-  # --force also deletes the slice that belongs to it.
+  # --force also deletes its slice.
   [[ $(state) == ABSENT ]] || queued delete "$name" --force --quiet
 }
 
@@ -61,16 +60,16 @@ create() {
   local now
   while now=$(state); [[ $now != ACTIVE ]]; do
     case $now in
-      SUSPENDED | FAILED) say "$name is $now (preempted, or no capacity): another is asked for"; delete ;;
+      SUSPENDED | FAILED) say "$name is $now (preempted, or no capacity): requesting another one"; delete ;;
       ABSENT)
-        say "asking for $type as $name"
+        say "requesting $type as $name"
         queued create "$name" --node-id "$name" --accelerator-type "$type" --runtime-version "$version" ${spot[@]+"${spot[@]}"} ;;
       *) say "$name is $now"; sleep "$poll" ;;
     esac
   done
 }
 
-# In `run` these two are conditions, where bash ignores `set -e`: hence the returns.
+# `run` uses install and start as conditions, in which bash ignores `set -e`; therefore they return explicitly.
 install() {
   local archive root sent=''
   root=$(dirname "${BASH_SOURCE[0]}")/..
@@ -87,13 +86,13 @@ install() {
     ~/.local/bin/uv pip install --quiet -r requirements-tpu.txt'
 }
 
-# What stands in single quotes from here on is expanded on the workers.
+# Text in single quotes below is expanded on the workers.
 # shellcheck disable=SC2016
 start() {
   local options launch
-  [[ ${#train[@]} -gt 0 ]] || fail "nothing to start: train.py's options stand after --, such as -- --config configs/NAME.yaml"
+  [[ ${#train[@]} -gt 0 ]] || fail "nothing to start: train.py's options follow after --, such as -- --config configs/NAME.yaml"
   options=$(printf ' %q' "${train[@]}")
-  # setsid lets training outlive the connection; the file with the exit code says that it ended.
+  # With setsid, training outlives the connection; the file train.code shows that it has ended.
   launch='setsid bash -c '\''.venv/bin/python train.py "$@" > train.log 2>&1; echo $? > train.code'\'" train.py$options"
   workers 'cd longstripe && if [ ! -e train.pid ] || ! kill -0 "$(cat train.pid)" 2> /dev/null; then rm -f train.code
     eval "$(.venv/bin/python -m trainer.xla_flags tpu)"
@@ -104,7 +103,7 @@ start() {
 follow() {
   local code
   while [[ $(state) == ACTIVE ]]; do
-    # Ends with training; or earlier, where the connection is lost, and then the loop looks again.
+    # Ends with training, or earlier if the connection is lost; then the loop connects again.
     first 'cd longstripe && touch train.log && tail -n 100 --pid="$(cat train.pid)" -F train.log 2> /dev/null' || true
     code=$(first 'cat longstripe/train.code 2> /dev/null') || code=''
     if [[ $code =~ ^[0-9]+ ]]; then
@@ -118,7 +117,7 @@ follow() {
 
 # shellcheck disable=SC2016
 stop() {
-  # The group's leader ends at once, train.py when it has saved.
+  # The leader of the process group ends at once, train.py after saving.
   workers 'cd longstripe && if [ -e train.pid ]; then group=$(cat train.pid); kill -- -"$group"
     while kill -0 -- -"$group" 2> /dev/null; do sleep 1; done; rm -f train.pid; echo '"$stopped"' > train.code; fi'
 }
@@ -135,19 +134,19 @@ run() {
       elif [[ $code == "$preempted" ]]; then
         sleep "$poll"
       elif [[ $code != "$gone" ]]; then
-        # Killed by a signal: the slice is being taken away, though its state may not say so yet; or it was out of memory.
+        # Killed by a signal: the slice is being deleted, even if its state does not show it yet, or memory was exhausted.
         deaths=$((deaths + 1))
         [[ $deaths -lt 3 ]] || exit "$code"
         sleep "$poll"
       fi
     elif [[ $(state) == ACTIVE ]]; then
-      fail "the installation failed on a slice that is active: see above"
+      fail "the installation failed on an active slice: see above"
     fi
-    say "beginning again from the last checkpoint"
+    say "restarting from the last checkpoint"
   done
 }
 
 case $verb in
   run | create | install | start | follow | stop | delete) "$verb" ;;
-  *) fail "unknown verb $verb; run, create, install, start, follow, stop and delete are known" ;;
+  *) fail "unknown verb $verb; run, create, install, start, follow, stop and delete would work" ;;
 esac

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# What a container does: train.py with its arguments, under the compiler's flags of the image's platform.
+# Runs train.py with the container's arguments and the compiler flags of the image's platform.
 set -euo pipefail
 platform=${PLATFORM:?tpu or cuda, as the image was built for}
 eval "$(.venv/bin/python -m trainer.xla_flags "${platform/cuda/gpu}")"
