@@ -110,6 +110,13 @@ def test_the_architecture_stays_short():
     assert len((ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8").split()) <= ARCHITECTURE_WORDS
 
 
+def test_the_contracts_are_where_the_architecture_says():
+    rows = re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| `([\w.]+)` \|", text_of(ROOT / "ARCHITECTURE.md"), re.MULTILINE)
+    assert len(rows) >= 10
+    contracts = [f"{module}.{name}" for names, module in rows for name in re.findall(r"\w+", names)]
+    assert [contract for contract in contracts if not is_code(contract)] == []
+
+
 @pytest.mark.parametrize("path", OWN_PAGES, ids=page_id)
 def test_no_cell_of_a_table_holds_a_paragraph(path):
     rows = [line.strip() for line in text_of(path).splitlines() if line.strip().startswith("|")]
