@@ -15,7 +15,7 @@ import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from .attention import AttentionPartial, TokenCoords, merge
+from .attention import AttentionPartial, Keys, Queries, TokenCoords, merge
 from .attention.layout import permutation
 from .attention.partial import per_row
 from .llama import TOKENS, Llama
@@ -141,8 +141,8 @@ class Generator:
             q, k, v = model.local_project(weights, x, index, length=self._row)
             new_k = lax.dynamic_update_slice_in_dim(new_k, k, step, 1)
             new_v = lax.dynamic_update_slice_in_dim(new_v, v, step, 1)
-            prompt = merge_over(attend(q, prompt_k, prompt_v, here, coords), "sequence")
-            attended = merge(prompt, attend(q, new_k, new_v, here, new_coords)).out.astype(x.dtype)
+            prompt = merge_over(attend(Queries(q, here), Keys(prompt_k, prompt_v, coords)), "sequence")
+            attended = merge(prompt, attend(Queries(q, here), Keys(new_k, new_v, new_coords))).out.astype(x.dtype)
             return model.local_finish(weights, x, attended), (new_k, new_v)
 
         return lax.scan(layer, model.local_embed(params, token), (model.layer_shards(params), prompt_kv, new_kv))

@@ -16,7 +16,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 
-from .attention import Mask, TokenCoords, attend, attending, document_starts
+from .attention import AttentionOp, Keys, Mask, Queries, TokenCoords, attend, document_starts
 from .attention.kernels import Kernel, get_kernel
 from .config import LlamaConfig
 from .feedforward import rms_norm
@@ -175,21 +175,21 @@ class Llama:
         """A layer, from whole weights: its output [B, T, E], and with keep_kv k and v."""
         if keep_kv or self.memory.attention_groups == self.memory.query_chunks == 1:
             q, k, v = self.local_project(weights, x, positions, length=length)
-            attended, _ = attend(q, k, v, coords, coords, **self._attention)
+            attended, _ = attend(self._attention, Queries(q, coords), Keys(k, v, coords))
             return self.local_finish(weights, x, attended), (k, v) if keep_kv else None
-        how = attending(self.config.head_dim, **self._attention)
+        op = self._attention
         project = functools.partial(self.local_project, length=length, through="x")
         if self.memory.query_chunks > 1:
-            return layer_in_chunks(project, self.local_finish, how, self.memory.query_chunks, self.memory.attention_groups,
+            return layer_in_chunks(project, self.local_finish, op, self.memory.query_chunks, self.memory.attention_groups,
                                    weights, x, positions, coords, self.dtype), None
         inward = {name: w for name, w in weights.items() if name.startswith(INWARD)}
-        found = attend_in_groups(project, how, self.memory.attention_groups, inward, x, positions, coords, self.dtype)
+        found = attend_in_groups(project, op, self.memory.attention_groups, inward, x, positions, coords, self.dtype)
         return self.local_finish(weights, *found), None
 
     @property
-    def _attention(self) -> dict:
-        return {"schedule": self.schedule, "kernel": self.kernel, "axis": "sequence", "size": self.mesh.shape["sequence"],
-                "mask": self.mask}
+    def _attention(self) -> AttentionOp:
+        return AttentionOp.create(self.config.head_dim, schedule=self.schedule, kernel=self.kernel, axis="sequence",
+                                  size=self.mesh.shape["sequence"], mask=self.mask)
 
     def local_finish(self, weights, x, attended):
         """A layer from attention's output to the next layer's input, from whole weights."""
@@ -240,7 +240,7 @@ class Llama:
         return Layer(
             parcels, lambda whole: {name: self._trim(f"layers.{name}", w) for name, w in whole.items()}, self.local_weights,
             functools.partial(self.local_project, length=length, through="x"), self.local_finish,
-            attending(self.config.head_dim, **self._attention), self.memory.policy.attention, self.memory.policy.offload,
+            self._attention, self.memory.policy.attention, self.memory.policy.offload,
             INWARD)
 
     def _head(self, weights, x):

@@ -12,114 +12,147 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, PyTree
 
+from .blocks import Gradients, Keys, Queries, Saved, StackedKeys
 from .coords import Mask, TokenCoords, check_starts, document_starts
 from .kernels import Kernel, get_kernel
 from .layout import check_length
 from .partial import AttentionPartial, merge
-from .schedules import Ranks, get_schedule
+from .schedules import Context, Payload, Ranks, Schedule, get_schedule
 
-__all__ = ["Attending", "AttentionPartial", "Mask", "TokenCoords", "attend", "attending", "attention", "document_starts",
-           "keep", "merge"]
+__all__ = ["AttentionOp", "AttentionPartial", "Gradients", "Keys", "Mask", "Payload", "Queries", "Saved", "StackedKeys",
+           "TokenCoords", "attend", "attention", "document_starts", "get_kernel", "get_schedule", "keep", "merge"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Attending:
-    """How a shard's queries meet all keys: a schedule over a kernel, static. `attend` is the two directions under one rule."""
+class AttentionOp:
+    """Attention of a rank's queries over the keys of all ranks, for use inside `shard_map`: a schedule over a kernel.
 
-    schedule: object
+    Static (hashable), so that it can be an argument of compiled functions. The methods are the two directions apart; `attend`
+    is both under one differentiation rule.
+
+    Attributes:
+      schedule: which rank computes what when, and what travels.
+      kernel: attention of one block of queries over one block of keys.
+      ranks: the shards of the sequence.
+      mask: which keys of its document a query sees.
+      scale: multiplies the scores.
+    """
+
+    schedule: Schedule
     kernel: Kernel
     ranks: Ranks
     mask: Mask
     scale: float
 
-    @property
-    def _options(self):
-        return {"ranks": self.ranks, "mask": self.mask, "scale": self.scale}
+    @classmethod
+    def create(cls, head_dim: int, *, schedule, kernel: Kernel, axis: str, size: int, layout: str = "", mask: Mask = Mask(),
+               scale: float | None = None) -> AttentionOp:
+        """The operation for a mesh axis.
 
-    def forward(self, q, k, v, q_coords, kv_coords):
-        """out like q, in its dtype, and lse float32 [B, Hq, T]."""
-        partial = self.schedule.forward(self.kernel, q, k, v, q_coords, kv_coords, **self._options)
-        return partial.out.astype(q.dtype), partial.lse
+        Args:
+          head_dim: size of a head; the scale is head_dim ** -0.5 unless given.
+          schedule: a name, a mapping or a Schedule, see `get_schedule`.
+          axis, size: the mesh axis of the sequence and its number of devices.
+          layout: the layout of the arrays, if known, see `get_schedule`.
 
-    def backward(self, q, k, v, *rest):
-        """Gradients of q, k and v as of `gradients`, in their dtypes."""
-        return tuple(g.astype(x.dtype) for g, x in zip(self.gradients(q, k, v, *rest), (q, k, v), strict=True))
-
-    def gradients(self, q, k, v, q_coords, kv_coords, out, lse, dout, dlse):
-        """Gradients of q, k and v, float32, from what `forward` gave and its cotangents."""
-        return self.schedule.backward(
-            self.kernel, q, k, v, dout, lse, _delta(out, lse, dout, dlse), q_coords, kv_coords, **self._options)
+        Raises:
+          ValueError: a schedule that is unknown or cannot serve `size` ranks.
+        """
+        scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+        return cls(get_schedule(schedule, size, layout), kernel, Ranks(axis, size), mask, scale)
 
     @property
     def carries(self) -> bool:
-        """Whether other arrays can ride with what the schedule sends."""
-        return hasattr(self.schedule, "carry_forward")
+        """Whether other arrays can ride along: whether `carry_forward` and `carry_backward` work."""
+        return self.schedule.carries
 
-    def carry_forward(self, q, k, v, q_coords, kv_coords, shard):
-        """`forward` (out and lse in one pair), and `shard`, a tree of arrays, of all ranks [P, ...]: it rides along."""
-        partial, gathered = self.schedule.carry_forward(self.kernel, q, k, v, q_coords, kv_coords, shard, **self._options)
-        return (partial.out.astype(q.dtype), partial.lse), gathered
+    def forward(self, queries: Queries, keys: Keys) -> AttentionPartial:
+        """out in q's dtype, and lse in float32."""
+        return self._rounded(self.schedule.forward(self.kernel, queries, keys, self._context), queries)
 
-    def carry_backward(self, q, k, v, q_coords, kv_coords, out, lse, dout, shard, shares):
-        """`backward` without a cotangent for lse; `shard` of all ranks; the sum over all ranks of what their `shares` [P, ...]
-        have for this one. Each is a tree, or None."""
-        gradients, gathered, share = self.schedule.carry_backward(
-            self.kernel, q, k, v, dout, lse, _delta(out, lse, dout), q_coords, kv_coords, shard, shares, **self._options)
-        return tuple(g.astype(x.dtype) for g, x in zip(gradients, (q, k, v), strict=True)), gathered, share
+    def backward(self, queries: Queries, keys: Keys, result: AttentionPartial, dout: Float[Array, "B T Hq D"],
+                 dlse: Float[Array, "B Hq T"] | float = 0.0) -> Gradients:
+        """The gradients of q, k and v in their dtypes, from the result of `forward` and the gradients of out and lse."""
+        return _cast(self.gradients(queries, keys, result, dout, dlse), queries, keys)
+
+    def gradients(self, queries: Queries, keys: Keys, result: AttentionPartial, dout: Float[Array, "B T Hq D"],
+                  dlse: Float[Array, "B Hq T"] | float = 0.0) -> Gradients:
+        """The gradients of `backward` in float32."""
+        saved = Saved(dout, result.lse, _delta(result, dout, dlse))
+        return self.schedule.backward(self.kernel, queries, keys, saved, self._context)
+
+    def carry_forward(self, queries: Queries, keys: Keys, shard) -> tuple[AttentionPartial, PyTree[Array]]:
+        """`forward`, which also all-gathers `shard`, a tree of arrays, to [P, ...] on the way of K and V."""
+        partial, gathered = self.schedule.carry_forward(self.kernel, queries, keys, shard, self._context)
+        return self._rounded(partial, queries), gathered
+
+    def carry_backward(self, queries: Queries, keys: Keys, result: AttentionPartial, dout: Float[Array, "B T Hq D"],
+                       payload: Payload) -> tuple[Gradients, PyTree[Array], PyTree[Array]]:
+        """`backward`, which also all-gathers `payload.shard` and reduce-scatters `payload.shares`; each is a tree or None."""
+        saved = Saved(dout, result.lse, _delta(result, dout))
+        gradients, gathered, share = self.schedule.carry_backward(self.kernel, queries, keys, saved, payload, self._context)
+        return _cast(gradients, queries, keys), gathered, share
+
+    @property
+    def _context(self) -> Context:
+        return Context(self.ranks, self.mask, self.scale)
+
+    def _rounded(self, partial: AttentionPartial, queries: Queries) -> AttentionPartial:
+        return AttentionPartial(partial.out.astype(queries.q.dtype), partial.lse)
 
 
-def _delta(out, lse, dout, dlse=0.0):
-    """d score = weight * (dweight - delta); d lse / d score = weight, so that lse's own cotangent joins delta."""
-    delta = jnp.einsum("bthd,bthd->bht", dout.astype(jnp.float32), out.astype(jnp.float32), precision="highest")
-    return delta - jnp.where(jnp.isneginf(lse), 0.0, dlse)
+def _delta(result: AttentionPartial, dout, dlse=0.0):
+    """dS = P * (dP - delta); as d lse / dS = P, the gradient of lse is subtracted from delta."""
+    delta = jnp.einsum("bthd,bthd->bht", dout.astype(jnp.float32), result.out.astype(jnp.float32), precision="highest")
+    return delta - jnp.where(jnp.isneginf(result.lse), 0.0, dlse)
+
+
+def _cast(gradients: Gradients, queries: Queries, keys: Keys) -> Gradients:
+    dtypes = (queries.q.dtype, keys.k.dtype, keys.v.dtype)
+    return Gradients(*(g.astype(dtype) for g, dtype in zip(gradients, dtypes, strict=True)))
 
 
 def keep(out, lse):
-    """Named, so that a remat policy can keep them: the backward then never runs attention forward again (DistFlashAttn,
-    section 3.3)."""
+    """Names both, so that a remat policy can keep them: then the backward never runs attention's forward again
+    (DistFlashAttn, section 3.3)."""
     return checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
 
 
+def attend(op: AttentionOp, queries: Queries, keys: Keys) -> AttentionPartial:
+    """Attention of a rank's queries over the keys of all ranks, differentiable; to be called inside `shard_map`.
+
+    Args:
+      op: the operation, see `AttentionOp.create`.
+      queries, keys: this rank's own.
+
+    Returns:
+      out [B, T, Hq, D] in q's dtype, and lse [B, Hq, T] in float32.
+
+    Raises:
+      ValueError: global tokens without the starts of the keys' documents.
+    """
+    check_starts(keys.coords.start, op.mask)
+    return AttentionPartial(*_attend(op, queries.q, keys.k, keys.v, queries.coords, keys.coords))
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(how: Attending, *arrays):
-    return _attend_forward(how, *arrays)[0]
+def _attend(op: AttentionOp, *arrays):
+    return _attend_forward(op, *arrays)[0]
 
 
-def _attend_forward(how, *arrays):
-    kept = keep(*how.forward(*arrays))
-    return kept, (*arrays, *kept)
+def _attend_forward(op, q, k, v, q_coords, kv_coords):
+    kept = keep(*op.forward(Queries(q, q_coords), Keys(k, v, kv_coords)))
+    return kept, (q, k, v, q_coords, kv_coords, *kept)
 
 
-def _attend_backward(how, residuals, cotangents):
-    return *how.backward(*residuals, *cotangents), None, None
+def _attend_backward(op, residuals, cotangents):
+    q, k, v, q_coords, kv_coords, out, lse = residuals
+    return *op.backward(Queries(q, q_coords), Keys(k, v, kv_coords), AttentionPartial(out, lse), *cotangents), None, None
 
 
 _attend.defvjp(_attend_forward, _attend_backward)
-
-
-def attending(head_dim: int, *, schedule, kernel: Kernel, axis: str, size: int, layout="", mask=Mask(),
-              scale=None) -> Attending:
-    """From names and sizes; see `attend`."""
-    scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
-    return Attending(get_schedule(schedule, size, layout), kernel, Ranks(axis, size), mask, scale)
-
-
-def attend(q, k, v, q_coords, kv_coords, *, mask=Mask(), **how):
-    """Attention of a shard's queries over the keys of all shards; to be called inside `shard_map`.
-
-    Args:
-      q: [B, T, Hq, D]; k, v: [B, T, Hkv, D], this shard's tokens, Hq a multiple of Hkv.
-      q_coords, kv_coords: TokenCoords of [B, T].
-      schedule: a name, or a schedule; kernel: from `get_kernel`; axis, size: the mesh axis of the sequence;
-        layout: the layout of the arrays, where it is known (see `get_schedule`).
-      scale: multiplies the scores; D ** -0.5 unless given.
-
-    Returns:
-      out like q (in its dtype), and lse float32 [B, Hq, T].
-    """
-    check_starts(TokenCoords(*kv_coords).start, mask)
-    return _attend(attending(q.shape[-1], mask=mask, **how), q, k, v, TokenCoords(*q_coords), TokenCoords(*kv_coords))
 
 
 def attention(q, k, v, coords, *, kv_coords=None, mesh: Mesh, layout="striped", schedule="ring", kernel="auto",
@@ -154,8 +187,12 @@ def attention(q, k, v, coords, *, kv_coords=None, mesh: Mesh, layout="striped", 
     tokens = PartitionSpec(batch, sequence)
     vectors = PartitionSpec(batch, sequence, heads)
     kernel = get_kernel(kernel) if isinstance(kernel, str) else kernel
-    local = functools.partial(attend, schedule=schedule, kernel=kernel, axis="sequence", size=size, mask=mask, scale=scale,
-                              layout=layout if own_coords else "")
+    op = AttentionOp.create(q.shape[-1], schedule=schedule, kernel=kernel, axis="sequence", size=size, mask=mask, scale=scale,
+                            layout=layout if own_coords else "")
+
+    def local(q, k, v, q_coords, kv_coords):
+        return tuple(attend(op, Queries(q, q_coords), Keys(k, v, kv_coords)))
+
     out, lse = jax.shard_map(
         local, mesh=mesh, in_specs=(vectors, vectors, vectors, tokens, tokens),
         out_specs=(vectors, PartitionSpec(batch, heads, sequence)), check_vma=False)(q, k, v, coords, kv_coords)

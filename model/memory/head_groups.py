@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from model.attention import Attending, TokenCoords, keep
+from model.attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords, keep
 
 from .chunked import cast
 
 
-def attend_in_groups(project: Callable, how: Attending, groups: int, weights: dict, x: jax.Array, positions: jax.Array,
+def attend_in_groups(project: Callable, op: AttentionOp, groups: int, weights: dict, x: jax.Array, positions: jax.Array,
                      coords: TokenCoords, dtype) -> tuple[jax.Array, jax.Array]:
     """x, and attention's output of all heads [B, T, Hq, D] (inside `shard_map`).
 
@@ -39,7 +39,7 @@ def attend_in_groups(project: Callable, how: Attending, groups: int, weights: di
 
         def one(i):
             _, q, k, v = project(group_of(weights, i, groups), x, positions)
-            return how.forward(q, k, v, coords, coords)
+            return op.forward(Queries(q, coords), Keys(k, v, coords))
 
         def add(kept, i):
             out, lse = one(i)
@@ -56,9 +56,10 @@ def attend_in_groups(project: Callable, how: Attending, groups: int, weights: di
 
         def add(carry, i):
             dx, dw = carry
-            (_, *qkv), pull = jax.vjp(lambda w, x: project(w, x, positions), group_of(weights, i, groups), x)
-            mine = (take(out, i, 2, groups), take(lse, i, 1, groups), take(dout, i, 2, groups))
-            more, dx = pull((dx, *how.backward(*qkv, coords, coords, *mine, 0.0)))
+            (_, q, k, v), pull = jax.vjp(lambda w, x: project(w, x, positions), group_of(weights, i, groups), x)
+            result = AttentionPartial(take(out, i, 2, groups), take(lse, i, 1, groups))
+            gradients = op.backward(Queries(q, coords), Keys(k, v, coords), result, take(dout, i, 2, groups))
+            more, dx = pull((dx, *gradients))
             return (dx, {name: put(dw[name], g, i, g.ndim - 2) if "proj" in name else dw[name] + g
                          for name, g in more.items()}), None
 

@@ -77,7 +77,7 @@ def check_combination(memory: MemoryConfig, *, layers: int, key_heads: int, sequ
         _check_query_chunks(memory, sequence_parallel, resolved)
     if not memory.prefetch:
         return
-    carries = sequence > 1 and hasattr(resolved, "carry_forward")
+    carries = sequence > 1 and resolved.carries
     for works, found, needed in (
             (carries, f"schedule {schedule} on sequence {sequence}", "ring on several devices"),
             (memory.remat in PREFETCH_POLICIES, f"memory.remat {memory.remat}", " or ".join(PREFETCH_POLICIES)),

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from model.attention import Attending, TokenCoords
+from model.attention import AttentionOp, AttentionPartial, Keys, Payload, Queries, TokenCoords
 from model.sharding import gather, reduce_scatter
 
 from .packed_shards import Parcels
@@ -29,7 +29,8 @@ class Layer(NamedTuple):
       parcels: of those weights that travel; trim: these, whole -> as the layer takes them.
       others: shards of the others -> these, whole.
       project: (weights, x, positions) -> x, q, k, v; finish: (weights, x, attended) -> the next layer's input.
-      how: attention, which carries; keep_attention: whether its output and lse are kept, so that it never runs forward again.
+      op: attention, whose schedule carries other arrays; keep_attention: whether its output and lse are kept, so that it
+        never runs forward again.
       on_host: whether the layers' inputs are kept in the host's memory.
       inward: begins the names of the weights that `project` takes; `finish` takes the others.
     """
@@ -39,7 +40,7 @@ class Layer(NamedTuple):
     others: Callable
     project: Callable
     finish: Callable
-    how: Attending
+    op: AttentionOp
     keep_attention: bool
     on_host: bool
     inward: tuple[str, ...]
@@ -81,7 +82,7 @@ def run_layers(layer: Layer, shards: dict, x: jax.Array, positions: jax.Array, c
             x, whole, positions, coords = carry
             inward, outward = layer.parts(parcels.unpack(whole), layer.others(of_layer(shards, i)[1]))
             _, q, k, v = layer.project(inward, x, positions)
-            (out, lse), whole = layer.how.carry_forward(q, k, v, coords, coords, of_layer(shards, i + 1)[0])
+            (out, lse), whole = layer.op.carry_forward(Queries(q, coords), Keys(k, v, coords), of_layer(shards, i + 1)[0])
             kept = (out, lse) if layer.keep_attention else ()
             there = jax.device_put(x, jax.memory.Space.Host) if layer.on_host else x
             return (layer.finish(outward, x, out), whole, positions, coords), (there, *kept)
@@ -101,15 +102,17 @@ def run_layers(layer: Layer, shards: dict, x: jax.Array, positions: jax.Array, c
             x = jax.device_put(x, jax.memory.Space.Device) if layer.on_host else x
             (inward, outward), give_back = jax.vjp(lambda whole, others: layer.parts(whole, layer.others(others)),
                                                    parcels.unpack(whole), of_layer(shards, i)[1])
-            (_, *qkv), pull = jax.vjp(lambda w, x: layer.project(w, x, positions), inward, x)
+            (_, q, k, v), pull = jax.vjp(lambda w, x: layer.project(w, x, positions), inward, x)
+            queries, keys = Queries(q, coords), Keys(k, v, coords)
             below = of_layer(shards, i - 1)[0]
             # What arrives rides with attention's forward where that runs again, else with its backward.
             arrived = None
             if not attended:
-                attended, arrived = layer.how.carry_forward(*qkv, coords, coords, below)
+                attended, arrived = layer.op.carry_forward(queries, keys, below)
             d_outward, dx, dout = jax.vjp(layer.finish, outward, x, attended[0])[1](dx)
             rides = below if arrived is None else None
-            dqkv, with_backward, above = layer.how.carry_backward(*qkv, coords, coords, *attended, dout, rides, shares)
+            dqkv, with_backward, above = layer.op.carry_backward(queries, keys, AttentionPartial(*attended), dout,
+                                                                 Payload(rides, shares))
             d_inward, dx = pull((dx, *dqkv))
             travelled, d_others = give_back((d_inward, d_outward))
             whole = with_backward if arrived is None else arrived

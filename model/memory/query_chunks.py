@@ -21,13 +21,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from model.attention import Attending, TokenCoords
+from model.attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords
 
 from .chunked import cast, over_chunks
 from .head_groups import all_heads, group_of, put, take
 
 
-def layer_in_chunks(project: Callable, finish: Callable, how: Attending, chunks: int, groups: int, weights: dict, x: jax.Array,
+def layer_in_chunks(project: Callable, finish: Callable, op: AttentionOp, chunks: int, groups: int, weights: dict, x: jax.Array,
                     positions: jax.Array, coords: TokenCoords, dtype) -> jax.Array:
     """A layer's output [B, T, E] (inside `shard_map`).
 
@@ -58,7 +58,7 @@ def layer_in_chunks(project: Callable, finish: Callable, how: Attending, chunks:
         held, coords = source
 
         def one(i):
-            return how.forward(take(q, i, 2, groups), *keys(narrow, held, i), mine, coords)
+            return op.forward(Queries(take(q, i, 2, groups), mine), Keys(*keys(narrow, held, i), coords))
 
         def add(found, i):
             out, lse = one(i)
@@ -73,8 +73,9 @@ def layer_in_chunks(project: Callable, finish: Callable, how: Attending, chunks:
 
         def add(found, i):
             dkv, dq = found
-            part = (take(out, i, 2, groups), take(lse, i, 1, groups), take(dout, i, 2, groups))
-            dq_here, *here = how.gradients(take(q, i, 2, groups), *keys(narrow, held, i), mine, coords, *part, 0.0)
+            result, dout_group = AttentionPartial(take(out, i, 2, groups), take(lse, i, 1, groups)), take(dout, i, 2, groups)
+            dq_here, *here = op.gradients(Queries(take(q, i, 2, groups), mine), Keys(*keys(narrow, held, i), coords), result,
+                                          dout_group)
             dkv = [put(total, take(total, i, 2, groups) + g, i, 2) for total, g in zip(dkv, here, strict=True)]
             return (dkv, put(dq, dq_here.astype(q.dtype), i, 2)), None
 

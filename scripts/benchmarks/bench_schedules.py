@@ -21,8 +21,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.paths import output_file
-from model.attention import Mask, TokenCoords, get_kernel, get_schedule
-from model.attention.schedules import Ranks, plan
+from model.attention import Keys, Mask, Queries, Saved, TokenCoords, get_kernel, get_schedule
+from model.attention.schedules import Context, Ranks, plan
 from model.config import LlamaConfig
 from planning.compiled.overlap import crossings
 from planning.compiled.transfers import received, transfers
@@ -76,16 +76,16 @@ def compile_pass(schedule, mask, size, devices, block, backward: bool, tile: int
     rows = len(devices) // size
     mesh = Mesh(np.array(devices).reshape(rows, size), ("fsdp", "sequence"))
     kernel = get_kernel(kernel, query_tile=tile, key_tile=tile)
-    options = {"ranks": Ranks("sequence", size), "mask": mask, "scale": block.head_dim ** -0.5}
+    context = Context(Ranks("sequence", size), mask, block.head_dim ** -0.5)
     tokens, statistics = PartitionSpec("fsdp", "sequence"), PartitionSpec("fsdp", None, "sequence")
 
     def forward(q, k, v, index, segment_ids):
         coords = TokenCoords(index, segment_ids)
-        return tuple(schedule.forward(kernel, q, k, v, coords, coords, **options))
+        return tuple(schedule.forward(kernel, Queries(q, coords), Keys(k, v, coords), context))
 
     def gradients(q, k, v, index, segment_ids, dout, lse, delta):
         coords = TokenCoords(index, segment_ids)
-        return schedule.backward(kernel, q, k, v, dout, lse, delta, coords, coords, **options)
+        return tuple(schedule.backward(kernel, Queries(q, coords), Keys(k, v, coords), Saved(dout, lse, delta), context))
 
     def array(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))

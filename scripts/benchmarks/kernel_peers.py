@@ -128,12 +128,13 @@ def _jax_pass(case: Case, attention: Callable, arrays: tuple, extra: tuple = ())
 
 def ours(case: Case, block: Block) -> Callable:
     """This project's kernel, on one device."""
-    from model.attention import TokenCoords, attend, get_kernel
+    from model.attention import AttentionOp, Keys, Queries, TokenCoords, attend, get_kernel
 
     kernel = get_kernel(case.kernel, query_tile=case.tile, key_tile=case.tile)
+    op = AttentionOp.create(block[0].shape[-1], schedule="local", kernel=kernel, axis="sequence", size=1)
 
     def attention(q, k, v, q_coords, kv_coords):
-        return attend(q, k, v, q_coords, kv_coords, schedule="local", kernel=kernel, axis="sequence", size=1)[0]
+        return attend(op, Queries(q, q_coords), Keys(k, v, kv_coords)).out
 
     coords = (TokenCoords(block.q_index, block.segment_ids), TokenCoords(block.kv_index, block.segment_ids))
     return _jax_pass(case, attention, block[:4], coords)

@@ -1,134 +1,93 @@
-"""Kernels: one block of queries against one block of keys, forward and backward.
-
-    forward (q, k, v, q_coords, kv_coords, *, mask, scale)                   -> AttentionPartial(out, lse)
-    backward(q, k, v, dout, lse, delta, q_coords, kv_coords, *, mask, scale) -> dq, dk, dv
-
-`q [B, Tq, Hq, D]`, `k, v [B, Tk, Hkv, D]`, Hq a multiple of Hkv: query head h meets key head h // (Hq / Hkv), and K/V are
-never expanded. Results are float32. `lse` and `delta = sum(dout * out) [B, Hq, Tq]` of the backward are the *merged* ones.
-
-A schedule of many rounds calls `Kernel.extend` and `Kernel.gradients` instead: a round goes on from what the rounds before have
-found. Any kernel can do it; one that brings functions of its own for it spares a pass over the results in every round.
-"""
+"""Kernels: attention of one block of queries over one block of keys (the contract is `kernel.py`), and their names."""
 from __future__ import annotations
 
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
+from ..blocks import Gradients, Keys, Queries, Saved, StackedKeys
 from ..coords import Mask
-from ..partial import AttentionPartial, merge
-from . import reference, xla
-from .gpu import Gpu
-from .tpu import Tpu
+from ..partial import AttentionPartial
+from .gpu import GpuKernel
+from .kernel import Kernel
+from .reference import ReferenceKernel
+from .tpu import TpuKernel
+from .xla import XlaKernel
+
+__all__ = ["KERNELS", "GpuKernel", "Kernel", "PlatformKernel", "ReferenceKernel", "TpuKernel", "XlaKernel", "get_kernel"]
+KERNELS = ("auto", "tpu", "gpu", "xla", "reference")
+MAX_HEAD_DIM = 256  # of the kernels for accelerators
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
-    """A pair of functions on the contract above, hashable, so that it can be static in a compiled step.
+class PlatformKernel(Kernel):
+    """`tpu` or `gpu` where a program is lowered for one of these; `other` elsewhere, and for masks and head sizes that they
+    do not serve.
 
-    Attributes:
-      in_place: an object whose methods `extend` and `gradients` stand for the ones below; None: they are made from the pair.
-    """
-
-    name: str
-    forward: Callable
-    backward: Callable
-    in_place: object = None
-
-    def extend(self, carry: AttentionPartial | None, q, kv, q_coords, kv_coords, *, mask: Mask, scale: float):
-        """Attention over one more block of keys: an AttentionPartial over it and over what `carry` has seen (None: nothing).
-
-        kv: a pair (k, v), or both stacked [2, B, Tk, Hkv, D], as they travel.
-        """
-        if self.in_place is not None:
-            return self.in_place.extend(carry, q, kv, q_coords, kv_coords, mask=mask, scale=scale)
-        here = self.forward(q, *kv, q_coords, kv_coords, mask=mask, scale=scale)
-        return here if carry is None else merge(carry, here)
-
-    def gradients(self, carry: jax.Array | None, q, kv, dout, lse, delta, q_coords, kv_coords, *, mask: Mask, scale: float):
-        """dq of this block, added to `carry` (None: nothing), and its dk and dv stacked: float32 [2, B, Tk, Hkv, D]."""
-        block = (q_coords, kv_coords)
-        if self.in_place is not None:
-            return self.in_place.gradients(carry, q, kv, dout, lse, delta, *block, mask=mask, scale=scale)
-        dq, dk, dv = self.backward(q, *kv, dout, lse, delta, *block, mask=mask, scale=scale)
-        return dq if carry is None else carry + dq, jnp.stack([dk, dv])
-
-
-@dataclasses.dataclass(frozen=True)
-class PerPlatform:
-    """`tpu` and `gpu` where a program is lowered for those, `other` elsewhere and for masks that they do not serve.
-
-    All are traced and the choice is made at lowering: only then is it known for sure. The process's own devices say nothing of
-    a described topology, for which a CPU host compiles, and inside `shard_map` there is no mesh of real devices to ask.
+    All three are traced, and the choice is made when the program is lowered, because only then is the platform known: a CPU
+    host may compile for a described TPU topology, and inside `shard_map` there is no mesh of real devices to look at.
     """
 
     tpu: Kernel
     gpu: Kernel
     other: Kernel
 
-    def _choose(self, method: str, *arrays, mask: Mask, scale: float):
-        def call(kernel):
-            return lambda *arrays: getattr(kernel, method)(*arrays, mask=mask, scale=scale)
+    def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
+        return self._call("forward", queries, keys, mask=mask, scale=scale)
 
-        # Which mask or head size is refused does not depend on the platform; that it costs speed does.
-        refused = "global tokens" if mask.global_tokens else _too_wide(arrays)
+    def backward(self, queries: Queries, keys: Keys, saved: Saved, *, mask: Mask, scale: float) -> Gradients:
+        return self._call("backward", queries, keys, saved, mask=mask, scale=scale)
+
+    def extend(self, carry: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
+               scale: float) -> AttentionPartial:
+        return self._call("extend", carry, queries, keys, mask=mask, scale=scale)
+
+    def gradients(self, carry, queries: Queries, keys: Keys | StackedKeys, saved: Saved, *, mask: Mask, scale: float):
+        return self._call("gradients", carry, queries, keys, saved, mask=mask, scale=scale)
+
+    def _call(self, method: str, *blocks: Any, mask: Mask, scale: float) -> Any:
+        def of(kernel):
+            return functools.partial(getattr(kernel, method), mask=mask, scale=scale)
+
+        # Which masks and head sizes an accelerator's kernel refuses does not depend on the platform; that it costs speed does.
+        refused = "global tokens" if mask.global_tokens else _refused_head_dim(blocks)
         if refused:
             if jax.default_backend() in ("tpu", "gpu"):
                 warnings.warn(f"attention kernel: {refused} are served by xla, not by {jax.default_backend()}", stacklevel=2)
-            return call(self.other)(*arrays)
-        return lax.platform_dependent(*arrays, tpu=call(self.tpu), cuda=call(self.gpu),
-                                      default=call(self.other))
-
-    def forward(self, *block, **options) -> AttentionPartial:
-        return self._choose("forward", *block, **options)
-
-    def backward(self, *block, **options):
-        return self._choose("backward", *block, **options)
-
-    def extend(self, *block, **options) -> AttentionPartial:
-        return self._choose("extend", *block, **options)
-
-    def gradients(self, *block, **options):
-        return self._choose("gradients", *block, **options)
+            return of(self.other)(*blocks)
+        return lax.platform_dependent(*blocks, tpu=of(self.tpu), cuda=of(self.gpu), default=of(self.other))
 
 
-def _too_wide(arrays) -> str:
-    widest = max(x.shape[-1] for x in jax.tree.leaves(arrays) if x.ndim == 4)
-    return f"heads of {widest} (256 at most)" if widest > WIDEST_HEAD else ""
-
-
-WIDEST_HEAD = 256
-KERNELS = ("auto", "tpu", "gpu", "xla", "reference")
+def _refused_head_dim(blocks) -> str:
+    """The head size as a warning names it, where it is too large for an accelerator's kernel; else ""."""
+    head_dim = next(block.q.shape[-1] for block in blocks if isinstance(block, Queries))
+    return f"heads of {head_dim} ({MAX_HEAD_DIM} at most)" if head_dim > MAX_HEAD_DIM else ""
 
 
 @functools.cache
 def get_kernel(name: str = "auto", *, query_tile: int = 0, key_tile: int = 0) -> Kernel:
-    """The kernel of this name; `auto` is `tpu` on TPUs, `gpu` on NVIDIA's GPUs, `xla` elsewhere and for global tokens.
+    """The kernel of this name; the same arguments give the same object, so that nothing is compiled twice.
 
-    query_tile, key_tile: tokens in a tile; 0 leaves it to the kernel. Asked again it is the same object: static arguments are
-    compared, and another would be compiled anew.
+    Args:
+      name: `auto` is `tpu` on TPUs, `gpu` on NVIDIA GPUs, and `xla` elsewhere and for global tokens.
+      query_tile, key_tile: tokens in a tile; 0 leaves the choice to the kernel.
 
     Raises:
       ValueError: an unknown name.
     """
-    tiles = {name: size for name, size in (("query_tile", query_tile), ("key_tile", key_tile)) if size}
+    tiles = {option: size for option, size in (("query_tile", query_tile), ("key_tile", key_tile)) if size}
     if name == "reference":
-        return Kernel("reference", reference.forward, reference.backward)
+        return ReferenceKernel()
     if name == "xla":
-        blockwise = xla.Tiles(**tiles)
-        return Kernel("xla", blockwise.forward, blockwise.backward)
+        return XlaKernel(**tiles)
     if name == "tpu":
-        pallas = Tpu(**tiles)
-        return Kernel("tpu", pallas.forward, pallas.backward, pallas)
+        return TpuKernel(**tiles)
     if name == "gpu":
-        triton = Gpu(**tiles)
-        return Kernel("gpu", triton.forward, triton.backward)
+        return GpuKernel(**tiles)
     if name == "auto":
-        either = PerPlatform(*(get_kernel(one, **tiles) for one in ("tpu", "gpu", "xla")))
-        return Kernel("auto", either.forward, either.backward, either)
+        return PlatformKernel(*(get_kernel(platform, **tiles) for platform in ("tpu", "gpu", "xla")))
     raise ValueError(f"kernel: found {name!r}; known: {', '.join(KERNELS)}")

@@ -17,8 +17,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
+from ..blocks import Gradients, Keys, Queries, Saved
 from ..coords import FULL, SKIP, Mask, TokenCoords, tile_bounds, tile_kind, visible
 from ..partial import AttentionPartial
+from .kernel import Kernel
 from .padding import pad, padded
 
 LOG2E = math.log2(math.e)
@@ -131,7 +133,7 @@ def _dkv_kernel(runs_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, qi_
 
 
 @dataclasses.dataclass(frozen=True)
-class Gpu:
+class GpuKernel(Kernel):
     """The kernel with its tile sizes, in tokens: taken down to a power of two, from 16 to 128.
 
     Attributes:
@@ -160,27 +162,27 @@ class Gpu:
         q, k, v = (pad(pad(x, tile, 1), head_dim, 3) for x, tile in ((q, query_tile), (k, key_tile), (v, key_tile)))
         return q, k, v, padded(q_coords, query_tile), padded(kv_coords, key_tile)
 
-    def forward(self, q, k, v, q_coords, kv_coords, *, mask: Mask, scale: float) -> AttentionPartial:
-        """Attention of one block of queries over one block of keys; see the package's docstring for shapes."""
+    def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
         _check(mask)
+        (q, q_coords), (k, v, kv_coords) = queries, keys
         length, size = q.shape[1], q.shape[3]
         q, k, v, q_coords, kv_coords = self._padded(q, k, v, q_coords, kv_coords, self.query_tile, self.key_tile)
         (batch, q_length, heads, head_dim), (_, kv_length, kv_heads, _) = q.shape, k.shape
         group, tile = heads // kv_heads, self.query_tile
         runs = _runs(tile_bounds(q_coords, tile), tile_bounds(kv_coords, self.key_tile), mask)
-        query, keys = _tile(tile, head_dim), _all(kv_length, None, head_dim, group)
+        query, key = _tile(tile, head_dim), _all(kv_length, None, head_dim, group)
         rows, columns = _coords(tile), _coords(None, kv_length)
         out, lse = self._call(
             functools.partial(_forward_kernel, key_tile=self.key_tile, mask=mask, scale=scale), "attention_forward",
             (q_length // tile, batch, heads), (runs, q, k, v, *q_coords[:2], *kv_coords[:2]),
-            [RUNS, query, keys, keys, rows, rows, columns, columns],
+            [RUNS, query, key, key, rows, rows, columns, columns],
             [jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct((batch, heads, q_length), jnp.float32)],
             [query, pl.BlockSpec((None, None, tile), lambda i, b, h: (b, h, i))], head_dim)
         return AttentionPartial(out[:, :length, :, :size], lse[:, :, :length])
 
-    def backward(self, q, k, v, dout, lse, delta, q_coords, kv_coords, *, mask: Mask, scale: float):
-        """Gradients of q, k and v from the merged `lse` and `delta`: float32, shaped like q, k, v."""
+    def backward(self, queries: Queries, keys: Keys, saved: Saved, *, mask: Mask, scale: float) -> Gradients:
         _check(mask)
+        (q, q_coords), (k, v, kv_coords), (dout, lse, delta) = queries, keys, saved
         length, kv_tokens, size, tile = q.shape[1], k.shape[1], q.shape[3], self.backward_tile
         dout = dout.astype(q.dtype)
         q, k, v, q_coords, kv_coords = self._padded(q, k, v, q_coords, kv_coords, tile, tile)
@@ -207,7 +209,7 @@ class Gpu:
             (kv_length // tile, batch, kv_heads), (_runs(*bounds, mask, transpose=True), *inputs),
             [RUNS, queries, key, key, queries, statistics, statistics, *[_coords(None, q_length)] * 2, columns, columns],
             [jax.ShapeDtypeStruct(k.shape, jnp.float32)] * 2, [key, key], head_dim)
-        return dq[:, :length, :, :size], dk[:, :kv_tokens, :, :size], dv[:, :kv_tokens, :, :size]
+        return Gradients(dq[:, :length, :, :size], dk[:, :kv_tokens, :, :size], dv[:, :kv_tokens, :, :size])
 
 
 # Blocks of a grid (tile, row of the batch, head). Only what a kernel slices is loaded, so a block may be a whole length.

@@ -1,55 +1,70 @@
-"""The dense kernel: all scores at once, in float32. Slow and plain; the judge of the others."""
+"""The reference kernel: dense attention, with all scores in memory at once. The other kernels are tested against it.
+
+    S = scale Q K^T, hidden scores = -inf          dV = P^T dO
+    P = exp(S - lse)                               dP = dO V^T
+    O = P V                                        dS = P * (dP - delta)
+                                                   dQ = scale dS K,  dK = scale dS^T Q
+
+All in float32, and per group: the G = Hq / Hkv query heads that share a key head lie along an axis of their own.
+"""
 from __future__ import annotations
 
-import jax
+import dataclasses
+
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
-from ..coords import Mask, TokenCoords, visible
+from ..blocks import Gradients, Keys, Queries, Saved
+from ..coords import Mask, visible
 from ..partial import AttentionPartial
+from .kernel import Kernel
 
 
-def _grouped(x: jax.Array, kv_heads: int) -> jax.Array:
-    """[B, T, Hq, D] -> float32 [B, Hkv, G, T, D]."""
+@dataclasses.dataclass(frozen=True)
+class ReferenceKernel(Kernel):
+    """Dense attention in float32."""
+
+    def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
+        batch, length, heads, _ = queries.q.shape
+        scores = _scores(group_heads(queries.q, keys.k.shape[2]), queries, keys, mask, scale)
+        highest = scores.max(-1, keepdims=True)
+        weights = jnp.exp(scores - jnp.where(jnp.isneginf(highest), 0.0, highest))
+        total = weights.sum(-1, keepdims=True)
+        nonzero = jnp.where(total == 0, 1.0, total)
+        out = jnp.einsum("bhgqk,bkhd->bhgqd", weights / nonzero, keys.v.astype(jnp.float32), precision="highest")
+        lse = jnp.where(total == 0, -jnp.inf, highest + jnp.log(nonzero))
+        return AttentionPartial(_ungroup_heads(out), lse.reshape(batch, heads, length))
+
+    def backward(self, queries: Queries, keys: Keys, saved: Saved, *, mask: Mask, scale: float) -> Gradients:
+        batch, length, heads, _ = queries.q.shape
+        kv_heads = keys.k.shape[2]
+        q, dout = group_heads(queries.q, kv_heads), group_heads(saved.dout, kv_heads)
+        lse, delta = (x.reshape(batch, kv_heads, heads // kv_heads, length, 1) for x in (saved.lse, saved.delta))
+        scores = _scores(q, queries, keys, mask, scale)
+        weights = jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0.0, lse))
+        dweights = jnp.einsum("bhgqd,bkhd->bhgqk", dout, keys.v.astype(jnp.float32), precision="highest")
+        dscores = weights * (dweights - delta) * scale
+        dq = jnp.einsum("bhgqk,bkhd->bhgqd", dscores, keys.k.astype(jnp.float32), precision="highest")
+        dk = jnp.einsum("bhgqk,bhgqd->bkhd", dscores, q, precision="highest")
+        dv = jnp.einsum("bhgqk,bhgqd->bkhd", weights, dout, precision="highest")
+        return Gradients(_ungroup_heads(dq), dk, dv)
+
+
+def group_heads(x: Float[Array, "B T Hq D"], kv_heads: int) -> Float[Array, "B Hkv G T D"]:
+    """The heads in groups that share a key head, before the tokens, in float32."""
     batch, length, heads, head_dim = x.shape
     x = x.astype(jnp.float32).reshape(batch, length, kv_heads, heads // kv_heads, head_dim)
     return x.transpose(0, 2, 3, 1, 4)
 
 
-def _ungrouped(x: jax.Array) -> jax.Array:
+def _ungroup_heads(x: Float[Array, "B Hkv G T D"]) -> Float[Array, "B T Hq D"]:
     batch, kv_heads, group, length, head_dim = x.shape
     return x.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * group, head_dim)
 
 
-def _scores(q, k, q_coords, kv_coords, mask, scale):
-    seen = visible(q_coords, kv_coords, mask)[:, None, None]
-    scores = jnp.einsum("bhgqd,bkhd->bhgqk", q, k.astype(jnp.float32), precision="highest") * scale
+def _scores(q: Float[Array, "B Hkv G Tq D"], queries: Queries, keys: Keys, mask: Mask,
+            scale: float) -> Float[Array, "B Hkv G Tq Tk"]:
+    """The scaled scores of the grouped queries `q`; -inf where the query does not see the key."""
+    seen = visible(queries.coords, keys.coords, mask)[:, None, None]
+    scores = jnp.einsum("bhgqd,bkhd->bhgqk", q, keys.k.astype(jnp.float32), precision="highest") * scale
     return jnp.where(seen, scores, -jnp.inf)
-
-
-def forward(q, k, v, q_coords: TokenCoords, kv_coords: TokenCoords, *, mask: Mask, scale: float) -> AttentionPartial:
-    """Attention of one block of queries over one block of keys; see the package's docstring for shapes."""
-    batch, length, heads, _ = q.shape
-    scores = _scores(_grouped(q, k.shape[2]), k, q_coords, kv_coords, mask, scale)
-    top = scores.max(-1, keepdims=True)
-    weights = jnp.exp(scores - jnp.where(jnp.isneginf(top), 0.0, top))
-    total = weights.sum(-1, keepdims=True)
-    safe = jnp.where(total == 0, 1.0, total)
-    out = jnp.einsum("bhgqk,bkhd->bhgqd", weights / safe, v.astype(jnp.float32), precision="highest")
-    lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(safe))
-    return AttentionPartial(_ungrouped(out), lse.reshape(batch, heads, length))
-
-
-def backward(q, k, v, dout, lse, delta, q_coords, kv_coords, *, mask: Mask, scale: float):
-    """Gradients of q, k and v from the merged `lse` and `delta`: float32, shaped like q, k, v."""
-    batch, length, heads, _ = q.shape
-    kv_heads = k.shape[2]
-    q_, dout_ = _grouped(q, kv_heads), _grouped(dout, kv_heads)
-    lse, delta = (x.reshape(batch, kv_heads, heads // kv_heads, length, 1) for x in (lse, delta))
-    scores = _scores(q_, k, q_coords, kv_coords, mask, scale)
-    weights = jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0.0, lse))
-    dweights = jnp.einsum("bhgqd,bkhd->bhgqk", dout_, v.astype(jnp.float32), precision="highest")
-    dscores = weights * (dweights - delta) * scale
-    dq = jnp.einsum("bhgqk,bkhd->bhgqd", dscores, k.astype(jnp.float32), precision="highest")
-    dk = jnp.einsum("bhgqk,bhgqd->bkhd", dscores, q_, precision="highest")
-    dv = jnp.einsum("bhgqk,bhgqd->bkhd", weights, dout_, precision="highest")
-    return _ungrouped(dq), dk, dv

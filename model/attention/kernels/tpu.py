@@ -5,15 +5,17 @@ import dataclasses
 
 import jax
 
+from ..blocks import Gradients, Keys, Queries, Saved, StackedKeys
 from ..coords import Mask, TokenCoords
 from ..partial import AttentionPartial
 from . import tpu_backward, tpu_forward
+from .kernel import Kernel
 from .padding import pad, padded, tile_size
 from .tpu_tiles import LANES, fitting
 
 
 @dataclasses.dataclass(frozen=True)
-class Tpu:
+class TpuKernel(Kernel):
     """The kernel with the tile sizes to aim at. On a mesh of v3, whose matrix units take no bfloat16 from a kernel, tiles are
     made float32 before they are multiplied.
 
@@ -27,29 +29,30 @@ class Tpu:
     key_tile: int = 1024
     interpret: object = False
 
-    def forward(self, q, k, v, q_coords, kv_coords, *, mask: Mask, scale: float) -> AttentionPartial:
-        """Attention of one block of queries over one block of keys; see the package's docstring for shapes."""
-        return self.extend(None, q, (k, v), q_coords, kv_coords, mask=mask, scale=scale)
+    def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
+        return self.extend(None, queries, keys, mask=mask, scale=scale)
 
-    def backward(self, q, k, v, dout, lse, delta, q_coords, kv_coords, *, mask: Mask, scale: float):
-        """Gradients of q, k and v from the merged `lse` and `delta`: float32, shaped like q, k, v."""
-        dq, dkv = self.gradients(None, q, (k, v), dout, lse, delta, q_coords, kv_coords, mask=mask, scale=scale)
-        return dq, *dkv
+    def backward(self, queries: Queries, keys: Keys, saved: Saved, *, mask: Mask, scale: float) -> Gradients:
+        dq, dkv = self.gradients(None, queries, keys, saved, mask=mask, scale=scale)
+        return Gradients(dq, *dkv)
 
-    def extend(self, carry, q, kv, q_coords, kv_coords, *, mask: Mask, scale: float) -> AttentionPartial:
-        """`Kernel.extend`: goes on from the carry, and writes over it."""
+    def extend(self, carry: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
+               scale: float) -> AttentionPartial:
+        """As of Kernel; the result takes the carry's memory."""
+        q, kv = queries.q, _kv(keys)
         q_tile, kv_tile, options = self._options(q, kv, mask, scale)
         if carry is not None:
             carry = AttentionPartial(_heads_first(carry.out, q_tile), pad(carry.lse, q_tile, 2, float("-inf")))
-        out, lse = tpu_forward.forward(carry, _heads_first(q, q_tile), _keys(kv, kv_tile), _coords(q_coords, q_tile),
-                                       _coords(kv_coords, kv_tile), **options)
+        out, lse = tpu_forward.forward(carry, _heads_first(q, q_tile), _keys(kv, kv_tile), _coords(queries.coords, q_tile),
+                                       _coords(keys.coords, kv_tile), **options)
         return AttentionPartial(_heads_last(out, q.shape[1]), lse[:, :, :q.shape[1]])
 
-    def gradients(self, carry, q, kv, dout, lse, delta, q_coords, kv_coords, *, mask: Mask, scale: float):
-        """`Kernel.gradients`: dq is added to the carry, in its memory."""
+    def gradients(self, carry, queries: Queries, keys: Keys | StackedKeys, saved: Saved, *, mask: Mask, scale: float):
+        """As of Kernel; dq takes the carry's memory."""
+        q, kv, (dout, lse, delta) = queries.q, _kv(keys), saved
         q_tile, kv_tile, options = self._options(q, kv, mask, scale)
         block = (_heads_first(q, q_tile), _keys(kv, kv_tile), _heads_first(dout.astype(q.dtype), q_tile), pad(lse, q_tile, 2),
-                 pad(delta, q_tile, 2), _coords(q_coords, q_tile), _coords(kv_coords, kv_tile))
+                 pad(delta, q_tile, 2), _coords(queries.coords, q_tile), _coords(keys.coords, kv_tile))
         dkv = tpu_backward.dkv(*block, **options)
         dq = tpu_backward.dq(None if carry is None else _heads_first(carry, q_tile), *block, **options)
         return _heads_last(dq, q.shape[1]), _heads_last(dkv, kv[0].shape[1])
@@ -62,6 +65,11 @@ class Tpu:
         q_tile, kv_tile = tile_size(q.shape[1], query_tile, LANES), tile_size(kv[0].shape[1], key_tile, LANES)
         return q_tile, kv_tile, {"mask": mask, "scale": scale, "interpret": self.interpret, "query_tile": q_tile,
                                  "key_tile": kv_tile, "wide": wide}
+
+
+def _kv(keys: Keys | StackedKeys):
+    """K and V: a pair, or stacked."""
+    return keys.kv if isinstance(keys, StackedKeys) else (keys.k, keys.v)
 
 
 def _heads_first(x, tile: int):

@@ -13,8 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..blocks import Gradients, Keys, Queries, Saved
 from ..coords import FULL, MASKED, SKIP, Mask, TokenCoords, tile_bounds, tile_kind, visible
 from ..partial import AttentionPartial
+from .kernel import Kernel
 from .padding import pad, padded, tile_size
 
 
@@ -83,8 +85,13 @@ def _at(tiles, i):
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles:
-    """The kernel with the tile sizes to aim at. Lengths that neither they nor smaller ones down to half divide are padded."""
+class XlaKernel(Kernel):
+    """Blockwise attention in plain XLA.
+
+    Attributes:
+      query_tile, key_tile: tokens in a tile to aim at; a length that neither they nor a smaller tile down to half of them
+        divides is padded.
+    """
 
     query_tile: int = 512
     key_tile: int = 512
@@ -103,15 +110,15 @@ class Tiles:
         seen = visible(q_coords, kv_coords, mask).swapaxes(1, 2)[:, None, :, None]
         return jnp.where(seen, scores.reshape(*scores.shape[:3], -1, seen.shape[-1]), -jnp.inf).reshape(scores.shape)
 
-    def forward(self, q, k, v, q_coords, kv_coords, *, mask: Mask, scale: float) -> AttentionPartial:
-        """Attention of one block of queries over one block of keys; see the package's docstring for shapes."""
+    def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
+        (q, q_coords), (k, v, kv_coords) = queries, keys
         _, length, heads, _ = q.shape
         kv_heads = k.shape[2]
         group = heads // kv_heads
         q, k, v, q_coords, kv_coords, query_tile, key_tile = self._whole(q, k, v, q_coords, kv_coords)
         kinds = _kinds(q_coords, kv_coords, query_tile, key_tile, mask)
-        queries = (_query_tiles(q, kv_heads, query_tile), _coord_tiles(q_coords, query_tile), kinds)
-        keys = (_key_tiles(k, key_tile), _key_tiles(v, key_tile).swapaxes(-1, -2), _coord_tiles(kv_coords, key_tile))
+        query_tiles = (_query_tiles(q, kv_heads, query_tile), _coord_tiles(q_coords, query_tile), kinds)
+        key_tiles = (_key_tiles(k, key_tile), _key_tiles(v, key_tile).swapaxes(-1, -2), _coord_tiles(kv_coords, key_tile))
 
         def one_query_tile(_, tile):
             q_tile, q_at, kinds = tile
@@ -122,7 +129,7 @@ class Tiles:
 
             def one_key_tile(j, masked, carry):
                 out, top, total = carry
-                k_tile, v_tile, kv_at = _at(keys, j)
+                k_tile, v_tile, kv_at = _at(key_tiles, j)
                 scores = self._scores(q_tile, k_tile, q_at, kv_at, mask, masked, scale)
                 new_top = jnp.maximum(top, scores.max(-2, keepdims=True))
                 # A row that has seen nothing yet keeps -inf; 0 in its place avoids -inf - -inf.
@@ -136,12 +143,12 @@ class Tiles:
             safe = jnp.where(total == 0, 1.0, total)
             return None, (out / safe, jnp.where(total == 0, -jnp.inf, top + jnp.log(safe)))
 
-        _, (out, lse) = lax.scan(one_query_tile, None, queries)
+        _, (out, lse) = lax.scan(one_query_tile, None, query_tiles)
         out, lse = (_from_query_tiles(x, group)[:, :length] for x in (out, lse))
         return AttentionPartial(out, lse[..., 0].swapaxes(1, 2))
 
-    def backward(self, q, k, v, dout, lse, delta, q_coords, kv_coords, *, mask: Mask, scale: float):
-        """Gradients of q, k and v from the merged `lse` and `delta`: float32, shaped like q, k, v."""
+    def backward(self, queries: Queries, keys: Keys, saved: Saved, *, mask: Mask, scale: float) -> Gradients:
+        (q, q_coords), (k, v, kv_coords), (dout, lse, delta) = queries, keys, saved
         length, heads = q.shape[1:3]
         kv_length, kv_heads = k.shape[1:3]
         group = heads // kv_heads
@@ -149,10 +156,10 @@ class Tiles:
         dout, lse, delta = pad(dout.astype(q.dtype), query_tile, 1), pad(lse, query_tile, 2), pad(delta, query_tile, 2)
         kinds = _kinds(q_coords, kv_coords, query_tile, key_tile, mask)
         lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
-        queries = (_query_tiles(q, kv_heads, query_tile), _query_tiles(dout, kv_heads, query_tile),
+        query_tiles = (_query_tiles(q, kv_heads, query_tile), _query_tiles(dout, kv_heads, query_tile),
                    _row_tiles(lse, kv_heads, query_tile), _row_tiles(delta, kv_heads, query_tile),
                    _coord_tiles(q_coords, query_tile))
-        keys = (_key_tiles(k, key_tile), _key_tiles(v, key_tile), _coord_tiles(kv_coords, key_tile), kinds.T)
+        key_tiles = (_key_tiles(k, key_tile), _key_tiles(v, key_tile), _coord_tiles(kv_coords, key_tile), kinds.T)
 
         def one_key_tile(dq, tile):
             k_tile, v_tile, kv_at, kinds = tile
@@ -160,7 +167,7 @@ class Tiles:
 
             def one_query_tile(i, masked, carry):
                 dq, dk, dv = carry
-                q_tile, dout_tile, lse_tile, delta_tile, q_at = _at(queries, i)
+                q_tile, dout_tile, lse_tile, delta_tile, q_at = _at(query_tiles, i)
                 scores = self._scores(q_tile, k_tile, q_at, kv_at, mask, masked, scale)
                 weights = jnp.exp(scores - lse_tile)
                 dv = dv + _product("bhkq,bhqd->bhkd", weights.astype(q.dtype), dout_tile)
@@ -174,5 +181,5 @@ class Tiles:
             dq, dk, dv = _visit(kinds, one_query_tile, (dq, zero, zero))
             return dq, (dk, dv)
 
-        dq, (dk, dv) = lax.scan(one_key_tile, jnp.zeros(queries[0].swapaxes(-1, -2).shape, jnp.float32), keys)
-        return _from_query_tiles(dq, group)[:, :length], *(_from_key_tiles(x)[:, :kv_length] for x in (dk, dv))
+        dq, (dk, dv) = lax.scan(one_key_tile, jnp.zeros(query_tiles[0].swapaxes(-1, -2).shape, jnp.float32), key_tiles)
+        return Gradients(_from_query_tiles(dq, group)[:, :length], *(_from_key_tiles(x)[:, :kv_length] for x in (dk, dv)))

@@ -1,11 +1,6 @@
 """Schedules: who meets whom on the sequence axis, and what travels.
 
-A schedule is a frozen dataclass, a `Schedule` (`schedule.py`), with two methods over a kernel, run inside `shard_map`:
-
-    forward (kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale)                   -> AttentionPartial
-    backward(kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale) -> dq, dk, dv (float32)
-
-and a third, `plan(size, block) -> Plan` (`plan.py`), that says the same as plain data: who computes what, and what travels.
+The contract is `schedule.py`; what a schedule does is also told as plain data (`plan.py`).
 
 Arrays are a shard's own; `ranks` are the shards of the sequence (`ranks.py`). With one shard there is nobody to talk to,
 and every schedule is `Local`.
@@ -22,11 +17,11 @@ from .local import Local
 from .ranks import Ranks
 from .ring import Ring
 from .ring_self_attention import RingSelfAttention
-from .schedule import Schedule
+from .schedule import Context, Payload, Schedule
 from .ulysses import Ulysses
 
-__all__ = ["SCHEDULES", "AllGather", "Attention2D", "Balanced", "Local", "Ranks", "Ring", "RingSelfAttention", "Schedule",
-           "Ulysses", "get_schedule"]
+__all__ = ["SCHEDULES", "AllGather", "Attention2D", "Balanced", "Context", "Local", "Payload", "Ranks", "Ring",
+           "RingSelfAttention", "Schedule", "Ulysses", "get_schedule"]
 SCHEDULES = {
     "local": Local, "ring": Ring, "all_gather": AllGather, "balanced": Balanced, "ulysses": Ulysses, "attention2d": Attention2D,
     "ring_self_attention": RingSelfAttention,

@@ -1,40 +1,36 @@
-"""All keys at once (Llama 3, section 3.3.2; Megatron's all-gather context parallelism): one round, one kernel.
+"""All-gather attention (Llama 3, section 3.3.2; Megatron's all-gather context parallelism): one round with all keys.
 
-Forward: each shard receives the K and V of the P - 1 others, 2 (P - 1) T Hkv D numbers, and their 2 (P - 1) T
-coordinates, and computes once over all P T keys. Backward: the same gather again (the whole K and V are not kept), then
-one reduce-scatter of the float32 dK and dV, 2 (P - 1) T Hkv D numbers. As many bytes as the ring, in one transfer that no
-kernel hides, and K and V of the whole sequence lie on each device: little with grouped heads, which makes this the strong
-simple baseline.
+Forward: each rank receives K and V of the P - 1 others, 2 (P - 1) T Hkv D numbers, and their coordinates, 2 (P - 1) T
+numbers, then calls the kernel once over all P T keys. Backward: the same gather again, because the gathered K and V are not
+kept, and after the kernel one reduce-scatter of dK and dV in float32, 2 (P - 1) T Hkv D numbers.
+
+These are as many bytes as a ring's, but in transfers that no kernel hides, and each device holds K and V of the whole
+sequence. With few key heads that is little, which makes this a strong simple baseline.
 """
 from __future__ import annotations
 
 import dataclasses
 
-import jax.numpy as jnp
-
+from ..blocks import Gradients, Keys, Queries, Saved, StackedKeys
 from ..coords import Mask
+from ..kernels.kernel import Kernel
+from ..partial import AttentionPartial
 from . import plan
-from .schedule import Schedule
-
-
-def _gathered(k, v, coords, ranks):
-    """K and V stacked [2, B, P T, Hkv, D] and coordinates [B, P T] of all shards, in the order of their ranks."""
-    return ranks.gather(jnp.stack([k, v]), 2), ranks.gather(coords, 1)
+from .ranks import Ranks
+from .schedule import Context, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
 class AllGather(Schedule):
-    """K/V of all shards on each, once per pass."""
+    """Gathers the K and V of all ranks on each rank, once per pass."""
 
-    def forward(self, kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale):
-        kv, kv_coords = _gathered(k, v, kv_coords, ranks)
-        return kernel.extend(None, q, kv, q_coords, kv_coords, mask=mask, scale=scale)
+    def forward(self, kernel: Kernel, queries: Queries, keys: Keys, context: Context) -> AttentionPartial:
+        return kernel.extend(None, queries, _gather(keys, context.ranks), **context.scores)
 
-    def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale):
-        kv, kv_coords = _gathered(k, v, kv_coords, ranks)
-        dq, dkv = kernel.gradients(None, q, kv, dout, lse, delta, q_coords, kv_coords, mask=mask, scale=scale)
-        # Apart, not stacked: of a stack the TPU's compiler makes an all-reduce, twice the bytes.
-        return dq, *ranks.add_scatter(tuple(dkv), 1)
+    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context) -> Gradients:
+        dq, dkv = kernel.gradients(None, queries, _gather(keys, context.ranks), saved, **context.scores)
+        # dK and dV apart: for a stack the TPU compiler emits an all-reduce, which moves twice the bytes.
+        return Gradients(dq, *context.ranks.reduce_scatter(tuple(dkv), 1))
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
         del mask
@@ -42,5 +38,11 @@ class AllGather(Schedule):
         gather = plan.Round((), (plan.Send("K, V", plan.GATHER, block.keys, pairs),
                                  plan.Send("coordinates", plan.GATHER, block.coords, pairs)))
         tasks = tuple(plan.Task(rank, (rank,), tuple(range(size))) for rank in range(size))
-        back = plan.Send("dK, dV", plan.SCATTER, block.key_gradients, pairs)
-        return plan.Plan((gather, plan.Round(tasks)), (gather, plan.Round(tasks, (back,))))
+        scatter = plan.Send("dK, dV", plan.SCATTER, block.key_gradients, pairs)
+        return plan.Plan((gather, plan.Round(tasks)), (gather, plan.Round(tasks, (scatter,))))
+
+
+def _gather(keys: Keys, ranks: Ranks) -> StackedKeys:
+    """The keys of all ranks, in the order of the ranks."""
+    kv, coords = keys.stacked()
+    return StackedKeys(ranks.gather(kv, 2), ranks.gather(coords, 1))

@@ -23,13 +23,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..coords import Mask, TokenCoords
+from ..blocks import Gradients, Keys, Queries, Saved
+from ..coords import Mask
+from ..kernels.kernel import Kernel
 from ..partial import AttentionPartial, merge, per_row
 from . import plan
 from .ranks import Ranks
 from .ring import Ring
-from .ring_pass import tour
-from .schedule import Schedule
+from .ring_pass import ring_pass
+from .schedule import Context, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,36 +42,31 @@ class Attention2D(Schedule):
     overlap: bool = False
 
     def check(self, size: int) -> None:
-        self._divides("columns", size)
+        self._check_divides("columns", size)
 
     def _columns(self, size: int, query_heads: int, kv_heads: int, itemsize: int) -> int:
         return self.columns or fewest_bytes(size, query_heads, kv_heads, itemsize)
 
-    def _grid(self, ranks: Ranks, q, k):
-        column, row = ranks.split(self._columns(ranks.size, q.shape[2], k.shape[2], q.dtype.itemsize))
+    def _grid(self, context: Context, queries: Queries, keys: Keys) -> tuple[Ranks, Ranks]:
+        q, k = queries.q, keys.k
+        column, row = context.ranks.split(self._columns(context.ranks.size, q.shape[2], k.shape[2], q.dtype.itemsize))
         return row, column
 
-    def forward(self, kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale):
-        row, column = self._grid(ranks, q, k)
+    def forward(self, kernel: Kernel, queries: Queries, keys: Keys, context: Context) -> AttentionPartial:
+        row, column = self._grid(context, queries, keys)
         if self.overlap:
-            return _overlapped_forward(kernel, q, k, v, q_coords, kv_coords, row, column, mask=mask, scale=scale)
-        queries, q_coords = row.gather((q, tuple(q_coords)), 1)
-        keys, values, kv_coords = column.gather((k, v, tuple(kv_coords)), 1)
-        partial = kernel.forward(queries, keys, values, TokenCoords(*q_coords), TokenCoords(*kv_coords), mask=mask, scale=scale)
-        return _merge_scatter(row, partial)
+            return _overlapped_forward(kernel, queries, keys, context, row, column)
+        return _merge_scatter(row, kernel.forward(row.gather(queries, 1), column.gather(keys, 1), **context.scores))
 
-    def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale):
-        row, column = self._grid(ranks, q, k)
+    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context) -> Gradients:
+        row, column = self._grid(context, queries, keys)
         if self.overlap:
-            return _overlapped_backward(
-                kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, row, column, mask=mask, scale=scale)
-        queries, dout, q_coords = row.gather((q, dout, tuple(q_coords)), 1)
-        lse, delta = row.gather((lse, delta), 2)
-        keys, values, kv_coords = column.gather((k, v, tuple(kv_coords)), 1)
-        dq, dk, dv = kernel.backward(
-            queries, keys, values, dout, lse, delta, TokenCoords(*q_coords), TokenCoords(*kv_coords), mask=mask, scale=scale)
-        # Apart, not stacked: of a stack the TPU's compiler makes an all-reduce, twice the bytes.
-        return row.add_scatter(dq, 1), *column.add_scatter((dk, dv), 1)
+            return _overlapped_backward(kernel, queries, keys, saved, context, row, column)
+        q, dout, q_coords = row.gather((queries.q, saved.dout, queries.coords), 1)
+        lse, delta = row.gather((saved.lse, saved.delta), 2)
+        dq, dk, dv = kernel.backward(Queries(q, q_coords), column.gather(keys, 1), Saved(dout, lse, delta), **context.scores)
+        # dK and dV apart: for a stack the TPU compiler emits an all-reduce, which moves twice the bytes.
+        return Gradients(row.reduce_scatter(dq, 1), *column.reduce_scatter((dk, dv), 1))
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
         columns = self._columns(size, block.query_heads, block.kv_heads, block.itemsize)
@@ -112,55 +109,55 @@ def _merge_scatter(row: Ranks, partial: AttentionPartial) -> AttentionPartial:
     top = lax.pmax(partial.lse, row.axis, axis_index_groups=row.groups())
     top = jnp.where(jnp.isneginf(top), 0.0, top)
     weight = jnp.exp(partial.lse - top)
-    out = row.add_scatter(partial.out * per_row(weight), 1)
-    total = row.add_scatter(weight, 2)
+    out = row.reduce_scatter(partial.out * per_row(weight), 1)
+    total = row.reduce_scatter(weight, 2)
     length = total.shape[2]
     top = lax.dynamic_slice_in_dim(top, row.index() * length, length, 2)
     out = out / per_row(jnp.where(total == 0, 1.0, total))
     return AttentionPartial(out, jnp.where(total == 0, -jnp.inf, top + jnp.log(jnp.where(total == 0, 1.0, total))))
 
 
-def _overlapped_forward(kernel, q, k, v, q_coords, kv_coords, row, column, *, mask, scale):
+def _overlapped_forward(kernel: Kernel, queries: Queries, keys: Keys, context: Context, row: Ranks,
+                        column: Ranks) -> AttentionPartial:
     """Algorithm 4: this rank's queries against the column as it comes by, then the row's against the column."""
     if row.size == 1:
-        return Ring().forward(kernel, q, k, v, q_coords, kv_coords, ranks=column, mask=mask, scale=scale)
+        return Ring().forward(kernel, queries, keys, dataclasses.replace(context, ranks=column))
     onwards = _neighbour(row)
-    waiting = onwards((q, q_coords))
+    waiting = onwards(queries)
 
     def meet_keys(partial, block):
-        return kernel.extend(partial, q, block[0], q_coords, block[1], mask=mask, scale=scale), (), block
+        return kernel.extend(partial, queries, block, **context.scores), (), block
 
-    own, _, blocks = tour((jnp.stack([k, v]), kv_coords), column.size - 1, column.shift, column.shift, meet_keys)
-    kv, kv_coords = _joined(blocks)
+    own, _, blocks = ring_pass(keys.stacked(), column.size - 1, column.shift, column.shift, meet_keys)
+    column_keys = _joined(blocks)
     own, waiting = lax.optimization_barrier((own, waiting))  # what waits goes on when it is met, not before
 
-    def meet_queries(nothing, packet):
-        queries, coords = packet
-        return nothing, kernel.extend(None, queries, kv, coords, kv_coords, mask=mask, scale=scale), ()
+    def meet_queries(carry, queries):
+        return carry, kernel.extend(None, queries, column_keys, **context.scores), ()
 
-    _, others, _ = tour(waiting, row.size - 2, onwards, onwards, meet_queries)
+    others = ring_pass(waiting, row.size - 2, onwards, onwards, meet_queries).returned
     return merge(own, others)
 
 
-def _overlapped_backward(kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, row, column, *, mask, scale):
+def _overlapped_backward(kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context, row: Ranks,
+                         column: Ranks) -> Gradients:
     """Algorithm 8: as the forward; dK, dV stay until the row's last queries come by, and then leave for their owners."""
     if row.size == 1:
-        return Ring().backward(
-            kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, ranks=column, mask=mask, scale=scale)
+        return Ring().backward(kernel, queries, keys, saved, dataclasses.replace(context, ranks=column))
     onwards = _neighbour(row)
     # Stacked for the wire, as K and V are: few transfers, that can all be under way at once.
-    packet = (jnp.stack([q, dout]), jnp.stack([lse, delta]), q_coords)
+    packet = (jnp.stack([queries.q, saved.dout]), jnp.stack([saved.lse, saved.delta]), queries.coords)
     waiting = onwards(packet)
 
     def gradients(dq, packet, block):
-        ((q, dout), (lse, delta), q_coords), (kv, coords) = packet, block
-        return kernel.gradients(dq, q, kv, dout, lse, delta, q_coords, coords, mask=mask, scale=scale)
+        (q, dout), (lse, delta), coords = packet
+        return kernel.gradients(dq, Queries(q, coords), block, Saved(dout, lse, delta), **context.scores)
 
     def meet_keys(dq, block):
         dq, dkv = gradients(dq, packet, block)
         return dq, (), (block, dkv)
 
-    dq, _, (blocks, dkv) = tour((jnp.stack([k, v]), kv_coords), column.size - 1, column.shift, column.shift, meet_keys)
+    dq, _, (blocks, dkv) = ring_pass(keys.stacked(), column.size - 1, column.shift, column.shift, meet_keys)
     column_block = _joined(blocks)
     dq, waiting = lax.optimization_barrier((dq, waiting))
 
@@ -185,8 +182,8 @@ def _overlapped_backward(kernel, q, k, v, dout, lse, delta, q_coords, kv_coords,
         (dq, dkv_home), _ = lax.scan(stop, meet(None, 1 % column.size), np.arange(2, column.size + 1) % column.size)
         return dkv_home, dq, ()
 
-    dkv, others, _ = tour(waiting, row.size - 2, onwards, onwards, meet_queries, dkv, meet_and_scatter)
-    return dq + others, *dkv
+    dkv, others, _ = ring_pass(waiting, row.size - 2, onwards, onwards, meet_queries, dkv, meet_and_scatter)
+    return Gradients(dq + others, *dkv)
 
 
 def _overlapped_plan(size: int, block: plan.Block, mask: Mask, columns: int) -> plan.Plan:

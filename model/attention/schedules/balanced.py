@@ -23,12 +23,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..blocks import Gradients, Keys, Queries, Saved, StackedKeys
 from ..coords import Mask
+from ..kernels.kernel import Kernel
 from ..partial import AttentionPartial
 from . import plan
 from .ranks import Ranks
 from .ring_pass import add
-from .schedule import Schedule
+from .schedule import Context, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,24 +40,23 @@ class Balanced(Schedule):
     split: bool = False
     ordered: bool = False
 
-    def forward(self, kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale):
+    def forward(self, kernel: Kernel, queries: Queries, keys: Keys, context: Context) -> AttentionPartial:
         def meet(queries, keys):
-            (q, q_coords), (kv, kv_coords) = queries, keys
-            return kernel.extend(None, q, kv, q_coords, kv_coords, mask=mask, scale=scale), None
+            return kernel.extend(None, Queries(*queries), keys, **context.scores), None
 
-        return self._meet_all(ranks, mask, (q, q_coords), (jnp.stack([k, v]), kv_coords), meet)[0]
+        return self._meet_all(context, tuple(queries), keys.stacked(), meet)[0]
 
-    def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale):
+    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context) -> Gradients:
         def meet(queries, keys):
-            (q, dout, lse, delta, q_coords), (kv, kv_coords) = queries, keys
-            return kernel.gradients(None, q, kv, dout, lse, delta, q_coords, kv_coords, mask=mask, scale=scale)
+            q, dout, lse, delta, coords = queries
+            return kernel.gradients(None, Queries(q, coords), keys, Saved(dout, lse, delta), **context.scores)
 
-        dq, dkv = self._meet_all(ranks, mask, (q, dout, lse, delta, q_coords), (jnp.stack([k, v]), kv_coords), meet)
-        return dq, *dkv
+        dq, dkv = self._meet_all(context, (queries.q, *saved, queries.coords), keys.stacked(), meet)
+        return Gradients(dq, *dkv)
 
-    def _meet_all(self, ranks, mask, queries, keys, meet):
+    def _meet_all(self, context: Context, queries: tuple, keys: StackedKeys, meet):
         """meet(queries, keys) of every pair of ranks, added up at home: (for the queries, for the keys)."""
-        rounds = self._rounds(ranks, queries[0].shape[1], mask)
+        rounds = self._rounds(context.ranks, queries[0].shape[1], context.mask)
         own, away = (queries, keys), (None, None)
         incoming = rounds[0].fetch(*own) if rounds else None
         totals = meet(*own)
@@ -135,7 +136,7 @@ class _Round:
         helped = self.ranks.index() >= self.ranks.size - self.distance
         coords = self.ranks.shift(_choose(helped, q_coords, kv_coords), self.distance)
         queries = self._fetch(self._half(queries, 0), self.helpers)
-        return (*queries, self._half(coords, 0)), (self._fetch(kv, self.owners), coords)
+        return (*queries, self._half(coords, 0)), StackedKeys(self._fetch(kv, self.owners), coords)
 
     def meet(self, queries, keys, queries_in, keys_in, meet):
         """What is found for this rank's queries and keys, and what for those that came in: two pairs."""

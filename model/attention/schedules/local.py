@@ -1,24 +1,25 @@
-"""Local attention: nothing travels, one round. Vanilla, memory-efficient or blockwise attention, as the kernel is."""
+"""Local attention on a single rank: nothing travels."""
 from __future__ import annotations
 
 import dataclasses
 
+from ..blocks import Gradients, Keys, Queries, Saved
 from ..coords import Mask
+from ..kernels.kernel import Kernel
+from ..partial import AttentionPartial
 from . import plan
-from .schedule import Schedule
+from .schedule import Context, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
 class Local(Schedule):
-    """All keys are here already (sequence axis of 1)."""
+    """One call of the kernel: vanilla, memory-efficient or blockwise attention, depending on the kernel."""
 
-    def forward(self, kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale):
-        del ranks
-        return kernel.forward(q, k, v, q_coords, kv_coords, mask=mask, scale=scale)
+    def forward(self, kernel: Kernel, queries: Queries, keys: Keys, context: Context) -> AttentionPartial:
+        return kernel.forward(queries, keys, **context.scores)
 
-    def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale):
-        del ranks
-        return kernel.backward(q, k, v, dout, lse, delta, q_coords, kv_coords, mask=mask, scale=scale)
+    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context) -> Gradients:
+        return kernel.backward(queries, keys, saved, **context.scores)
 
     def check(self, size: int) -> None:
         if size > 1:
@@ -27,5 +28,5 @@ class Local(Schedule):
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
         del block, mask
-        alone = (plan.Round(tuple(plan.Task(rank, (rank,), (rank,)) for rank in range(size))),)
-        return plan.Plan(alone, alone)
+        own_blocks = (plan.Round(tuple(plan.Task(rank, (rank,), (rank,)) for rank in range(size))),)
+        return plan.Plan(own_blocks, own_blocks)

@@ -72,7 +72,7 @@ class Ranks:
         """All-to-all: dimension `split` is dealt out over the line, what arrives is joined along `join`."""
         return lax.all_to_all(x, self.axis, split, join, tiled=True, axis_index_groups=self.groups())
 
-    def add_scatter(self, tree, dimension: int):
+    def reduce_scatter(self, tree, dimension: int):
         """The sum over the line of every array of the tree, of which each rank gets its part of `dimension`.
 
         Each rank's part is made one row: else the TPU's compiler pads the parts, or adds up all of them everywhere.

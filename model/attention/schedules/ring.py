@@ -15,20 +15,24 @@ visited. Causal, blocks go `reach` hops onwards; else `reach` hops each way, who
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from ..blocks import Gradients, Keys, Queries, Saved, StackedKeys
 from ..coords import Mask
+from ..kernels.kernel import Kernel
+from ..partial import AttentionPartial
 from . import plan
 from .ranks import Ranks
-from .ring_pass import tour
-from .schedule import Schedule
+from .ring_pass import ring_pass
+from .schedule import Context, Payload, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
-class _Ways:
+class _Routes:
     """How blocks travel: `hops` hops in each of `directions` (+1, -1) at once; halved, if each way goes but half of a block."""
 
     ranks: Ranks
@@ -37,7 +41,7 @@ class _Ways:
     halved: bool = False
 
     @classmethod
-    def choose(cls, ranks: Ranks, mask: Mask, tokens: int, bidirectional: bool, ordered: bool) -> _Ways:
+    def choose(cls, ranks: Ranks, mask: Mask, tokens: int, bidirectional: bool, ordered: bool) -> _Routes:
         reach = mask.reach(tokens, ranks.size) if ordered else ranks.size - 1
         if mask.causal and reach < ranks.size - 1:
             return cls(ranks, (1,), reach)
@@ -47,7 +51,7 @@ class _Ways:
             return cls(ranks, (1, -1), ranks.size - 1, halved=True)
         return cls(ranks, (1,), ranks.size - 1)
 
-    def deal(self, tree):
+    def divide(self, tree):
         """What goes each way of this rank's own block: halves, or all of it."""
         return _cut(tree, _length(tree) // 2) if self.halved else (tree,) * len(self.directions)
 
@@ -59,61 +63,67 @@ class _Ways:
             return gradients, jnp.zeros_like(gradients)
         return _cut(gradients, _length(gradients) // 2)
 
-    def whole(self, parts):
+    def join(self, parts):
         """An own block's gradients from those that its parts brought home."""
         return _join(parts) if self.halved else sum(parts)
 
     def send(self, parts):
         return tuple(self.ranks.shift(part, way) for part, way in zip(parts, self.directions, strict=False))
 
-    def home(self, parts):
+    def send_home(self, parts):
         return tuple(self.ranks.shift(part, -way * self.hops) for part, way in zip(parts, self.directions, strict=False))
 
 
 @dataclasses.dataclass(frozen=True)
 class Ring(Schedule):
-    """K/V round the ring. bidirectional: half of each block either way; ordered: shards hold runs of tokens, in their order."""
+    """Passes K and V round the ring.
+
+    Attributes:
+      bidirectional: half of each block travels in either direction.
+      ordered: shards are runs of tokens in the order of the ranks, as `get_schedule` finds out from the layout.
+    """
 
     bidirectional: bool = False
     ordered: bool = False
+    carries: ClassVar[bool] = True
 
-    def forward(self, kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale):
-        return self.carry_forward(kernel, q, k, v, q_coords, kv_coords, None, ranks=ranks, mask=mask, scale=scale)[0]
+    def forward(self, kernel: Kernel, queries: Queries, keys: Keys, context: Context) -> AttentionPartial:
+        return self.carry_forward(kernel, queries, keys, None, context)[0]
 
-    def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale):
-        return self.carry_backward(kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, None, None, ranks=ranks, mask=mask,
-                                   scale=scale)[0]
+    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context) -> Gradients:
+        return self.carry_backward(kernel, queries, keys, saved, Payload(), context)[0]
 
-    def carry_forward(self, kernel, q, k, v, q_coords, kv_coords, shard, *, ranks, mask, scale):
-        """`forward`, and `shard` (a tree of arrays) of all ranks [P, ...]: it rides with K and V, behind the same kernels."""
-        ways = _Ways.choose(ranks, mask, k.shape[1], self.bidirectional, self.ordered)
-        own = (jnp.stack([k, v]), kv_coords)
+    def carry_forward(self, kernel: Kernel, queries: Queries, keys: Keys, shard, context: Context):
+        """As of Schedule: `shard` travels with K and V."""
+        routes = self._routes(context.ranks, context.mask, keys.k.shape[1])
+        own = keys.stacked()
 
         def visit(partial, parts):
-            kv, coords = own if partial is None else _join(parts)
-            return kernel.extend(partial, q, kv, q_coords, coords, mask=mask, scale=scale), (), ()
+            block = own if partial is None else _join(parts)
+            return kernel.extend(partial, queries, block, **context.scores), (), ()
 
-        partial, _, gathered, _ = _tour(ways, own, visit, shard)
+        partial, _, gathered, _ = _ring_pass(routes, own, visit, Payload(shard))
         return partial, gathered
 
-    def carry_backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, shard, shares, *, ranks, mask,
-                       scale):
-        """`backward`; `shard` of all ranks, as before; and of all ranks' `shares` [P, ...] the sum that is this one's: they
-        are added up as they follow the block that goes round, one hop behind with dK and dV, and home."""
-        ways = _Ways.choose(ranks, mask, k.shape[1], self.bidirectional, self.ordered)
-        own = (jnp.stack([k, v]), kv_coords)
+    def carry_backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, payload: Payload, context: Context):
+        """As of Schedule: the shares are summed on their way one hop behind the block, with dK and dV."""
+        routes = self._routes(context.ranks, context.mask, keys.k.shape[1])
+        own = keys.stacked()
 
         def visit(dq, parts):
-            kv, coords = own if dq is None else _join(parts)
             first = dq is None
-            dq, dkv = kernel.gradients(dq, q, kv, dout, lse, delta, q_coords, coords, mask=mask, scale=scale)
-            return dq, ways.split(dkv, own=first), ()
+            block = own if first else _join(parts)
+            dq, dkv = kernel.gradients(dq, queries, block, saved, **context.scores)
+            return dq, routes.split(dkv, own=first), ()
 
-        dq, dkv, gathered, share = _tour(ways, own, visit, shard, shares)
-        return (dq, *ways.whole(dkv)), gathered, share
+        dq, dkv, gathered, share = _ring_pass(routes, own, visit, payload)
+        return Gradients(dq, *routes.join(dkv)), gathered, share
+
+    def _routes(self, ranks: Ranks, mask: Mask, tokens: int) -> _Routes:
+        return _Routes.choose(ranks, mask, tokens, self.bidirectional, self.ordered)
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
-        ways = _Ways.choose(Ranks("", size), mask, block.tokens, self.bidirectional, self.ordered)
+        ways = self._routes(Ranks("", size), mask, block.tokens)
         cut = block.tokens // 2 if ways.halved else block.tokens
         parts = [dataclasses.replace(block, tokens=tokens) for tokens in (cut, block.tokens - cut if ways.halved else cut)]
         travel = list(zip(ways.directions, parts, strict=False))
@@ -138,46 +148,46 @@ class Ring(Schedule):
         return plan.Plan(forward, (*backward, home))
 
 
-def _tour(ways: _Ways, own, visit, shard=None, shares=None):
-    """The tour of a block `own`, on which arrays may ride that have nothing to do with attention.
+def _ring_pass(routes: _Routes, own: StackedKeys, visit, payload: Payload):
+    """The ring pass of this rank's block `own`, with other arrays riding along.
 
     Args:
-      visit: as `tour`'s.
-      shard: a tree of arrays, this rank's, to be had of all ranks; shares: a tree of [P, ...], this rank's shares of sums,
-        one for each rank. None for nothing.
+      visit: as of `ring_pass`.
 
     Returns:
-      what `visit` found; what the block brought home; `shard` of all ranks [P, ...]; the sums that are this rank's.
+      The last carry; what all ranks contributed for `own`; the shards of all ranks [P, ...]; the sum of this rank's shares.
 
     Raises:
-      ValueError: a tour that does not come to all ranks, as in a window's reach.
+      ValueError: arrays ride along, but the blocks do not visit all ranks, because of a window.
     """
+    shard, shares = payload
     if shard is None and shares is None:
-        found, left, _ = tour(ways.deal(own), ways.hops, ways.send, ways.home, visit)
-        return found, left, None, None
-    ranks, way = ways.ranks, ways.directions[0]
-    if ways.hops + 1 < ranks.size:
-        raise ValueError(f"ring: what rides must meet all {ranks.size} ranks, and this tour meets {ways.hops + 1}")
-    no_rank = jax.tree.map(lambda x: jnp.zeros((ranks.size, *x.shape), x.dtype), shard)
+        carry, returned, _ = ring_pass(routes.divide(own), routes.hops, routes.send, routes.send_home, visit)
+        return carry, returned, None, None
+    ranks, direction = routes.ranks, routes.directions[0]
+    if routes.hops + 1 < ranks.size:
+        raise ValueError(f"ring: what rides along must visit all {ranks.size} ranks, and these blocks visit {routes.hops + 1}")
+    empty = jax.tree.map(lambda x: jnp.zeros((ranks.size, *x.shape), x.dtype), shard)
 
-    def stop(found, block):
+    def visit_with_payload(carry, block):
         parts, shard = block
-        found, gathered, owner = (None, no_rank, ranks.index()) if found is None else found
-        gathered = jax.tree.map(lambda all, one: lax.dynamic_update_index_in_dim(all, one, owner, 0), gathered, shard)
+        carry, gathered, owner = (None, empty, ranks.index()) if carry is None else carry
+        gathered = jax.tree.map(lambda all, row: lax.dynamic_update_index_in_dim(all, row, owner, 0), gathered, shard)
         share = jax.tree.map(lambda all: lax.dynamic_index_in_dim(all, owner, 0, keepdims=False), shares)
-        # Before the kernels: behind them the compilers take these for long enough to hide a transfer.
+        # Before the kernels: behind them the compilers think that these take long enough to hide a transfer.
         parts, gathered, share = lax.optimization_barrier((parts, gathered, share))
-        found, left, kept = visit(found, parts)
-        return (found, gathered, (owner - way) % ranks.size), (left, share), kept
+        carry, contribution, output = visit(carry, parts)
+        return (carry, gathered, (owner - direction) % ranks.size), (contribution, share), output
 
     def send(block):
-        return ways.send(block[0]), ranks.shift(block[1], way)
+        return routes.send(block[0]), ranks.shift(block[1], direction)
 
-    def home(left):
-        return ways.home(left[0]), ranks.shift(left[1], -way * ways.hops)
+    def send_home(contribution):
+        return routes.send_home(contribution[0]), ranks.shift(contribution[1], -direction * routes.hops)
 
-    (found, gathered, _), (left, share), _ = tour((ways.deal(own), shard), ways.hops, send, home, stop)
-    return found, left, gathered, share
+    (carry, gathered, _), (returned, share), _ = ring_pass(
+        (routes.divide(own), shard), routes.hops, send, send_home, visit_with_payload)
+    return carry, returned, gathered, share
 
 
 def _tokens(x) -> int:

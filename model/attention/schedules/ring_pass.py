@@ -1,13 +1,15 @@
-"""A tour: a block goes round a line of ranks, and what each stop adds to it follows one hop behind.
+"""A ring pass: every rank's block visits all ranks of a ring, and what the visits contribute for its owner follows one hop
+behind.
 
-Every stop sends the block on *before* it is visited, so the transfer overlaps the kernel, and the last stop sends nothing.
-What a visit leaves for the block's owner (dK/dV, or a partial output) goes on while the next stop's kernel runs, and is
-added to that stop's own afterwards: no transfer waits for the kernel that has just started. The first and the last stop are
-peeled, the others are a scan, so that the compiled text does not grow with the number of ranks.
+Each round sends the block on *before* it is computed with, so that the transfer overlaps the kernel; the last round sends
+nothing. The contribution to the block's owner (dK and dV, or a partial output) travels while the next round's kernel runs,
+and that round's own contribution is added to it afterwards, so that no transfer waits for the kernel that has just started.
+The first and the last round are peeled and the others are a scan: the compiled text does not grow with the number of ranks.
 """
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,50 +18,65 @@ from jax import lax
 from ..partial import AttentionPartial, merge
 
 
+class RingPass(NamedTuple):
+    """The results of a ring pass on one rank.
+
+    Attributes:
+      carry: what `visit` handed on after the last round.
+      returned: what all ranks contributed for this rank's own block, a tree.
+      outputs: what each round put out, stacked on a new leading axis, this rank's own block first.
+    """
+
+    carry: Any
+    returned: Any
+    outputs: Any
+
+
+def ring_pass(block, hops: int, send: Callable, send_home: Callable, visit: Callable, carry=None,
+              last_visit: Callable | None = None) -> RingPass:
+    """Passes a block on `hops` times, which makes `hops` + 1 rounds; the first is with this rank's own block.
+
+    Args:
+      block: a tree of arrays, this rank's own block.
+      hops: how often the block is passed on.
+      send: a tree -> the same tree of the previous rank.
+      send_home: a tree on the rank where a block ends -> the tree on the rank that owns the block.
+      visit: (carry, block) -> (carry, contribution, output): what stays on this rank from round to round, what is for the
+        block's owner (a tree, perhaps empty, summed over the rounds), and what is stacked over the rounds.
+      carry: the carry of the first round.
+      last_visit: the last round's `visit`, if another.
+    """
+    last_visit = last_visit or visit
+    if not hops:
+        carry, contribution, output = last_visit(carry, block)
+        return RingPass(carry, send_home(contribution), jax.tree.map(lambda x: x[None], output))
+    # The barriers keep the rounds apart where the compiler unrolls a short scan. Without them it starts all the sends at once,
+    # and the first kernel hides only one of them.
+    incoming = send(block)
+    carry, contribution, first_output = visit(carry, block)
+    state = lax.optimization_barrier((carry, contribution, incoming))
+
+    def one_round(state, _):
+        carry, contribution, block = state
+        incoming, arriving = send(block), send(contribution)
+        carry, contribution, output = visit(carry, block)
+        # Before the sum: the compilers think that it takes long enough to hide a transfer, and would start one only then.
+        carry, contribution, arriving, incoming = lax.optimization_barrier((carry, contribution, arriving, incoming))
+        return (carry, add(arriving, contribution), incoming), output
+
+    (carry, contribution, block), outputs = lax.scan(one_round, state, None, length=hops - 1)
+    arriving = send(contribution)
+    carry, contribution, last_output = last_visit(carry, block)
+    carry, contribution, arriving = lax.optimization_barrier((carry, contribution, arriving))
+    outputs = jax.tree.map(lambda a, b, c: jnp.concatenate([a[None], b, c[None]]), first_output, outputs, last_output)
+    return RingPass(carry, send_home(add(arriving, contribution)), outputs)
+
+
 def add(a, b):
-    """Two trees, leaf by leaf: partial attention is merged, arrays are added, None adds nothing."""
-    def one(a, b):
+    """The sum of two trees, leaf by leaf: partial results of attention are merged, arrays are added, None adds nothing."""
+    def add_leaf(a, b):
         if b is None:
             return a
         return merge(a, b) if isinstance(a, AttentionPartial) else a + b
 
-    return jax.tree.map(one, a, b, is_leaf=lambda x: isinstance(x, AttentionPartial))
-
-
-def tour(block, hops: int, send: Callable, home: Callable, visit: Callable, found=None, last: Callable | None = None):
-    """`hops` hops of a block, `hops` + 1 visits, of which the first is paid where the block is now.
-
-    Args:
-      block: a tree of arrays, here at first.
-      send: a tree -> the tree of the rank before; home: the same from the end of the tour back to the block's owner.
-      visit: (found, block) -> (found, left, kept): what stays here and is handed on from visit to visit (None or the argument
-        `found` at first), what follows the block (a tree that may be empty; added up), and what is kept of each visit.
-      last: the last visit, where it differs.
-
-    Returns:
-      found after the last visit; what this rank's own block brought home; kept, stacked on a new leading axis, own block first.
-    """
-    last = last or visit
-    if not hops:
-        found, left, kept = last(found, block)
-        return found, home(left), jax.tree.map(lambda x: x[None], kept)
-    # The barriers keep the stops apart where the compiler unrolls a short scan: else it starts all the sends at once, of which
-    # the first kernel hides but one.
-    incoming = send(block)
-    found, left, first_kept = visit(found, block)
-    carry = lax.optimization_barrier((found, left, incoming))
-
-    def stop(carry, _):
-        found, left, block = carry
-        incoming, arriving = send(block), send(left)
-        found, left, kept = visit(found, block)
-        # Before the sum: the compilers take it for long enough to hide a transfer, which they then start after the kernels.
-        found, left, arriving, incoming = lax.optimization_barrier((found, left, arriving, incoming))
-        return (found, add(arriving, left), incoming), kept
-
-    (found, left, block), kept = lax.scan(stop, carry, None, length=hops - 1)
-    arriving = send(left)
-    found, left, last_kept = last(found, block)
-    found, left, arriving = lax.optimization_barrier((found, left, arriving))
-    kept = jax.tree.map(lambda a, b, c: jnp.concatenate([a[None], b, c[None]]), first_kept, kept, last_kept)
-    return found, home(add(arriving, left)), kept
+    return jax.tree.map(add_leaf, a, b, is_leaf=lambda x: isinstance(x, AttentionPartial))

@@ -1,39 +1,122 @@
-"""What all schedules are: a frozen dataclass of options that have been checked, and that knows how many ranks it can serve."""
+"""The contract of schedules: which ranks compute which blocks of attention in which round, and what travels between them."""
 from __future__ import annotations
 
+import abc
 import dataclasses
+from collections.abc import Callable
+from typing import Any, ClassVar, NamedTuple
 
-# An option's declared type: what it may be, and how a recipe's reader is told. (Of Python's ints the truth values are some.)
-KINDS = {
+from jaxtyping import Array, PyTree
+
+from ..blocks import Gradients, Keys, Queries, Saved
+from ..coords import Mask
+from ..kernels.kernel import Kernel
+from ..partial import AttentionPartial
+from . import plan
+from .ranks import Ranks
+
+# The declared type of an option -> whether a value is of it, and how a message says what is needed. (A bool is an int.)
+OPTION_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "bool": (lambda value: isinstance(value, bool), "true or false"),
     "int": (lambda value: type(value) is int and value >= 0, "a whole number; 0 leaves it to the schedule"),
     "Schedule": (lambda value: isinstance(value, Schedule), "a schedule"),
 }
 
 
-class Schedule:
-    """Base of the schedules, whose contract is told in `__init__.py`.
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What a schedule needs to know besides arrays.
 
-    Raises:
-      ValueError: an option of another type than its own, or a negative number.
+    Attributes:
+      ranks: the shards of the sequence.
+      mask: which keys a query sees, beside its own document's.
+      scale: multiplies the scores.
     """
 
-    def __post_init__(self):
-        for option in dataclasses.fields(self):
-            value, (fits, needed) = getattr(self, option.name), KINDS[option.type]
+    ranks: Ranks
+    mask: Mask
+    scale: float
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        """The keyword arguments of a kernel's methods."""
+        return {"mask": self.mask, "scale": self.scale}
+
+
+class Payload(NamedTuple):
+    """Arrays that have nothing to do with attention and ride on the ring pass of a backward.
+
+    Attributes:
+      shard: a tree of arrays of this rank, to be gathered from all ranks; or None.
+      shares: a tree of arrays [P, ...] of this rank, of which row p is to be added to rank p's sum; or None.
+    """
+
+    shard: PyTree[Array] | None = None
+    shares: PyTree[Array] | None = None
+
+
+class Schedule(abc.ABC):
+    """Attention of each rank's queries over the keys of all ranks, by calls of a kernel and transfers between the ranks.
+
+    Subclasses are frozen dataclasses of options, whose types and values are checked when one is made. `forward` and `backward`
+    run inside `shard_map`, on a rank's own arrays. On a single rank every schedule is replaced by `Local`.
+
+    Raises:
+      ValueError: an option of another type than declared, or a negative number.
+    """
+
+    carries: ClassVar[bool] = False
+    """Whether other arrays can ride along: whether there are `carry_forward` and `carry_backward`."""
+
+    def __post_init__(self) -> None:
+        for option in dataclasses.fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
+            value, (fits, needed) = getattr(self, option.name), OPTION_TYPES[str(option.type)]
             if not fits(value):
-                raise ValueError(f"{self._named(option.name)}: found {value!r}; needs {needed}")
+                raise ValueError(f"{self._option(option.name)}: found {value!r}; needs {needed}")
 
-    def check(self, size: int) -> None:
-        """ValueError, in one line, where it cannot serve `size` ranks; most serve any."""
+    @abc.abstractmethod
+    def forward(self, kernel: Kernel, queries: Queries, keys: Keys, context: Context) -> AttentionPartial:
+        """Attention of this rank's queries over the keys of all ranks, float32."""
 
-    def _divides(self, option: str, size: int) -> None:
-        """ValueError where this option, if it is not 0, does not divide `size`."""
-        found = getattr(self, option)
-        if found and size % found:
-            good = [n for n in range(1, size + 1) if size % n == 0]
-            raise ValueError(f"{self._named(option)}: {found} does not divide {size} sequence shards; those do: {good}")
+    @abc.abstractmethod
+    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context) -> Gradients:
+        """The gradients of this rank's queries, and of its keys and values from the queries of all ranks, float32."""
 
-    def _named(self, option: str) -> str:
-        """As in a recipe: a schedule is called like its file."""
-        return f"{type(self).__module__.rpartition('.')[2]}.{option}"
+    @abc.abstractmethod
+    def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
+        """What `forward` and `backward` do on `size` ranks that each hold one `block`, as plain data.
+
+        The mask matters where a window lets a schedule leave ranks out.
+        """
+
+    def carry_forward(self, kernel: Kernel, queries: Queries, keys: Keys, shard: PyTree[Array],
+                      context: Context) -> tuple[AttentionPartial, PyTree[Array]]:
+        """`forward`, which also all-gathers `shard`, a tree of arrays, to [P, ...] behind the same kernels."""
+        raise NotImplementedError(f"{type(self).__name__} carries no other arrays")
+
+    def carry_backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, payload: Payload,
+                       context: Context) -> tuple[Gradients, PyTree[Array] | None, PyTree[Array] | None]:
+        """`backward`, which also all-gathers `payload.shard` and reduce-scatters `payload.shares`.
+
+        Returns:
+          The gradients; the shards of all ranks [P, ...]; the sum over all ranks of their shares for this rank.
+        """
+        raise NotImplementedError(f"{type(self).__name__} carries no other arrays")
+
+    def check(self, size: int) -> None:  # noqa: B027  # not abstract: most schedules serve any number
+        """Refuses a number of ranks that the schedule cannot serve; most schedules serve any.
+
+        Raises:
+          ValueError: one line that names the option, its value and the values that would work.
+        """
+
+    def _check_divides(self, option: str, size: int) -> None:
+        """ValueError unless this option is 0 or divides `size`."""
+        value = getattr(self, option)
+        if value and size % value:
+            divisors = [n for n in range(1, size + 1) if size % n == 0]
+            raise ValueError(f"{self._option(option)}: {value} does not divide {size} sequence shards; those do: {divisors}")
+
+    def _option(self, name: str) -> str:
+        """An option as a recipe names it: a schedule has the name of its file."""
+        return f"{type(self).__module__.rpartition('.')[2]}.{name}"

@@ -16,13 +16,15 @@ import math
 import jax.numpy as jnp
 import numpy as np
 
+from ..blocks import Gradients, Keys, Queries, Saved
 from ..coords import Mask, TokenCoords
+from ..kernels.kernel import Kernel
 from ..partial import AttentionPartial
 from . import plan
 from .local import Local
 from .ranks import Ranks
 from .ring import Ring
-from .schedule import Schedule
+from .schedule import Context, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,7 +59,7 @@ class Ulysses(Schedule):
     inner: Schedule = dataclasses.field(default_factory=Ring)
 
     def check(self, size: int) -> None:
-        self._divides("degree", size)
+        self._check_divides("degree", size)
         if 0 < self.degree < size:
             self.inner.check(size // self.degree)
 
@@ -65,32 +67,31 @@ class Ulysses(Schedule):
         outer, line = ranks.split(self.degree or ranks.size)
         return line, outer, self.inner if outer.size > 1 else Local()
 
-    def forward(self, kernel, q, k, v, q_coords, kv_coords, *, ranks, mask, scale):
-        line, outer, inner = self._lines(ranks)
-        heads = _Heads.deal(q.shape[2], k.shape[2], line.size)
-        partial = inner.forward(
-            kernel, *_to_heads(line, heads, q, k, v), *_coords(line, q_coords, kv_coords),
-            ranks=outer, mask=mask, scale=scale)
+    def forward(self, kernel: Kernel, queries: Queries, keys: Keys, context: Context) -> AttentionPartial:
+        line, outer, inner = self._lines(context.ranks)
+        heads = _Heads.deal(queries.q.shape[2], keys.k.shape[2], line.size)
+        partial = inner.forward(kernel, *_trade(line, heads, queries, keys), dataclasses.replace(context, ranks=outer))
         # In the queries' dtype: the caller rounds to it in any case.
-        out = line.exchange(partial.out.astype(q.dtype), 1, 2)[:, :, : heads.query_heads]
+        out = line.exchange(partial.out.astype(queries.q.dtype), 1, 2)[:, :, : heads.query_heads]
         lse = line.exchange(partial.lse, 2, 1)[:, : heads.query_heads]
         return AttentionPartial(out.astype(jnp.float32), lse)
 
-    def backward(self, kernel, q, k, v, dout, lse, delta, q_coords, kv_coords, *, ranks, mask, scale):
-        line, outer, inner = self._lines(ranks)
-        heads = _Heads.deal(q.shape[2], k.shape[2], line.size)
-        wide, keys, values = _to_heads(line, heads, q, k, v)
-        dout = line.exchange(heads.pad(dout, line.size, 2), 2, 1)
-        lse, delta = (line.exchange(heads.pad(x, line.size, 1), 1, 2) for x in (lse, delta))
-        dq, dk, dv = inner.backward(
-            kernel, wide, keys, values, dout, lse, delta, *_coords(line, q_coords, kv_coords),
-            ranks=outer, mask=mask, scale=scale)
+    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context) -> Gradients:
+        line, outer, inner = self._lines(context.ranks)
+        kv_heads = keys.k.shape[2]
+        heads = _Heads.deal(queries.q.shape[2], kv_heads, line.size)
+        q, k, v = _to_heads(line, heads, queries.q, keys.k, keys.v)
+        dout = line.exchange(heads.pad(saved.dout, line.size, 2), 2, 1)
+        lse, delta = (line.exchange(heads.pad(x, line.size, 1), 1, 2) for x in (saved.lse, saved.delta))
+        q_coords, kv_coords = _coords(line, queries.coords, keys.coords)
+        dq, dk, dv = inner.backward(kernel, Queries(q, q_coords), Keys(k, v, kv_coords), Saved(dout, lse, delta),
+                                    dataclasses.replace(context, ranks=outer))
         dq = line.exchange(dq, 1, 2)[:, :, : heads.query_heads]
         dkv = line.exchange(jnp.stack([dk, dv]), 2, 3)
-        if heads.key_heads.size != k.shape[2]:  # not by a scatter, which stays one on TPUs
-            ends = np.searchsorted(heads.key_heads, np.arange(k.shape[2] + 1))
+        if heads.key_heads.size != kv_heads:  # not by a scatter, which stays one on TPUs
+            ends = np.searchsorted(heads.key_heads, np.arange(kv_heads + 1))
             dkv = jnp.stack([dkv[:, :, :, i:j].sum(3) for i, j in itertools.pairwise(ends)], 3)
-        return dq, *dkv
+        return Gradients(dq, *dkv)
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
         line, outer, inner = self._lines(Ranks("", size))
@@ -114,6 +115,12 @@ class Ulysses(Schedule):
         return plan.Plan(
             (plan.Round((), there), *plan.side_by_side(within.forward, degree), plan.Round((), forward_back)),
             (plan.Round((), there + more), *plan.side_by_side(within.backward, degree), plan.Round((), backward_back)))
+
+
+def _trade(line: Ranks, heads: _Heads, queries: Queries, keys: Keys) -> tuple[Queries, Keys]:
+    q, k, v = _to_heads(line, heads, queries.q, keys.k, keys.v)
+    q_coords, kv_coords = _coords(line, queries.coords, keys.coords)
+    return Queries(q, q_coords), Keys(k, v, kv_coords)
 
 
 def _to_heads(line: Ranks, heads: _Heads, q, k, v):

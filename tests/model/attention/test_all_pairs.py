@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.attention import Mask, TokenCoords, get_kernel
+from model.attention import Keys, Mask, Queries, TokenCoords, get_kernel
 from model.attention.layout import permutation
 from model.attention.schedules import Local, get_schedule
 
@@ -77,7 +77,7 @@ def test_a_length_that_tiles_do_not_divide_is_padded():
     check_case("ring", 1, "8/2", "global", "contiguous", "xla", 239)
     kernel, q = get_kernel("xla", query_tile=20, key_tile=10), jnp.zeros((1, 239, 1, 8))
     coords = TokenCoords(*(x[:1] for x in documents("one", 239)))
-    forward = jax.make_jaxpr(lambda q: kernel.forward(q, q, q, coords, coords, mask=Mask(), scale=1.0))(q)
+    forward = jax.make_jaxpr(lambda q: kernel.forward(Queries(q, coords), Keys(q, q, coords), mask=Mask(), scale=1.0))(q)
     assert counts(forward.jaxpr)["while"] == 2 * 12, "for each tile of queries one loop without and one with a mask"
 
 

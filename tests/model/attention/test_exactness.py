@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.attention import Mask, TokenCoords, attention, document_starts, get_kernel
+from model.attention import Keys, Mask, Queries, Saved, TokenCoords, attention, document_starts, get_kernel
 from model.attention.layout import LAYOUTS, permutation
 
 from .cases import HEADS, MASKS, SCHEDULES, check, documents, inputs, mesh_of, out_and_gradients, truth
@@ -122,9 +122,10 @@ def test_results_are_float32_where_jax_defaults_to_float64(kernel):
     coords = TokenCoords(*[jax.ShapeDtypeStruct((1, 24), jnp.int32)] * 2)
     kernel, options = get_kernel(kernel), {"mask": Mask(window=5), "scale": 1.0}
     with jax.enable_x64(True):
-        found = (jax.eval_shape(functools.partial(kernel.forward, **options), *[vectors] * 3, coords, coords),
-                 jax.eval_shape(functools.partial(kernel.backward, **options), *[vectors] * 4, rows, rows, coords, coords))
-    assert {x.dtype for x in jax.tree.leaves(found)} == {jnp.dtype("float32")}
+        blocks = Queries(vectors, coords), Keys(vectors, vectors, coords)
+        results = (jax.eval_shape(functools.partial(kernel.forward, **options), *blocks),
+                   jax.eval_shape(functools.partial(kernel.backward, **options), *blocks, Saved(vectors, rows, rows)))
+    assert {x.dtype for x in jax.tree.leaves(results)} == {jnp.dtype("float32")}
 
 
 @pytest.mark.parametrize(("change", "words"), [

@@ -3,7 +3,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from model.attention import TokenCoords, attending
+from model.attention import AttentionOp, TokenCoords
 from model.attention.kernels import get_kernel
 from model.memory.chunked import chunked, product
 from model.memory.head_groups import attend_in_groups
@@ -22,8 +22,8 @@ def in_groups(weights, x, positions, coords):
         return chunked(lambda w, arrays, labels: inward(w, arrays["x"], labels["positions"]), weights, {"x": x},
                        {"positions": positions}, dtype=jnp.float32, chunk=4, through="x")
 
-    how = attending(SIZE, schedule="local", kernel=get_kernel("reference"), axis="sequence", size=1)
-    x, out = attend_in_groups(project, how, 2, weights, x, positions, coords, jnp.float32)
+    op = AttentionOp.create(SIZE, schedule="local", kernel=get_kernel("reference"), axis="sequence", size=1)
+    x, out = attend_in_groups(project, op, 2, weights, x, positions, coords, jnp.float32)
     return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.sin(x))
 
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.attention import TokenCoords, attending
+from model.attention import AttentionOp, TokenCoords
 from model.attention.kernels import get_kernel
 from model.attention.schedules import Balanced, Ulysses
 from model.memory.chunked import chunked, product
@@ -29,8 +29,8 @@ def in_chunks(chunks, groups, weights, x, positions, coords):
         return chunked(lambda w, arrays, labels: inward(w, arrays["x"], labels["positions"], which), weights, {"x": x},
                        {"positions": positions}, dtype=jnp.float32, chunk=4, through="x")
 
-    how = attending(SIZE, schedule="local", kernel=get_kernel("reference"), axis="sequence", size=1)
-    return jnp.sum(jnp.sin(layer_in_chunks(project, onward, how, chunks, groups, weights, x, positions, coords, jnp.float32)))
+    op = AttentionOp.create(SIZE, schedule="local", kernel=get_kernel("reference"), axis="sequence", size=1)
+    return jnp.sum(jnp.sin(layer_in_chunks(project, onward, op, chunks, groups, weights, x, positions, coords, jnp.float32)))
 
 
 def by_formula(weights, x, positions, coords):

@@ -5,13 +5,11 @@ import pytest
 
 from model.attention import TokenCoords
 from model.attention.coords import FULL, MASKED, SKIP, tile_bounds, tile_kind
-from model.attention.kernels import Kernel
-from model.attention.kernels.gpu import Gpu, _runs
+from model.attention.kernels.gpu import GpuKernel, _runs
 
 from .test_tpu import EVERYTHING, MASKS, check_case, check_nothing_to_see, documents
 
-TILES = Gpu(query_tile=128, key_tile=64, interpret=True)
-KERNEL = Kernel("gpu", TILES.forward, TILES.backward)
+KERNEL = GpuKernel(query_tile=128, key_tile=64, interpret=True)
 COVERING = [(64, MASKS[0], "contiguous", "packed"), (80, MASKS[2], "striped", "packed"), (96, MASKS[1], "striped", "one"),
             (100, MASKS[3], "contiguous", "packed")]
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from model.attention import Mask, TokenCoords
+from model.attention import Keys, Mask, Queries, Saved, StackedKeys, TokenCoords
 from model.attention.kernels.padding import tile_size
-from model.attention.kernels.tpu import Tpu
+from model.attention.kernels.tpu import TpuKernel
 from model.attention.kernels.tpu_tiles import LANES, fitting
 from model.attention.layout import permutation
 from model.attention.partial import empty
@@ -24,7 +24,7 @@ from tests.model.attention.test_exactness import check
 SHAPES = {64: (2, 2, 1, 330), 80: (1, 2, 2, 512), 96: (1, 3, 1, 330), 100: (1, 2, 1, 330), 128: (1, 2, 1, 512),
           256: (1, 1, 1, 300)}
 MASKS = [Mask(), Mask(causal=False), Mask(window=50), Mask(causal=False, window=150)]
-KERNEL = Tpu(query_tile=128, key_tile=128, interpret=pltpu.InterpretParams())
+KERNEL = TpuKernel(query_tile=128, key_tile=128, interpret=pltpu.InterpretParams())
 
 
 def documents(kind, rows, length):
@@ -50,11 +50,11 @@ def inputs(head_dim, seed=0):
 @functools.cache
 def compiled(mask, kernel=KERNEL):
     """extend and gradients, jitted (shapes, coordinates and packing are runtime inputs)."""
-    def options(q):
-        return {"mask": mask, "scale": q.shape[-1] ** -0.5}
+    def options(queries):
+        return {"mask": mask, "scale": queries.q.shape[-1] ** -0.5}
 
-    return (jax.jit(lambda carry, q, *block: kernel.extend(carry, q, *block, **options(q))),
-            jax.jit(lambda carry, q, *block: kernel.gradients(carry, q, *block, **options(q))))
+    return (jax.jit(lambda carry, queries, *blocks: kernel.extend(carry, queries, *blocks, **options(queries))),
+            jax.jit(lambda carry, queries, *blocks: kernel.gradients(carry, queries, *blocks, **options(queries))))
 
 
 def attend(q, k, v, dout, coords, mask, kernel=KERNEL):
@@ -62,18 +62,19 @@ def attend(q, k, v, dout, coords, mask, kernel=KERNEL):
     extend, gradients = compiled(mask, kernel)
     half = q.shape[1] // 2
     shards = [slice(0, half), slice(half, None)]
-    blocks = [np.stack([k[:, s], v[:, s]]) for s in shards]
-    places = [jax.tree.map(lambda x, s=s: x[:, s], coords) for s in shards]
+    shard_coords = [jax.tree.map(lambda x, s=s: x[:, s], coords) for s in shards]
+    blocks = [StackedKeys(np.stack([k[:, s], v[:, s]]), kv_coords) for s, kv_coords in zip(shards, shard_coords, strict=True)]
     parts, dqs, dkvs = [], [], [0.0, 0.0]
-    for s, place in zip(shards, places, strict=True):
+    for s, q_coords in zip(shards, shard_coords, strict=True):
+        queries = Queries(q[:, s], q_coords)
         partial = empty(q.shape[0], half, q.shape[2], q.shape[3])
-        for block, other in zip(blocks, places, strict=True):
-            partial = extend(partial, q[:, s], block, place, other)
+        for block in blocks:
+            partial = extend(partial, queries, block)
         parts.append(partial)
         delta = np.einsum("bthd,bthd->bht", partial.out, dout[:, s])
         dq = np.zeros_like(q[:, s])
-        for j, (block, other) in enumerate(zip(blocks, places, strict=True)):
-            dq, dkv = gradients(dq, q[:, s], block, dout[:, s], partial.lse, delta, place, other)
+        for j, block in enumerate(blocks):
+            dq, dkv = gradients(dq, queries, block, Saved(dout[:, s], partial.lse, delta))
             dkvs[j] = dkvs[j] + dkv
         dqs.append(dq)
     return (np.concatenate([part.out for part in parts], 1), np.concatenate([part.lse for part in parts], 2),
@@ -112,13 +113,14 @@ def test_kernel_is_exact_in_every_case(head_dim, mask, layout, kind):
 def check_nothing_to_see(kernel):
     """K and V as a pair. Rows that see nothing: out 0, lse -inf, gradients 0, and no NaN anywhere."""
     q, k, v, dout = (x[:1, :130] for x in inputs(96))
-    here = TokenCoords(*(x[:, :130] for x in documents("one", 1, 130)))
-    elsewhere = TokenCoords(here.index, 2 * here.segment_ids)
+    q_coords = TokenCoords(*(x[:, :130] for x in documents("one", 1, 130)))
+    kv_coords = TokenCoords(q_coords.index, 2 * q_coords.segment_ids)
     options = {"mask": Mask(), "scale": 1.0}
-    out, lse = jax.jit(functools.partial(kernel.forward, **options))(q, k, v, here, elsewhere)
+    blocks = Queries(q, q_coords), Keys(k, v, kv_coords)
+    out, lse = jax.jit(functools.partial(kernel.forward, **options))(*blocks)
     assert (np.asarray(out) == 0).all() and np.isneginf(lse).all()
-    nothing = np.zeros_like(lse)
-    for gradient in jax.jit(functools.partial(kernel.backward, **options))(q, k, v, dout, lse, nothing, here, elsewhere):
+    saved = Saved(dout, lse, np.zeros_like(lse))
+    for gradient in jax.jit(functools.partial(kernel.backward, **options))(*blocks, saved):
         assert (np.asarray(gradient) == 0).all()
 
 

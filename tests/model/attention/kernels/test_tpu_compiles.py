@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from model.attention import AttentionPartial, Mask, TokenCoords
+from model.attention import AttentionPartial, Mask, Queries, Saved, StackedKeys, TokenCoords
 from model.attention.kernels import get_kernel
 from model.config import LlamaConfig
 from planning.plan import compile_step
@@ -33,11 +33,11 @@ def lower_both(topology, dtype, head_dim, mask=Mask()):
     kernel, options = get_kernel("tpu"), {"mask": mask, "scale": head_dim ** -0.5}
     q, kv = shape(1, TOKENS, 4, head_dim, dtype=dtype), shape(2, 1, TOKENS, 2, head_dim, dtype=dtype)
     coords = TokenCoords(*[shape(1, TOKENS, dtype=jnp.int32)] * 2)
-    rows, wide = shape(1, 4, TOKENS, dtype=jnp.float32), shape(*q.shape, dtype=jnp.float32)
-    forward = jax.jit(lambda *block: kernel.extend(*block, **options), donate_argnums=0)
-    backward = jax.jit(lambda *block: kernel.gradients(*block, **options), donate_argnums=0)
-    return (forward.lower(AttentionPartial(wide, rows), q, kv, coords, coords),
-            backward.lower(wide, q, kv, q, rows, rows, coords, coords))
+    rows, float32 = shape(1, 4, TOKENS, dtype=jnp.float32), shape(*q.shape, dtype=jnp.float32)
+    blocks = Queries(q, coords), StackedKeys(kv, coords)
+    forward = jax.jit(lambda *blocks: kernel.extend(*blocks, **options), donate_argnums=0)
+    backward = jax.jit(lambda *blocks: kernel.gradients(*blocks, **options), donate_argnums=0)
+    return forward.lower(AttentionPartial(float32, rows), *blocks), backward.lower(float32, *blocks, Saved(q, rows, rows))
 
 
 def check(topology, dtype, head_dim, mask=Mask()):

@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from model.attention import Mask, TokenCoords, get_kernel
+from model.attention import Keys, Mask, Queries, Saved, TokenCoords, get_kernel
 
 HEADS, HEAD_DIM = 4, 16
 
@@ -19,7 +19,9 @@ def planned_bytes(which, length):
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
 
     def run(arrays, coords):
-        return getattr(kernel, which)(*arrays, coords, coords, mask=Mask(), scale=0.25)
+        q, k, v, *saved = arrays
+        blocks = (Queries(q, coords), Keys(k, v, coords), *([Saved(*saved)] if saved else []))
+        return getattr(kernel, which)(*blocks, mask=Mask(), scale=0.25)
 
     arrays = {"forward": [vectors] * 3, "backward": [vectors] * 4 + [statistics] * 2}[which]
     plan = jax.jit(run).lower(arrays, TokenCoords(tokens, tokens)).compile().memory_analysis()

@@ -6,8 +6,8 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import PartitionSpec
 
-from model.attention import Mask, TokenCoords, attend, attention, get_kernel
-from model.attention.kernels import KERNELS, Kernel
+from model.attention import AttentionOp, Keys, Mask, Queries, StackedKeys, TokenCoords, attend, attention, get_kernel
+from model.attention.kernels import KERNELS, ReferenceKernel
 from model.attention.schedules import Attention2D, Ring
 from model.attention.schedules.attention2d import fewest_bytes
 from model.memory.remat import scan_layers
@@ -107,21 +107,21 @@ def test_a_kernel_asked_for_again_is_not_compiled_again(name):
     assert get_kernel(name, query_tile=64) == get_kernel(name, query_tile=64) != get_kernel(name, query_tile=32)
 
 
-class InPlace:
-    """A kernel that takes K and V stacked alone, as they travelled: to cut the stack would copy both."""
+class StackedOnly(ReferenceKernel):
+    """A kernel that accepts only stacked K and V, as they travelled: cutting the stack would copy both."""
 
-    def extend(self, carry, q, kv, q_coords, kv_coords, **options):
-        assert kv.ndim == 5
-        return get_kernel("reference").extend(carry, q, kv, q_coords, kv_coords, **options)
+    def extend(self, carry, queries, keys, **options):
+        assert isinstance(keys, StackedKeys) and keys.kv.ndim == 5
+        return super().extend(carry, queries, keys, **options)
 
-    def gradients(self, carry, q, kv, *rest, **options):
-        assert kv.ndim == 5
-        return get_kernel("reference").gradients(carry, q, kv, *rest, **options)
+    def gradients(self, carry, queries, keys, saved, **options):
+        assert isinstance(keys, StackedKeys) and keys.kv.ndim == 5
+        return super().gradients(carry, queries, keys, saved, **options)
 
 
 @pytest.mark.parametrize("schedule", ["ring", "ring bidirectional", "balanced", "all_gather", "attention2d overlap 2"])
 def test_keys_and_values_that_travel_stacked_are_never_cut(schedule):
-    traced(SCHEDULES[schedule], size=4, kernel=Kernel("in place", None, None, InPlace()))
+    traced(SCHEDULES[schedule], size=4, kernel=StackedOnly())
 
 
 @pytest.mark.parametrize("heads", [2, 8])
@@ -136,13 +136,13 @@ def test_save_attention_never_runs_attention_forward_again(schedule):
     """With attention's output and lse kept, two layers run as many exponentials and transfers as without any remat."""
     mesh, heads = mesh_of(4), 4
     coords = TokenCoords(jnp.zeros((1, 32), jnp.int32), jnp.ones((1, 32), jnp.int32))
-    kernel = get_kernel("reference")
+    op = AttentionOp.create(DIM, schedule=SCHEDULES[schedule], kernel=get_kernel("reference"), axis="sequence", size=4)
 
     def loss(layers, x, coords, policy):
         def body(carry, weights):
             x, coords = carry
             q, k, v = jnp.einsum("bte,ehdn->nbthd", x, weights)
-            attended, _ = attend(q, k, v, coords, coords, schedule=SCHEDULES[schedule], kernel=kernel, axis="sequence", size=4)
+            attended, _ = attend(op, Queries(q, coords), Keys(k, v, coords))
             return (x + attended.reshape(x.shape), coords), None
 
         def run(layers, x, coords):

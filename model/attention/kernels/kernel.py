@@ -1,0 +1,48 @@
+"""The contract of kernels: attention of one block of queries over one block of keys, forward and backward."""
+from __future__ import annotations
+
+import abc
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from ..blocks import Gradients, Keys, Queries, Saved, StackedKeys
+from ..coords import Mask
+from ..partial import AttentionPartial, merge
+
+
+class Kernel(abc.ABC):
+    """Attention of one block of queries over one block of keys.
+
+    Subclasses are frozen dataclasses: a kernel is a static argument of compiled functions, so it must be hashable, and equal
+    kernels must compute the same. All results are float32. In each method `mask` decides with the coordinates which keys a
+    query sees, and `scale` multiplies the scores.
+
+    A schedule of several rounds calls `extend` and `gradients`, which accumulate over the rounds. A kernel that can accumulate
+    in place overrides them, and so spares a pass over the results in every round.
+    """
+
+    @abc.abstractmethod
+    def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
+        """Attention of the queries over these keys alone."""
+
+    @abc.abstractmethod
+    def backward(self, queries: Queries, keys: Keys, saved: Saved, *, mask: Mask, scale: float) -> Gradients:
+        """The gradients of q, k and v that these queries and keys contribute."""
+
+    def extend(self, carry: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
+               scale: float) -> AttentionPartial:
+        """Attention of the queries over these keys and over those that `carry` covers (None: none yet)."""
+        partial = self.forward(queries, separate(keys), mask=mask, scale=scale)
+        return partial if carry is None else merge(carry, partial)
+
+    def gradients(self, carry: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys, saved: Saved, *,
+                  mask: Mask, scale: float) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
+        """The gradients of `backward`: dq, added to `carry` (None: zero), and dk and dv of this block, stacked."""
+        dq, dk, dv = self.backward(queries, separate(keys), saved, mask=mask, scale=scale)
+        return dq if carry is None else carry + dq, jnp.stack([dk, dv])
+
+
+def separate(keys: Keys | StackedKeys) -> Keys:
+    """The block with K and V apart, however it came."""
+    return keys.separate() if isinstance(keys, StackedKeys) else keys
