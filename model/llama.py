@@ -20,7 +20,7 @@ from .attention import AttentionOp, Keys, Mask, Queries, TokenCoords, attend, do
 from .attention.kernels import Kernel, get_kernel
 from .config import LlamaConfig
 from .feedforward import rms_norm
-from .loss import token_losses
+from .loss import LossSums, global_sums, token_losses
 from .memory.chunked import chunked, chunked_total, product
 from .memory.head_groups import attend_in_groups
 from .memory.options import MemoryConfig, check_combination
@@ -297,25 +297,17 @@ class Llama:
 
         return self._sharded(local, PartitionSpec(*TOKENS, None))(params, batch)
 
-    def loss(self, params, batch, sources: int | None = None):
-        """Weighted cross-entropy in nats over the *global* sum of weights, and that sum: two float32 scalars.
+    def loss(self, params, batch, sources: int = 0) -> LossSums:
+        """The sums of weighted losses and of weights over a global batch; their quotient is the mean cross-entropy in nats.
 
-        With `sources` a third: the sums of weighted losses and of weights of the tokens that the batch's `source_ids` [B, L]
-        give to each source, two float32 [sources] without gradient.
-        Take gradients outside: inside `shard_map` they would be wrong once a psum over `tensor` is in the loss.
+        Take gradients of the total outside: inside `shard_map` they would be wrong once a psum over `tensor` is in the loss.
+
+        Args:
+          sources: how many sources the batch's `source_ids` [B, L] tell apart; each then has sums of its own.
         """
         def local(params, batch):
-            def add(x):
-                return lax.psum(x, (*BATCH_AXES, "sequence"))
-
-            def by_source(x):
-                return add(jnp.where(batch["source_ids"] == jnp.arange(sources)[:, None, None], x, 0).sum((1, 2)))
-
-            value, losses = self.local_losses(params, batch)
-            weights = batch["loss_weights"]
-            total = add(jnp.sum(weights))
-            found = add(value) / jnp.maximum(total, 1e-9), total
-            return found if sources is None else (*found, (by_source(losses * weights), by_source(weights)))
+            total, losses = self.local_losses(params, batch)
+            return global_sums(total, losses, batch["loss_weights"], batch.get("source_ids"), sources)
 
         return self._sharded(local, PartitionSpec())(params, batch)
 

@@ -1,36 +1,77 @@
-"""Cross-entropy of one chunk of tokens, with the vocabulary split over the tensor axis."""
+"""Cross-entropy: of each token, with the vocabulary split over the tensor axis, and its sums over a batch."""
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int
 
-from .sharding import Parallel
+from .sharding import BATCH_AXES, Parallel
 
 
-def token_losses(logits: jax.Array, targets: jax.Array, parallel: Parallel) -> jax.Array:
-    """-log p(target), float32 [B, c].
+class SourceSums(NamedTuple):
+    """The sums of `LossSums` for each of S data sources: float32, without gradient. S is 0 where sources are not told apart."""
+
+    total: Float[Array, " S"]
+    weight: Float[Array, " S"]
+
+
+class LossSums(NamedTuple):
+    """Sums over all tokens of a global batch, or of several batches; total / weight is the mean loss in nats.
+
+    Attributes:
+      total: the sum of weighted losses, float32; weight: the sum of their weights.
+      by_source: both for each source.
+    """
+
+    total: Float[Array, ""]
+    weight: Float[Array, ""]
+    by_source: SourceSums
+
+
+def token_losses(logits: Float[Array, "B c V"], targets: Int[Array, "B c"], parallel: Parallel) -> Float[Array, "B c"]:
+    """Returns -log p(target) of each token in nats, float32. Runs inside `shard_map`.
 
     Args:
-      logits: [B, c, V], or this tensor rank's part of the vocabulary [B, c, V / tensor].
-      targets: int32 [B, c], ids in the whole vocabulary.
+      logits: of this tensor rank's part of the vocabulary; V is its size.
+      targets: ids in the whole vocabulary.
     """
     logits = logits.astype(jnp.float32)
-    split = parallel.tensor > 1
-    top = lax.stop_gradient(logits.max(-1))
-    if split:
-        # pmax has no derivative, and needs none: the maximum cancels. Stop it before and after.
-        top = lax.stop_gradient(_maximum_over_tensor(top))
+    maximum = lax.stop_gradient(logits.max(-1))
+    if parallel.tensor > 1:
+        # pmax has no derivative, and needs none, since the maximum cancels: the gradient stops before it and after it.
+        maximum = lax.stop_gradient(_maximum_over_tensor(maximum))
         targets = targets - parallel.rank() * logits.shape[-1]
-    total = parallel.sum(jnp.exp(logits - top[..., None]).sum(-1), "vocab")
-    here = (targets >= 0) & (targets < logits.shape[-1])
-    chosen = jnp.take_along_axis(logits, jnp.where(here, targets, 0)[..., None], -1)[..., 0]
-    chosen = parallel.sum(jnp.where(here, chosen, 0.0), "vocab")
-    return top + jnp.log(total) - chosen
+    total = parallel.sum(jnp.exp(logits - maximum[..., None]).sum(-1), "vocab")
+    is_local = (targets >= 0) & (targets < logits.shape[-1])
+    target_logits = jnp.take_along_axis(logits, jnp.where(is_local, targets, 0)[..., None], -1)[..., 0]
+    target_logits = parallel.sum(jnp.where(is_local, target_logits, 0.0), "vocab")
+    return maximum + jnp.log(total) - target_logits
+
+
+def global_sums(total: Float[Array, ""], losses: Float[Array, "B T"], weights: Float[Array, "B T"],
+                source_ids: Int[Array, "B T"] | None, sources: int) -> LossSums:
+    """Returns the sums over all devices that hold tokens, from a device's own tokens. Runs inside `shard_map`.
+
+    Args:
+      total: the weighted sum of `losses`, which gradients pass through; none pass through `losses`.
+      source_ids: the number of each token's source; not read where `sources`, their number, is 0.
+    """
+    def over_devices(x):
+        return lax.psum(x, (*BATCH_AXES, "sequence"))
+
+    def by_source(x):
+        return over_devices(jnp.where(source_ids == jnp.arange(sources)[:, None, None], x, 0).sum((1, 2)))
+
+    empty = jnp.zeros(0, jnp.float32)
+    of_sources = SourceSums(by_source(losses * weights), by_source(weights)) if sources else SourceSums(empty, empty)
+    return LossSums(over_devices(total), over_devices(jnp.sum(weights)), of_sources)
 
 
 @jax.custom_vjp
-def _maximum_over_tensor(x):
+def _maximum_over_tensor(x: jax.Array) -> jax.Array:
     return lax.pmax(x, "tensor")
 
 

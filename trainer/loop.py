@@ -12,6 +12,7 @@ import jax
 import numpy as np
 
 from data.errors import UserError
+from model.loss import LossSums
 
 from .checkpoint.store import CheckpointStore
 from .config.load import resolved
@@ -217,14 +218,16 @@ class _Training:
     def _evaluate(self, log) -> None:
         """Held-out loss: a weighted mean over all held-out target tokens, not a mean of batches; that of each source too."""
         self.evaluated = True
-        found = [jax.tree.map(lambda x: np.asarray(x, np.float64), self.evaluate_step(
+        batches = [jax.tree.map(lambda x: np.asarray(x, np.float64), self.evaluate_step(
             self.trainable, self.frozen, self._place(host))) for host in self.objective.held_out()]
-        if not found:
+        if not batches:
             return
-        total, (weight, *by_source) = jax.tree.map(lambda *parts: sum(parts), *found)
-        if weight:
-            log.held_out({"step": self.step, "held_out_loss_nats_per_target": total / weight, "held_out_target_tokens": weight,
-                          **{f"held_out_{BY_SOURCE}{name}": sums[i] / weights[i] for sums, weights in by_source
+        sums: LossSums = jax.tree.map(lambda *parts: sum(parts), *batches)
+        if sums.weight:
+            totals, weights = sums.by_source
+            log.held_out({"step": self.step, "held_out_loss_nats_per_target": sums.total / sums.weight,
+                          "held_out_target_tokens": sums.weight,
+                          **{f"held_out_{BY_SOURCE}{name}": totals[i] / weights[i]
                              for i, name in enumerate(self.objective.sources) if weights[i]}})
 
     def _save(self, run: RunDirectory) -> None:

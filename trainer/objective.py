@@ -13,6 +13,7 @@ from jaxtyping import Int
 
 from model.attention import Mask
 from model.config import LlamaConfig
+from model.loss import LossSums
 from model.sharding import Parameter
 
 Params = dict[str, jax.Array]
@@ -81,12 +82,12 @@ class Objective(abc.ABC):
     origin: str
 
     @abc.abstractmethod
-    def loss(self, params: Mapping[str, Any], batch: DeviceBatch) -> tuple:
-        """Computes the loss of a global batch, to be differentiated with respect to `params`.
+    def loss(self, params: Mapping[str, Any], batch: DeviceBatch) -> LossSums:
+        """Computes the loss of a global batch, whose `total` is differentiated with respect to `params`.
 
         Returns:
-          The mean loss and the sum of its weights, two float32 scalars. With `sources` a third, without gradient: the sums of
-          weighted losses and of weights of each source, two float32 arrays [sources].
+          The sums of weighted losses and of weights over the batch, and those of each of `sources`. The step adds up the sums
+          of all parts of a batch and divides once.
         """
 
     @abc.abstractmethod

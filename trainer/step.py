@@ -30,8 +30,7 @@ class StepBuilder:
     """Everything that the compiled steps are made from.
 
     Attributes:
-      model: has `parameters`, `shardings` and `mesh`; loss: `(params, batch) -> (mean loss, sum of weights)`, both global,
-        and with `sources` a third, (sums of weighted losses, sums of weights), each [sources].
+      model: has `parameters`, `shardings` and `mesh`; loss: `(params, batch) -> LossSums` of the global batch.
       trainable: names of the parameters that move.
       abstract_batch: name -> ShapeDtypeStruct with sharding.
       accumulation: parts that a batch is computed in; its rows are a multiple of data x fsdp x accumulation.
@@ -92,19 +91,20 @@ class StepBuilder:
         """One step: new parameters, new moments, and scalars. The gradient is taken outside `shard_map`."""
         def loss(by, part):
             params = jax.tree.map(OnHost, trainable, by) if self.parameters_on_host else by
-            return self._total_loss(params, frozen, part)
+            sums = self.loss({**params, **frozen}, part)
+            return sums.total, sums
 
         def loss_and_gradient(part):
             by = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), trainable) if self.parameters_on_host else trainable
             return jax.value_and_grad(loss, has_aux=True)(by, part)
 
-        (total, (weight, *by_source)), gradient = self._over_parts(loss_and_gradient, batch)
-        value, gradient = jax.tree.map(lambda x: x / jnp.maximum(weight, 1e-9), (total, gradient))
+        (_, sums), gradient = self._over_parts(loss_and_gradient, batch)
+        value, gradient = jax.tree.map(lambda x: x / jnp.maximum(sums.weight, 1e-9), (sums.total, gradient))
         norm = optax.global_norm(gradient)
-        metrics = {"loss_nats_per_target": value, "target_tokens": weight, "grad_norm": norm,
+        metrics = {"loss_nats_per_target": value, "target_tokens": sums.weight, "grad_norm": norm,
                    "learning_rate": learning_rate(self.optimizer_config, self.steps, step),
-                   **{BY_SOURCE + name: sums[i] / weights[i]
-                      for sums, weights in by_source for i, name in enumerate(self.sources)}}
+                   **{BY_SOURCE + name: sums.by_source.total[i] / sums.by_source.weight[i]
+                      for i, name in enumerate(self.sources)}}
         good = jnp.isfinite(value) & jnp.isfinite(norm) if self.skip_non_finite else True
         if self.moments_on_host or self.parameters_on_host:
             gradient, _ = clipping(self.optimizer_config).update(gradient, optax.EmptyState())
@@ -113,11 +113,6 @@ class StepBuilder:
         updates, moved_state = self.optimizer.update(gradient, optimizer_state, trainable)
         moved = optax.apply_updates(trainable, updates), moved_state
         return *chosen(good, moved, (trainable, optimizer_state)), metrics
-
-    def _total_loss(self, trainable, frozen, batch):
-        """Sum of the weighted losses, and (sum of the weights, and both by source if `loss` tells them apart)."""
-        value, weight, *by_source = self.loss({**trainable, **frozen}, batch)
-        return value * weight, (weight, *by_source)
 
     def _over_parts(self, fn, batch):
         """The sum over a batch's parts of fn(part): a tree of float32 arrays."""
@@ -148,8 +143,8 @@ class StepBuilder:
         return jitted.lower(self.abstract_trainable, self.abstract_frozen, self.abstract_optimizer, self.abstract_batch, step)
 
     def lower_evaluate(self):
-        """(trainable, frozen, batch) -> what `_total_loss` gives, lowered."""
+        """(trainable, frozen, batch) -> LossSums, lowered."""
         def evaluate(trainable, frozen, batch):
-            return self._over_parts(lambda part: self._total_loss(trainable, frozen, part), batch)
+            return self._over_parts(lambda part: self.loss({**trainable, **frozen}, part), batch)
 
         return jax.jit(evaluate).lower(self.abstract_trainable, self.abstract_frozen, self.abstract_batch)

@@ -23,6 +23,7 @@ from data.templates import jinja_template
 from data.tokenizer import Tokenizer
 from model.attention.layout import permutation
 from model.llama import Llama
+from model.loss import LossSums
 
 from .build import build_llama
 from .config import load as configuration
@@ -138,9 +139,9 @@ class TextObjective(Objective):
         indices, self.order = wanted(self.part, layout)
         self._local: _LocalPart = {"rows": self.part.rows.tolist(), "indices": indices}
 
-    def loss(self, params: Mapping[str, Any], batch: DeviceBatch) -> tuple:
-        """Returns the mean cross-entropy in nats over the targets, and their number; see `Llama.loss`."""
-        return self.model.loss(params, batch, sources=len(self.sources) or None)
+    def loss(self, params: Mapping[str, Any], batch: DeviceBatch) -> LossSums:
+        """Returns the sums of the cross-entropy in nats over the targets and of their weights; see `Llama.loss`."""
+        return self.model.loss(params, batch, sources=len(self.sources))
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
         """See `text_batch`."""

@@ -43,6 +43,15 @@ def llama(config, shape=None, **options) -> Llama:
     return Llama(config, mesh_of(shape or {}), memory=MemoryConfig(**memory), **options)
 
 
+def mean_loss(model):
+    """(params, batch) -> the mean loss in nats, and the sum of weights."""
+    def loss(params, batch):
+        sums = model.loss(params, batch)
+        return sums.total / sums.weight, sums.weight
+
+    return loss
+
+
 def packed_batch(config, rows=8, length=128, seed=0) -> dict[str, np.ndarray]:
     """Documents of uneven lengths, padding at the row's end, an uneven loss mask; in natural order."""
     rng = np.random.default_rng(seed)

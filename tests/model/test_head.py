@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from .attention.jaxprs import operations
-from .build import llama, packed_batch, tiny
+from .build import llama, mean_loss, packed_batch, tiny
 
 VOCABULARY, WIDTH = 160, 64
 
@@ -34,7 +34,7 @@ def test_every_product_with_the_head_has_bfloat16_operands(tied):
     model = llama(tiny(vocab_size=VOCABULARY, num_hidden_layers=1, tie_word_embeddings=tied), dtype=jnp.bfloat16)
     batch = packed_batch(model.config)
     params = {name: jax.ShapeDtypeStruct(one.shape, jnp.float32) for name, one in model.parameters.items()}
-    traced = jax.make_jaxpr(jax.grad(lambda params: model.loss(params, batch)[0]))(params)
+    traced = jax.make_jaxpr(jax.grad(lambda params: mean_loss(model)(params, batch)[0]))(params)
     found = []
     for one, _ in operations(traced.jaxpr):
         shapes = [x.aval for x in (*one.invars, *one.outvars)]

@@ -9,7 +9,7 @@ import pytest
 from model.modules import declare
 from tests.model.attention.jaxprs import operations
 
-from .build import ALL_AT_ONCE, llama, packed_batch, permuted, tiny
+from .build import ALL_AT_ONCE, llama, mean_loss, packed_batch, permuted, tiny
 
 
 @pytest.mark.parametrize(("query", "key", "shape"), [
@@ -28,7 +28,7 @@ def test_padded_heads_change_no_number(query, key, shape):
                 bias = np.random.default_rng(0).normal(size=own[name]).astype(np.float32)
                 room = [(0, n - m) for n, m in zip(params[name].shape, own[name], strict=True)]
                 params[name] = jax.device_put(np.pad(bias, room), model.shardings[name])
-        (loss, _), gradient = jax.jit(jax.value_and_grad(model.loss, has_aux=True))(params, batch)
+        (loss, _), gradient = jax.jit(jax.value_and_grad(mean_loss(model), has_aux=True))(params, batch)
         found.append((float(loss), jax.tree.map(np.array, gradient), jax.tree.map(np.array, params)))
     (loss, gradient, params), (got, got_gradient, got_params) = found
     assert abs(got - loss) <= 1e-5 * abs(loss)
@@ -51,7 +51,7 @@ def test_a_rank_projects_no_key_head_that_its_query_heads_do_not_share():
     config = tiny(num_attention_heads=16)
     model = llama(config, {"data": 2, "tensor": 4})
     batch = packed_batch(config)
-    traced = jax.make_jaxpr(jax.grad(lambda params: model.loss(params, batch)[0]))(
+    traced = jax.make_jaxpr(jax.grad(lambda params: mean_loss(model)(params, batch)[0]))(
         {name: jax.ShapeDtypeStruct(x.shape, jnp.float32) for name, x in model.parameters.items()})
     width = (config.hidden_size, config.head_dim)
     heads = Counter(x.aval.shape[1] for equation, _ in operations(traced.jaxpr) if equation.primitive.name == "dot_general"

@@ -23,7 +23,7 @@ from tests.smollm2 import smollm2_dir
 from trainer.huggingface.read import read_hf
 from trainer.model_source import open_model
 
-from .build import MESHES, llama, mesh_of, packed_batch, permuted, tiny
+from .build import MESHES, llama, mean_loss, mesh_of, packed_batch, permuted, tiny
 
 KINDS = {
     "grouped heads": {},
@@ -136,7 +136,7 @@ def loss_and_gradients(mesh, layout="striped", remat="save_attention", schedule=
     model = llama(config, MESHES[mesh], remat=remat, schedule=schedule, sequence_parallel=sequence_parallel,
                   attention_groups=attention_groups, query_chunks=query_chunks, prefetch=prefetch)
     batch, _ = permuted(packed_batch(config), model, layout)
-    (loss, weight), gradient = jax.jit(jax.value_and_grad(model.loss, has_aux=True))(model.init(0), batch)
+    (loss, weight), gradient = jax.jit(jax.value_and_grad(mean_loss(model), has_aux=True))(model.init(0), batch)
     return float(loss), float(weight), {name: np.asarray(g) for name, g in gradient.items()}
 
 
@@ -193,7 +193,7 @@ def test_tokens_split_over_tensor_are_what_is_kept_and_sent():
     config = tiny()
     model = llama(config, MESHES["data 2 x tensor 4"], sequence_parallel=True)
     batch = packed_batch(config)
-    text = jax.jit(jax.grad(lambda params: model.loss(params, batch)[0])).lower(model.init(0)).compile().as_text()
+    text = jax.jit(jax.grad(lambda params: mean_loss(model)(params, batch)[0])).lower(model.init(0)).compile().as_text()
     rows, length = batch["tokens"].shape
     assert f"f32[{rows // 2},{length},{config.hidden_size}]" in "".join(re.findall(r".*all-gather.*", text))
     assert f"f32[{rows // 2},{length},{config.hidden_size}]" not in "".join(re.findall(r".*all-reduce.*", text))

@@ -3,7 +3,7 @@ import jax
 import numpy as np
 import pytest
 
-from .build import llama, packed_batch, permuted, tiny
+from .build import llama, mean_loss, packed_batch, permuted, tiny
 
 
 @pytest.mark.parametrize(("vocab_size", "tied"), [(131, False), (5, True)])
@@ -16,7 +16,7 @@ def test_a_padded_vocabulary_changes_no_number(vocab_size, tied):
         model = llama(config, shape)
         batch, order = permuted(packed_batch(config, rows=2, length=32), model)
         params = model.init(0)
-        (loss, _), gradient = jax.jit(jax.value_and_grad(model.loss, has_aux=True))(params, batch)
+        (loss, _), gradient = jax.jit(jax.value_and_grad(mean_loss(model), has_aux=True))(params, batch)
         found.append((float(loss), gradient, params, np.asarray(jax.jit(model.logits)(params, batch))[:, np.argsort(order)]))
     (loss, gradient, params, logits), (got, got_gradient, got_params, got_logits) = found
     assert abs(got - loss) <= 1e-5 * abs(loss)

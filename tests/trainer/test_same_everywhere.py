@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from planning.compiled.transfers import collectives
-from tests.model.build import MESHES, llama, packed_batch, permuted, tiny
+from tests.model.build import MESHES, llama, mean_loss, packed_batch, permuted, tiny
 from trainer.config.schema import OptimizerConfig
 from trainer.mesh import place_batch
 from trainer.step import StepBuilder
@@ -113,7 +113,7 @@ def test_no_token_moves_to_be_in_a_part():
 def test_the_mask_is_one_where_a_mean_of_means_is_wrong():
     """Over the 4 parts of 'accumulation 4', that mean is off by far more than the tolerance; ours is not (above)."""
     model, _, _ = compiled(PLAIN[0], *PLAIN[2:])
-    batch, params, loss = packed_batch(model.config, ROWS, LENGTH), model.init(0), jax.jit(model.loss)
+    batch, params, loss = packed_batch(model.config, ROWS, LENGTH), model.init(0), jax.jit(mean_loss(model))
     parts = [loss(params, {name: x[start:start + 8] for name, x in batch.items()}) for start in range(0, ROWS, 8)]
     means, weights = (np.array(x, np.float64) for x in zip(*parts, strict=True))
     assert weights.max() > 4 * weights.min()

@@ -44,7 +44,7 @@ def test_each_sources_loss_is_the_mean_over_its_own_targets():
                           sources=NAMES)
     batch, _ = permuted(mixed_batch(), model)
     params, placed = model.init(0), place_batch(batch, model.mesh)
-    summed, (weight, (sums, weights)) = builder.lower_evaluate().compile()(params, {}, placed)
+    summed, weight, (sums, weights) = builder.lower_evaluate().compile()(params, {}, placed)
     _, _, metrics = builder.lower_train().compile()(params, {}, builder.init_optimizer(params), placed, np.int32(0))
     (means, total), found = by_hand(), {name: float(x) for name, x in metrics.items()}
     assert abs(means["chats"] / means["books"] - 1) > 1e-3, "else one mean would serve for the other"

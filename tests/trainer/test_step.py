@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from model.loss import LossSums, SourceSums
 from model.sharding import Parameter
 from planning.compiled.transfers import collectives
 from tests.model.build import ALL_AT_ONCE, MESHES, llama, mesh_of, packed_batch, tiny
@@ -55,9 +56,10 @@ def test_parts_are_added_in_float32():
     model.shardings = {"w": NamedSharding(model.mesh, PartitionSpec())}
 
     def loss(params, batch):
-        total = jnp.sum(batch["loss_weights"])
         narrow = params["w"].astype(jnp.bfloat16) * batch["tokens"].astype(jnp.bfloat16)
-        return jnp.sum(narrow.astype(jnp.float32) * batch["loss_weights"]) / total, total
+        none = jnp.zeros(0)
+        return LossSums(jnp.sum(narrow.astype(jnp.float32) * batch["loss_weights"]), jnp.sum(batch["loss_weights"]),
+                        SourceSums(none, none))
 
     builder = StepBuilder(model, loss, ("w",), text_batch(8, 1, model.mesh), OPTIMIZER, 20, accumulation=8)
     batch = {name: np.ones((8, 1), x.dtype) for name, x in builder.abstract_batch.items()}
