@@ -21,14 +21,14 @@ def host_gib(topology: str) -> float | None:
     device = _device(generation)
     if device is not None and device.box_host_gib is not None:
         return device.box_host_gib / int(shape.rpartition("x")[2])
-    return device and device.host_gib
+    return None if device is None else device.host_gib
 
 
 def memory_gib(topology: str) -> float | None:
     """The memory of a device of this topology in GiB; None for devices that the table does not list."""
     _, generation, _ = _parse(topology)
     device = _device(generation)
-    return device and device.memory_gib
+    return None if device is None else device.memory_gib
 
 
 def topology_devices(name: str) -> list[jax.Device]:

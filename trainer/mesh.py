@@ -83,7 +83,7 @@ def _placed(config: MeshConfig, order: tuple[str, ...], devices, walk: bool = Tr
         raise UserError(f"mesh.dcn: found {config.dcn or 'nothing'} for devices of {places} {what}; factors whose product is "
                         f"{places} would work, such as {{data: {places}}}")
     inside = [size // factor for size, factor in zip(whole, across, strict=True)]
-    by_place = {}
+    by_place: dict[int, list[jax.Device]] = {}
     for device in devices:
         by_place.setdefault(device.process_index if by_host else device.slice_index, []).append(device)
     near = np.array([_near(inside, order, by_place[place], walk) for place in sorted(by_place)]).reshape(*across, *inside)

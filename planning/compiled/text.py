@@ -1,4 +1,11 @@
-"""A compiled text as computations and instructions, and how often each computation runs."""
+"""Parses the text of a compiled program into computations and instructions, and counts how often each computation runs.
+
+The text is XLA's HLO as `compiled.as_text()` prints it after scheduling. Which collectives the compiler chose, and where it put
+their starts and ends, is nowhere else to be read: JAX offers the program as this text, or as a protocol buffer whose schema
+comes with neither JAX nor libtpu. Each line of a computation is one instruction:
+
+    %name = type opcode(%operand, ...), attribute=value, ...
+"""
 from __future__ import annotations
 
 import dataclasses
@@ -7,162 +14,192 @@ import math
 import re
 from typing import NamedTuple
 
+# "ENTRY %main (a: f32[2]) -> f32[2] {" begins a computation, which ends at a line "}".
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.* -> .*\{$")
 _INSTRUCTION = re.compile(r"^\s+(?:ROOT )?%?([\w.\-]+) = (.*)$")
+_OPCODE = re.compile(r"([a-z][\w\-]*)(\(.*)")
+# Attributes that name computations: one each, or a list in braces.
 _CALLED = re.compile(r"(?:calls|to_apply|body|condition|true_computation|false_computation)=%?([\w.\-]+)"
                      r"|(?:branch_computations|called_computations)=\{([^}]*)\}")
+# Values of attributes: braces within braces, counted groups ([2,4]<=[8]T(1,0)), axes of a mesh, or one word.
+_VALUE = (r"(\{(?:[^{}]|\{[^{}]*\})*\}"
+          r"|\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?"
+          r"|mesh\[[^\]]*\] ?\{[^}]*\}"
+          r"|[^,\s]+)")
 _ARRAY = re.compile(r"\b(pred|bf16|[suf]\d+|c64|c128|f8\w+)\[([\d,]*)\]")
 _WIDTH = {"pred": 1, "bf16": 2, "c64": 8, "c128": 16}
 
 
 class ArrayType(NamedTuple):
-    """One array in a type: its dtype as written, and its number of elements."""
+    """One array of a type: its dtype as XLA writes it, and its number of elements."""
 
     dtype: str
     elements: int
 
     @property
     def nbytes(self) -> int:
-        """Bytes; what is narrower than one byte counts as one."""
+        """Bytes; an element of less than a byte counts as one."""
         width = _WIDTH.get(self.dtype) or max(1, int(re.sub(r"\D.*", "", self.dtype[1:]) or 8) // 8)
         return width * self.elements
 
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
+    """One instruction, that is one line of a computation.
 
     Attributes:
-      type: the result's type as written; rest: what follows the opcode, operands first.
-      at: place in the computation, which is the order of execution where the text is scheduled.
+      type: the result's type as written.
+      rest: what follows the opcode, the operands in parentheses first.
+      index: the line's number in its computation; in a scheduled text this is the order of execution.
     """
 
     name: str
     type: str
     opcode: str
     rest: str
-    at: int
+    index: int
 
     @functools.cached_property
     def operands(self) -> list[str]:
-        """Names of the operands."""
-        depth, end = 0, len(self.rest)
-        for end, letter in enumerate(self.rest):  # noqa: B007
-            depth += {"(": 1, ")": -1}.get(letter, 0)
-            if depth == 0:
-                break
-        inside = self.rest[1:end]
-        return re.findall(r"%([\w.\-]+)", inside)
+        """The operands' names."""
+        return re.findall(r"%([\w.\-]+)", self.rest[1:_closing(self.rest)])
 
     def attribute(self, name: str) -> str | None:
-        """An attribute that is one word, braces within braces, counted groups or axes of a mesh, as written; or None."""
-        braces, counted = r"\{(?:[^{}]|\{[^{}]*\})*\}", r"\[[\d,]*\]<=\[[\d,]*\](?:T\([\d,]*\))?"
-        mesh = r"mesh\[[^\]]*\] ?\{[^}]*\}"
-        found = re.search(rf"\b{name}=({braces}|{counted}|{mesh}|[^,\s]+)", self.rest)
-        return found and found[1]
+        """An attribute's value as written; None where the instruction has no such attribute."""
+        match = re.search(rf"\b{name}={_VALUE}", self.rest)
+        return match and match[1]
+
+    def required(self, name: str) -> str:
+        """An attribute's value as written. Raises ValueError where the instruction has no such attribute."""
+        value = self.attribute(name)
+        if value is None:
+            raise ValueError(f"compiled text: {self.opcode} {self.name} has no attribute {name}")
+        return value
 
     @property
     def called(self) -> list[str]:
-        """Names of the computations that it runs."""
-        names = [one or many for one, many in _CALLED.findall(self.rest)]
-        return [name.strip().lstrip("%") for group in names for name in group.split(",") if name.strip()]
+        """The names of the computations that the instruction runs."""
+        lists = [single or several for single, several in _CALLED.findall(self.rest)]
+        return [name.strip().lstrip("%") for names in lists for name in names.split(",") if name.strip()]
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A compiled program: its computations by name, each a list of instructions, and the one that is run."""
+    """A compiled program: its computations by name, each a list of instructions, and the name of the one that is run."""
 
     computations: dict[str, list[Instruction]]
     entry: str
 
     @functools.cached_property
     def runs(self) -> dict[str, float]:
-        """How often each computation runs; NaN within a loop whose number of rounds is not in the text."""
+        """How often each computation runs; NaN inside a loop whose number of iterations is not in the text."""
         total = dict.fromkeys(self.computations, 0.0)
-        self._walk(self.entry, 1.0, total)
+        self._add_runs(self.entry, 1.0, total)
         return total
 
     @functools.cached_property
     def loops(self) -> dict[str, int]:
-        """How many loops stand around each computation that runs."""
-        found = {self.entry: 0}
+        """How many loops enclose each computation that runs."""
+        depth = {self.entry: 0}
         callers = [self.entry]
-        for name in callers:  # grows as computations are found
-            for one in self.computations[name]:
-                for called in one.called:
-                    if called in self.computations and called not in found:
-                        found[called] = found[name] + (one.opcode == "while")
+        for name in callers:  # grows while computations are found
+            for instruction in self.computations[name]:
+                for called in instruction.called:
+                    if called in self.computations and called not in depth:
+                        depth[called] = depth[name] + (instruction.opcode == "while")
                         callers.append(called)
-        return found
+        return depth
 
-    def _walk(self, name: str, times: float, total: dict[str, float]) -> None:
+    def _add_runs(self, name: str, times: float, total: dict[str, float]) -> None:
         total[name] += times
         for instruction in self.computations[name]:
-            rounds = self.trip_count(name, instruction) if instruction.opcode == "while" else 1
+            iterations = self.trip_count(name, instruction) if instruction.opcode == "while" else 1
             for called in instruction.called:
                 if called in self.computations:
-                    self._walk(called, times * rounds, total)
+                    self._add_runs(called, times * iterations, total)
 
     def trip_count(self, computation: str, loop: Instruction) -> float:
-        """Rounds of a `while` that counts up to a constant by one; NaN for any other."""
-        known = re.search(r'known_trip_count[^\d]*?"?n"?:"?(\d+)', loop.rest)
-        if known:
-            return int(known[1])
-        condition = {one.name: one for one in self.computations[loop.attribute("condition").lstrip("%")]}
-        for test in condition.values():
-            if test.opcode == "compare" and "direction=LT" in test.rest:
-                count, limit = (condition.get(name) for name in test.operands)
-                if limit is None or limit.opcode != "constant" or count is None or count.opcode != "get-tuple-element":
-                    continue
-                start = self._constant(computation, loop.operands[0], int(count.attribute("index")))
-                if start is not None:
-                    return int(limit.rest.split("(")[1].split(")")[0]) - start
+        """The iterations of a `while` that counts up to a constant by one; NaN for any other loop.
+
+        The compiler notes the number itself on most loops. On others it follows from the loop's condition, a comparison of an
+        element of its state with a constant, and the constant at which that element starts.
+        """
+        noted = re.search(r'known_trip_count[^\d]*?"?n"?:"?(\d+)', loop.rest)
+        if noted:
+            return int(noted[1])
+        condition = {instruction.name: instruction
+                     for instruction in self.computations[loop.required("condition").lstrip("%")]}
+        for compare in condition.values():
+            if compare.opcode != "compare" or "direction=LT" not in compare.rest:
+                continue
+            counter, limit = (condition.get(name) for name in compare.operands)
+            if limit is None or limit.opcode != "constant" or counter is None or counter.opcode != "get-tuple-element":
+                continue
+            start = self._constant_element(computation, loop.operands[0], int(counter.required("index")))
+            if start is not None:
+                return _constant(limit) - start
         return math.nan
 
-    def _constant(self, computation: str, name: str, element: int) -> int | None:
-        """The value of an element of a tuple, if it is a constant."""
-        here = {one.name: one for one in self.computations[computation]}
-        found = here[name]
-        if found.opcode != "tuple" or element >= len(found.operands):
+    def _constant_element(self, computation: str, name: str, element: int) -> int | None:
+        """The value of an element of the tuple `name`; None unless it is a constant."""
+        instructions = {instruction.name: instruction for instruction in self.computations[computation]}
+        source = instructions[name]
+        if source.opcode != "tuple" or element >= len(source.operands):
             return None
-        found = here[found.operands[element]]
-        while found.opcode in ("copy", "bitcast"):
-            found = here[found.operands[0]]
-        return int(found.rest.split("(")[1].split(")")[0]) if found.opcode == "constant" else None
+        source = instructions[source.operands[element]]
+        while source.opcode in ("copy", "bitcast"):
+            source = instructions[source.operands[0]]
+        return _constant(source) if source.opcode == "constant" else None
 
 
 def parse(text: str) -> Module:
-    """Reads the text of a compiled program (`compiled.as_text()`), of any platform.
+    """The program that a compiled text describes (`compiled.as_text()`), of any platform.
 
     Raises:
       ValueError: it has no ENTRY computation.
     """
     computations: dict[str, list[Instruction]] = {}
-    entry = here = None
+    entry: str | None = None
+    instructions: list[Instruction] | None = None
     for line in text.splitlines():
-        if start := _COMPUTATION.match(line):
-            here = computations.setdefault(start[2], [])
-            entry = start[2] if start[1] else entry
+        if begin := _COMPUTATION.match(line):
+            instructions = computations.setdefault(begin[2], [])
+            entry = begin[2] if begin[1] else entry
         elif line.startswith("}"):
-            here = None
-        elif here is not None and (match := _INSTRUCTION.match(line)) and (split := _split(match[2])):
-            here.append(Instruction(match[1], *split, len(here)))
+            instructions = None
+        elif instructions is not None and (match := _INSTRUCTION.match(line)) and (parts := _split(match[2])):
+            instructions.append(Instruction(match[1], *parts, len(instructions)))
     if entry is None:
         raise ValueError("compiled text: no ENTRY computation found; give the output of compiled.as_text()")
     return Module(computations, entry)
 
 
+def arrays(type_: str) -> list[ArrayType]:
+    """The arrays in a type, in the order in which they are written."""
+    return [ArrayType(dtype, math.prod(int(size) for size in dims.split(",") if size)) for dtype, dims in _ARRAY.findall(type_)]
+
+
+def _constant(instruction: Instruction) -> int:
+    """The value of a whole number, `constant(7)`."""
+    return int(instruction.rest.split("(")[1].split(")")[0])
+
+
 def _split(line: str) -> tuple[str, str, str] | None:
-    """`type opcode(rest` as three; a tuple's type holds parentheses and spaces itself."""
-    depth, end = 0, 0
-    for end, letter in enumerate(line):  # noqa: B007
+    """`type opcode(rest` as (type, opcode, rest); the type of a tuple contains parentheses and spaces itself."""
+    depth = 0
+    for end, letter in enumerate(line):
         depth += {"(": 1, "{": 1, ")": -1, "}": -1}.get(letter, 0)
         if depth == 0 and letter == " ":
-            break
-    found = re.match(r"([a-z][\w\-]*)(\(.*)", line[end + 1:])
-    return (line[:end], found[1], found[2]) if found else None
+            match = _OPCODE.match(line[end + 1:])
+            return (line[:end], match[1], match[2]) if match else None
+    return None
 
 
-def arrays(type_: str) -> list[ArrayType]:
-    """The arrays in a type, in the order in which they stand."""
-    return [ArrayType(dtype, math.prod(int(size) for size in dims.split(",") if size)) for dtype, dims in _ARRAY.findall(type_)]
+def _closing(text: str) -> int:
+    """The index at which the parenthesis that `text` begins with is closed; that of the last letter where it is not."""
+    depth = 0
+    for index, letter in enumerate(text):
+        depth += {"(": 1, ")": -1}.get(letter, 0)
+        if depth == 0:
+            return index
+    return len(text) - 1

@@ -1,4 +1,7 @@
-"""What each device receives by the collectives of a compiled text: shapes, pairs or groups, and loops' rounds."""
+"""Counts what each device receives by the collectives of a compiled text, from their shapes, groups and loops.
+
+The counting rules are those of `model.attention.schedules.plan`, so that a schedule's own plan can be compared.
+"""
 from __future__ import annotations
 
 import collections
@@ -11,6 +14,7 @@ import numpy as np
 from .text import ArrayType, Instruction, arrays, parse
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
+# Instructions whose result is all or a part of their first operand.
 _VIEWS = ("slice", "bitcast", "copy", "reshape", "get-tuple-element")
 
 
@@ -18,7 +22,9 @@ class Transfer(NamedTuple):
     """One collective of the text.
 
     Attributes:
-      nbytes: float64 [devices], what each device receives when it runs once; times: how often it runs.
+      kind: one of COLLECTIVES.
+      nbytes: float64 [devices], the bytes that each device receives when the collective runs once.
+      times: how often it runs.
     """
 
     kind: str
@@ -28,66 +34,109 @@ class Transfer(NamedTuple):
 
 
 def transfers(text: str, devices: int) -> list[Transfer]:
-    """Every collective that moves something, by the counting rules of `model.attention.schedules.plan`.
+    """Every collective that moves something.
 
     Raises:
-      ValueError: a collective in a loop whose number of rounds is not in the text.
+      ValueError: a collective is in a loop whose number of iterations is not in the text.
     """
     module = parse(text)
-    found = []
-    fused = {name for name in module.computations if "all-reduce-scatter" in name}  # the TPU's reduce-scatter
+    moved = []
+    # The TPU compiler writes a reduce-scatter as a fusion of this name around an all-reduce.
+    scatters = {name for name in module.computations if "all-reduce-scatter" in name}
     for computation, instructions in module.computations.items():
         times = module.runs[computation]
-        for one in instructions:
-            kind = one.opcode.removesuffix("-start")
+        for instruction in instructions:
+            kind = instruction.opcode.removesuffix("-start")
             if kind not in COLLECTIVES or times == 0:
                 continue
             if math.isnan(times):
-                raise ValueError(f"compiled text: {one.name} is in a loop whose number of rounds is not in the text")
-            nbytes = _received(one, kind, devices)
-            if kind == "all-reduce" and computation in fused:
+                raise ValueError(f"compiled text: {instruction.name} is in a loop whose number of rounds is not in the text")
+            nbytes = _received(instruction, kind, devices)
+            if kind == "all-reduce" and computation in scatters:
                 kind, nbytes = "reduce-scatter", nbytes / 2
-            if kind == "collective-permute" and _origin(one, instructions).called[:1] in [[name] for name in fused]:
-                kind = "reduce-scatter"  # it pads the shards, and moves the last rows to where they belong
+            if kind == "collective-permute" and scatters.intersection(_origin(instruction, instructions).called[:1]):
+                kind = "reduce-scatter"  # its shards are padded, and a permute moves the last rows to their device
             if nbytes.any():
-                found.append(Transfer(kind, one.name, nbytes, times))
-    return found
+                moved.append(Transfer(kind, instruction.name, nbytes, times))
+    return moved
 
 
-def collectives(text: str) -> collections.Counter:
-    """How often each collective stands in a compiled text; an asynchronous pair counts once."""
-    kinds = (one.opcode.removesuffix("-start") for instructions in parse(text).computations.values() for one in instructions)
-    return collections.Counter(kind for kind in kinds if kind in COLLECTIVES)
+def collectives(text: str) -> collections.Counter[str]:
+    """How often each kind of collective is written in a compiled text; an asynchronous pair counts once."""
+    opcodes = (instruction.opcode for instructions in parse(text).computations.values() for instruction in instructions)
+    return collections.Counter(kind for opcode in opcodes if (kind := opcode.removesuffix("-start")) in COLLECTIVES)
 
 
-def received(found: list[Transfer], kind: str | None = None) -> np.ndarray:
-    """Bytes that each device receives in all, by one kind of collective or by any: float64 [devices]."""
-    return sum((one.times * one.nbytes for one in found if kind in (None, one.kind)), np.float64(0))
+def received(moved: list[Transfer], kind: str | None = None) -> np.ndarray:
+    """The bytes that each device receives in all, by one kind of collective or by any: float64 [devices]."""
+    return np.sum([transfer.times * transfer.nbytes for transfer in moved if kind in (None, transfer.kind)], axis=0)
 
 
-def _origin(one: Instruction, instructions: list[Instruction]) -> Instruction:
-    """The instruction whose result this one is given, whole or in part."""
-    here = {other.name: other for other in instructions}
-    while one.operands and (one.opcode.startswith("collective-permute") or one.opcode in _VIEWS):
-        one = here[one.operands[0]]
-    return one
+def results(collective: Instruction) -> list[ArrayType]:
+    """The arrays that a collective yields.
+
+    The type of a start is (operands, results, contexts of its own), with as many results as operands; that of an
+    all-reduce-start is the results alone.
+    """
+    if not collective.opcode.endswith("-start"):
+        return arrays(collective.type)
+    contexts = r"\b[su]32\[\](\{[^}]*\})?"
+    operands_and_results = arrays(re.sub(contexts, "", collective.type))
+    if collective.opcode == "all-reduce-start":
+        return operands_and_results
+    return operands_and_results[len(operands_and_results) // 2:]
 
 
-def results(one: Instruction) -> list[ArrayType]:
-    """What a collective gives. A start's type is (operands, results, contexts of its own), as many of the first two."""
-    if not one.opcode.endswith("-start"):
-        return arrays(one.type)
-    found = arrays(re.sub(r"\b[su]32\[\](\{[^}]*\})?", "", one.type))
-    return found if one.opcode == "all-reduce-start" else found[len(found) // 2:]  # the former's type is the results alone
+def groups(attribute: str | None, devices: int) -> list[list[int]]:
+    """The groups of devices that communicate, from a `replica_groups` attribute.
+
+    Args:
+      attribute: as lists, {{0,1},{2,3}}; as a reshaped and transposed count, [2,4]<=[4,2]T(1,0); or as axes of a mesh, whole
+        or in part, mesh['x'=2,'y'=4] {'x','y':(2)2}, where (2)2 is the part of size 2 behind a part of size 2. None or {}
+        means one group of all devices.
+      devices: number of devices.
+    """
+    if not attribute or attribute == "{}":
+        return [list(range(devices))]
+    if mesh := re.match(r"mesh\[([^\]]*)\] ?\{([^}]*)\}", attribute):
+        return _mesh_groups(mesh[1], mesh[2])
+    if counted := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", attribute):
+        shape, source = _numbers(counted[1]), _numbers(counted[2])
+        order = _numbers(counted[3]) if counted[3] else None
+        return np.arange(math.prod(source)).reshape(source).transpose(order).reshape(shape).tolist()
+    return [_numbers(group) for group in re.findall(r"\{([\d,]+)\}", attribute)]
 
 
-def _received(one: Instruction, kind: str, devices: int) -> np.ndarray:
-    nbytes, size = np.zeros(devices), sum(array.nbytes for array in results(one))
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def _mesh_groups(axes: str, chosen: str) -> list[list[int]]:
+    """The groups of devices, in the order of the mesh, that differ in the chosen axes alone."""
+    chosen_axes = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", chosen)
+    # Axis -> (size before the chosen part, size of that part or 0 for the whole axis).
+    parts = {name: (int(before or 1), int(size or 0)) for name, before, size in chosen_axes}
+    shape: list[int] = []
+    group_axes = []
+    for name, written_size in re.findall(r"'(\w+)'=(\d+)", axes):
+        size = int(written_size)
+        before, part = parts.get(name, (size, 1))
+        part = part or size
+        if name in parts:
+            group_axes.append(len(shape) + 1)
+        shape += [before, part, size // before // part]
+    devices = np.moveaxis(np.arange(math.prod(shape)).reshape(shape), group_axes, range(-len(group_axes), 0))
+    return devices.reshape(-1, math.prod(shape[axis] for axis in group_axes)).tolist()
+
+
+def _received(collective: Instruction, kind: str, devices: int) -> np.ndarray:
+    """The bytes that each device receives when the collective runs once: float64 [devices]."""
+    nbytes, size = np.zeros(devices), sum(array.nbytes for array in results(collective))
     if kind == "collective-permute":
-        for source, target in re.findall(r"\{(\d+),(\d+)\}", one.attribute("source_target_pairs")):
+        for source, target in re.findall(r"\{(\d+),(\d+)\}", collective.required("source_target_pairs")):
             nbytes[int(target)] += size * (source != target)
         return nbytes
-    for group in groups(one.attribute("replica_groups"), devices):
+    for group in groups(collective.attribute("replica_groups"), devices):
         others = len(group) - 1
         share = {"all-gather": others / len(group), "all-to-all": others / len(group), "reduce-scatter": others,
                  "all-reduce": 2 * others / len(group)}[kind]
@@ -95,28 +144,9 @@ def _received(one: Instruction, kind: str, devices: int) -> np.ndarray:
     return nbytes
 
 
-def groups(written: str | None, devices: int) -> list[list[int]]:
-    """Replica groups, as lists ({{0,1},{2,3}}), as a reshaped, transposed count ([2,4]<=[4,2]T(1,0)), or as axes of a mesh,
-    whole or by (size before) and size of a part (mesh['x'=2,'y'=4] {'x','y':(2)2}); none are all."""
-    if not written or written == "{}":
-        return [list(range(devices))]
-    if mesh := re.match(r"mesh\[([^\]]*)\] ?\{([^}]*)\}", written):
-        return _mesh_groups(*mesh.groups())
-    if counted := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", written):
-        shape, source, order = ([int(x) for x in part.split(",")] if part else None for part in counted.groups())
-        return np.arange(math.prod(source)).reshape(source).transpose(order).reshape(shape).tolist()
-    return [[int(x) for x in group.split(",")] for group in re.findall(r"\{([\d,]+)\}", written)]
-
-
-def _mesh_groups(axes: str, chosen: str) -> list[list[int]]:
-    """Devices in the order of the mesh; those that differ in the chosen axes alone form a group."""
-    written = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", chosen)
-    parts = {name: (int(before or 1), int(size or 0)) for name, before, size in written}
-    shape, along = [], []
-    for name, size in ((name, int(size)) for name, size in re.findall(r"'(\w+)'=(\d+)", axes)):
-        before, part = parts.get(name, (size, 1))
-        part = part or size
-        along += [len(shape) + 1] if name in parts else []
-        shape += [before, part, size // before // part]
-    devices = np.moveaxis(np.arange(math.prod(shape)).reshape(shape), along, range(-len(along), 0))
-    return devices.reshape(-1, math.prod(shape[axis] for axis in along)).tolist()
+def _origin(instruction: Instruction, instructions: list[Instruction]) -> Instruction:
+    """The instruction that made what this one passes on, whole or in part."""
+    by_name = {other.name: other for other in instructions}
+    while instruction.operands and (instruction.opcode.startswith("collective-permute") or instruction.opcode in _VIEWS):
+        instruction = by_name[instruction.operands[0]]
+    return instruction

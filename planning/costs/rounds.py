@@ -1,76 +1,87 @@
-"""A layer's attention as the cost model sees it, round by round: read from the plan that the schedule itself declares."""
+"""One layer's attention, round by round, as the schedule's own plan declares it: tiles to compute and transfers to make."""
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from model.attention.coords import Mask
-from model.attention.schedules import get_schedule, plan
+from model.attention.schedules import Schedule, get_schedule, plan
 
 from .tiles import tile_counts
 
+# What a plan calls the transfers that bring results home.
 RESULTS = ("out, lse", "dQ", "dK, dV")
 
 
 class Round(NamedTuple):
-    """Tiles that each rank computes, float [ranks]; the transfers that run under them, and those that are waited for."""
+    """One round of a layer's attention.
+
+    Attributes:
+      tiles: float [ranks], the tiles that each rank computes, those of all its heads counted as one.
+      hidden: the transfers that run while the kernels do.
+      exposed: the transfers that are waited for.
+    """
 
     tiles: np.ndarray
     hidden: tuple[plan.Send, ...]
     exposed: tuple[plan.Send, ...]
 
 
-def rounds(schedule, ranks: int, layout: str, block: plan.Block, tiles: tuple[int, int],
+def rounds(schedule: str | Mapping[str, Any] | Schedule, ranks: int, layout: str, block: plan.Block, tiles: tuple[int, int],
            causal: bool = True) -> tuple[list[Round], list[Round]]:
-    """Forward and backward rounds of one layer's attention.
+    """The forward and the backward rounds of one layer's attention.
 
-    A round's permutes run under its kernels, as the schedules' loops are written. What travels in a round without kernels,
+    A round's permutes run under its kernels, as the schedules' loops are written. Whatever travels in a round without kernels,
     and every other collective, is waited for.
 
     Args:
-      schedule: as `model.attention.attention` takes it; a name, a mapping, or a schedule.
-      block: what a rank holds; tiles: query and key tiles of it.
+      schedule: a name, a mapping of a name and options, or a schedule.
+      block: the shapes of a rank's arrays.
+      tiles: (query tiles, key tiles) of a block.
 
     Raises:
       ValueError: what `get_schedule` and the schedule's plan refuse.
     """
     counts = tile_counts(ranks, *tiles, layout, causal)
     forward, backward = get_schedule(schedule, ranks, layout).plan(ranks, block, Mask(causal))
-    return tuple([_round(one, counts, block, tiles) for one in _ahead(passes)] for passes in (forward, backward))
+    return ([_round(planned, counts, block, tiles) for planned in _shifted(forward)],
+            [_round(planned, counts, block, tiles) for planned in _shifted(backward)])
 
 
-def _ahead(rounds: Sequence[plan.Round]) -> list[plan.Round]:
+def _shifted(rounds: Sequence[plan.Round]) -> list[plan.Round]:
     """The rounds, each with the permutes that run in it.
 
-    `balanced` lists what a round needs and finds with that round: it is fetched in the round before, and brought home in the
-    one after. Such a plan shows by a first round that computes and sends nothing.
+    `balanced` lists with a round the inputs that it needs and the results that it makes; the inputs are fetched one round
+    earlier, and the results are sent home one round later. Such a plan is recognised by a first computing round without sends.
     """
-    computing = [number for number, one in enumerate(rounds) if one.tasks]
+    computing = [number for number, planned in enumerate(rounds) if planned.tasks]
     if len(computing) == 1 or rounds[computing[0]].sends:
         return list(rounds)
-    running = [[] for _ in (*rounds, None)]
-    for number, one in enumerate(rounds):
-        for send in one.sends:
-            move = 0 if send.kind != plan.PERMUTE else 1 if send.what in RESULTS else -1
-            running[number + move].append(send)
-    return [one._replace(sends=tuple(sends)) for one, sends in zip((*rounds, plan.Round(())), running, strict=True)]
+    running: list[list[plan.Send]] = [[] for _ in (*rounds, None)]
+    for number, planned in enumerate(rounds):
+        for send in planned.sends:
+            shift = 0 if send.kind != plan.PERMUTE else 1 if send.what in RESULTS else -1
+            running[number + shift].append(send)
+    return [planned._replace(sends=tuple(sends)) for planned, sends in zip((*rounds, plan.Round(())), running, strict=True)]
 
 
-def _round(one: plan.Round, counts: np.ndarray, block: plan.Block, tiles: tuple[int, int]) -> Round:
-    hidden = tuple(send for send in one.sends if send.kind == plan.PERMUTE and one.tasks)
-    return Round(_computed(one.tasks, counts, block, tiles), hidden, tuple(send for send in one.sends if send not in hidden))
+def _round(planned: plan.Round, counts: np.ndarray, block: plan.Block, tiles: tuple[int, int]) -> Round:
+    hidden = tuple(send for send in planned.sends if send.kind == plan.PERMUTE and planned.tasks)
+    exposed = tuple(send for send in planned.sends if send not in hidden)
+    return Round(_computed(planned.tasks, counts, block, tiles), hidden, exposed)
 
 
 def _computed(tasks: Iterable[plan.Task], counts: np.ndarray, block: plan.Block, tiles: tuple[int, int]) -> np.ndarray:
-    """Tiles of each rank's tasks, of all heads; the parts of a block are taken to be equal."""
-    found = np.zeros(len(counts))
+    """The tiles of each rank's tasks, float [ranks]; the parts into which a block is cut are taken to be equal."""
+    computed = np.zeros(len(counts))
     for task in tasks:
         single = len(task.queries) == len(task.keys) == 1
-        met = counts[task.queries[0], task.keys[0]] if single else counts[np.ix_(task.queries, task.keys)].sum()
+        count = counts[task.queries[0], task.keys[0]] if single else counts[np.ix_(task.queries, task.keys)].sum()
         if task.dense:
-            met = len(task.queries) * len(task.keys) * tiles[0] * tiles[1]
-        heads = -(-block.query_heads // task.heads[1]) / block.query_heads  # of padded ones, as many as of others
-        found[task.rank] += met * heads * task.products[0] / task.products[1] / task.part[1] / task.key_part[1]
-    return found
+            count = len(task.queries) * len(task.keys) * tiles[0] * tiles[1]
+        # Padded heads are computed like others.
+        heads = -(-block.query_heads // task.heads[1]) / block.query_heads
+        computed[task.rank] += count * heads * task.products[0] / task.products[1] / task.part[1] / task.key_part[1]
+    return computed

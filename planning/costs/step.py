@@ -1,25 +1,39 @@
-"""Adds up a training step: rounds to layers, layers to a step, and what of it is exposed communication."""
+"""Adds up the time of a training step: rounds to layers, layers to a step, and the share that waits for the network."""
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping
+from typing import Any
 
+from model.attention.schedules import Schedule
 from model.attention.schedules.plan import GATHER, SCATTER, Block, Pairs, Send, everyone
 from model.config import LlamaConfig
+from model.memory.policies import POLICIES, RematPolicy
 from trainer.flops import head_weights, layer_weights, training_flops
 
 from .hardware import Hardware
 from .rounds import Round, rounds
 
-# A backward kernel makes the scores again: five products where the forward has two. The model itself needs four of them.
+# A backward kernel computes the scores again: it has five products where the forward kernel has two.
 BACKWARD = 2.5
-OPTIMIZER_BYTES = 28  # AdamW in float32: reads parameter, two moments and gradient, writes three
+# AdamW in float32 reads the parameter, two moments and the gradient of each weight, and writes three of them.
+OPTIMIZER_BYTES = 28
 
-# What a layer computes, in forwards: (position-wise work, attention forward) of a whole step, recomputation included. A
-# backward of position-wise work is two forwards; attention's own backward comes on top.
-REMAT = {"everything": (3, 1), "save_attention": (4, 1), "nothing": (4, 2), "offload": (4, 2), "every_k": (5, 3),
-         "offload_every_k": (5, 3)}
+
+
+def _forwards(policy: RematPolicy) -> tuple[int, int]:
+    """What a layer computes in a whole step, in forward passes: (position-wise work, attention).
+
+    One forward pass, one more for each time that remat computes it again, and two for the backward pass of position-wise work;
+    the backward pass of attention is counted apart.
+    """
+    work = 5 if policy.every_k else 3 if policy.products else 4
+    return work, 1 if policy.attention else 3 if policy.every_k else 2
+
+
+REMAT = {name: _forwards(policy) for name, policy in POLICIES.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +72,19 @@ class Sizes:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One training step: a model on a mesh.
+    """One training step of a model on a mesh, whose devices are ordered by data, fsdp, tensor and, as neighbours, sequence.
 
-    Devices stand in the order data, fsdp, tensor, sequence, the last ones neighbours. `length` tokens a row, `batch` rows;
-    `schedule` is what `model.attention.attention` takes, a name or a schedule with options; `partial` the bytes of a number of
-    a partial result on the wire; `tile` another than the hardware's; `overlap` False sums compute and transfers everywhere;
-    `zero` gathers the parameters from their shards.
+    Attributes:
+      length: tokens in a row.
+      batch: rows.
+      data, fsdp, tensor, sequence: sizes of the mesh's axes.
+      schedule: a name, a mapping of a name and options, or a schedule.
+      remat: a remat policy.
+      causal: False computes every query-key pair.
+      overlap: whether transfers run beside compute where the schedule lets them; False adds them up.
+      zero: whether the parameters are gathered from their shards.
+      partial: bytes of each number of a partial result on the wire.
+      tile: (queries, keys), in place of the hardware's.
 
     Raises:
       ValueError: a mesh or remat policy that does not work, in one line naming the field.
@@ -77,7 +98,7 @@ class Job:
     fsdp: int = 1
     tensor: int = 1
     sequence: int = 1
-    schedule: object = "ring"
+    schedule: str | Mapping[str, Any] | Schedule = "ring"
     layout: str = "striped"
     remat: str = "save_attention"
     causal: bool = True
@@ -96,6 +117,7 @@ class Job:
 
     @property
     def devices(self) -> int:
+        """Devices of the mesh."""
         return self.data * self.fsdp * self.tensor * self.sequence
 
     @property
@@ -110,31 +132,34 @@ class Job:
 
     @property
     def block(self) -> Block:
+        """The shapes of a rank's arrays in attention."""
         sizes = self.sizes
         return Block(self.rows, self.length // self.sequence, math.ceil(sizes.query_heads / self.tensor),
                      math.ceil(sizes.kv_heads / self.tensor), sizes.head_dim, partial=self.partial)
 
     def tiles(self) -> tuple[tuple[int, int], float]:
-        """(query tiles, key tiles) of a row's block, and forward FLOPs of one tile, all rows and heads of the device."""
+        """((query tiles, key tiles) of a row's block, forward FLOPs of one tile for all rows and heads of the device)."""
         block = self.block
-        count = tuple(math.ceil(block.tokens / side) for side in self.tile or self.hardware.tile)
+        query_side, key_side = self.tile or self.hardware.tile
+        count = math.ceil(block.tokens / query_side), math.ceil(block.tokens / key_side)
         area = (block.tokens / count[0]) * (block.tokens / count[1])
         return count, 4 * area * block.batch * block.query_heads * block.head_dim
 
     def rounds(self) -> tuple[list[Round], list[Round]]:
-        """Forward and backward rounds of one layer's attention."""
+        """The forward and the backward rounds of one layer's attention."""
         return rounds(self.schedule, self.sequence, self.layout, self.block, self.tiles()[0], self.causal)
 
 
 @dataclasses.dataclass(frozen=True)
 class Phase:
-    """Seconds of something, of them computing, and of them waiting for the network."""
+    """A phase of a step: its seconds, and of these the seconds of the busiest device's compute."""
 
     seconds: float
     compute: float
 
     @property
     def exposed(self) -> float:
+        """Seconds of waiting for the network."""
         return self.seconds - self.compute
 
     def __add__(self, other: Phase) -> Phase:
@@ -146,7 +171,7 @@ class Phase:
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What `estimate` found. Rounds are those of one layer's attention; a step's exposed seconds are its waiting."""
+    """The estimated times of a training step; rounds are those of one layer's attention."""
 
     forward_rounds: tuple[Phase, ...]
     backward_rounds: tuple[Phase, ...]
@@ -160,15 +185,20 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
+        """Seconds of the whole step."""
         return self.step.seconds
 
 
 def estimate(job: Job) -> Estimate:
-    """Time of one training step of a job, on the busiest device."""
+    """The times of one training step of a job, on the busiest device.
+
+    Raises:
+      ValueError: the cost model has no rule for the schedule on this mesh.
+    """
     hardware, sizes = job.hardware, job.sizes
     _, tile_flops = job.tiles()
     forward_rounds, backward_rounds = (
-        tuple(_round(job, r, flops / (hardware.peak * rate)) for r in passes) for passes, flops, rate in zip(
+        tuple(_round(job, planned, flops / (hardware.peak * rate)) for planned in passes) for passes, flops, rate in zip(
             job.rounds(), (tile_flops, BACKWARD * tile_flops), (hardware.attention, hardware.attention_backward), strict=True))
     forward, backward = _total(forward_rounds), _total(backward_rounds)
     work, attention_forwards = REMAT[job.remat]
@@ -191,15 +221,20 @@ def _total(phases) -> Phase:
     return functools.reduce(Phase.__add__, phases, Phase(0.0, 0.0))
 
 
-def _round(job: Job, one: Round, seconds_per_tile: float) -> Phase:
-    """A round takes as long as its busiest rank, or as the transfers under it where they take longer, and as the others."""
-    compute = float(max(one.tiles)) * seconds_per_tile
-    hidden, exposed = (job.hardware.network.seconds(sends, job.sequence) for sends in (one.hidden, one.exposed))
+def _round(job: Job, planned: Round, seconds_per_tile: float) -> Phase:
+    """A round: its busiest rank or the hidden transfers, whichever takes longer, and then the exposed transfers."""
+    compute = float(max(planned.tiles)) * seconds_per_tile
+    hidden, exposed = (job.hardware.network.seconds(sends, job.sequence) for sends in (planned.hidden, planned.exposed))
     return Phase((max(compute, hidden) if job.overlap else compute + hidden) + exposed, compute)
 
 
 def _matrices(job: Job, weights: int, forwards: float, gathers: int = 0, scatters: int = 0) -> Phase:
-    """Position-wise work with `weights` parameters: `forwards` times a forward, with the parameters' transfers under it."""
+    """Position-wise work: so many forward passes through matrices of `weights` parameters, whose transfers run beside it.
+
+    Args:
+      forwards: forward passes; a backward pass counts as two.
+      gathers, scatters: how often the parameters are gathered (bfloat16), and their gradients reduce-scattered (float32).
+    """
     hardware, network = job.hardware, job.hardware.network
     compute = forwards * 2 * weights / job.tensor * job.tokens / (hardware.peak * hardware.matmul)
     transfer = 0.0
@@ -208,7 +243,7 @@ def _matrices(job: Job, weights: int, forwards: float, gathers: int = 0, scatter
         pairs = _shards(job.data, job.fsdp, job.tensor, job.sequence)
         transfer = (gathers * network.seconds((Send("weights", GATHER, 2 * share, pairs),), job.devices)
                     + scatters * network.seconds((Send("gradients", SCATTER, 4 * share, pairs),), job.devices))
-    # Tensor parallelism sums the outputs of attention and feed-forward over the axis, which waits for nothing to hide under.
+    # Tensor parallelism sums the outputs of attention and feed-forward over its axis; nothing runs beside these sums.
     summed = 0.0
     if job.tensor > 1:
         part = Send("outputs", GATHER, job.tokens * job.sizes.hidden * 2 / job.tensor, _tensor_pairs(job))
@@ -218,11 +253,12 @@ def _matrices(job: Job, weights: int, forwards: float, gathers: int = 0, scatter
 
 @functools.lru_cache(maxsize=32)
 def _shards(data: int, fsdp: int, tensor: int, sequence: int) -> Pairs:
-    """Devices that share the shards of one set of parameters."""
+    """The pairs of devices that share the shards of one set of parameters."""
     return everyone([((d * fsdp + f) * tensor + t) * sequence + s for f in range(fsdp) for s in range(sequence)]
                     for d in range(data) for t in range(tensor))
 
 
 def _tensor_pairs(job: Job) -> Pairs:
-    return everyone([(o * job.tensor + t) * job.sequence + s for t in range(job.tensor)]
-                    for o in range(job.data * job.fsdp) for s in range(job.sequence))
+    """The pairs of devices along the tensor axis."""
+    return everyone([(row_group * job.tensor + t) * job.sequence + s for t in range(job.tensor)]
+                    for row_group in range(job.data * job.fsdp) for s in range(job.sequence))

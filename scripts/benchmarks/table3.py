@@ -23,7 +23,10 @@ from pathlib import Path
 
 from data.paths import output_file
 from model.config import LlamaConfig
-from planning.plan import GIB, DoesNotFit, Job, host_parts_gib, parts_gib, plan, sizes_text
+from planning.compiled import GIB
+from planning.parts import host_parts_gib, parts_gib
+from planning.plan import DoesNotFit, Job, plan, sizes_text
+from planning.search import best_every_k
 from planning.topology import host_gib, memory_gib, topology_devices
 from scripts.benchmarks.commands import make_parser, read_json, tokens_text
 from scripts.benchmarks.paper_rows import RING_ATTENTION_COLUMNS as COLUMNS
@@ -33,7 +36,7 @@ from trainer.config.schema import MeshConfig
 from trainer.flops import flops_per_step
 
 MEMORIES = ("device", "ours")
-# Sizes of chunks: position-wise work runs on all of a device's tokens at once.
+# Chunk sizes with which position-wise work runs on all of a device's tokens at once.
 ALL_AT_ONCE = {"projection_chunk": 0, "feed_forward_chunk": 0, "loss_chunk": 0}
 LEAST, MOST = 1 << 10, 1 << 30
 
@@ -67,10 +70,9 @@ class Cell:
         return host_gib(self.topology)
 
     def ways(self) -> list[dict]:
-        """Fields of `Job` that spare memory, of the host in later ones; a context fits where one of them does."""
+        """Memory options, those that spare the host's memory last; a context fits where it fits with one of them."""
         config = LlamaConfig.preset(self.model)
-        layers = config.num_hidden_layers
-        k = min((k for k in range(1, layers + 1) if layers % k == 0), key=lambda k: layers / k + k)
+        k = best_every_k(config.num_hidden_layers)
         # Beside scores of length x length the layers' inputs are nothing, so `vanilla` keeps them all.
         device = {"remat": "nothing"} if self.column == "vanilla" else {"remat": "every_k", "every_k": k}
         ways = [device] if self.memory == "device" else [{"remat": "offload"}, {"remat": "offload_every_k", "every_k": k}]
@@ -81,17 +83,18 @@ class Cell:
 
     def on_host_gib(self, context: int, way: dict) -> float:
         """What the host holds for each device, known without compiling."""
-        return sum(host_parts_gib(self.job(context, way), LlamaConfig.preset(self.model), self.devices).values())
+        job = self.job(context, way)
+        return sum(host_parts_gib(job.run, job.model).values())
 
     def job(self, context: int, way: dict) -> Job:
         """The column's configuration of our step."""
         devices = self.devices
-        job = Job(self.model, self.topology, context, mesh=MeshConfig(sequence=devices), **way)
         if self.column == "ring":
-            return job
-        return dataclasses.replace(job, batch=devices, mesh=MeshConfig(fsdp=devices), schedule="local",
-                                   kernel="reference" if self.column == "vanilla" else "auto",
-                                   chunks=None if self.column == "blockwise feed-forward" else ALL_AT_ONCE)
+            return Job.of(self.model, self.topology, context, mesh=MeshConfig(sequence=devices), memory=way)
+        chunks = {} if self.column == "blockwise feed-forward" else ALL_AT_ONCE
+        kernel = "reference" if self.column == "vanilla" else "auto"
+        return Job.of(self.model, self.topology, context, batch=devices, mesh=MeshConfig(fsdp=devices), memory=way | chunks,
+                      attention={"schedule": "local", "kernel": kernel})
 
 
 def cells(words=()) -> list[Cell]:
@@ -246,7 +249,7 @@ def first_guess(cell: Cell) -> int:
 
     def fits(context, way):
         job = cell.job(context, way)
-        parts = parts_gib(job, config, cell.devices)
+        parts = parts_gib(job.run, config)
         tokens = job.context * job.batch / cell.devices
         scores = 12 * config.num_attention_heads * tokens**2 if cell.column == "vanilla" else 0
         needs = sum(parts.values()) + parts["parameters"] + (scores + arrays * 2 * tokens * config.hidden_size) / GIB
@@ -260,7 +263,8 @@ def first_guess(cell: Cell) -> int:
 
 def fill(table: Table, cell: Cell, compiles: int | None = None) -> None:
     """Compiles until the cell is known, or at most `compiles` times."""
-    parts = parts_gib(cell.job(LEAST, cell.ways()[0]), LlamaConfig.preset(cell.model), cell.devices)
+    job = cell.job(LEAST, cell.ways()[0])
+    parts = parts_gib(job.run, job.model)
     fixed = (parts["parameters"] + parts["moments"]) / memory_gib(cell.topology)
     most = math.inf if compiles is None else table.compiles + compiles
     longest(lambda context: table.share(cell, context), first_guess(cell), fixed, 2 if cell.column == "vanilla" else 1,

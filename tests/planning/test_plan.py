@@ -16,7 +16,8 @@ from model.modules import declare
 from planning.compiled import GIB, memory
 from planning.compiled.communication import communication
 from planning.compiled.transfers import collectives
-from planning.plan import PLAIN, DoesNotFit, Job, _refusal, compile_step, host_parts_gib, parts_gib, plan
+from planning.parts import host_parts_gib, parts_gib
+from planning.plan import PLAIN, DoesNotFit, Job, compile_step, plan
 from planning.search import search, ways
 from planning.topology import memory_gib, topology_devices
 from scripts.plan import job_of, main, mesh_of, parser
@@ -71,9 +72,9 @@ def test_what_the_step_sends_and_what_hides_it(compiled):
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_offload_keeps_the_layers_inputs_in_the_hosts_memory(monkeypatch, prefetch):
     """Layers x tokens a device x hidden size in bfloat16, to the byte: 8 x 4096 x 512 x 2; a host of less is refused."""
-    job = Job("small", "v5e:2x2", 4 * 4096, remat="offload", config=SMALL, prefetch=prefetch)
+    job = Job.of(SMALL, "v5e:2x2", 4 * 4096, memory={"remat": "offload", "prefetch": prefetch})
     compiled, on_host = job.compile(), 8 * 4096 * 512 * 2
-    assert memory(compiled)["host"] * GIB == on_host == pytest.approx(sum(host_parts_gib(job, SMALL, 4).values()) * GIB)
+    assert memory(compiled)["host"] * GIB == on_host == pytest.approx(sum(host_parts_gib(job.run, SMALL).values()) * GIB)
     monkeypatch.setattr(Job, "compile", lambda job: compiled)
     assert plan(dataclasses.replace(job, host_gib=on_host / GIB))["host_gib"] * GIB == on_host
     with pytest.raises(DoesNotFit, match=r"needs 0.03 GiB of 0.03 of the host's memory") as refusal:
@@ -85,12 +86,12 @@ def test_what_is_known_of_moments_is_what_the_step_takes():
     """Parameters and moments are a step's arguments, but for a batch of 256 tokens and counters."""
     recipe = dataclasses.replace(PLAIN, optimizer=OptimizerConfig(moment_dtype="bfloat16"),
                                  model=dataclasses.replace(PLAIN.model, trainable=r"layers\.mlp.*"))
-    job = Job("small", "v5e:2x2", 256, recipe=recipe, config=SMALL)
+    job = Job.of(SMALL, "v5e:2x2", 256, mesh=MeshConfig(), recipe=recipe)
     compiled = compile_step(SMALL, jax.devices()[:1], 256, recipe=recipe, kernel=get_kernel("reference"))
-    parts = parts_gib(job, SMALL, 1)
+    parts = parts_gib(job.run, SMALL)
     assert parts["parameters"] + parts["moments"] == pytest.approx(memory(compiled)["arguments"], rel=0.01)
-    on_host = dataclasses.replace(job, moments_on_host=True)
-    assert host_parts_gib(on_host, SMALL, 1)["moments"] == parts["moments"] and not parts_gib(on_host, SMALL, 1)["moments"]
+    on_host = job.changed(memory={"moments_on_host": True}).run
+    assert host_parts_gib(on_host, SMALL)["moments"] == parts["moments"] and not parts_gib(on_host, SMALL)["moments"]
 
 
 def planned(*argv) -> Job:
@@ -101,16 +102,17 @@ def test_a_recipe_is_planned_as_it_is_written(repository):
     """And what stands beside it wins; all of them, whatever their chunks, masks and schedules."""
     where = ["--model", "llama-7b", "--topology", "v4:4x4x4"]
     job = planned("--config", repository / "configs/sharegpt_llama7b_1m.yaml", *where, "--batch", 2, "--remat", "offload")
-    assert (job.context, job.batch, job.remat, job.schedule) == (1_048_576, 2, "offload", "ring")
-    assert job.mesh == MeshConfig(sequence=64) and job.host_gib == 100
+    run = job.run
+    assert (job.context, job.batch, run.memory.remat, run.attention.schedule) == (1_048_576, 2, "offload", "ring")
+    assert run.mesh == MeshConfig(sequence=64) and job.host_gib == 100
     for recipe in sorted((repository / "configs").glob("*.yaml")):
         job, run = planned("--config", recipe, *where), yaml.safe_load(recipe.read_text())
-        assert job.context == run["data"]["context_length"] and job.llama == LlamaConfig.preset("llama-7b")
-        assert job.recipe.attention.window == run.get("attention", {}).get("window")
-        assert job.recipe.memory.loss_chunk == run.get("memory", {}).get("loss_chunk", 1024)
-        assert job.schedule == run["attention"]["schedule"]
+        assert job.context == run["data"]["context_length"] and job.model == LlamaConfig.preset("llama-7b")
+        assert job.run.attention.window == run.get("attention", {}).get("window")
+        assert job.run.memory.loss_chunk == run.get("memory", {}).get("loss_chunk", 1024)
+        assert job.run.attention.schedule == run["attention"]["schedule"]
     own = planned("--config", repository / "configs/quickstart.yaml", "--topology", "v4:2x2x2")
-    assert own.llama.hidden_size == yaml.safe_load((repository / "configs/quickstart.yaml").read_text())["model"][
+    assert own.model.hidden_size == yaml.safe_load((repository / "configs/quickstart.yaml").read_text())["model"][
         "overrides"]["hidden_size"]
 
 
@@ -130,7 +132,7 @@ def test_the_planned_step_is_the_one_that_train_runs(repository):
 def test_a_models_folder_is_a_model(tmp_path):
     config = dataclasses.replace(LlamaConfig.preset("smollm2-135m"), num_hidden_layers=3)
     (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
-    assert planned("--model", tmp_path, "--topology", "v5e:2x2", "--context", 64).llama.num_hidden_layers == 3
+    assert planned("--model", tmp_path, "--topology", "v5e:2x2", "--context", 64).model.num_hidden_layers == 3
 
 
 @pytest.mark.parametrize(("argv", "said"), [
@@ -184,14 +186,6 @@ def test_what_does_not_fit_is_an_answer(capsys):
     assert float(needs) > float(has) == 15.75
 
 
-def test_too_much_for_the_host_is_a_refusal_too():
-    """The compiler's words for 80 layers' inputs at 8M tokens on 256 chips of v5e."""
-    refusal = _refusal("RESOURCE_EXHAUSTED: Allocation (size=171798691840) would exceed memory (size=137438953472) :: ...")
-    assert (refusal.needs_gib, refusal.has_gib) == (160.0, 128.0)
-    scalars = _refusal("RESOURCE_EXHAUSTED: XLA:TPU ... Ran out of memory in memory space smem. Used 25.2K of 16.0K smem. ...")
-    assert str(scalars) == "needs 25.2 KiB of 16.0 of scalar memory"
-
-
 def test_meshes_in_words():
     assert mesh_of("data=4,fsdp=8,dcn.data=2") == MeshConfig(data=4, fsdp=8, dcn={"data": 2})
 
@@ -201,18 +195,20 @@ def test_the_search_ends_at_the_longest_context_that_fits(monkeypatch):
     import planning.plan
 
     def plan(job):
-        gib = job.context / 1000 * (0.5 if job.remat == "nothing" else 1.0)
+        remat = job.run.memory.remat
+        gib = job.context / 1000 * (0.5 if remat == "nothing" else 1.0)
         if gib > 7:
             raise DoesNotFit(gib, 7.0)
-        return {"context": job.context, "remat": job.remat, "peak_gib": gib}
+        return {"context": job.context, "remat": remat, "peak_gib": gib}
 
     monkeypatch.setattr(planning.plan, "plan", plan)
     tried = []
 
     def two(job):
-        return [dataclasses.replace(job, remat=remat) for remat in ("save_attention", "nothing")]
+        return [job.changed(memory={"remat": remat}) for remat in ("save_attention", "nothing")]
 
-    longest, best, refusal = search(Job("tiny", "v5e:2x2", 1000), two, lambda job, _: tried.append((job.context, job.remat)))
+    longest, best, refusal = search(Job.of("tiny", "v5e:2x2", 1000), two,
+                                    lambda job, _: tried.append((job.context, job.run.memory.remat)))
     assert (longest.context, best["context"], best["remat"], refusal.needs_gib) == (8000, 8000, "nothing", 8.0)
     assert tried == [(1000, "save_attention"), (2000, "save_attention"), (4000, "save_attention"), (8000, "save_attention"),
                      (8000, "nothing"), (16000, "nothing")]
@@ -220,16 +216,17 @@ def test_the_search_ends_at_the_longest_context_that_fits(monkeypatch):
 
 def test_the_ways_of_a_job():
     """Llama 3.1 8B, four rows on 16 chips: every way has all chips, rows go to fsdp first, none is slower than the next."""
-    job = Job("llama-3.1-8b", "v5e:4x4", 8192, batch=4)
+    job = Job.of("llama-3.1-8b", "v5e:4x4", 8192, batch=4)
     found = ways(job)
-    meshes = {(way.mesh.fsdp, way.mesh.tensor, way.mesh.sequence) for way in found}
+    meshes = {(way.run.mesh.fsdp, way.run.mesh.tensor, way.run.mesh.sequence) for way in found}
     assert meshes == {(4, 1, 4), (4, 2, 2), (4, 4, 1), (2, 8, 1)}
-    prefetched = {(way.schedule, way.remat, way.mesh.sequence > 1) for way in found if way.prefetch}
+    runs = [way.run for way in found]
+    prefetched = {(run.attention.schedule, run.memory.remat, run.mesh.sequence > 1) for run in runs if run.memory.prefetch}
     assert prefetched == {("ring", "save_attention", True), ("ring", "nothing", True), ("ring", "offload", True)}
     seconds = [way.estimate().seconds for way in found]
     assert all(later > 0.9 * earlier for earlier, later in itertools.pairwise(seconds)), "rounded to two digits"
     assert len(found) > 10 and seconds[-1] > 1.2 * seconds[0]
-    assert all(sum(parts_gib(way, LlamaConfig.preset(job.model), 16).values()) < memory_gib(job.topology) for way in found)
+    assert all(sum(parts_gib(way.run, way.model).values()) < memory_gib(job.topology) for way in found)
 
 
 def test_an_axis_may_be_a_part_of_a_physical_one():

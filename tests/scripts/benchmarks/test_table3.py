@@ -40,7 +40,7 @@ def small(monkeypatch):
     compiled, real = {}, table3.compiled
 
     def once(job):
-        key = (job.context, job.remat, job.kernel)
+        key = (job.context, job.run.memory.remat, job.run.attention.kernel)
         if key not in compiled:
             compiled[key] = real(job)
         return compiled[key]
@@ -74,10 +74,10 @@ def test_a_compiled_cell_is_the_one_found_by_trying_every_context(small, monkeyp
 
 def test_columns_are_configurations_of_one_step(small):
     jobs = {column: Cell("v5e:2x2", "tiny", column, "device").job(4096, {"remat": "nothing"}) for column in table3.COLUMNS}
-    assert {column: (job.batch, job.kernel, job.chunks is None) for column, job in jobs.items()} == {
+    assert {column: (job.batch, job.run.attention.kernel, bool(job.run.memory.loss_chunk)) for column, job in jobs.items()} == {
         "vanilla": (4, "reference", False), "memory-efficient": (4, "auto", False),
         "blockwise feed-forward": (4, "auto", True), "ring": (1, "auto", True)}
-    assert {column: (job.mesh.fsdp, job.mesh.sequence) for column, job in jobs.items()} == {
+    assert {column: (job.run.mesh.fsdp, job.run.mesh.sequence) for column, job in jobs.items()} == {
         column: (1, 4) if column == "ring" else (4, 1) for column in jobs}
 
 
@@ -88,7 +88,7 @@ def test_host_memory_is_bounded_and_a_second_start_asks_nothing(small, monkeypat
 
     def compiled(job):
         asked.append(job.context)
-        device, host = (gib * job.context / 4096 for gib in says[job.remat])
+        device, host = (gib * job.context / 4096 for gib in says[job.run.memory.remat])
         if device > 0.1:
             return {"fits": False, "needs_gib": device, "has_gib": 0.1, "compile_seconds": 0.0}
         return {"fits": True, "peak_gib": device, "device_gib": 0.1, "host_gib": host, "compile_seconds": 0.0}

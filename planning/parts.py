@@ -1,0 +1,70 @@
+"""What is known of a step's memory before it is compiled: lower bounds by which a search skips hopeless ways."""
+from __future__ import annotations
+
+import math
+
+from model.config import LlamaConfig
+from model.modules import declare
+from trainer.config.schema import MemoryConfig, RunConfig
+from trainer.optimizer import split_trainable
+
+from .compiled import GIB
+
+
+def parts_gib(run: RunConfig, model: LlamaConfig) -> dict[str, float]:
+    """The known parts of a device's memory in GiB.
+
+    These are the float32 parameters and the moments of those that are trained, as if split evenly, and what the layers keep
+    for the backward pass: of c tokens a device, for each layer the input takes 2 c E bytes in bfloat16, attention's output
+    and log-sum-exp 2 c H D + 4 c H bytes, and so on.
+    """
+    memory, tensor = run.memory, run.mesh.tensor
+    tokens = _tokens(run)
+    heads, key_heads = model.num_attention_heads / tensor, model.num_key_value_heads / tensor
+    layers, hidden = model.num_hidden_layers, model.hidden_size
+    device_inputs, _ = _kept_inputs(memory, layers)
+    widths = (heads + 2 * key_heads) * model.head_dim + 2 * model.intermediate_size / tensor + hidden
+    parameters, moments = _state_bytes(run, model)
+    parts = {"parameters": 0 if memory.parameters_on_host else parameters,
+             "moments": 0 if memory.moments_on_host else moments,
+             "layer inputs": device_inputs * 2 * tokens * hidden,
+             "attention outputs": layers * tokens * heads * (2 * model.head_dim + 4) if memory.policy.attention else 0,
+             "products": layers * 2 * tokens * widths if memory.policy.products else 0}
+    return {name: size / GIB for name, size in parts.items()}
+
+
+def host_parts_gib(run: RunConfig, model: LlamaConfig) -> dict[str, float]:
+    """The known parts of the host's memory for each device in GiB: offloaded inputs of layers, parameters and moments."""
+    memory = run.memory
+    _, host_inputs = _kept_inputs(memory, model.num_hidden_layers)
+    parameters, moments = _state_bytes(run, model)
+    parts = {"layer inputs": host_inputs * 2 * _tokens(run) * model.hidden_size,
+             "parameters": parameters * memory.parameters_on_host, "moments": moments * memory.moments_on_host}
+    return {name: size / GIB for name, size in parts.items()}
+
+
+def _kept_inputs(memory: MemoryConfig, layers: int) -> tuple[float, float]:
+    """How many layers' inputs exist at a time (on the device, on the host).
+
+    With every_k = k these are layers / k inputs that are kept, and in the backward pass k more of the group at work.
+    """
+    inputs = layers / memory.every_k + memory.every_k if memory.policy.every_k else layers
+    return (0, inputs) if memory.policy.offload else (inputs, 0)
+
+
+def _tokens(run: RunConfig) -> float:
+    """The tokens of a device that are computed at a time."""
+    mesh = run.mesh
+    return run.data.context_length * run.train.batch_size / (mesh.data * mesh.fsdp * mesh.sequence) / run.train.accumulation
+
+
+def _state_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:
+    """A device's bytes of (float32 parameters, both moments of the trained ones)."""
+    declared, mesh = declare(model), run.mesh
+    trained, _ = split_trainable(declared, run.model.trainable)
+
+    def device_count(names) -> float:
+        return sum(math.prod(declared[name].shape) for name in names) * mesh.data / mesh.devices
+
+    moment_bytes = 2 if run.optimizer.moment_dtype == "bfloat16" else 4
+    return 4 * device_count(declared), 2 * moment_bytes * device_count(trained)
