@@ -11,6 +11,7 @@ import argparse
 import dataclasses
 import json
 import sys
+from typing import Any
 
 from data.paths import output_file
 from model.attention.layout import LAYOUTS
@@ -20,7 +21,7 @@ from planning.costs import HARDWARE, Job, Sizes, estimate
 from planning.costs.step import REMAT
 from trainer import entry
 
-SCHEDULES = {
+SCHEDULES: dict[str, str | dict[str, Any]] = {
     **{name: name for name in NAMES}, "ring_bidirectional": {"name": "ring", "bidirectional": True},
     "balanced_split": {"name": "balanced", "split": True}, "attention2d_overlap": {"name": "attention2d", "overlap": True},
 }
