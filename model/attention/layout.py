@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import numpy as np
 
-LAYOUTS = ("contiguous", "striped", "zigzag")
+from .names import LAYOUTS
 
 
 def check_length(length: int, shards: int, layout: str, what: str = "length") -> None:

@@ -4,6 +4,7 @@ import typing
 
 import pytest
 
+from model.attention import names
 from model.attention.kernels import KERNELS
 from model.attention.layout import LAYOUTS
 from model.attention.schedules import SCHEDULES
@@ -32,7 +33,7 @@ def test_a_recipe_accepts_what_there_is(section, field, there):
 
 
 def test_schedules_are_those_of_the_table():
-    assert tuple(SCHEDULES) == schema.SCHEDULES
+    assert tuple(SCHEDULES) == names.SCHEDULES
     assert set(plan_search.SCHEDULES) < set(SCHEDULES)
     for name, schedule in SCHEDULES.items():
         assert schedule.__module__ == f"model.attention.schedules.{name}", "errors name a schedule's options by its file"

@@ -6,7 +6,7 @@ import re
 from data.errors import UserError
 from model.config import POSITIONS
 
-from .schema import SCHEDULES, VERSION, AttentionConfig, MeshConfig, RunConfig
+from .schema import VERSION, MeshConfig, RunConfig
 
 
 def check(config: RunConfig, where: str = "configuration") -> RunConfig:
@@ -32,8 +32,8 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     need(sorted(mesh.order) in ([], sorted(axes)), "mesh.order", f"all four axes are needed, each once: {', '.join(axes)}")
     at_least_one = ("data.context_length", "train.steps", "train.batch_size", "train.log_every", "checkpoint.keep",
                     "evaluate.max_new_tokens", "train.accumulation")
-    not_negative = ("mesh.simulate", "train.evaluate_every", "checkpoint.every", "attention.query_tile", "attention.key_tile",
-                    "attention.global_tokens", "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_norm")
+    not_negative = ("mesh.simulate", "train.evaluate_every", "checkpoint.every",
+                    "optimizer.warmup_steps", "optimizer.weight_decay", "optimizer.clip_norm")
     for field in at_least_one + not_negative:
         section, name = field.split(".")
         least = 1 if field in at_least_one else 0
@@ -66,16 +66,7 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     except re.error as error:
         raise UserError(f"{where}: model.trainable is {model.trainable!r}, no regular expression: {error}") from error
 
-    need(attention.window is None or attention.window >= 1, "attention.window", "at least 1 is needed, or null for none")
-    need(not attention.global_tokens or attention.window is not None, "attention.global_tokens",
-         "without attention.window every token is seen already; give a window, or 0")
-    need(not attention.global_tokens or attention.kernel not in ("tpu", "gpu"), "attention.kernel",
-         "it does not serve attention.global_tokens; auto, xla and reference do")
-
-    schedule = schedule_name(attention)
-    need(schedule in SCHEDULES, "attention.schedule",
-         f"valid: {', '.join(SCHEDULES)}, or a mapping whose `name` is one of them")  # fmt: skip
-    need(schedule != "local" or mesh.sequence == 1, "attention.schedule",
+    need(attention.schedule_name != "local" or mesh.sequence == 1, "attention.schedule",
          f"local cannot attend across mesh.sequence = {mesh.sequence} shards; use ring or all_gather")  # fmt: skip
 
     twice = attention.layout == "zigzag"
@@ -97,11 +88,6 @@ def check(config: RunConfig, where: str = "configuration") -> RunConfig:
     need(mesh.simulate in (0, mesh.devices), "mesh.simulate",
          f"the mesh takes {_product(mesh)} devices; simulate {mesh.devices}, or change the mesh")  # fmt: skip
     return config
-
-
-def schedule_name(attention: AttentionConfig) -> str | None:
-    """The schedule's name, whether given plainly or in a mapping."""
-    return attention.schedule.get("name") if isinstance(attention.schedule, dict) else attention.schedule
 
 
 def _product(mesh: MeshConfig) -> str:

@@ -14,9 +14,8 @@ import yaml
 from data.errors import UserError
 from model.config import POSITIONS
 
-from .checks import check, schedule_name
+from .checks import check
 from .schema import (
-    SCHEDULES,
     VERSION,
     AttentionConfig,
     CheckpointConfig,
@@ -35,9 +34,9 @@ from .schema import (
 from .yaml_text import InvalidYAML, parse
 
 __all__ = [
-    "SCHEDULES", "VERSION", "AttentionConfig", "CheckpointConfig", "DataConfig", "EvaluateConfig", "LoggingConfig",
+    "VERSION", "AttentionConfig", "CheckpointConfig", "DataConfig", "EvaluateConfig", "LoggingConfig",
     "MemoryConfig", "MeshConfig", "ModelConfig", "OptimizerConfig", "RunConfig", "SourceConfig", "TrainConfig", "check",
-    "dump", "load", "resolved", "schedule_name", "upgraded",
+    "dump", "load", "resolved", "upgraded",
 ]
 
 

@@ -5,10 +5,10 @@ import pathlib
 from typing import Any, Literal
 
 from data.clean import CleanConfig
+from model.attention.options import AttentionConfig
 from model.memory.options import MemoryConfig
 
 VERSION = 2
-SCHEDULES = ("local", "ring", "all_gather", "balanced", "ulysses", "attention2d", "ring_self_attention")
 Row = dict[str, Any]
 
 
@@ -119,29 +119,6 @@ class DistributedConfig:
     """Number of this process, from 0."""
     num_processes: int | None = None
     """Number of all processes; mesh.simulate counts the devices of all of them."""
-
-
-@dataclasses.dataclass(frozen=True)
-class AttentionConfig:
-    """What attention sees (window, global_tokens), and how it is distributed and computed: the latter gives the same numbers
-    to rounding, whatever is chosen."""
-
-    layout: Literal["contiguous", "striped", "zigzag"] = "striped"
-    """Which tokens a sequence shard holds; striped and zigzag balance the causal work."""
-    schedule: str | dict[str, Any] = "ring"
-    """Who meets whom: local, ring, all_gather, balanced, ulysses, attention2d or ring_self_attention; with options, a mapping
-    such as {name: ring, bidirectional: true}, {name: ulysses, degree: 2, inner: ring}, {name: balanced, split: true} or
-    {name: attention2d, columns: 4, overlap: true}."""
-    kernel: Literal["auto", "tpu", "gpu", "xla", "reference"] = "auto"
-    """The block kernel; auto takes the fastest for the platform."""
-    query_tile: int = 0
-    """Queries in a tile; 0 leaves it to the kernel."""
-    key_tile: int = 0
-    """Keys in a tile; 0 leaves it to the kernel."""
-    window: int | None = None
-    """Tokens that a query sees of its document, back from itself (sliding window); null sees all before it."""
-    global_tokens: int = 0
-    """First tokens of each document that every later one sees beyond the window. Accelerators serve them by the kernel xla."""
 
 
 @dataclasses.dataclass(frozen=True)

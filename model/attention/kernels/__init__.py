@@ -11,6 +11,7 @@ from jax import lax
 
 from ..blocks import Gradients, Keys, Queries, Saved, StackedKeys
 from ..coords import Mask
+from ..names import KERNELS
 from ..partial import AttentionPartial
 from .gpu import GpuKernel
 from .kernel import Kernel
@@ -19,7 +20,6 @@ from .tpu import TpuKernel
 from .xla import XlaKernel
 
 __all__ = ["KERNELS", "GpuKernel", "Kernel", "PlatformKernel", "ReferenceKernel", "TpuKernel", "XlaKernel", "get_kernel"]
-KERNELS = ("auto", "tpu", "gpu", "xla", "reference")
 MAX_HEAD_DIM = 256  # of the kernels for accelerators
 
 

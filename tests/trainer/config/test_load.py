@@ -51,7 +51,7 @@ def test_resolved_round_trips_through_yaml(tmp_path):
     config = load(["--config", write(tmp_path), *flags])
     assert again(tmp_path, config) == config
     assert resolved(config)["data"]["sources"][0]["path"] == "a.json"
-    assert configuration.schedule_name(config.attention) == "ring"
+    assert config.attention.schedule_name == "ring"
 
 
 def test_data_path_replaces_sources(tmp_path):

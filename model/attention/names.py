@@ -1,0 +1,6 @@
+"""The names of layouts, schedules and kernels, which recipes and commands accept. Read without JAX."""
+
+LAYOUTS = ("contiguous", "striped", "zigzag")
+SCHEDULES = ("local", "ring", "all_gather", "balanced", "ulysses", "attention2d", "ring_self_attention")
+KERNELS = ("auto", "tpu", "gpu", "xla", "reference")
+ACCELERATOR_KERNELS = ("tpu", "gpu")  # which do not serve global tokens

@@ -1,0 +1,208 @@
+"""Attention as an operation: `attention` of global arrays, and `attend` of a rank's own arrays inside `shard_map`."""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, PyTree
+
+from .blocks import Gradients, Keys, Queries, Saved
+from .coords import Mask, TokenCoords, check_starts
+from .kernels import Kernel, get_kernel
+from .layout import check_length
+from .partial import AttentionPartial
+from .schedules import Context, Payload, Ranks, Schedule, get_schedule
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionOp:
+    """Attention of a rank's queries over the keys of all ranks, for use inside `shard_map`: a schedule over a kernel.
+
+    Static (hashable), so that it can be an argument of compiled functions. The methods are the two directions apart; `attend`
+    is both under one differentiation rule.
+
+    Attributes:
+      schedule: which rank computes what when, and what travels.
+      kernel: attention of one block of queries over one block of keys.
+      ranks: the shards of the sequence.
+      mask: which keys of its document a query sees.
+      scale: multiplies the scores.
+    """
+
+    schedule: Schedule
+    kernel: Kernel
+    ranks: Ranks
+    mask: Mask
+    scale: float
+
+    @classmethod
+    def create(cls, head_dim: int, *, schedule, kernel: Kernel, axis: str, size: int, layout: str = "", mask: Mask = Mask(),
+               scale: float | None = None) -> AttentionOp:
+        """The operation for a mesh axis.
+
+        Args:
+          head_dim: size of a head; the scale is head_dim ** -0.5 unless given.
+          schedule: a name, a mapping or a Schedule, see `get_schedule`.
+          axis, size: the mesh axis of the sequence and its number of devices.
+          layout: the layout of the arrays, if known, see `get_schedule`.
+
+        Raises:
+          ValueError: a schedule that is unknown or cannot serve `size` ranks.
+        """
+        scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+        return cls(get_schedule(schedule, size, layout), kernel, Ranks(axis, size), mask, scale)
+
+    @property
+    def carries(self) -> bool:
+        """Whether other arrays can ride along: whether `carry_forward` and `carry_backward` work."""
+        return self.schedule.carries
+
+    def forward(self, queries: Queries, keys: Keys) -> AttentionPartial:
+        """out in q's dtype, and lse in float32."""
+        return self._rounded(self.schedule.forward(self.kernel, queries, keys, self._context), queries)
+
+    def backward(self, queries: Queries, keys: Keys, result: AttentionPartial, dout: Float[Array, "B T Hq D"],
+                 dlse: Float[Array, "B Hq T"] | float = 0.0) -> Gradients:
+        """The gradients of q, k and v in their dtypes, from the result of `forward` and the gradients of out and lse."""
+        return _cast(self.gradients(queries, keys, result, dout, dlse), queries, keys)
+
+    def gradients(self, queries: Queries, keys: Keys, result: AttentionPartial, dout: Float[Array, "B T Hq D"],
+                  dlse: Float[Array, "B Hq T"] | float = 0.0) -> Gradients:
+        """The gradients of `backward` in float32."""
+        saved = Saved(dout, result.lse, _delta(result, dout, dlse))
+        return self.schedule.backward(self.kernel, queries, keys, saved, self._context)
+
+    def carry_forward(self, queries: Queries, keys: Keys, shard) -> tuple[AttentionPartial, PyTree[Array]]:
+        """`forward`, which also all-gathers `shard`, a tree of arrays, to [P, ...] on the way of K and V."""
+        partial, gathered = self.schedule.carry_forward(self.kernel, queries, keys, shard, self._context)
+        return self._rounded(partial, queries), gathered
+
+    def carry_backward(self, queries: Queries, keys: Keys, result: AttentionPartial, dout: Float[Array, "B T Hq D"],
+                       payload: Payload) -> tuple[Gradients, PyTree[Array], PyTree[Array]]:
+        """`backward`, which also all-gathers `payload.shard` and reduce-scatters `payload.shares`; each is a tree or None."""
+        saved = Saved(dout, result.lse, _delta(result, dout))
+        gradients, gathered, share = self.schedule.carry_backward(self.kernel, queries, keys, saved, payload, self._context)
+        return _cast(gradients, queries, keys), gathered, share
+
+    @property
+    def _context(self) -> Context:
+        return Context(self.ranks, self.mask, self.scale)
+
+    def _rounded(self, partial: AttentionPartial, queries: Queries) -> AttentionPartial:
+        return AttentionPartial(partial.out.astype(queries.q.dtype), partial.lse)
+
+
+def _delta(result: AttentionPartial, dout, dlse=0.0):
+    """dS = P * (dP - delta); as d lse / dS = P, the gradient of lse is subtracted from delta."""
+    delta = jnp.einsum("bthd,bthd->bht", dout.astype(jnp.float32), result.out.astype(jnp.float32), precision="highest")
+    return delta - jnp.where(jnp.isneginf(result.lse), 0.0, dlse)
+
+
+def _cast(gradients: Gradients, queries: Queries, keys: Keys) -> Gradients:
+    dtypes = (queries.q.dtype, keys.k.dtype, keys.v.dtype)
+    return Gradients(*(g.astype(dtype) for g, dtype in zip(gradients, dtypes, strict=True)))
+
+
+def keep(out, lse):
+    """Names both, so that a remat policy can keep them: then the backward never runs attention's forward again
+    (DistFlashAttn, section 3.3)."""
+    return checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
+
+
+def attend(op: AttentionOp, queries: Queries, keys: Keys) -> AttentionPartial:
+    """Attention of a rank's queries over the keys of all ranks, differentiable; to be called inside `shard_map`.
+
+    Args:
+      op: the operation, see `AttentionOp.create`.
+      queries, keys: this rank's own.
+
+    Returns:
+      out [B, T, Hq, D] in q's dtype, and lse [B, Hq, T] in float32.
+
+    Raises:
+      ValueError: global tokens without the starts of the keys' documents.
+    """
+    check_starts(keys.coords.start, op.mask)
+    return AttentionPartial(*_attend(op, queries.q, keys.k, keys.v, queries.coords, keys.coords))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(op: AttentionOp, *arrays):
+    return _attend_forward(op, *arrays)[0]
+
+
+def _attend_forward(op, q, k, v, q_coords, kv_coords):
+    kept = keep(*op.forward(Queries(q, q_coords), Keys(k, v, kv_coords)))
+    return kept, (q, k, v, q_coords, kv_coords, *kept)
+
+
+def _attend_backward(op, residuals, cotangents):
+    q, k, v, q_coords, kv_coords, out, lse = residuals
+    return *op.backward(Queries(q, q_coords), Keys(k, v, kv_coords), AttentionPartial(out, lse), *cotangents), None, None
+
+
+_attend.defvjp(_attend_forward, _attend_backward)
+
+
+def attention(q, k, v, coords, *, kv_coords=None, mesh: Mesh, layout="striped", schedule="ring", kernel="auto",
+              mask=Mask(), scale=None, return_lse=False):
+    """Exact attention of global arrays on a mesh, already permuted for `layout`.
+
+    Args:
+      q: [B, L, Hq, D]; k, v: [B, L, Hkv, D], Hq a multiple of Hkv.
+      coords: TokenCoords (or a pair; a third, `start`, for global tokens) of int32 [B, L], permuted as the tokens are;
+        `kv_coords` the same for k and v, if they are not the queries' own.
+      mesh: axes out of data, fsdp (batch), tensor (heads), sequence (length); a missing one has size 1.
+      layout: name of the layout that the arrays are in; it does not change the result, only the balance (and in a
+        contiguous one `ring` and `balanced` leave out the ranks of which nothing can be visible).
+      schedule: a name, or a schedule with options. kernel: a name, or a Kernel.
+      mask, scale: see Mask and `attend`.
+
+    Returns:
+      out like q, in q's dtype; with return_lse also lse, float32 [B, Hq, L].
+
+    Raises:
+      ValueError: sizes that do not fit each other or the mesh, in one line that names those that do.
+    """
+    coords = TokenCoords(*coords)
+    own_coords = kv_coords is None
+    kv_coords = coords if own_coords else TokenCoords(*kv_coords)
+    size = mesh.shape.get("sequence", 1)
+    batch = tuple(axis for axis in ("data", "fsdp") if axis in mesh.shape)
+    _check(q, k, v, mesh, size, batch, layout)
+    tensor = mesh.shape.get("tensor", 1)
+    heads = "tensor" if tensor > 1 and k.shape[2] % tensor == 0 else None
+    sequence = "sequence" if "sequence" in mesh.shape else None
+    tokens = PartitionSpec(batch, sequence)
+    vectors = PartitionSpec(batch, sequence, heads)
+    kernel = get_kernel(kernel) if isinstance(kernel, str) else kernel
+    op = AttentionOp.create(q.shape[-1], schedule=schedule, kernel=kernel, axis="sequence", size=size, mask=mask, scale=scale,
+                            layout=layout if own_coords else "")
+
+    def local(q, k, v, q_coords, kv_coords):
+        return tuple(attend(op, Queries(q, q_coords), Keys(k, v, kv_coords)))
+
+    out, lse = jax.shard_map(
+        local, mesh=mesh, in_specs=(vectors, vectors, vectors, tokens, tokens),
+        out_specs=(vectors, PartitionSpec(batch, heads, sequence)), check_vma=False)(q, k, v, coords, kv_coords)
+    return (out, lse) if return_lse else out
+
+
+def _check(q, k, v, mesh, size, batch, layout):
+    """Refuses shapes that cannot be sharded, with the ones that could."""
+    if k.shape != v.shape:
+        raise ValueError(f"k and v: found shapes {k.shape} and {v.shape}; they must be equal")
+    if q.shape[2] % k.shape[2]:
+        raise ValueError(f"heads: {q.shape[2]} query heads are no multiple of {k.shape[2]} key/value heads")
+    for name, length in (("q", q.shape[1]), ("k", k.shape[1])):
+        check_length(length, size, layout, f"length of {name}")
+    rows = math.prod(mesh.shape[axis] for axis in batch)
+    if q.shape[0] % rows:
+        raise ValueError(f"batch: {q.shape[0]} rows are not divisible by data x fsdp = {rows}; use a multiple of {rows}")
+
+

@@ -1,0 +1,55 @@
+"""The options of attention, declared once: recipes read them as their section `attention`."""
+import dataclasses
+from typing import TYPE_CHECKING, Any, Literal
+
+from .names import ACCELERATOR_KERNELS, KERNELS, LAYOUTS, SCHEDULES
+
+if TYPE_CHECKING:
+    KernelName = LayoutName = str
+else:  # what the command line accepts and lists
+    KernelName, LayoutName = Literal[KERNELS], Literal[LAYOUTS]
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionConfig:
+    """What attention sees (window, global_tokens), and how it is distributed and computed: the latter gives the same numbers
+    to rounding, whatever is chosen."""
+
+    layout: LayoutName = "striped"
+    """Which tokens a sequence shard holds; striped and zigzag balance the causal work."""
+    schedule: str | dict[str, Any] = "ring"
+    """Who meets whom: local, ring, all_gather, balanced, ulysses, attention2d or ring_self_attention; with options, a mapping
+    such as {name: ring, bidirectional: true}, {name: ulysses, degree: 2, inner: ring}, {name: balanced, split: true} or
+    {name: attention2d, columns: 4, overlap: true}."""
+    kernel: KernelName = "auto"
+    """The block kernel; auto takes the fastest for the platform."""
+    query_tile: int = 0
+    """Queries in a tile; 0 leaves it to the kernel."""
+    key_tile: int = 0
+    """Keys in a tile; 0 leaves it to the kernel."""
+    window: int | None = None
+    """Tokens that a query sees of its document, back from itself (sliding window); null sees all before it."""
+    global_tokens: int = 0
+    """First tokens of each document that every later one sees beyond the window. Accelerators serve them by the kernel xla."""
+
+    def __post_init__(self) -> None:
+        for name in ("query_tile", "key_tile", "global_tokens"):
+            _need(getattr(self, name) >= 0, name, getattr(self, name), "at least 0 is needed")
+        _need(self.window is None or self.window >= 1, "window", self.window, "at least 1 is needed, or null for none")
+        _need(not self.global_tokens or self.window is not None, "global_tokens", self.global_tokens,
+              "without attention.window every token is seen already; give a window, or 0")
+        _need(not self.global_tokens or self.kernel not in ACCELERATOR_KERNELS, "kernel", self.kernel,
+              "it does not serve attention.global_tokens; auto, xla and reference do")
+        _need(self.schedule_name in SCHEDULES, "schedule", self.schedule,
+              f"valid: {', '.join(SCHEDULES)}, or a mapping whose `name` is one of them")
+
+    @property
+    def schedule_name(self) -> Any:
+        """The name of the schedule, whether it is given alone or in a mapping."""
+        return self.schedule.get("name") if isinstance(self.schedule, dict) else self.schedule
+
+
+def _need(fits: bool, option: str, value: Any, needed: str) -> None:
+    """ValueError naming the option, its value and what is needed, unless it fits."""
+    if not fits:
+        raise ValueError(f"attention.{option} is {value!r}; {needed}")
