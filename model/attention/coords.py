@@ -1,8 +1,9 @@
-"""Token coordinates, the mask they imply, and the rule that decides what a tile of scores needs.
+"""Token coordinates, the mask that they imply, and the rule that says which tiles of the mask need computing.
 
-A token's coordinates travel with it: `index`, its place in the packed row before any permutation, and
-`segment_ids`, the document of the row that it belongs to (0 is padding). Every layout, schedule and packing then
-shares one mask, and no kernel needs to know which of them it serves.
+Striped Attention decides with GetMask(j, k) (its Algorithm 1 and the procedure after it) which scores are hidden between the
+queries of device j and the keys of device k. Here each token's coordinates travel with it instead: `index`, its index in the
+row before any permutation, and `segment_ids`, its document. One rule, `visible`, then gives every such mask, for any layout,
+schedule and packing, and no kernel needs to know which of them it serves.
 """
 from __future__ import annotations
 
@@ -11,44 +12,45 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int
 
-SKIP, FULL, MASKED = 0, 1, 2
+SKIP, FULL, MASKED = 0, 1, 2  # kinds of tiles, see `tile_kind`
 
 
 class TokenCoords(NamedTuple):
-    """Where tokens are: int32 arrays [B, T].
+    """The coordinates of tokens.
 
     Attributes:
-      index: place in the packed row before permutation; may restart with each document (bounds only get looser).
-      segment_ids: document number within the row, counted from 1; 0 is padding, which sees and is seen by nothing.
-      start: `index` of the first token of the token's document (`document_starts`). Global tokens need it; else it is None.
+      index: index in the packed row before permutation. It may restart with each document (bounds only get looser).
+      segment_ids: the token's document, counted from 1 within the row; 0 is padding, which sees and is seen by nothing.
+      start: `index` of the first token of the token's document (`document_starts`); only global tokens need it, else None.
     """
 
-    index: jax.Array
-    segment_ids: jax.Array
-    start: jax.Array | None = None
+    index: Int[Array, "B T"]
+    segment_ids: Int[Array, "B T"]
+    start: Int[Array, "B T"] | None = None
 
 
-def document_starts(index: jax.Array, segment_ids: jax.Array) -> jax.Array:
-    """The least `index` of each token's document, int32 [B, L], of whole rows in any order (not of a shard's part of them)."""
-    def one_row(index, segment_ids):
+def document_starts(index: Int[Array, "B L"], segment_ids: Int[Array, "B L"]) -> Int[Array, "B L"]:
+    """The smallest `index` in each token's document, from whole rows in any order (not from a shard's part of them)."""
+    def row_starts(index, segment_ids):
         order = jnp.lexsort((index, segment_ids))
-        documents, places = segment_ids[order], jnp.arange(index.size)
+        documents, positions = segment_ids[order], jnp.arange(index.size)
         begins = jnp.concatenate([jnp.ones(1, bool), documents[1:] != documents[:-1]])
-        first = jax.lax.cummax(jnp.where(begins, places, 0))
+        first = jax.lax.cummax(jnp.where(begins, positions, 0))
         return jnp.zeros_like(index).at[order].set(index[order][first])
 
-    return jax.vmap(one_row)(jnp.asarray(index), jnp.asarray(segment_ids))
+    return jax.vmap(row_starts)(jnp.asarray(index), jnp.asarray(segment_ids))
 
 
 @dataclasses.dataclass(frozen=True)
 class Mask:
-    """Which earlier tokens a query may see, beside "the same document".
+    """Which tokens of its own document a query sees.
 
     Attributes:
-      causal: a query sees itself and earlier tokens only.
-      window: with a number w, only keys less than w tokens away.
-      global_tokens: leading tokens of each document that every later query of it sees, also beyond the window.
+      causal: only itself and earlier tokens.
+      window: only keys fewer than this many tokens away (sliding window; DistFlashAttn, Appendix D); None for no window.
+      global_tokens: leading tokens of each document that every later query of it sees also beyond the window.
 
     Raises:
       ValueError: the window is not positive, or global tokens are negative.
@@ -58,28 +60,28 @@ class Mask:
     window: int | None = None
     global_tokens: int = 0
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise ValueError(f"Mask.window: found {self.window}; a window is at least 1 token, or None for no window")
         if self.global_tokens < 0:
             raise ValueError(f"Mask.global_tokens: found {self.global_tokens}; a number of tokens is at least 0")
 
     def reach(self, tokens: int, shards: int) -> int:
-        """How many shards away a visible key can be, where each of `shards` holds a run of `tokens`, in their order."""
+        """How many shards away a visible key can be, if the shards are consecutive runs of `tokens` tokens."""
         if self.window is None or self.global_tokens:
             return shards - 1
         return min(shards - 1, -(-(self.window - 1) // tokens))
 
 
 def check_starts(starts: jax.Array | None, mask: Mask) -> None:
-    """Refuses (ValueError) that the starts of the keys' documents are not known (None) where global tokens need them."""
+    """ValueError if the mask has global tokens and the starts of the keys' documents are not known (None)."""
     if mask.global_tokens and starts is None:
         raise ValueError(f"coords.start: missing, and Mask.global_tokens = {mask.global_tokens} needs it; "
                          "document_starts(index, segment_ids) of whole rows gives it")
 
 
-def visible(q: TokenCoords, kv: TokenCoords, mask: Mask) -> jax.Array:
-    """Which key each query may see: bool [B, Tq, Tk]."""
+def visible(q: TokenCoords, kv: TokenCoords, mask: Mask) -> Bool[Array, "B Tq Tk"]:
+    """Whether each query sees each key."""
     q_index, kv_index = q.index[:, :, None], kv.index[:, None, :]
     q_segment, kv_segment = q.segment_ids[:, :, None], kv.segment_ids[:, None, :]
     seen = (q_segment == kv_segment) & (q_segment > 0)
@@ -95,9 +97,12 @@ def visible(q: TokenCoords, kv: TokenCoords, mask: Mask) -> jax.Array:
 
 
 class TileBounds(NamedTuple):
-    """What the tile rule needs of some tiles: int32 arrays of one shape. Padding is left out of all but `padded`.
+    """Bounds on the coordinates in each of some tiles, int32 arrays of one shape; padding counts only for `padded`.
 
-    `place_min` is the least place of a token within its document, None where documents' starts are not known.
+    Attributes:
+      index_min, index_max, segment_min, segment_max: of the tile's tokens; minimum > maximum if all are padding.
+      padded: 1 where the tile has padding.
+      offset_min: the smallest offset of a token from its document's start; None where the starts are not known.
     """
 
     index_min: jax.Array
@@ -105,11 +110,11 @@ class TileBounds(NamedTuple):
     segment_min: jax.Array
     segment_max: jax.Array
     padded: jax.Array
-    place_min: jax.Array | None = None
+    offset_min: jax.Array | None = None
 
 
 def tile_bounds(coords: TokenCoords, tile: int) -> TileBounds:
-    """Bounds of each tile of `tile` tokens: arrays [B, T / tile]. A tile of padding alone has minimum > maximum."""
+    """The bounds of each tile of `tile` tokens, arrays [B, T / tile]."""
     index, segment, start = jax.tree.map(lambda x: x.reshape(x.shape[0], -1, tile), coords)
     real = segment > 0
     limits = jnp.iinfo(jnp.int32)
@@ -124,9 +129,10 @@ def tile_bounds(coords: TokenCoords, tile: int) -> TileBounds:
 
 
 def tile_kind(q: TileBounds, kv: TileBounds, mask: Mask) -> jax.Array:
-    """SKIP, FULL or MASKED for each pair of tiles (bounds broadcast against each other): int32.
+    """SKIP, FULL or MASKED for each pair of tiles, whose bounds broadcast against each other.
 
-    SKIP is certain (nothing is visible), FULL is certain (everything is); MASKED is every other case.
+    SKIP means that certainly no key is visible, so that the tile need not be computed (Striped Attention, "Tiling"); FULL, that
+    certainly every key is visible to every query, so that no mask is needed; MASKED is every other case.
     """
     empty = (q.segment_min > q.segment_max) | (kv.segment_min > kv.segment_max)
     skip = empty | (q.segment_max < kv.segment_min) | (kv.segment_max < q.segment_min)
@@ -136,13 +142,13 @@ def tile_kind(q: TileBounds, kv: TileBounds, mask: Mask) -> jax.Array:
         skip |= q.index_max < kv.index_min
         full &= q.index_min >= kv.index_max
     if mask.window is not None:
-        # An empty tile's bounds are the integers' own limits: keep differences of those out of the comparison.
+        # The bounds of an empty tile are the limits of int32: the differences of these would overflow.
         later = jnp.where(empty, 0, q.index_min - kv.index_max)
         earlier = jnp.where(empty, 0, kv.index_min - q.index_max)
         far = later >= mask.window
         if mask.global_tokens:
-            check_starts(kv.place_min, mask)
-            far &= kv.place_min >= mask.global_tokens
+            check_starts(kv.offset_min, mask)
+            far &= kv.offset_min >= mask.global_tokens
         skip |= far | (earlier >= mask.window)
         full &= (q.index_max - kv.index_min < mask.window) & (kv.index_max - q.index_min < mask.window)
     return jnp.where(skip, SKIP, jnp.where(full, FULL, MASKED)).astype(jnp.int32)

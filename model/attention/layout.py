@@ -1,44 +1,50 @@
-"""Layouts: which tokens of the sequence each shard holds.
+"""Layouts: which tokens of the sequence each rank holds.
 
-A layout only decides the balance of work; every schedule is exact under every layout, because coordinates travel.
+Striped Attention's partitioning is one of them. A layout decides only how balanced the work is: every schedule is exact under
+every layout, because the tokens' coordinates travel with them.
 """
 from __future__ import annotations
 
 import numpy as np
+from jaxtyping import Int
 
 from .names import LAYOUTS
 
 
 def check_length(length: int, shards: int, layout: str, what: str = "length") -> None:
-    """Refuses a length that a layout cannot deal out: a multiple of the shards is needed, of twice as many for `zigzag`.
+    """Refuses a length that the shards (for `zigzag`: twice as many) do not divide.
+
+    Args:
+      what: the length's name in the message.
 
     Raises:
-      ValueError: an unknown layout, or a length that does not divide, with the next that does; `what` names it.
+      ValueError: an unknown layout; or a length that is not divisible, with the next one that is.
     """
     if layout not in LAYOUTS:
         raise ValueError(f"layout: found {layout!r}; known: {', '.join(LAYOUTS)}")
     parts = shards * 2 if layout == "zigzag" else shards
     if shards < 1 or length % parts:
-        why = f"2 x {shards} (zigzag) sequence shards" if layout == "zigzag" else f"{shards} sequence shards"
-        good = -(-length // max(parts, 1)) * max(parts, 1)
-        raise ValueError(f"{what}: {length} is not divisible by {why}; the next good one is {good}")
+        divisor = f"2 x {shards} (zigzag) sequence shards" if layout == "zigzag" else f"{shards} sequence shards"
+        longer = -(-length // max(parts, 1)) * max(parts, 1)
+        raise ValueError(f"{what}: {length} is not divisible by {divisor}; the next good one is {longer}")
 
 
-def permutation(length: int, shards: int, layout: str) -> np.ndarray:
-    """The order in which a layout stores a sequence: int array [length]; `x[:, order]` is the permuted sequence.
+def permutation(length: int, shards: int, layout: str) -> Int[np.ndarray, " L"]:
+    """The order in which a layout stores a sequence: `x[:, order]` is the permuted sequence, and shard r its r-th equal part.
 
-    `contiguous` gives shard r the r-th run of tokens. `striped` deals tokens out one by one, shard r holding the tokens
-    r, r + shards, ... (Striped Attention, section 3.1): so all shards have early and late tokens alike. `zigzag` cuts the
-    sequence into 2 x shards runs and gives shard r the r-th from the front and the r-th from the back (Llama 3, section
-    3.3.2; Transformer Engine): as balanced over the whole, in runs that stay long.
+    - `contiguous`: shard r holds the r-th run of tokens (Ring Attention, Algorithm 1).
+    - `striped`: shard r holds the tokens whose index is r modulo `shards` (Striped Attention), so that every shard has early
+      and late tokens alike.
+    - `zigzag`: of 2 x shards runs, shard r holds the r-th from the front and the r-th from the back (Llama 3, section 3.3.2;
+      Transformer Engine), which is as balanced over a whole pass, in longer runs.
 
     Args:
       length: tokens in the sequence.
       shards: devices along the sequence axis.
-      layout: a name in LAYOUTS.
+      layout: one of LAYOUTS.
 
     Raises:
-      ValueError: as `check_length`.
+      ValueError: as of `check_length`.
     """
     check_length(length, shards, layout)
     order = np.arange(length)
@@ -50,7 +56,7 @@ def permutation(length: int, shards: int, layout: str) -> np.ndarray:
     return order
 
 
-def inverse(order: np.ndarray) -> np.ndarray:
+def inverse(order: Int[np.ndarray, " L"]) -> Int[np.ndarray, " L"]:
     """The order that undoes `order`: `x[:, order][:, inverse(order)]` is `x`."""
     back = np.empty_like(order)
     back[order] = np.arange(len(order))

@@ -1,22 +1,22 @@
-"""Attention over a part of the keys, and how two parts become one."""
+"""Partial attention: attention over some of the keys, and the merge of two such results (Attention2D, section 3.1)."""
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 
 class AttentionPartial(NamedTuple):
-    """Attention of queries over some of their keys.
+    """Attention of queries over some of the keys.
 
     Attributes:
-      out: float32 [B, T, Hq, D], normalised over the keys seen so far; 0 where none was seen.
-      lse: float32 [B, Hq, T], natural logarithm of the sum of exponentiated scores; -inf where no key was seen.
+      out: float32, normalised over these keys; 0 for a query that sees none of them.
+      lse: float32, natural logarithm of the sum of exponentiated scores; -inf for a query that sees none.
     """
 
-    out: jax.Array
-    lse: jax.Array
+    out: Float[Array, "B T Hq D"]
+    lse: Float[Array, "B Hq T"]
 
 
 def empty(batch: int, length: int, heads: int, head_dim: int) -> AttentionPartial:
@@ -28,20 +28,20 @@ def empty(batch: int, length: int, heads: int, head_dim: int) -> AttentionPartia
 
 
 def merge(a: AttentionPartial, b: AttentionPartial) -> AttentionPartial:
-    """Attention over the keys of both: associative and commutative to rounding; two empty parts stay empty.
+    """Attention over the keys of both; associative and commutative up to rounding.
 
-    The larger lse is subtracted before exponentiating (log(1 + exp(b - a)) overflows), and an lse of -inf on both sides
-    is replaced by 0 before subtracting (else -inf - -inf is NaN).
+    The larger lse is subtracted before exponentiating, because exp(b - a) may overflow; and where both are -inf, 0 is
+    subtracted, because -inf - -inf is NaN.
     """
-    top = jnp.maximum(a.lse, b.lse)
-    top = jnp.where(jnp.isneginf(top), 0.0, top)
-    weight_a, weight_b = jnp.exp(a.lse - top), jnp.exp(b.lse - top)
+    highest = jnp.maximum(a.lse, b.lse)
+    highest = jnp.where(jnp.isneginf(highest), 0.0, highest)
+    weight_a, weight_b = jnp.exp(a.lse - highest), jnp.exp(b.lse - highest)
     total = weight_a + weight_b
-    safe = jnp.where(total == 0, 1.0, total)
-    out = a.out * per_row(weight_a / safe) + b.out * per_row(weight_b / safe)
-    return AttentionPartial(out, jnp.where(total == 0, -jnp.inf, top + jnp.log(safe)))
+    nonzero = jnp.where(total == 0, 1.0, total)
+    out = a.out * per_row(weight_a / nonzero) + b.out * per_row(weight_b / nonzero)
+    return AttentionPartial(out, jnp.where(total == 0, -jnp.inf, highest + jnp.log(nonzero)))
 
 
-def per_row(x: jax.Array) -> jax.Array:
-    """[B, H, T] -> [B, T, H, 1]: statistics of rows, to be multiplied with outputs."""
+def per_row(x: Float[Array, "B H T"]) -> Float[Array, "B T H 1"]:
+    """Statistics of rows of scores, in a shape that multiplies outputs."""
     return x.swapaxes(1, 2)[..., None]

@@ -1,14 +1,9 @@
-"""Schedules: who meets whom on the sequence axis, and what travels.
-
-The contract is `schedule.py`; what a schedule does is also told as plain data (`plan.py`).
-
-Arrays are a shard's own; `ranks` are the shards of the sequence (`ranks.py`). With one shard there is nobody to talk to,
-and every schedule is `Local`.
-"""
+"""Schedules: which ranks compute which blocks of attention when, and what travels. The contract is `schedule.py`."""
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from .all_gather import AllGather
 from .attention2d import Attention2D
@@ -22,23 +17,23 @@ from .ulysses import Ulysses
 
 __all__ = ["SCHEDULES", "AllGather", "Attention2D", "Balanced", "Context", "Local", "Payload", "Ranks", "Ring",
            "RingSelfAttention", "Schedule", "Ulysses", "get_schedule"]
-SCHEDULES = {
+SCHEDULES: dict[str, type[Schedule]] = {
     "local": Local, "ring": Ring, "all_gather": AllGather, "balanced": Balanced, "ulysses": Ulysses, "attention2d": Attention2D,
     "ring_self_attention": RingSelfAttention,
 }
 
 
-def get_schedule(schedule, size: int, layout: str = "") -> Schedule:
-    """The schedule of this name (or the given one), checked against the number of shards.
+def get_schedule(schedule: str | Mapping[str, Any] | Schedule, size: int, layout: str = "") -> Schedule:
+    """A schedule by name or by options, checked against the number of ranks; `Local` for a single rank.
 
     Args:
       schedule: a name, a mapping {name: ..., option: value}, or a schedule.
-      layout: the layout of the arrays, where it is known; where it is contiguous, `balanced` does half the kernel calls, and
-        `ring` and `balanced` leave out ranks beyond a window's reach.
+      size: the ranks of the sequence axis.
+      layout: the layout of the arrays, if known. In a contiguous one `balanced` needs half the kernel calls, and `ring` and
+        `balanced` leave out ranks beyond a window's reach.
 
     Raises:
-      ValueError: an unknown name or option, an option that makes no sense, or a schedule, at any depth, that cannot serve as
-        many shards (`local` serves one alone).
+      ValueError: an unknown name or option, an invalid value, or a schedule, at any depth, that cannot serve `size` ranks.
     """
     schedule = _from_options(schedule)
     if layout == "contiguous":
@@ -49,25 +44,26 @@ def get_schedule(schedule, size: int, layout: str = "") -> Schedule:
     return schedule
 
 
-def _ordered(schedule):
-    """The schedule, told that shards hold runs of tokens in the order of ranks; so do the groups of an inner schedule."""
-    told = {"ordered": True} if hasattr(schedule, "ordered") else {}
-    inner = {"inner": _ordered(schedule.inner)} if hasattr(schedule, "inner") else {}
-    return dataclasses.replace(schedule, **told, **inner)
+def _ordered(schedule: Any) -> Schedule:
+    """The schedule for shards that are runs of tokens in the order of ranks; the same for its inner schedule, if any."""
+    changes: dict[str, Any] = {"ordered": True} if hasattr(schedule, "ordered") else {}
+    if hasattr(schedule, "inner"):
+        changes["inner"] = _ordered(schedule.inner)
+    return dataclasses.replace(schedule, **changes)
 
 
-def _from_options(schedule, where: str = "schedule") -> Schedule:
-    """A schedule from its name, from a mapping, or as it is; `where` it stands in a recipe."""
+def _from_options(schedule: Any, field: str = "schedule") -> Schedule:
+    """A schedule from a name, a mapping or itself; `field` is its field in a recipe, for messages."""
     if isinstance(schedule, Schedule):
         return schedule
     options = dict(schedule) if isinstance(schedule, Mapping) else {"name": schedule}
     name = options.pop("name", None)
     if not isinstance(name, str) or name not in SCHEDULES:
-        raise ValueError(f"{where}: found {name!r}; known: {', '.join(SCHEDULES)}")
-    known = [field.name for field in dataclasses.fields(SCHEDULES[name]) if field.name != "ordered"]
+        raise ValueError(f"{field}: found {name!r}; known: {', '.join(SCHEDULES)}")
+    valid = [option.name for option in dataclasses.fields(SCHEDULES[name]) if option.name != "ordered"]  # type: ignore[arg-type]
     for option in options:
-        if option not in known:
-            raise ValueError(f"{where}.{option}: {name} has no such option; it has: {', '.join(known) or 'none'}")
+        if option not in valid:
+            raise ValueError(f"{field}.{option}: {name} has no such option; it has: {', '.join(valid) or 'none'}")
     if "inner" in options:
-        options["inner"] = _from_options(options["inner"], f"{where}.inner")
+        options["inner"] = _from_options(options["inner"], f"{field}.inner")
     return SCHEDULES[name](**options)

@@ -1,18 +1,26 @@
-"""Attention2D (section 3): queries along rows, keys and values along columns of a grid of ranks.
+"""Attention2D (section 3): queries are gathered along the rows and keys along the columns of a grid of ranks.
 
-On a grid of R rows and C columns a rank gathers the queries of its row and the keys and values of its column, so that
-every query block meets every key block on exactly one rank, in one round. Forward each rank receives (C-1) blocks of queries,
-T Hq D numbers each, (R-1) of keys and values, 2 T Hkv D, and in the merge C-1 partial outputs (float32) and lse: about
-(sqrt(P)-1)/P of everything, where a ring receives (P-1)/P. Backward: queries, dout, lse and delta along the row, float32 dq
-back; keys and values along the column, float32 dk and dv back.
+Without overlap (Attention2D-NO, section 3.2, Algorithm 1), on a grid of R rows and C columns:
 
-With `overlap` (Algorithms 4-6, Appendices A and B) nothing is gathered at once: K, V go round the column while the rank's own
-queries meet them, then the row's queries come round, one block on its way while another is met; partials, and dQ, follow
-one hop behind to their owner, and dK, dV are summed on their way round the column while the last queries meet block after
-block. As many numbers travel, every hop beside a kernel but the last one home of a partial or dQ.
+1. K and V are transposed from column-major to row-major order (line 2). That makes the ranks' causal masks triangles; it is
+   left out here, because exactness does not need it where coordinates travel.
+2. A rank gathers the queries of its row (line 3) and the keys and values of its column (line 4), so that each block of queries
+   is together with each block of keys on exactly one rank.
+3. The kernel is called once (line 5).
+4. The partial results of a row are merged and scattered (lines 6 and 7).
 
-The paper first moves keys and values once, so that the ranks' masks are triangles; coordinates travel here, so exactness
-does not need that move.
+The backward (Algorithm 3) gathers queries, dout, lse and delta along the row and keys and values along the column, and
+reduce-scatters dQ in float32 along the row and dK and dV in float32 along the column.
+
+Traffic forward, received by each rank: C - 1 blocks of queries, T Hq D numbers each, R - 1 of keys and values, 2 T Hkv D each,
+and in the merge C - 1 partial outputs in float32 with their lse: about (sqrt(P) - 1) / P of everything, where a ring receives
+(P - 1) / P.
+
+With `overlap` (Attention2D-O, section 3.4, Algorithms 4 to 6; backward Appendix B, Algorithms 8 to 11) nothing is gathered at
+once. K and V pass round the column while the rank computes with its own queries; then the queries of the row pass by, one block
+travelling while another is computed with. Partial results, and dQ, follow one hop behind to their owner, and dK and dV are
+reduce-scattered round the column while the last block of queries is computed with, block after block. As many numbers travel,
+and every hop runs beside a kernel but the last one of a partial result or dQ.
 """
 from __future__ import annotations
 
@@ -23,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..blocks import Gradients, Keys, Queries, Saved
+from ..blocks import Gradients, Keys, Queries, Saved, StackedKeys
 from ..coords import Mask
 from ..kernels.kernel import Kernel
 from ..partial import AttentionPartial, merge, per_row
@@ -36,7 +44,12 @@ from .schedule import Context, Schedule
 
 @dataclasses.dataclass(frozen=True)
 class Attention2D(Schedule):
-    """Rows x columns; `columns` 0 chooses the grid with the fewest bytes for these heads. overlap: tiled, see above."""
+    """Queries along rows, keys along columns.
+
+    Attributes:
+      columns: of the grid; 0 chooses the grid that moves the fewest bytes for the model's heads.
+      overlap: Attention2D-O instead of Attention2D-NO.
+    """
 
     columns: int = 0
     overlap: bool = False
@@ -70,13 +83,14 @@ class Attention2D(Schedule):
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
         columns = self._columns(size, block.query_heads, block.kv_heads, block.itemsize)
-        down, along = plan.lines(size, columns)
+        column_lines, row_lines = plan.lines(size, columns)
         if self.overlap:
             return _overlapped_plan(size, block, mask, columns)
-        row, column = plan.everyone(along), plan.everyone(down)
-        tasks = tuple(plan.Task(rank, tuple(along[rank // columns]), tuple(down[rank % columns])) for rank in range(size))
+        row, column = plan.everyone(row_lines), plan.everyone(column_lines)
+        tasks = tuple(plan.Task(rank, tuple(row_lines[rank // columns]), tuple(column_lines[rank % columns]))
+                      for rank in range(size))
 
-        def gather(queries: str, nbytes: int):
+        def gather(queries: str, nbytes: int) -> plan.Round:
             return plan.Round((), (
                 plan.Send(queries, plan.GATHER, nbytes, row), plan.Send("row's coordinates", plan.GATHER, block.coords, row),
                 plan.Send("K, V", plan.GATHER, block.keys, column),
@@ -93,97 +107,118 @@ class Attention2D(Schedule):
 
 
 def fewest_bytes(ranks: int, query_heads: int, kv_heads: int, itemsize: int) -> int:
-    """The number of columns whose forward and backward receive the fewest bytes; coordinates and lse are left out."""
+    """The number of columns with which forward and backward receive the fewest bytes, coordinates and lse not counted.
 
+    Section 3.2: where the traffic along rows and columns differs, a rectangular grid is better than a square one.
+    """
     def received(columns):
         rows = ranks // columns
         forward = query_heads * itemsize + query_heads * 4, 2 * kv_heads * itemsize
         backward = 2 * query_heads * itemsize + query_heads * 4, 2 * kv_heads * (itemsize + 4)
         return (columns - 1) * (forward[0] + backward[0]) + (rows - 1) * (forward[1] + backward[1])
 
-    return min((c for c in range(1, ranks + 1) if ranks % c == 0), key=received)
+    return min((columns for columns in range(1, ranks + 1) if ranks % columns == 0), key=received)
 
 
 def _merge_scatter(row: Ranks, partial: AttentionPartial) -> AttentionPartial:
-    """Partials of the row's queries [B, C T, ...], merged over the row; each rank gets its own queries' [B, T, ...]."""
-    top = lax.pmax(partial.lse, row.axis, axis_index_groups=row.groups())
-    top = jnp.where(jnp.isneginf(top), 0.0, top)
-    weight = jnp.exp(partial.lse - top)
+    """The reduce-scatter of Algorithm 1: partial results of the row's queries [B, C T, ...], merged; each rank gets its own.
+
+    XLA has no reduce-scatter that merges. So every rank rescales its results to the largest lse of the row, and then sums do.
+    """
+    highest = lax.pmax(partial.lse, row.axis, axis_index_groups=row.groups())
+    highest = jnp.where(jnp.isneginf(highest), 0.0, highest)
+    weight = jnp.exp(partial.lse - highest)
     out = row.reduce_scatter(partial.out * per_row(weight), 1)
     total = row.reduce_scatter(weight, 2)
     length = total.shape[2]
-    top = lax.dynamic_slice_in_dim(top, row.index() * length, length, 2)
+    highest = lax.dynamic_slice_in_dim(highest, row.index() * length, length, 2)
     out = out / per_row(jnp.where(total == 0, 1.0, total))
-    return AttentionPartial(out, jnp.where(total == 0, -jnp.inf, top + jnp.log(jnp.where(total == 0, 1.0, total))))
+    return AttentionPartial(out, jnp.where(total == 0, -jnp.inf, highest + jnp.log(jnp.where(total == 0, 1.0, total))))
 
 
 def _overlapped_forward(kernel: Kernel, queries: Queries, keys: Keys, context: Context, row: Ranks,
                         column: Ranks) -> AttentionPartial:
-    """Algorithm 4: this rank's queries against the column as it comes by, then the row's against the column."""
+    """Algorithm 4: this rank's queries over the column's keys as they pass by, then the row's queries over all of them."""
     if row.size == 1:
         return Ring().forward(kernel, queries, keys, dataclasses.replace(context, ranks=column))
-    onwards = _neighbour(row)
-    waiting = onwards(queries)
+    send = _to_left(row)
+    incoming = send(queries)
 
-    def meet_keys(partial, block):
+    def visit_keys(partial, block):  # GthrCmpt, Algorithm 5
         return kernel.extend(partial, queries, block, **context.scores), (), block
 
-    own, _, blocks = ring_pass(keys.stacked(), column.size - 1, column.shift, column.shift, meet_keys)
-    column_keys = _joined(blocks)
-    own, waiting = lax.optimization_barrier((own, waiting))  # what waits goes on when it is met, not before
+    own, _, blocks = ring_pass(keys.stacked(), column.size - 1, column.shift, column.shift, visit_keys)
+    column_keys = _concatenate(blocks)
+    # The next queries are sent on when they are computed with, not while the column's keys still pass by.
+    own, incoming = lax.optimization_barrier((own, incoming))
 
-    def meet_queries(carry, queries):
+    def visit_queries(carry, queries):  # GthrCmptSctr, Algorithm 6
         return carry, kernel.extend(None, queries, column_keys, **context.scores), ()
 
-    others = ring_pass(waiting, row.size - 2, onwards, onwards, meet_queries).returned
-    return merge(own, others)
+    from_row = ring_pass(incoming, row.size - 2, send, send, visit_queries).returned
+    return merge(own, from_row)
 
 
 def _overlapped_backward(kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context, row: Ranks,
                          column: Ranks) -> Gradients:
-    """Algorithm 8: as the forward; dK, dV stay until the row's last queries come by, and then leave for their owners."""
+    """Algorithm 8: as the forward; dK and dV stay until the row's last queries pass by, and then leave for their owners."""
     if row.size == 1:
         return Ring().backward(kernel, queries, keys, saved, dataclasses.replace(context, ranks=column))
-    onwards = _neighbour(row)
-    # Stacked for the wire, as K and V are: few transfers, that can all be under way at once.
-    packet = (jnp.stack([queries.q, saved.dout]), jnp.stack([saved.lse, saved.delta]), queries.coords)
-    waiting = onwards(packet)
+    send = _to_left(row)
+    # Stacked, as K and V are, so that few transfers are needed and all can be in flight at a time.
+    own = (jnp.stack([queries.q, saved.dout]), jnp.stack([saved.lse, saved.delta]), queries.coords)
+    incoming = send(own)
 
-    def gradients(dq, packet, block):
-        (q, dout), (lse, delta), coords = packet
+    def gradients(dq, queries_side, block):
+        (q, dout), (lse, delta), coords = queries_side
         return kernel.gradients(dq, Queries(q, coords), block, Saved(dout, lse, delta), **context.scores)
 
-    def meet_keys(dq, block):
-        dq, dkv = gradients(dq, packet, block)
+    def visit_keys(dq, block):  # GthrCmptBwd, Algorithm 9
+        dq, dkv = gradients(dq, own, block)
         return dq, (), (block, dkv)
 
-    dq, _, (blocks, dkv) = ring_pass(keys.stacked(), column.size - 1, column.shift, column.shift, meet_keys)
-    column_block = _joined(blocks)
-    dq, waiting = lax.optimization_barrier((dq, waiting))
+    dq, _, (blocks, dkv) = ring_pass(keys.stacked(), column.size - 1, column.shift, column.shift, visit_keys)
+    column_keys = _concatenate(blocks)
+    dq, incoming = lax.optimization_barrier((dq, incoming))
 
-    def meet_queries(dkv, packet):
-        dq, dkv_here = gradients(None, packet, column_block)
-        blockwise = dkv_here.reshape(*dkv_here.shape[:2], column.size, -1, *dkv_here.shape[3:])
-        return dkv + jnp.moveaxis(blockwise, 2, 0), dq, ()
+    def visit_queries(dkv, queries_side):  # GthrCmptSctrBwd, Algorithm 10
+        dq, more = gradients(None, queries_side, column_keys)
+        more_by_block = more.reshape(*more.shape[:2], column.size, -1, *more.shape[3:])
+        return dkv + jnp.moveaxis(more_by_block, 2, 0), dq, ()
 
-    def meet_and_scatter(dkv, packet):
-        """Algorithm 11: block after block, so that the sum for an owner is one hop nearer with each, and last its own."""
-        def meet(dq, place):
-            block, dkv_before = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, place, keepdims=False), (blocks, dkv))
-            dq, dkv_here = gradients(dq, packet, block)
-            return dq, dkv_before + dkv_here
+    def visit_last_queries(dkv, queries_side):
+        dq, own_dkv = _compute_and_scatter(gradients, column, queries_side, blocks, dkv)
+        return own_dkv, dq, ()
 
-        def stop(carry, place):
-            dq, dkv = carry
-            arriving = column.shift(dkv)
-            dq, dkv_here = meet(dq, place)
-            return (dq, arriving + dkv_here), None
+    dkv, from_row, _ = ring_pass(incoming, row.size - 2, send, send, visit_queries, dkv, visit_last_queries)
+    return Gradients(dq + from_row, *dkv)
 
-        (dq, dkv_home), _ = lax.scan(stop, meet(None, 1 % column.size), np.arange(2, column.size + 1) % column.size)
-        return dkv_home, dq, ()
 
-    dkv, others, _ = ring_pass(waiting, row.size - 2, onwards, onwards, meet_queries, dkv, meet_and_scatter)
-    return Gradients(dq + others, *dkv)
+def _compute_and_scatter(gradients, column: Ranks, queries_side, blocks: StackedKeys, dkv):
+    """CmptSctrBwd, Algorithm 11: the last queries' gradients block by block, beside the reduce-scatter of dK and dV.
+
+    The sum for an owner moves one hop nearer to it with each block; this rank's own block comes last.
+
+    Args:
+      gradients: (dq or None, queries' side, block) -> dq, dk and dv of the block.
+      blocks: the column's blocks of keys, stacked on a leading axis, this rank's own first; dkv: their gradients so far.
+
+    Returns:
+      dq of these queries, and dk and dv of this rank's own block, summed over the column.
+    """
+    def compute(dq, number):
+        block, before = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, number, keepdims=False), (blocks, dkv))
+        dq, more = gradients(dq, queries_side, block)
+        return dq, before + more
+
+    def compute_and_shift(carry, number):
+        dq, block_sum = carry
+        arriving = column.shift(block_sum)
+        dq, more = compute(dq, number)
+        return (dq, arriving + more), None
+
+    order = np.arange(2, column.size + 1) % column.size
+    return lax.scan(compute_and_shift, compute(None, 1 % column.size), order)[0]
 
 
 def _overlapped_plan(size: int, block: plan.Block, mask: Mask, columns: int) -> plan.Plan:
@@ -191,31 +226,31 @@ def _overlapped_plan(size: int, block: plan.Block, mask: Mask, columns: int) -> 
     if columns == 1:
         return Ring().plan(size, block, mask)
 
-    def along(*sends):  # a hop to the left neighbour
+    def to_left(*sends):
         pairs = tuple((rank, rank - 1 if rank % columns else rank + columns - 1) for rank in range(size))
-        return tuple(plan.Send(what, plan.PERMUTE, nbytes, pairs) for what, nbytes in sends)
+        return tuple(plan.Send(name, plan.PERMUTE, nbytes, pairs) for name, nbytes in sends)
 
-    def down(*sends):  # a hop to the next row
-        return tuple(plan.Send(what, plan.PERMUTE, nbytes, plan.shift(size, columns)) for what, nbytes in sends)
+    def to_next_row(*sends):
+        return tuple(plan.Send(name, plan.PERMUTE, nbytes, plan.shift(size, columns)) for name, nbytes in sends)
 
-    def tasks(right, up):
-        """Each rank meets the queries of the rank `right` places on in its row with the keys of ranks `up` rows before."""
+    def tasks(right, rows_up):
+        """Each rank computes with the queries of the rank `right` steps on in its row and the keys `rows_up` rows before."""
         return tuple(plan.Task(rank, (rank - rank % columns + (rank + right) % columns,),
-                               tuple((rank - columns * rows_up) % size for rows_up in up)) for rank in range(size))
+                               tuple((rank - columns * up) % size for up in rows_up)) for rank in range(size))
 
-    def rounds(queries, back, scatter):
-        """queries, back: what goes round the row, and home; scatter: what the last queries' gradients send down the column."""
+    def rounds(queries, returned, scattered):
+        """queries: sent round the row; returned: what follows to their owner; scattered: down the column in the last round."""
         for up in range(rows):
-            on = down(("K, V", block.keys), ("column's coordinates", block.coords)) if up < rows - 1 else ()
-            yield plan.Round(tasks(0, (up,)), on + (() if up else along(*queries)))
+            keys = to_next_row(("K, V", block.keys), ("column's coordinates", block.coords)) if up < rows - 1 else ()
+            yield plan.Round(tasks(0, (up,)), keys + (() if up else to_left(*queries)))
         for right in range(1, columns):
-            sends = (along(*queries) if right < columns - 1 else ()) + (along(*back) if right > 1 else ())
-            if right < columns - 1 or not scatter:
+            sends = (to_left(*queries) if right < columns - 1 else ()) + (to_left(*returned) if right > 1 else ())
+            if right < columns - 1 or not scattered:
                 yield plan.Round(tasks(right, range(rows)), sends)
                 continue
-            for stop in range(rows):
-                yield plan.Round(tasks(right, ((stop + 1) % rows,)), (() if stop else sends) + (down(*scatter) if stop else ()))
-        yield plan.Round((), along(*((f"{what} home", nbytes) for what, nbytes in back)))
+            for number in range(rows):
+                yield plan.Round(tasks(right, ((number + 1) % rows,)), to_next_row(*scattered) if number else sends)
+        yield plan.Round((), to_left(*((f"{name} home", nbytes) for name, nbytes in returned)))
 
     coords = ("row's coordinates", block.coords)
     return plan.Plan(
@@ -224,16 +259,16 @@ def _overlapped_plan(size: int, block: plan.Block, mask: Mask, columns: int) -> 
                      [("dK, dV", block.key_gradients)])))
 
 
-def _neighbour(row: Ranks):
-    """A tree, to the left neighbour. After a whole round that is also the way home."""
+def _to_left(row: Ranks):
+    """Sends a tree to the left neighbour. For what has visited the whole row, that is also the way home."""
     return lambda tree: row.shift(tree, -1)
 
 
-def _joined(blocks):
-    """Blocks of keys and coordinates stacked on a leading axis, as one block of their tokens."""
-    def join(x):
-        tokens = 1 if x.ndim == 3 else 2  # coordinates [R, B, T]; K and V [R, 2, B, T, Hkv, D]
-        x = jnp.moveaxis(x, 0, tokens)
-        return x.reshape(*x.shape[:tokens], -1, *x.shape[tokens + 2:])
+def _concatenate(blocks: StackedKeys) -> StackedKeys:
+    """Blocks of keys stacked on a leading axis [R, ...], as one block of all their tokens."""
+    def concatenate(x):
+        axis = 1 if x.ndim == 3 else 2  # of tokens: coordinates are [R, B, T], K and V [R, 2, B, T, Hkv, D]
+        x = jnp.moveaxis(x, 0, axis)
+        return x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2:])
 
-    return jax.tree.map(join, blocks)
+    return jax.tree.map(concatenate, blocks)

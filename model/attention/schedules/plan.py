@@ -1,13 +1,9 @@
-"""A schedule's plan as plain data: who computes which blocks in which round, and what travels, from whom to whom.
+"""A schedule's plan as plain data: which rank computes which blocks in which round, and what travels from which rank to which.
 
-Every schedule has a method
-
-    plan(size, block, mask=Mask()) -> Plan
-
-for `size` ranks that each hold one `Block`; the mask matters where a window lets a schedule leave ranks out. Nothing here
-knows a device: pictures, byte formulas and the tests of compiled texts are made from it. Bytes are those that a device
-*receives*, by the usual algorithms: of an all-gather over n ranks the n - 1 others' shards, of a reduce-scatter n - 1 partial
-sums of one shard, of an all-to-all (n - 1) / n of the array, of an all-reduce both of the former two.
+`Schedule.plan` returns one for `size` ranks that each hold one `Block`. Nothing here knows a device: pictures, byte formulas
+and tests of compiled text are made from plans. Bytes are those that a device *receives*, by the usual algorithms: in an
+all-gather over n ranks the shards of the n - 1 others, in a reduce-scatter n - 1 partial sums of one shard, in an all-to-all
+(n - 1) / n of the array, and in an all-reduce what an all-gather and a reduce-scatter receive together.
 """
 from __future__ import annotations
 
@@ -16,6 +12,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 PERMUTE, GATHER, SCATTER, EXCHANGE, REDUCE = (
     "collective-permute", "all-gather", "reduce-scatter", "all-to-all", "all-reduce")
@@ -24,10 +21,14 @@ Pairs = tuple[tuple[int, int], ...]
 
 @dataclasses.dataclass(frozen=True)
 class Block:
-    """What one rank holds: sizes of its shard of q [B, T, Hq, D] and k, v [B, T, Hkv, D]; itemsize of these in bytes.
+    """One rank's shard of q [B, T, Hq, D] and of k and v [B, T, Hkv, D].
 
-    coordinates: arrays in a TokenCoords, 3 where documents' starts travel for global tokens.
-    partial: bytes of a number of a partial result or gradient on the wire; here these are float32, elsewhere not always.
+    Attributes:
+      batch, tokens, query_heads, kv_heads, head_dim: B, T, Hq, Hkv and D.
+      itemsize: bytes of a number of q, k and v.
+      coordinates: arrays in a TokenCoords: 3 if the documents' starts travel for global tokens, otherwise 2.
+      partial: bytes of a number of a partial result or gradient on the wire. This project sends float32; other systems that are
+        modelled with plans do not always.
     """
 
     batch: int
@@ -56,7 +57,7 @@ class Block:
 
     @property
     def statistics(self) -> int:
-        """Bytes of one float32 number for each query and head: lse, or delta."""
+        """Bytes of one float32 number per query and head: of lse, or of delta."""
         return 4 * self.batch * self.tokens * self.query_heads
 
     @property
@@ -71,12 +72,14 @@ class Block:
 
 
 class Task(NamedTuple):
-    """One kernel call, or a part of one: the queries and keys of these blocks (named by the ranks that hold them), joined.
+    """A kernel call, or a part of one.
 
     Attributes:
-      part, key_part: (i, n): the i-th of n equal parts of these queries, of these keys.
-      heads: (i, n): the i-th of n equal parts of the heads, padded where n does not divide them.
-      products: (i, n): i of the n matrix products of a whole call.
+      rank: the rank that computes.
+      queries, keys: the ranks that own the blocks of queries and keys, which are concatenated.
+      part, key_part: (i, n), the i-th of n equal parts of these queries, of these keys.
+      heads: (i, n), the i-th of n equal parts of the heads, padded where n does not divide them.
+      products: (i, n), i of the n matrix products of a whole call.
       dense: nothing is skipped, not even hidden tiles.
     """
 
@@ -91,7 +94,14 @@ class Task(NamedTuple):
 
 
 class Send(NamedTuple):
-    """One transfer: every pair (source, target) moves `nbytes` bytes by a collective of this kind."""
+    """A transfer.
+
+    Attributes:
+      what: the arrays that travel, for tables and pictures.
+      kind: the collective.
+      nbytes: the bytes that each pair moves.
+      pairs: (source, target) ranks.
+    """
 
     what: str
     kind: str
@@ -100,45 +110,45 @@ class Send(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What happens at one time: kernel calls, and the transfers that are under way or follow from them."""
+    """The kernel calls of a round, and the transfers that run beside them or follow from them."""
 
     tasks: tuple[Task, ...]
     sends: tuple[Send, ...] = ()
 
 
 class Plan(NamedTuple):
-    """Both passes of a schedule."""
+    """The rounds of both passes of a schedule."""
 
     forward: tuple[Round, ...]
     backward: tuple[Round, ...]
 
 
-def received(rounds: Iterable[Round], size: int) -> np.ndarray:
-    """Bytes that each rank receives: float64 [size]."""
+def received(rounds: Iterable[Round], size: int) -> Float[np.ndarray, " P"]:
+    """The bytes that each rank receives."""
     total = np.zeros(size)
-    for send in (send for one in rounds for send in one.sends):
+    for send in (send for each in rounds for send in each.sends):
         if send.pairs:
             total += send.nbytes * np.bincount([target for _, target in send.pairs], minlength=size)
     return total
 
 
 def kinds(rounds: Iterable[Round]) -> set[str]:
-    """The collectives that appear."""
-    return {send.kind for one in rounds for send in one.sends if send.pairs}
+    """The kinds of collectives that appear."""
+    return {send.kind for each in rounds for send in each.sends if send.pairs}
 
 
 def shift(size: int, by: int = 1, senders: Iterable[int] | None = None) -> Pairs:
-    """From every one of the senders (all ranks) to the rank `by` places on, round the ring."""
+    """Pairs from every sender (by default all ranks) to the rank `by` steps on round the ring."""
     return tuple((rank, (rank + by) % size) for rank in (range(size) if senders is None else senders))
 
 
 def everyone(lines: Iterable[Iterable[int]]) -> Pairs:
-    """From every rank to every other of its line."""
+    """Pairs from every rank to every other rank of its line."""
     return tuple((a, b) for line in map(tuple, lines) for a in line for b in line if a != b)
 
 
 def groups(pairs: Pairs) -> tuple[tuple[int, ...], ...]:
-    """The lines of ranks, each in order, of which `everyone` made these pairs."""
+    """The lines of ranks, each in order, from which `everyone` made these pairs."""
     members: dict[int, set[int]] = {}
     for source, target in pairs:
         members.setdefault(source, {source}).add(target)
@@ -146,14 +156,14 @@ def groups(pairs: Pairs) -> tuple[tuple[int, ...], ...]:
 
 
 def lines(size: int, inner: int) -> tuple[list[range], list[range]]:
-    """(outer, inner) lines of ranks, as `Ranks.split` makes them: neighbours form lines of `inner` ranks."""
+    """(outer, inner) lines of ranks as of `Ranks.split`: neighbours form the inner lines, of `inner` ranks."""
     return [range(i, size, inner) for i in range(inner)], [range(i, i + inner) for i in range(0, size, inner)]
 
 
 def side_by_side(rounds: Iterable[Round], degree: int) -> tuple[Round, ...]:
-    """The rounds of `degree` equal lines at once: rank r of such a line stands for the ranks r x degree + i, i < degree.
+    """The rounds of `degree` equal lines at once: rank r of a line stands for the ranks r x degree + i, i < degree.
 
-    What one rank of a line holds there are the blocks of all these ranks, of which each rank computes its part of the heads.
+    The block of rank r is the blocks of all these ranks, and each of them computes its part of the heads.
     """
     def blocks(owners):
         return tuple(owner * degree + i for owner in owners for i in range(degree))
@@ -164,6 +174,6 @@ def side_by_side(rounds: Iterable[Round], degree: int) -> tuple[Round, ...]:
     return tuple(
         Round(tuple(task._replace(rank=task.rank * degree + i, queries=blocks(task.queries), keys=blocks(task.keys),
                                   heads=(i, degree))
-                    for task in one.tasks for i in range(degree)),
-              tuple(send._replace(pairs=spread(send.pairs)) for send in one.sends))
-        for one in rounds)
+                    for task in each.tasks for i in range(degree)),
+              tuple(send._replace(pairs=spread(send.pairs)) for send in each.sends))
+        for each in rounds)

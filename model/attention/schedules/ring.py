@@ -1,16 +1,25 @@
-"""Ring attention (Ring Attention, section 3): K, V and their coordinates go round, P - 1 hops in P rounds.
+"""Ring Attention (Algorithm 1) and Striped Attention: K and V of every rank go round the ring, P - 1 hops in P rounds.
 
-Forward: each shard receives 2 T Hkv D numbers and 2 T coordinates a hop, P - 1 times. Backward: the same, and the float32
-dK, dV follow one hop behind, P - 1 times, with one more hop home. With the layout `striped` this is Striped Attention.
-How transfers and kernels overlap is told in `tour.py`. Other arrays may ride along, hidden by the same kernels: a gather with K
-and V (`carry_forward`), a reduce-scatter with dK and dV (`carry_backward`); `model/memory/prefetch.py` sends weights that way.
+Both papers have one algorithm (Striped Attention, Algorithm 1, with N devices). In round i, device j
 
-`bidirectional`: the earlier half of every block's tokens goes one way round and the later half the other, so that both
-directions of each link are used at once: as many hops, bytes and kernels, half of the bytes in each direction. A round meets
-the two halves that have arrived, of two different ranks, as one block of keys.
+1. lets k = (j - i) mod N, the owner of the block of keys that it has now,
+2. takes GetMask(j, k), here `coords.visible` of the coordinates that travel with the block,
+3. accumulates attention of its queries over that block (AccumulateAttentionFragment, here `kernel.extend`), and
+4. sends the block to device j + 1 and receives the next one from device j - 1 (`ring_pass.py`, which overlaps it with 3).
 
-Sliding windows: where shards hold runs of tokens in the order of ranks (`ordered`), only ranks within reach of the window are
-visited. Causal, blocks go `reach` hops onwards; else `reach` hops each way, whole. dK, dV still take one hop home.
+Ring Attention and Striped Attention differ only in GetMask, because they differ in which tokens a device holds: the layout
+`contiguous` gives the former, `striped` the latter.
+
+Traffic: each rank receives 2 T Hkv D numbers and 2 T coordinates a hop. The backward sends the same, and dK and dV in float32
+one hop behind, with one more hop to return home. Other arrays can ride along behind the same kernels: an all-gather with K and
+V (`carry_forward`), a reduce-scatter with dK and dV (`carry_backward`); `model/memory/prefetch.py` sends weights that way.
+
+Option `bidirectional`: the first half of each block's tokens travels one way round and the second half the other, so that both
+directions of each link are used at once. Hops, bytes and kernel calls are as many; each direction carries half the bytes. In a
+round a rank has the two halves, of two different ranks, as one block of keys.
+
+Sliding windows (DistFlashAttn, Appendix D): if the shards are runs of tokens in the order of the ranks (`ordered`), a block
+visits only the ranks within the window's reach: `reach` hops onwards if causal, otherwise `reach` hops either way.
 """
 from __future__ import annotations
 
@@ -33,7 +42,13 @@ from .schedule import Context, Payload, Schedule
 
 @dataclasses.dataclass(frozen=True)
 class _Routes:
-    """How blocks travel: `hops` hops in each of `directions` (+1, -1) at once; halved, if each way goes but half of a block."""
+    """How blocks travel.
+
+    Attributes:
+      directions: of the ring, +1 or -1; one part of each block travels in each of them.
+      hops: in each direction.
+      halved: whether a part is half of a block's tokens; otherwise it is the whole block.
+    """
 
     ranks: Ranks
     directions: tuple[int, ...]
@@ -51,27 +66,29 @@ class _Routes:
             return cls(ranks, (1, -1), ranks.size - 1, halved=True)
         return cls(ranks, (1,), ranks.size - 1)
 
-    def divide(self, tree):
-        """What goes each way of this rank's own block: halves, or all of it."""
-        return _cut(tree, _length(tree) // 2) if self.halved else (tree,) * len(self.directions)
+    def divide(self, block):
+        """The part of this rank's own block for each direction."""
+        return _split(block, _length(block) // 2) if self.halved else (block,) * len(self.directions)
 
     def split(self, gradients, own: bool):
-        """What follows each part: of the gradients of the joined parts, or of this rank's own block."""
+        """The gradients that follow each part: of the joined parts, or (own) of this rank's own block."""
         if len(self.directions) == 1:
             return (gradients,)
         if own and not self.halved:
             return gradients, jnp.zeros_like(gradients)
-        return _cut(gradients, _length(gradients) // 2)
+        return _split(gradients, _length(gradients) // 2)
 
     def join(self, parts):
-        """An own block's gradients from those that its parts brought home."""
-        return _join(parts) if self.halved else sum(parts)
+        """The gradients of this rank's own block, from those that returned for its parts."""
+        return _concatenate(parts) if self.halved else sum(parts)
 
     def send(self, parts):
-        return tuple(self.ranks.shift(part, way) for part, way in zip(parts, self.directions, strict=False))
+        """Each part, one hop in its direction."""
+        return tuple(self.ranks.shift(part, step) for part, step in zip(parts, self.directions, strict=False))
 
     def send_home(self, parts):
-        return tuple(self.ranks.shift(part, -way * self.hops) for part, way in zip(parts, self.directions, strict=False))
+        """Each part from where it ends to its owner."""
+        return tuple(self.ranks.shift(part, -step * self.hops) for part, step in zip(parts, self.directions, strict=False))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,7 +116,7 @@ class Ring(Schedule):
         own = keys.stacked()
 
         def visit(partial, parts):
-            block = own if partial is None else _join(parts)
+            block = own if partial is None else _concatenate(parts)
             return kernel.extend(partial, queries, block, **context.scores), (), ()
 
         partial, _, gathered, _ = _ring_pass(routes, own, visit, Payload(shard))
@@ -112,7 +129,7 @@ class Ring(Schedule):
 
         def visit(dq, parts):
             first = dq is None
-            block = own if first else _join(parts)
+            block = own if first else _concatenate(parts)
             dq, dkv = kernel.gradients(dq, queries, block, saved, **context.scores)
             return dq, routes.split(dkv, own=first), ()
 
@@ -123,29 +140,30 @@ class Ring(Schedule):
         return _Routes.choose(ranks, mask, tokens, self.bidirectional, self.ordered)
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
-        ways = self._routes(Ranks("", size), mask, block.tokens)
-        cut = block.tokens // 2 if ways.halved else block.tokens
-        parts = [dataclasses.replace(block, tokens=tokens) for tokens in (cut, block.tokens - cut if ways.halved else cut)]
-        travel = list(zip(ways.directions, parts, strict=False))
+        routes = self._routes(Ranks("", size), mask, block.tokens)
+        first_half = block.tokens // 2 if routes.halved else block.tokens
+        second_half = block.tokens - first_half if routes.halved else first_half
+        parts = [dataclasses.replace(block, tokens=tokens) for tokens in (first_half, second_half)]
+        travel = list(zip(routes.directions, parts, strict=False))
 
-        def send(what, nbytes, hops=1):
-            return tuple(plan.Send(what, plan.PERMUTE, nbytes(part), plan.shift(size, way * hops)) for way, part in travel)
+        def send(name, nbytes, hops=1):
+            return tuple(plan.Send(name, plan.PERMUTE, nbytes(part), plan.shift(size, step * hops)) for step, part in travel)
 
-        def tasks(stop):
+        def tasks(i):
             for rank in range(size):
-                met = [(rank - way * stop) % size for way in ways.directions]
-                if stop and ways.halved:
-                    yield from (plan.Task(rank, (rank,), (owner,), key_part=(i, 2)) for i, owner in enumerate(met))
+                owners = [(rank - step * i) % size for step in routes.directions]
+                if i and routes.halved:
+                    yield from (plan.Task(rank, (rank,), (owner,), key_part=(half, 2)) for half, owner in enumerate(owners))
                 else:
-                    yield plan.Task(rank, (rank,), tuple(met if stop else (rank,)))
+                    yield plan.Task(rank, (rank,), tuple(owners if i else (rank,)))
 
         keys = send("K, V", lambda part: part.keys) + send("coordinates", lambda part: part.coords)
         gradients = send("dK, dV", lambda part: part.key_gradients)
-        stops = range(ways.hops + 1)
-        forward = tuple(plan.Round(tuple(tasks(stop)), keys if stop < ways.hops else ()) for stop in stops)
-        backward = tuple(one._replace(sends=one.sends + (gradients if stop else ())) for stop, one in enumerate(forward))
-        home = plan.Round((), send("dK, dV home", lambda part: part.key_gradients, -ways.hops) if ways.hops else ())
-        return plan.Plan(forward, (*backward, home))
+        rounds = range(routes.hops + 1)
+        forward = tuple(plan.Round(tuple(tasks(i)), keys if i < routes.hops else ()) for i in rounds)
+        backward = tuple(each._replace(sends=each.sends + (gradients if i else ())) for i, each in enumerate(forward))
+        home = send("dK, dV home", lambda part: part.key_gradients, -routes.hops) if routes.hops else ()
+        return plan.Plan(forward, (*backward, plan.Round((), home)))
 
 
 def _ring_pass(routes: _Routes, own: StackedKeys, visit, payload: Payload):
@@ -190,24 +208,24 @@ def _ring_pass(routes: _Routes, own: StackedKeys, visit, payload: Payload):
     return carry, returned, gathered, share
 
 
-def _tokens(x) -> int:
-    """The dimension of tokens: coordinates are [B, T], K and V stacked [2, B, T, Hkv, D]."""
+def _token_axis(x) -> int:
+    """Coordinates are [B, T], stacked K and V [2, B, T, Hkv, D]."""
     return 1 if x.ndim == 2 else 2
 
 
 def _length(tree) -> int:
     x = jax.tree.leaves(tree)[0]
-    return x.shape[_tokens(x)]
+    return x.shape[_token_axis(x)]
 
 
-def _cut(tree, at: int):
-    """Two trees: the tokens before `at`, and the others."""
-    def part(start, stop):
-        return jax.tree.map(lambda x: lax.slice_in_dim(x, start, stop, axis=_tokens(x)), tree)
+def _split(tree, length: int):
+    """Two trees: the first `length` tokens, and the others."""
+    def tokens(start, stop):
+        return jax.tree.map(lambda x: lax.slice_in_dim(x, start, stop, axis=_token_axis(x)), tree)
 
-    return part(0, at), part(at, _length(tree))
+    return tokens(0, length), tokens(length, _length(tree))
 
 
-def _join(parts):
-    """The parts that met here, as one block."""
-    return jax.tree.map(lambda *x: jnp.concatenate(x, _tokens(x[0])), *parts) if len(parts) > 1 else parts[0]
+def _concatenate(parts):
+    """The parts that a rank has at a time, as one block of keys."""
+    return jax.tree.map(lambda *x: jnp.concatenate(x, _token_axis(x[0])), *parts) if len(parts) > 1 else parts[0]

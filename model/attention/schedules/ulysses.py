@@ -1,11 +1,12 @@
-"""Ulysses (DeepSpeed-Ulysses; USP): an all-to-all trades sequence shards for head shards, attention, and back.
+"""DeepSpeed-Ulysses and USP: an all-to-all exchanges shards of the sequence for shards of the heads, and back after attention.
 
-Forward: each rank sends (P-1)/P of its queries, keys, values and outputs: T (2 Hq + 2 Hkv) D numbers, whatever P is, and
-gathers all coordinates; then one round. Backward: the same for dout, q, k, v and back for dq, dk, dv. With a `degree` below
-P the neighbours trade heads and any inner schedule joins the groups: Unified Sequence Parallelism (USP).
+Forward: each rank sends (P - 1) / P of its queries, keys, values and outputs, T (2 Hq + 2 Hkv) D numbers whatever P is, and
+all coordinates are gathered; attention is then one round. Backward: the same for dout, q, k and v, and back for dq, dk and dv.
+With a `degree` below P, groups of `degree` neighbours exchange heads, and any inner schedule spans the groups: Unified Sequence
+Parallelism (USP).
 
-Key heads fewer than ranks are replicated before they travel, just as often as the ranks' query heads need; query heads
-that the degree does not divide are padded with heads of zeros.
+If there are fewer key heads than ranks, they are replicated before they travel, just as often as the ranks' query heads need.
+If the degree does not divide the query heads, they are padded with heads of zeros.
 """
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ import dataclasses
 import itertools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -28,32 +30,43 @@ from .schedule import Context, Schedule
 
 
 @dataclasses.dataclass(frozen=True)
-class _Heads:
-    """Which heads a rank of a line of `degree` gets: `here` query heads, and of key heads those in `key_heads`."""
+class _HeadSplit:
+    """Which heads each rank of a line gets.
+
+    Attributes:
+      query_heads: of the model.
+      local_heads: query heads of a rank, padding included.
+      key_heads: the key heads that travel, in the order of the ranks, with repetitions; equally many for each rank.
+    """
 
     query_heads: int
-    here: int
+    local_heads: int
     key_heads: np.ndarray
 
     @classmethod
-    def deal(cls, query_heads: int, kv_heads: int, degree: int) -> _Heads:
+    def create(cls, query_heads: int, kv_heads: int, degree: int) -> _HeadSplit:
         group = query_heads // kv_heads
-        here = -(-query_heads // degree)
+        local_heads = -(-query_heads // degree)
         # Runs of `shared` query heads, aligned with both the ranks' blocks and the groups, have one key head.
-        shared = math.gcd(here, group)
-        firsts = np.arange(degree * here // shared) * shared
-        return cls(query_heads, here, np.minimum(firsts // group, kv_heads - 1))
+        shared = math.gcd(local_heads, group)
+        first_heads = np.arange(degree * local_heads // shared) * shared
+        return cls(query_heads, local_heads, np.minimum(first_heads // group, kv_heads - 1))
 
-    def pad(self, x, degree: int, dimension: int):
-        """Query heads of zeros, so that `degree` divides them."""
+    def pad(self, x: jax.Array, degree: int, axis: int) -> jax.Array:
+        """x with query heads of zeros added along `axis`, so that `degree` divides them."""
         widths = [(0, 0)] * x.ndim
-        widths[dimension] = (0, degree * self.here - self.query_heads)
+        widths[axis] = (0, degree * self.local_heads - self.query_heads)
         return jnp.pad(x, widths)
 
 
 @dataclasses.dataclass(frozen=True)
 class Ulysses(Schedule):
-    """Heads for sequence over `degree` neighbours (0: all ranks); `inner` joins the groups (USP)."""
+    """Heads for sequence over groups of neighbours.
+
+    Attributes:
+      degree: ranks of a group; 0 for all ranks.
+      inner: the schedule that spans the groups (USP).
+    """
 
     degree: int = 0
     inner: Schedule = dataclasses.field(default_factory=Ring)
@@ -63,15 +76,17 @@ class Ulysses(Schedule):
         if 0 < self.degree < size:
             self.inner.check(size // self.degree)
 
-    def _lines(self, ranks: Ranks):
+    def _lines(self, ranks: Ranks) -> tuple[Ranks, Ranks, Schedule]:
+        """The group that exchanges heads, the line across groups, and the schedule on the latter."""
         outer, line = ranks.split(self.degree or ranks.size)
         return line, outer, self.inner if outer.size > 1 else Local()
 
     def forward(self, kernel: Kernel, queries: Queries, keys: Keys, context: Context) -> AttentionPartial:
         line, outer, inner = self._lines(context.ranks)
-        heads = _Heads.deal(queries.q.shape[2], keys.k.shape[2], line.size)
-        partial = inner.forward(kernel, *_trade(line, heads, queries, keys), dataclasses.replace(context, ranks=outer))
-        # In the queries' dtype: the caller rounds to it in any case.
+        heads = _HeadSplit.create(queries.q.shape[2], keys.k.shape[2], line.size)
+        blocks = _exchange_heads(line, heads, queries, keys)
+        partial = inner.forward(kernel, *blocks, dataclasses.replace(context, ranks=outer))
+        # Sent in the queries' dtype, to which the caller rounds anyway.
         out = line.exchange(partial.out.astype(queries.q.dtype), 1, 2)[:, :, : heads.query_heads]
         lse = line.exchange(partial.lse, 2, 1)[:, : heads.query_heads]
         return AttentionPartial(out.astype(jnp.float32), lse)
@@ -79,16 +94,16 @@ class Ulysses(Schedule):
     def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context) -> Gradients:
         line, outer, inner = self._lines(context.ranks)
         kv_heads = keys.k.shape[2]
-        heads = _Heads.deal(queries.q.shape[2], kv_heads, line.size)
-        q, k, v = _to_heads(line, heads, queries.q, keys.k, keys.v)
+        heads = _HeadSplit.create(queries.q.shape[2], kv_heads, line.size)
+        q, k, v = _exchange_qkv(line, heads, queries.q, keys.k, keys.v)
         dout = line.exchange(heads.pad(saved.dout, line.size, 2), 2, 1)
         lse, delta = (line.exchange(heads.pad(x, line.size, 1), 1, 2) for x in (saved.lse, saved.delta))
-        q_coords, kv_coords = _coords(line, queries.coords, keys.coords)
+        q_coords, kv_coords = _gather_coords(line, queries.coords, keys.coords)
         dq, dk, dv = inner.backward(kernel, Queries(q, q_coords), Keys(k, v, kv_coords), Saved(dout, lse, delta),
                                     dataclasses.replace(context, ranks=outer))
         dq = line.exchange(dq, 1, 2)[:, :, : heads.query_heads]
         dkv = line.exchange(jnp.stack([dk, dv]), 2, 3)
-        if heads.key_heads.size != kv_heads:  # not by a scatter, which stays one on TPUs
+        if heads.key_heads.size != kv_heads:  # sums of slices: a scatter-add would stay a scatter on TPUs
             ends = np.searchsorted(heads.key_heads, np.arange(kv_heads + 1))
             dkv = jnp.stack([dkv[:, :, :, i:j].sum(3) for i, j in itertools.pairwise(ends)], 3)
         return Gradients(dq, *dkv)
@@ -96,34 +111,34 @@ class Ulysses(Schedule):
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
         line, outer, inner = self._lines(Ranks("", size))
         degree = line.size
-        heads = _Heads.deal(block.query_heads, block.kv_heads, degree)
-        wide = dataclasses.replace(block, tokens=block.tokens * degree, query_heads=heads.here,
-                                   kv_heads=heads.key_heads.size // degree)
-        # What a rank holds of all heads, padded and replicated, is a block of as many bytes as `wide`; of it, each other
-        # rank of the line gets one part in `degree`.
+        heads = _HeadSplit.create(block.query_heads, block.kv_heads, degree)
+        exchanged = dataclasses.replace(block, tokens=block.tokens * degree, query_heads=heads.local_heads,
+                                        kv_heads=heads.key_heads.size // degree)
+        # Before the exchange, padded and replicated, a rank's block has as many bytes; one part in `degree` goes to each rank.
         pairs = plan.everyone(plan.lines(size, degree)[1])
 
-        def exchange(what, nbytes):
-            return plan.Send(what, plan.EXCHANGE, nbytes / degree, pairs)
+        def exchange(name, nbytes):
+            return plan.Send(name, plan.EXCHANGE, nbytes / degree, pairs)
 
-        there = (exchange("Q", wide.queries), exchange("K, V", wide.keys),
-                 plan.Send("coordinates", plan.GATHER, block.coords, pairs))
-        more = (exchange("dout", wide.queries), exchange("lse, delta", 2 * wide.statistics))
-        forward_back = (exchange("out", wide.queries), exchange("lse", wide.statistics))
-        backward_back = (exchange("dQ", wide.out), exchange("dK, dV", wide.key_gradients))
-        within = inner.plan(outer.size, wide, mask)
+        inputs = (exchange("Q", exchanged.queries), exchange("K, V", exchanged.keys),
+                  plan.Send("coordinates", plan.GATHER, block.coords, pairs))
+        saved = (exchange("dout", exchanged.queries), exchange("lse, delta", 2 * exchanged.statistics))
+        outputs = (exchange("out", exchanged.queries), exchange("lse", exchanged.statistics))
+        gradients = (exchange("dQ", exchanged.out), exchange("dK, dV", exchanged.key_gradients))
+        attention = inner.plan(outer.size, exchanged, mask)
         return plan.Plan(
-            (plan.Round((), there), *plan.side_by_side(within.forward, degree), plan.Round((), forward_back)),
-            (plan.Round((), there + more), *plan.side_by_side(within.backward, degree), plan.Round((), backward_back)))
+            (plan.Round((), inputs), *plan.side_by_side(attention.forward, degree), plan.Round((), outputs)),
+            (plan.Round((), inputs + saved), *plan.side_by_side(attention.backward, degree), plan.Round((), gradients)))
 
 
-def _trade(line: Ranks, heads: _Heads, queries: Queries, keys: Keys) -> tuple[Queries, Keys]:
-    q, k, v = _to_heads(line, heads, queries.q, keys.k, keys.v)
-    q_coords, kv_coords = _coords(line, queries.coords, keys.coords)
+def _exchange_heads(line: Ranks, heads: _HeadSplit, queries: Queries, keys: Keys) -> tuple[Queries, Keys]:
+    """The line's tokens with this rank's share of the heads, from this rank's tokens with all heads."""
+    q, k, v = _exchange_qkv(line, heads, queries.q, keys.k, keys.v)
+    q_coords, kv_coords = _gather_coords(line, queries.coords, keys.coords)
     return Queries(q, q_coords), Keys(k, v, kv_coords)
 
 
-def _to_heads(line: Ranks, heads: _Heads, q, k, v):
+def _exchange_qkv(line: Ranks, heads: _HeadSplit, q, k, v):
     q = line.exchange(heads.pad(q, line.size, 2), 2, 1)
     kv = jnp.stack([k, v])
     if heads.key_heads.size != k.shape[2]:
@@ -131,6 +146,6 @@ def _to_heads(line: Ranks, heads: _Heads, q, k, v):
     return q, *line.exchange(kv, 3, 2)
 
 
-def _coords(line: Ranks, q_coords, kv_coords):
+def _gather_coords(line: Ranks, q_coords: TokenCoords, kv_coords: TokenCoords) -> tuple[TokenCoords, TokenCoords]:
     gathered = TokenCoords(*line.gather(tuple(q_coords), 1))
     return gathered, gathered if kv_coords is q_coords else TokenCoords(*line.gather(tuple(kv_coords), 1))
