@@ -1,4 +1,4 @@
-"""What a LLaMA is: its sizes and its rotary embedding, from and to Hugging Face's config.json, and presets."""
+"""A LLaMA's sizes and rotary embedding, from and to Hugging Face's config.json, and presets."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-# What each RoPE rule needs, and what it may be given with its default; names are Hugging Face's.
-_ROPE_NEEDS = {
+# The numbers that each RoPE rule needs, and those that it may be given, with their defaults; names are Hugging Face's.
+_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
     "dynamic": ("factor",),
     "yarn": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
-_ROPE_MAY = {
+_ROPE_MAY: dict[str, dict[str, Any]] = {
     "dynamic": {"original_max_position_embeddings": None},
     "yarn": {"attention_factor": None, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": None, "mscale_all_dim": None,
              "truncate": True},
 }
 ROPE_RULES = tuple(_ROPE_NEEDS)
-# What of a model may change while its weights stay: Hugging Face's names.
+# The fields that may change while the weights stay the same; names are Hugging Face's.
 POSITIONS = ("rope_theta", "rope_scaling", "max_position_embeddings")
 
 
@@ -141,8 +141,8 @@ class LlamaConfig:
         if self.rope.rule == "dynamic":
             if self.head_dim < 4:
                 raise ValueError(f"head_dim: {self.head_dim} is too small for rope_type 'dynamic'; 4 or more would work")
-            original = {"original_max_position_embeddings": self.max_position_embeddings}
-            object.__setattr__(self, "rope", dataclasses.replace(self.rope, **original))
+            rope = dataclasses.replace(self.rope, original_max_position_embeddings=self.max_position_embeddings)
+            object.__setattr__(self, "rope", rope)
 
     @classmethod
     def from_hf(cls, folder: str | Path) -> LlamaConfig:

@@ -5,64 +5,71 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jaxtyping import Array, Float
 
 from .config import LlamaConfig
 from .memory.chunked import product
 from .sharding import Parallel
 
+Shape = tuple[int, ...]
+Axes = tuple[str, ...]
 
-def param(rngs: nnx.Rngs, shape, axes, std: float) -> nnx.Param:
-    """A normally distributed float32 parameter with its logical axes."""
+
+def param(rngs: nnx.Rngs, shape: Shape, axes: Axes, std: float) -> nnx.Param:
+    """Returns a normally distributed float32 parameter with its logical axes."""
     return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
 
 
 class Projection(nnx.Module):
-    """A linear map; `equation` says which axes meet. The bias, if any, is added after the tensor ranks' sum."""
+    """A linear map, given by an einsum equation. The bias, if any, is added after the tensor ranks' sum."""
 
-    def __init__(self, equation, shape, axes, std, bias_shape=None, bias_axes=None, *, rngs):
+    def __init__(self, equation: str, shape: Shape, axes: Axes, std: float, bias_shape: Shape | None = None,
+                 bias_axes: Axes | None = None, *, rngs: nnx.Rngs):
         self.equation = equation
         self.weight = param(rngs, shape, axes, std)
         if bias_shape is not None:
             self.bias = nnx.Param(jnp.zeros(bias_shape, jnp.float32), axes=bias_axes)
 
-    def add_bias(self, y):
-        return (y + self.bias[...]).astype(y.dtype) if hasattr(self, "bias") else y
-
-    def __call__(self, x):
+    def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
+        """Returns the product with the weight, without the bias."""
         return product(self.equation, x, self.weight[...])
 
+    def add_bias(self, y: Float[Array, ...]) -> Float[Array, ...]:
+        """Returns y with the bias added in float32, in y's dtype."""
+        return (y + self.bias[...]).astype(y.dtype) if hasattr(self, "bias") else y
 
-def rms_norm(x: jax.Array, weight: jax.Array, epsilon: float) -> jax.Array:
-    """x / rms(x) * weight over the last axis, in float32, given back in x's dtype."""
-    wide = x.astype(jnp.float32)
-    wide = wide * lax.rsqrt(jnp.mean(jnp.square(wide), -1, keepdims=True) + epsilon)
-    return (wide * weight).astype(x.dtype)
+
+def rms_norm(x: Float[Array, "... E"], weight: Float[Array, " E"], epsilon: float) -> Float[Array, "... E"]:
+    """Returns x / rms(x) * weight over the last axis, computed in float32, in x's dtype."""
+    x32 = x.astype(jnp.float32)
+    x32 = x32 * lax.rsqrt(jnp.mean(jnp.square(x32), -1, keepdims=True) + epsilon)
+    return (x32 * weight).astype(x.dtype)
 
 
 class RMSNorm(nnx.Module):
     """Root-mean-square normalisation of the hidden axis."""
 
-    def __init__(self, config: LlamaConfig, *, rngs=None):
+    def __init__(self, config: LlamaConfig):
         self.epsilon = config.rms_norm_eps
         self.weight = nnx.Param(jnp.ones((config.hidden_size,), jnp.float32), axes=("norm",))
 
-    def __call__(self, x):
+    def __call__(self, x: Float[Array, "... E"]) -> Float[Array, "... E"]:
         return rms_norm(x, self.weight[...], self.epsilon)
 
 
 class FeedForward(nnx.Module):
     """down(silu(gate(x)) * up(x)); the width F is split over `tensor`."""
 
-    def __init__(self, config: LlamaConfig, *, rngs):
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         hidden, width, std = config.hidden_size, config.intermediate_size, config.initializer_range
-        wide = ((width,), ("mlp",)) if config.mlp_bias else ()
-        narrow = ((hidden,), ("norm",)) if config.mlp_bias else ()
-        self.gate_proj = Projection("bte,ef->btf", (hidden, width), ("embed", "mlp"), std, *wide, rngs=rngs)
-        self.up_proj = Projection("bte,ef->btf", (hidden, width), ("embed", "mlp"), std, *wide, rngs=rngs)
-        self.down_proj = Projection("btf,fe->bte", (width, hidden), ("mlp", "embed"), std, *narrow, rngs=rngs)
+        width_bias = ((width,), ("mlp",)) if config.mlp_bias else ()
+        hidden_bias = ((hidden,), ("norm",)) if config.mlp_bias else ()
+        self.gate_proj = Projection("bte,ef->btf", (hidden, width), ("embed", "mlp"), std, *width_bias, rngs=rngs)
+        self.up_proj = Projection("bte,ef->btf", (hidden, width), ("embed", "mlp"), std, *width_bias, rngs=rngs)
+        self.down_proj = Projection("btf,fe->bte", (width, hidden), ("mlp", "embed"), std, *hidden_bias, rngs=rngs)
 
-    def __call__(self, x, parallel: Parallel):
-        """x [B, T, E] -> [B, T, E], summed over the tensor ranks."""
+    def __call__(self, x: Float[Array, "B T E"], parallel: Parallel) -> Float[Array, "B T E"]:
+        """Returns the feed-forward of normalised hidden states, summed over the tensor ranks."""
         x = parallel.whole(x)
         gate = self.gate_proj.add_bias(self.gate_proj(x))
         up = self.up_proj.add_bias(self.up_proj(x))

@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import math
 
-import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from model.config import RopeConfig
 
-FLOAT32_LENGTH = 1 << 17  # the longest row with transformers' own angles: as long as LLaMAs are read elsewhere
+# The longest row with transformers' own float32 angles; other implementations read LLaMAs up to this length.
+FLOAT32_LENGTH = 1 << 17
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int, length: int | None = None) -> np.ndarray:
-    """Angle per position of each pair of channels: float32 [head_dim / 2], fastest first.
-
-    `length` matters to the rule `dynamic` alone: the length of the row that is computed. Beyond the original length the
-    base grows with it, once for the whole row, as in one forward of transformers over `length` positions. It is the
-    same number for every row, document and shard, so that packing and mesh do not change the embedding.
+    """Returns the angle per position of each pair of channels, in radians: float32 [head_dim / 2], fastest first.
 
     Follows transformers' modeling_rope_utils operation by operation in float32. That matters: at position 131071 one
-    unit in the last place of the fastest frequency is 0.008 radians: a more exact table would be a *different* model. (The
+    unit in the last place of the fastest frequency is 0.008 radians, so a more exact table would be a *different* model. (The
     product of position and frequency is another matter, see `angles`.)
-    Raises ValueError for an odd head_dim, and for the rule `dynamic` without the original length.
+
+    Args:
+      length: tokens in the whole row; matters to the rule `dynamic` alone. Beyond the original length the base grows with it,
+        once for the whole row, as in one forward of transformers over `length` positions. It is the same number for every
+        row, document and shard, so that packing and mesh do not change the embedding.
+
+    Raises:
+      ValueError: an odd head_dim; the rule `dynamic` without the original length.
     """
     if head_dim % 2:
         raise ValueError(f"head_dim: {head_dim} is odd; rotary embedding turns halves, so it must be even")
@@ -42,56 +46,64 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, length: int | None = No
 
 
 def attention_scaling(rope: RopeConfig) -> float:
-    """What cosine and sine are multiplied by: yarn's temperature on queries and keys alike; 1 for the other rules."""
+    """Returns the factor of cosine and sine: yarn's temperature, on queries and keys alike; 1 for the other rules."""
     if rope.rule != "yarn":
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
+    factor = _number(rope.factor)
 
     def scale(mscale: float) -> float:
-        return 1.0 if rope.factor <= 1 else 0.1 * mscale * math.log(rope.factor) + 1.0
+        return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
 
     if rope.mscale and rope.mscale_all_dim:
         return scale(rope.mscale) / scale(rope.mscale_all_dim)
     return scale(1.0)
 
 
+def _number(value: float | None) -> float:
+    """A number that the rule needs: RopeConfig refuses to be made without it."""
+    assert value is not None
+    return value
+
+
 def _dynamic_theta(rope: RopeConfig, head_dim: int, length: int | None) -> np.float32:
-    """NTK: the slowest channels are stretched to `length`, the fastest kept, by a greater base."""
+    """The base of the rule `dynamic` (NTK): a greater one stretches the slowest channels to `length` and keeps the fastest."""
     original = rope.original_max_position_embeddings
     if original is None:
         raise ValueError("rope: the rule 'dynamic' needs original_max_position_embeddings, the model's own length")
     if length is None or length <= original:
         return np.float32(rope.theta)
-    stretch = np.float32(rope.factor) * np.float32(length) / np.float32(original) - np.float32(rope.factor - 1)
+    factor = _number(rope.factor)
+    stretch = np.float32(factor) * np.float32(length) / np.float32(original) - np.float32(factor - 1)
     exponent = np.float64(np.float32(head_dim / (head_dim - 2)))
     return np.float32(rope.theta) * np.power(np.float64(stretch), exponent).astype(np.float32)
 
 
 def _yarn(rope: RopeConfig, head_dim: int, power: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
-    """Channels that turn often within the original length are kept, those that hardly turn are slowed by `factor`."""
+    """Keeps channels that rotate often within the original length, and slows those that hardly rotate by `factor`."""
+    original = _number(rope.original_max_position_embeddings)
 
     def channel(rotations: float) -> float:
-        """The channel, as a fraction, that turns so often within the original length."""
-        turns = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
-        return head_dim * math.log(turns) / (2 * math.log(rope.theta))
+        """The channel, as a fraction, that rotates this often within the original length."""
+        return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
 
-    low, high = channel(rope.beta_fast), channel(rope.beta_slow)
+    low, high = channel(_number(rope.beta_fast)), channel(_number(rope.beta_slow))
     if rope.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
     if low == high:
         high += 0.001
     ramp = (np.arange(head_dim // 2, dtype=np.float32) - np.float32(low)) / np.float32(high - low)
-    kept = np.float32(1) - np.clip(ramp, np.float32(0), np.float32(1))
-    slowed = (np.float32(1) / (np.float32(rope.factor) * power)).astype(np.float32)
-    return (slowed * (np.float32(1) - kept) + frequencies * kept).astype(np.float32)
+    kept_share = np.float32(1) - np.clip(ramp, np.float32(0), np.float32(1))
+    slowed = (np.float32(1) / (np.float32(_number(rope.factor)) * power)).astype(np.float32)
+    return (slowed * (np.float32(1) - kept_share) + frequencies * kept_share).astype(np.float32)
 
 
 def _llama3(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
-    """Slow channels (long wavelengths) are slowed by `factor`, fast ones kept, those between blended."""
-    factor, low, high = (np.float32(x) for x in (rope.factor, rope.low_freq_factor, rope.high_freq_factor))
-    original = np.float32(rope.original_max_position_embeddings)
+    """Slows slow channels (long wavelengths) by `factor`, keeps fast ones, and blends those between."""
+    factor, low, high = (np.float32(_number(x)) for x in (rope.factor, rope.low_freq_factor, rope.high_freq_factor))
+    original = np.float32(_number(rope.original_max_position_embeddings))
     wavelength = (np.float32(2 * math.pi) / frequencies).astype(np.float32)
     slowed = np.where(wavelength > np.float32(original / low), frequencies / factor, frequencies)
     smooth = (original / wavelength - low) / np.float32(high - low)
@@ -100,35 +112,40 @@ def _llama3(rope: RopeConfig, frequencies: np.ndarray) -> np.ndarray:
     return np.where(between, blended, slowed).astype(np.float32)
 
 
-def angles(positions: jax.Array, inverse_frequencies: np.ndarray, length: int | None = None) -> jax.Array:
-    """Position times frequency, up to whole turns: float32 [B, T, D/2], from positions int32 [B, T] in a row of `length`.
+def angles(positions: Int[Array, "B T"], inverse_frequencies: np.ndarray, length: int | None = None) -> Float[Array, "B T D2"]:
+    """Returns position times frequency, up to full turns, in float32 radians; D2 is D / 2.
 
-    A float32 product is off by half a unit in its own last place: 0.004 radians at 2^17 tokens, 0.5 at 2^24, and behind that
-    neighbours share a position. Up to FLOAT32_LENGTH it is taken nevertheless, bit by bit as transformers does. In longer rows
-    the frequency is a whole number of 2^-32 turns and a rest: the product with the whole number drops whole turns by itself, as
-    int32 wraps, and is exact; the rest's is at most a tenth of a radian at 2^27 tokens. The sum is off by 8e-7 radians at most.
+    A float32 product is off by half a unit in its own last place: 0.004 radians at 2^17 tokens, 0.5 at 2^24, and beyond that
+    neighbours share a position. Up to FLOAT32_LENGTH it is taken nevertheless, bit for bit as transformers does. In longer rows
+    a frequency is split into an integer number of 2^-32 turns and a remainder: the int32 product with the integer drops full
+    turns as it wraps, and is exact; that with the remainder is at most a tenth of a radian at 2^27 tokens. The sum is off by
+    8e-7 radians at most.
+
+    Args:
+      length: tokens in the whole row.
     """
     frequencies = np.asarray(inverse_frequencies, np.float32)
-    places = positions.astype(jnp.float32)[..., None]
+    float_positions = positions.astype(jnp.float32)[..., None]
     if length is None or length <= FLOAT32_LENGTH:
-        return places * frequencies
+        return float_positions * frequencies
     unit = 2 * math.pi / 2**32
-    whole = np.round(frequencies.astype(np.float64) / unit)
-    rest = (frequencies - whole * unit).astype(np.float32)
-    steps = whole.astype(np.int64).astype(np.int32)  # modulo a turn
-    return (positions[..., None] * steps).astype(jnp.float32) * np.float32(unit) + places * rest
+    integer = np.round(frequencies.astype(np.float64) / unit)
+    remainder = (frequencies - integer * unit).astype(np.float32)
+    steps = integer.astype(np.int64).astype(np.int32)  # modulo a turn
+    return (positions[..., None] * steps).astype(jnp.float32) * np.float32(unit) + float_positions * remainder
 
 
-def apply_rope(
-    x: jax.Array, positions: jax.Array, inverse_frequencies: np.ndarray, scaling: float = 1.0, length: int | None = None
-) -> jax.Array:
-    """Turns each head's channel pairs (c, c + D/2) by position times frequency, and multiplies by `scaling`.
+def apply_rope(x: Float[Array, "B T H D"], positions: Int[Array, "B T"], inverse_frequencies: np.ndarray, scaling: float = 1.0,
+               length: int | None = None) -> Float[Array, "B T H D"]:
+    """Returns x with each head's channel pairs (c, c + D/2) rotated by position times frequency, and multiplied by `scaling`.
 
-    x [B, T, H, D] of any float dtype, positions int32 [B, T], inverse_frequencies float32 [D/2], length of the whole row; gives
-    x's shape and dtype. Angles, cosines and the products are float32, and the result is rounded once: bfloat16 cosines would
-    lose the fine differences between far positions.
+    Angles, cosines and the products are float32, and the result is rounded once to x's dtype: bfloat16 cosines would lose the
+    fine differences between far positions.
+
+    Args:
+      inverse_frequencies: float32 [D / 2]; length: tokens in the whole row.
     """
-    turned = angles(positions, inverse_frequencies, length)
-    cos, sin = (jnp.float32(scaling) * turn(turned)[:, :, None, :] for turn in (jnp.cos, jnp.sin))
+    radians = angles(positions, inverse_frequencies, length)
+    cos, sin = (jnp.float32(scaling) * fn(radians)[:, :, None, :] for fn in (jnp.cos, jnp.sin))
     first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)

@@ -1,21 +1,27 @@
-"""Position-wise work done chunk by chunk: run, and run again in the backward, with float32 dW.
+"""Position-wise work done chunk by chunk: run, and run again in the backward pass, with float32 dW.
 
-The one place where the sequence is cut into chunks (blockwise feed-forward and loss, after Liu and Abbeel's Blockwise
-Parallel Transformer). What is kept for the backward is the input alone. A cotangent has its primal's dtype, so plain autodiff
-would add one bfloat16 dW per chunk (3.5% off after 128); here each chunk's dW is a float32 product, and so is their sum.
+The one place where the sequence is cut into chunks of tokens: the feed-forward and the loss of Blockwise Parallel Transformer
+(Liu and Abbeel) and of Ring Attention (Algorithm 1). Kept for the backward pass is the input alone. A cotangent has its
+primal's dtype, so plain differentiation would add one bfloat16 dW per chunk (3.5% off after 128); here each chunk's dW is a
+float32 product, and so is their sum.
 
-Weights are float32 *by type*: `sharding.gather` sent them in the compute precision, and every cast back to it is exact.
+Weights are float32 *by type*: `sharding.gather` sent them in the compute dtype, and every cast back to it is exact.
 """
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float
 
 from model.attention.kernels.padding import tile_size
+
+# Arrays by name; those of tokens are [B, T, ...].
+Arrays = dict[str, jax.Array]
 
 
 def _chunk_size(length: int, at_most: int) -> int:
@@ -24,10 +30,11 @@ def _chunk_size(length: int, at_most: int) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def product(equation: str, x: jax.Array, w: jax.Array, dtype=None) -> jax.Array:
-    """einsum of activations with a weight that is float32 by type; the weight's gradient is a float32 sum.
+def product(equation: str, x: Float[Array, ...], w: Float[Array, ...], dtype: Any = None) -> Float[Array, ...]:
+    """Returns the einsum of activations with a weight that is float32 by type; the weight's gradient is a float32 sum.
 
-    Operands have x's dtype, backward too; so has the result, unless `dtype` asks for more of the sums' own float32.
+    Operands have x's dtype, in the backward pass too. So has the result, unless `dtype` asks for more of the sums' own
+    float32.
     """
     return jnp.einsum(equation, x, w.astype(x.dtype), preferred_element_type=dtype)
 
@@ -49,99 +56,108 @@ def _product_backward(equation, _, residuals, dy):
 product.defvjp(_product_forward, _product_backward)
 
 
-def _slice(tree, start, size):
+def _slice(tree: Any, start: Any, size: int) -> Any:
     return jax.tree.map(lambda x: lax.dynamic_slice_in_dim(x, start, size, 1), tree)
 
 
-def over_chunks(step: Callable, carry, arrays, size: int):
-    """`step(carry, chunk of arrays) -> (carry, results)` over all chunks, one after the other: the last carry, and the results
-    joined along the length. The last chunk is shorter where `size` does not divide the length.
+def over_chunks(step: Callable, carry: Any, arrays: Any, size: int) -> tuple[Any, Any]:
+    """Runs `step(carry, chunk of arrays) -> (carry, results)` over all chunks, one after the other.
 
-    A result is written over the last of `arrays` that has its shape and type, chunk by chunk: it needs memory of its own only
-    where that array is still needed behind the loop.
+    Returns the last carry, and the results joined along the length. The last chunk is shorter where `size` does not divide the
+    length. A result is written over the last of `arrays` that has its shape and dtype, chunk by chunk: it needs memory of its
+    own only where that array is still needed after the loop.
+
+    Args:
+      arrays: a tree of arrays [B, T, ...]; size: tokens in a chunk.
     """
     leaves, structure = jax.tree.flatten(arrays)
     length = leaves[0].shape[1]
     if size == length:
         return step(carry, arrays)
-    joined, results = jax.tree.flatten(jax.eval_shape(step, carry, _slice(arrays, 0, size))[1])
-    free = list(reversed(range(len(leaves))))
-    places = []  # for each result the number of its array; what finds none has a new one behind the others
-    for result in joined:
-        shape = (result.shape[0], length, *result.shape[2:])
-        place = next((i for i in free if (leaves[i].shape, leaves[i].dtype) == (shape, result.dtype)), None)
-        if place is None:
-            place = len(leaves)
-            leaves.append(jnp.zeros(shape, result.dtype))
-        else:
-            free.remove(place)
-        places.append(place)
+    results, results_structure = jax.tree.flatten(jax.eval_shape(step, carry, _slice(arrays, 0, size))[1])
+    buffers = _buffers(leaves, [jax.ShapeDtypeStruct((x.shape[0], length, *x.shape[2:]), x.dtype) for x in results])
 
-    def one(state, start, size):
+    def run_chunk(state, start, size):
         carry, leaves = state
-        # Behind the barrier a chunk is read once, before its place is written: no copy of the whole array is needed.
-        part = lax.optimization_barrier(_slice(leaves[:structure.num_leaves], start, size))
-        carry, found = step(carry, jax.tree.unflatten(structure, part))
-        for place, value in zip(places, jax.tree.leaves(found), strict=True):
-            leaves[place] = lax.dynamic_update_slice_in_dim(leaves[place], value, start, 1)
+        # After the barrier a chunk is read once, before its buffer is written: no copy of the whole array is needed.
+        chunk = lax.optimization_barrier(_slice(leaves[:structure.num_leaves], start, size))
+        carry, results = step(carry, jax.tree.unflatten(structure, chunk))
+        for index, value in zip(buffers, jax.tree.leaves(results), strict=True):
+            leaves[index] = lax.dynamic_update_slice_in_dim(leaves[index], value, start, 1)
         return carry, leaves
 
-    whole, rest = divmod(length, size)
-    state = lax.scan(lambda state, i: (one(state, i * size, size), None), (carry, leaves), jnp.arange(whole))[0]
-    carry, leaves = one(state, whole * size, rest) if rest else state
-    return carry, jax.tree.unflatten(results, [leaves[place] for place in places])
+    count, rest = divmod(length, size)
+    state = lax.scan(lambda state, i: (run_chunk(state, i * size, size), None), (carry, leaves), jnp.arange(count))[0]
+    carry, leaves = run_chunk(state, count * size, rest) if rest else state
+    return carry, jax.tree.unflatten(results_structure, [leaves[index] for index in buffers])
 
 
-def _sum_over_chunks(step: Callable, arrays, size: int):
-    """`step(chunk of arrays) -> (summands, results)` over all chunks: the sums, and the results as of `over_chunks`."""
+def _buffers(leaves: list[jax.Array], results: list[jax.ShapeDtypeStruct]) -> list[int]:
+    """For each result the index of the leaf that it is written over. Appends a new leaf where none has its shape and dtype."""
+    free = list(reversed(range(len(leaves))))
+    buffers = []
+    for result in results:
+        index = next((i for i in free if (leaves[i].shape, leaves[i].dtype) == (result.shape, result.dtype)), None)
+        if index is None:
+            index = len(leaves)
+            leaves.append(jnp.zeros(result.shape, result.dtype))
+        else:
+            free.remove(index)
+        buffers.append(index)
+    return buffers
+
+
+def _sum_over_chunks(step: Callable, arrays: Any, size: int) -> tuple[Any, Any]:
+    """Runs `step(chunk of arrays) -> (summands, results)` over all chunks: the sums, and the results as of `over_chunks`."""
     if size == jax.tree.leaves(arrays)[0].shape[1]:
         return step(arrays)
 
-    def add(sums, part):
-        more, found = step(part)
-        return jax.tree.map(jnp.add, sums, more), found
+    def add(sums, chunk):
+        summands, results = step(chunk)
+        return jax.tree.map(jnp.add, sums, summands), results
 
     sums = jax.eval_shape(step, _slice(arrays, 0, size))[0]
     return over_chunks(add, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums), arrays, size)
 
 
-def cast(weights: dict, dtype) -> dict:
-    """Cast to the compute precision *outside* a loop over chunks and back inside it, the loop reads the narrow ones."""
+def cast(weights: Arrays, dtype: Any) -> Arrays:
+    """Returns the weights in another dtype. Cast to the compute dtype before a loop and back to float32 inside it, so that the
+    loop reads bfloat16."""
     return {name: w.astype(dtype) for name, w in weights.items()}
 
 
-def chunked(fn: Callable, weights: dict, arrays: dict, labels: dict, *, dtype, chunk: int = 0,
-            through: str | None = None):
-    """fn(weights, arrays, labels) over chunks of the sequence.
+def chunked(fn: Callable, weights: Arrays, arrays: Arrays, labels: Arrays, *, dtype: Any, chunk: int = 0,
+            through: str | None = None) -> Any:
+    """Returns fn(weights, arrays, labels), computed in chunks of the sequence.
 
     Args:
       fn: position-wise; takes weights, float arrays and integer labels of one chunk [B, c, ...],
-        and gives a tree of arrays [B, c, ...]. It must close over no traced value.
+        and returns a tree of arrays [B, c, ...]. It must close over no traced value.
       weights: whole, float32 by type.
       arrays: differentiated, [B, T, ...]; labels: not differentiated, [B, T].
-      dtype: compute precision, which the weights' values have.
+      dtype: the compute dtype, in which the weights' values are exact.
       chunk: most tokens in a chunk; 0 computes all at once.
-      through: one of `arrays` that is given back as it is, before fn's results: the gradient that comes in for it has fn's
-        share added where it lies, and a second array of its length is never there.
+      through: one of `arrays`, which is returned unchanged before fn's results: fn's share is then added to the gradient that
+        comes in for it, in place, and a second array of its length never exists.
     """
     size = _chunk_size(jax.tree.leaves((arrays, labels))[0].shape[1], chunk)
 
     @jax.custom_vjp
     def run(weights, arrays, labels):
-        narrow = cast(weights, dtype)
-        y = _sum_over_chunks(lambda part: ((), fn(cast(narrow, jnp.float32), *part)), (arrays, labels), size)[1]
+        cast_weights = cast(weights, dtype)
+        y = _sum_over_chunks(lambda part: ((), fn(cast(cast_weights, jnp.float32), *part)), (arrays, labels), size)[1]
         return (arrays[through], *y) if through else y
 
     def forward(weights, arrays, labels):
         return run(weights, arrays, labels), (cast(weights, dtype), arrays, labels)
 
     def backward(residuals, dy):
-        narrow, arrays, labels = residuals
+        cast_weights, arrays, labels = residuals
 
         def step(part):
             arrays, labels, dy = part
             passed, dy = (dy[0], dy[1:]) if through else (None, dy)
-            dw, dx = jax.vjp(lambda w, a: fn(w, a, labels), cast(narrow, jnp.float32), arrays)[1](dy)
+            dw, dx = jax.vjp(lambda w, a: fn(w, a, labels), cast(cast_weights, jnp.float32), arrays)[1](dy)
             return dw, {**dx, through: passed + dx[through]} if through else dx
 
         return *_sum_over_chunks(step, (arrays, labels, dy), size), None
@@ -150,16 +166,16 @@ def chunked(fn: Callable, weights: dict, arrays: dict, labels: dict, *, dtype, c
     return run(weights, arrays, labels)
 
 
-def chunked_total(fn: Callable, weights: dict, arrays: dict, labels: dict, shares: jax.Array, *, dtype,
-                  chunk: int = 0):
-    """The sum of fn(weights, arrays, labels) * shares over all tokens, and fn's values: float32 scalar and [B, T].
+def chunked_total(fn: Callable, weights: Arrays, arrays: Arrays, labels: Arrays, shares: Float[Array, "B T"], *, dtype: Any,
+                  chunk: int = 0) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
+    """Returns the sum of fn(weights, arrays, labels) * shares over all tokens, and fn's values without gradient.
 
-    The gradient is taken in the forward pass, chunk by chunk, where the values are at hand: the backward only scales it by the
-    sum's cotangent, and nothing is run again. The values are for looking at: no gradient passes through them.
+    The gradient is taken in the forward pass, chunk by chunk, where the values are available: the backward pass only scales it
+    by the sum's cotangent, and nothing is computed twice.
 
     Args:
-      fn: position-wise, gives float32 [B, c]; else as for `chunked`.
-      shares: float32 [B, T], not differentiated.
+      fn: position-wise, returns float32 [B, c]; otherwise all arguments are as of `chunked`.
+      shares: float32, not differentiated.
     """
     size = _chunk_size(shares.shape[1], chunk)
 
@@ -169,15 +185,16 @@ def chunked_total(fn: Callable, weights: dict, arrays: dict, labels: dict, share
 
     @jax.custom_vjp
     def run(weights, arrays, labels, shares):
-        narrow = cast(weights, dtype)
-        return _sum_over_chunks(lambda part: total(cast(narrow, jnp.float32), *part), (arrays, labels, shares), size)
+        cast_weights = cast(weights, dtype)
+        return _sum_over_chunks(lambda part: total(cast(cast_weights, jnp.float32), *part), (arrays, labels, shares), size)
 
     def forward(weights, arrays, labels, shares):
-        narrow = cast(weights, dtype)
+        cast_weights = cast(weights, dtype)
 
         def step(part):
             arrays, *rest = part
-            value, pull, values = jax.vjp(lambda w, a: total(w, a, *rest), cast(narrow, jnp.float32), arrays, has_aux=True)
+            value, pull, values = jax.vjp(lambda w, a: total(w, a, *rest), cast(cast_weights, jnp.float32), arrays,
+                                          has_aux=True)
             dw, dx = pull(jnp.ones_like(value))
             return (value, dw), (values, dx)
 
