@@ -1,71 +1,98 @@
-"""The transformer's modules: Flax NNX declares every parameter (shape, initialiser, logical axes), and computes one layer from
-whole weights. `Llama` sees the flat dictionary alone.
+"""The transformer's modules, which declare every parameter (shape, initialiser, logical axes) with Flax NNX.
+
+`Llama` and everything around it see one flat dictionary of arrays: "embed_tokens.weight", "layers.self_attn.q_proj.weight", ...
 """
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import jax
 from flax import nnx
+from jaxtyping import Array, Float, Int
 
 from .config import LlamaConfig
 from .feedforward import FeedForward, Projection, RMSNorm, param
 from .rope import apply_rope, attention_scaling, inverse_frequencies
 from .sharding import Parallel, Parameter
 
+T = TypeVar("T")
+# The layers' parameters are stacked, and stand in the flat dictionary under this prefix.
+LAYERS = "layers."
+# The stages of a decoder layer that read each of its submodules: the projections of q, of k and of v, and what follows
+# attention (`model.layer`).
+STAGES = {
+    "input_layernorm": ("q", "k", "v"),
+    "self_attn.q_proj": ("q",),
+    "self_attn.k_proj": ("k",),
+    "self_attn.v_proj": ("v",),
+    "self_attn.o_proj": ("output",),
+    "post_attention_layernorm": ("output",),
+    "mlp.gate_proj": ("output",),
+    "mlp.up_proj": ("output",),
+    "mlp.down_proj": ("output",),
+}
+
 
 class SelfAttention(nnx.Module):
     """The projections around attention; heads, padded ones among them, are split over `tensor`."""
 
-    def __init__(self, config: LlamaConfig, *, rngs):
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.config = config
         hidden, size, std, bias = config.hidden_size, config.head_dim, config.initializer_range, config.attention_bias
 
-        def inward(heads, name):
-            extra = ((heads, size), (name, "head_dim")) if bias else ()
-            return Projection("bte,ehd->bthd", (hidden, heads, size), ("embed", name, "head_dim"), std, *extra, rngs=rngs)
+        def heads_projection(heads, axis):
+            bias_declaration = ((heads, size), (axis, "head_dim")) if bias else ()
+            return Projection("bte,ehd->bthd", (hidden, heads, size), ("embed", axis, "head_dim"), std, *bias_declaration,
+                              rngs=rngs)
 
-        extra = ((hidden,), ("norm",)) if bias else ()
-        self.q_proj = inward(config.num_attention_heads, "heads")
-        self.k_proj = inward(config.num_key_value_heads, "kv_heads")
-        self.v_proj = inward(config.num_key_value_heads, "kv_heads")
-        self.o_proj = Projection("bthd,hde->bte", (config.num_attention_heads, size, hidden),
-                                 ("heads", "head_dim", "embed"), std, *extra, rngs=rngs)
+        self.q_proj = heads_projection(config.num_attention_heads, "heads")
+        self.k_proj = heads_projection(config.num_key_value_heads, "kv_heads")
+        self.v_proj = heads_projection(config.num_key_value_heads, "kv_heads")
+        self.o_proj = Projection("bthd,hde->bte", (config.num_attention_heads, size, hidden), ("heads", "head_dim", "embed"),
+                                 std, *(((hidden,), ("norm",)) if bias else ()), rngs=rngs)
 
-    def project(self, x, positions, length: int, parallel: Parallel, which: str = "qkv"):
-        """x [B, T, E] -> `which` of q [B, T, Hq, D], k and v [B, T, Hkv, D], RoPE applied; the heads that the weights have.
+    def project(self, x: Float[Array, "B T E"], positions: Int[Array, "B T"], length: int, stages: str = "qkv",
+                ) -> tuple[Float[Array, "B T H D"], ...]:
+        """Returns those of q, k and v that `stages` names, with RoPE applied to q and k.
 
-        length: of the whole row, see `model.rope`.
+        Args:
+          x: normalised hidden states; H is the number of heads that the weights have.
+          positions: of the tokens in their documents; length: of the whole row, see `model.rope`.
         """
-        x, rope = parallel.whole(x), self.config.rope
-        turn = (positions, inverse_frequencies(rope, self.config.head_dim, length), attention_scaling(rope), length)
+        rope = self.config.rope
+        frequencies = inverse_frequencies(rope, self.config.head_dim, length)
 
-        def one(name):
-            part = getattr(self, f"{name}_proj")
-            heads = part.add_bias(part(x))
-            return heads if name == "v" else apply_rope(heads, *turn)
+        def heads(name):
+            projection = getattr(self, f"{name}_proj")
+            projected = projection.add_bias(projection(x))
+            if name == "v":
+                return projected
+            with jax.named_scope("rope"):
+                return apply_rope(projected, positions, frequencies, attention_scaling(rope), length)
 
-        return tuple(one(name) for name in which)
+        return tuple(heads(name) for name in stages)
 
-    def combine(self, attended, parallel: Parallel):
-        """[B, T, Hq, D] -> [B, T, E], summed over the tensor ranks."""
+    def output(self, attended: Float[Array, "B T Hq D"], parallel: Parallel) -> Float[Array, "B T E"]:
+        """Returns the output projection, summed over the tensor ranks."""
         return self.o_proj.add_bias(parallel.combine(self.o_proj(attended), "heads"))
 
 
 class DecoderLayer(nnx.Module):
-    """Attention and feed-forward with their norms."""
+    """The modules of one layer: attention and feed-forward with their norms. `model.layer` runs them."""
 
-    def __init__(self, config: LlamaConfig, *, rngs):
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.input_layernorm = RMSNorm(config)
         self.self_attn = SelfAttention(config, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(config)
         self.mlp = FeedForward(config, rngs=rngs)
 
 
-class Ends(nnx.Module):
-    """What stands before and after the layers: the embedding table, the final norm, the head."""
+class EmbedAndHead(nnx.Module):
+    """The modules before and after the layers: the embedding table, the final norm and the head."""
 
-    def __init__(self, config: LlamaConfig, *, rngs):
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.embed_tokens = nnx.Dict(weight=param(
             rngs, (config.vocab_size, config.hidden_size), ("vocab", "embed"), config.initializer_range))
         self.norm = RMSNorm(config)
@@ -74,42 +101,55 @@ class Ends(nnx.Module):
                 rngs, (config.hidden_size, config.vocab_size), ("embed", "vocab"), config.initializer_range))
 
 
-def _flat(state) -> dict:
+def _flat(state: Any) -> dict[str, Any]:
     return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
 
 
 @functools.cache
-def _layer_module(config: LlamaConfig):
+def _layer_module(config: LlamaConfig) -> tuple[Any, Any]:
     return nnx.split(nnx.eval_shape(lambda: DecoderLayer(config, rngs=nnx.Rngs(0))))
 
 
+def _declared(state: Any) -> dict[str, Parameter]:
+    return {name: Parameter(leaf.shape, leaf.get_metadata()["axes"]) for name, leaf in _flat(state).items()}
+
+
+def declare_layer(config: LlamaConfig) -> dict[str, Parameter]:
+    """Returns one layer's parameters, named as within the layer."""
+    return _declared(_layer_module(config)[1])
+
+
 def declare(config: LlamaConfig) -> dict[str, Parameter]:
-    """Every parameter's name, shape and logical axes, layers stacked on a leading axis."""
-    _, layer = _layer_module(config)
-    ends = nnx.state(nnx.eval_shape(lambda: Ends(config, rngs=nnx.Rngs(0))))
-    found = {name: Parameter(leaf.shape, leaf.get_metadata()["axes"]) for name, leaf in _flat(ends).items()}
-    for name, leaf in _flat(layer).items():
-        axes = ("layers", *leaf.get_metadata()["axes"])
-        found[f"layers.{name}"] = Parameter((config.num_hidden_layers, *leaf.shape), axes)
-    return dict(sorted(found.items()))
+    """Returns every parameter, by name; those of the layers are stacked on a leading axis."""
+    parameters = _declared(nnx.state(nnx.eval_shape(lambda: EmbedAndHead(config, rngs=nnx.Rngs(0)))))
+    for name, parameter in declare_layer(config).items():
+        parameters[LAYERS + name] = Parameter((config.num_hidden_layers, *parameter.shape), ("layers", *parameter.axes))
+    return dict(sorted(parameters.items()))
 
 
-def init(config: LlamaConfig, key: jax.Array) -> dict[str, jax.Array]:
-    """Fresh float32 parameters: normal with `initializer_range`, norms 1, biases 0. To be jitted with output shardings."""
+def init(config: LlamaConfig, key: jax.Array) -> dict[str, Float[Array, ...]]:
+    """Returns fresh float32 parameters: normal with `initializer_range`, norms 1, biases 0. To be jitted with output
+    shardings."""
     ends_key, layers_key = jax.random.split(key)
 
-    def one_layer(key):
+    def init_layer(key):
         layer = nnx.state(DecoderLayer(config, rngs=nnx.Rngs(key)))
-        return {f"layers.{name}": leaf[...] for name, leaf in _flat(layer).items()}
+        return {LAYERS + name: leaf[...] for name, leaf in _flat(layer).items()}
 
-    layers = jax.vmap(one_layer)(jax.random.split(layers_key, config.num_hidden_layers))
-    ends = {name: leaf[...] for name, leaf in _flat(nnx.state(Ends(config, rngs=nnx.Rngs(ends_key)))).items()}
+    layers = jax.vmap(init_layer)(jax.random.split(layers_key, config.num_hidden_layers))
+    ends = {name: leaf[...] for name, leaf in _flat(nnx.state(EmbedAndHead(config, rngs=nnx.Rngs(ends_key)))).items()}
     return dict(sorted({**ends, **layers}.items()))
 
 
 def bind(config: LlamaConfig, weights: dict[str, jax.Array]) -> DecoderLayer:
-    """A decoder layer on these weights, named as within the layer; parts whose weights are not given must not be called."""
+    """Returns a decoder layer with these weights, named as within the layer; modules without weights must not be called."""
     graph, state = _layer_module(config)
     leaves = [(path, leaf.replace(weights[name]) if name in weights else leaf)
               for (path, leaf), name in zip(nnx.to_flat_state(state), _flat(state), strict=True)]
     return nnx.merge(graph, nnx.from_flat_state(leaves))
+
+
+def read_by(stages: Iterable[str], weights: dict[str, T]) -> dict[str, T]:
+    """Returns those of a layer's weights, named as within the layer, that any of these stages reads."""
+    submodules = {submodule for submodule, readers in STAGES.items() if set(readers) & set(stages)}
+    return {name: weight for name, weight in weights.items() if name.rpartition(".")[0] in submodules}

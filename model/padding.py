@@ -1,40 +1,89 @@
-"""What is longer in memory than in the model: zeros that make an axis divisible (see `model.sharding`).
+"""Axes that are longer in memory than in the model, filled up with zeros so that the mesh divides them.
 
-Checkpoints hold arrays as they were in memory; any mesh reads them, since zeros may be added or left out at an axis's end.
+The vocabulary and the heads are padded for the tensor axis, the hidden size for the ranks that share the storage: 3,200 on 512
+ranks is 3,584. Padding stays zero: it has no logit, no gradient and no share in norms, exports leave it out, and `trim` removes
+that of the hidden size before any product. Checkpoints hold arrays as they were in memory; any mesh reads them, since zeros may
+be added or left out at an axis's end.
 """
 from __future__ import annotations
 
-# The axis of each parameter that may be padded: of the vocabulary, the heads, the hidden size.
-VOCABULARY_AXES = {"embed_tokens.weight": 0, "lm_head.weight": 1}
-HEAD_AXES = {
-    **{f"layers.self_attn.{letter}_proj.weight": 2 for letter in "qkv"}, "layers.self_attn.o_proj.weight": 1,
-    **{f"layers.self_attn.{letter}_proj.bias": 1 for letter in "qkv"},
-}  # fmt: skip
-HIDDEN_AXES = {
-    **{f"layers.self_attn.{letter}_proj.weight": 1 for letter in "qkv"}, "layers.self_attn.o_proj.weight": 3,
-    "layers.self_attn.o_proj.bias": 1, "layers.mlp.gate_proj.weight": 1, "layers.mlp.up_proj.weight": 1,
-    "layers.mlp.down_proj.weight": 2, "layers.mlp.down_proj.bias": 1, "layers.input_layernorm.weight": 1,
-    "layers.post_attention_layernorm.weight": 1, "norm.weight": 0, "embed_tokens.weight": 1, "lm_head.weight": 0,
-}  # fmt: skip
+import dataclasses
+import functools
+import math
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from .config import LlamaConfig
+from .modules import declare
+from .sharding import HIDDEN, Parallel, Sharding
+
+# The logical axes that may be longer in memory than in the model.
+PADDED = (*HIDDEN, "vocab", "heads", "kv_heads")
 # Padding is less than this; a greater difference is another vocabulary, or another model.
 MOST = 1024
 
 
-def padded_axes(name: str) -> list[int]:
-    """The axes that may be padded of a parameter, or of its moment: name may be its path in an optimizer's state."""
-    found = ([axis for padded, axis in table.items() if name.endswith(padded)]
-             for table in (VOCABULARY_AXES, HEAD_AXES, HIDDEN_AXES))
-    return [axes[0] for axes in found if axes]  # `norm.weight` ends the layers' norms too, which stand before it
+def sizes_in_memory(sharding: Sharding) -> LlamaConfig:
+    """Returns the model's sizes in memory, padding included."""
+    config, parallel = sharding.config, sharding.parallel
+    ranks = math.prod(sharding.mesh.shape[axis] for axis in sharding.storage_axes)
+    return dataclasses.replace(
+        config, vocab_size=parallel.vocab_size, num_attention_heads=parallel.query_heads,
+        num_key_value_heads=parallel.key_heads, hidden_size=-(-config.hidden_size // ranks) * ranks)
 
 
-def fits(name: str, found: tuple[int, ...], wanted: tuple[int, ...], own: tuple[int, ...] | None = None) -> bool:
-    """Whether the shapes are equal but for padding.
+def pad(array: Float[Array, ...], shape: tuple[int, ...]) -> Float[Array, ...]:
+    """Returns the array with zeros at the end of each axis, up to `shape`."""
+    return jnp.pad(array, [(0, after - before) for after, before in zip(shape, array.shape, strict=True)])
 
-    name: a parameter's, or its path in an optimizer's state. own: the shape without padding, where it is known: neither of
-    the other two is then shorter.
+
+def trim(whole: Float[Array, ...], axes: tuple[str, ...], config: LlamaConfig, parallel: Parallel) -> Float[Array, ...]:
+    """Returns a gathered weight without the padding of its hidden axis, as products take it. Runs inside `shard_map`.
+
+    Of key/value heads that `tensor` does not split, it is the one head that this rank's query heads share.
+
+    Args:
+      axes: the weight's logical axes; config: the model's own sizes.
     """
-    axes = padded_axes(name)
-    if not axes or len(found) != len(wanted):
-        return found == wanted
-    return all(one == other or (i in axes and abs(one - other) < MOST and (own[i] if own else 0) <= min(one, other))
-               for i, (one, other) in enumerate(zip(found, wanted, strict=True)))
+    whole = whole[tuple(slice(config.hidden_size) if axis in HIDDEN else slice(None) for axis in axes)]
+    if "kv_heads" in axes and parallel.heads and not parallel.kv_heads:
+        head = parallel.rank() * parallel.key_heads // parallel.tensor
+        whole = lax.dynamic_slice_in_dim(whole, head, 1, axes.index("kv_heads"))
+    return whole
+
+
+@functools.cache
+def _declared_axes() -> dict[str, tuple[str, ...]]:
+    """The logical axes of every parameter that any model has."""
+    everything = LlamaConfig(attention_bias=True, mlp_bias=True, tie_word_embeddings=False)
+    return {name: parameter.axes for name, parameter in declare(everything).items()}
+
+
+def logical_axes(name: str) -> tuple[str, ...]:
+    """Returns the logical axes of a parameter or of its moment: `name` may be its path in an optimizer's state. Of what is
+    neither it is ()."""
+    # The names of the layers' norms end in `norm.weight`, as does the path of the last norm: the longest name is meant.
+    declared = max((known for known in _declared_axes() if name.endswith(known)), key=len, default=None)
+    return _declared_axes()[declared] if declared else ()
+
+
+def vocabulary_axes() -> dict[str, int]:
+    """Returns the parameters that have a row or column for each id, with that axis."""
+    return {name: axes.index("vocab") for name, axes in _declared_axes().items() if "vocab" in axes}
+
+
+def fits(name: str, shape: tuple[int, ...], other: tuple[int, ...], own: tuple[int, ...] | None = None) -> bool:
+    """Returns whether two shapes are equal but for padding.
+
+    Args:
+      name: a parameter's name, or its path in an optimizer's state.
+      own: the shape without padding, where it is known: neither of the two may be shorter.
+    """
+    axes = logical_axes(name)
+    if not axes or len(shape) != len(other) or len(axes) != len(shape):
+        return shape == other
+    return all(size == other_size or (axis in PADDED and abs(size - other_size) < MOST
+                                      and (own[i] if own else 0) <= min(size, other_size))
+               for i, (axis, size, other_size) in enumerate(zip(axes, shape, other, strict=True)))

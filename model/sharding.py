@@ -1,20 +1,22 @@
-"""From a parameter's logical axes to mesh axes: one table, one function that applies it, and how shards become whole.
+"""Where parameters lie on a mesh: one table from logical axes to mesh axes, and how shards become whole and gradients shards.
 
-Every parameter is sharded over `tensor` where its heads, feed-forward width or vocabulary are split, and over `fsdp` *and*
-`sequence` as well, since the devices along both share the parameters (ZeRO-3 over all devices that share a batch).
+Every parameter is split over `tensor` where its heads, feed-forward width or vocabulary are, and over `fsdp` and `sequence` as
+well, since the devices along both share the parameters (ZeRO-3 over all devices that share a batch).
 """
 from __future__ import annotations
 
 import dataclasses
 import functools
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
 
 from .config import LlamaConfig
 
@@ -22,10 +24,31 @@ MESH_AXES = ("data", "fsdp", "tensor", "sequence")
 BATCH_AXES = ("data", "fsdp")
 STORAGE_AXES = ("fsdp", "sequence")
 
-# The axes that are split over `tensor` where `Parallel` says so, under the same names.
-TENSOR_SPLIT = ("heads", "kv_heads", "mlp", "vocab")
-# The axes of the hidden size: storage is split along them first. Biases, that have none, are split as their sizes allow.
-HIDDEN = ("embed", "norm")
+
+class AxisRule(NamedTuple):
+    """What a logical axis may be split over.
+
+    Attributes:
+      tensor: whether `tensor` splits it, where `Parallel` says so under the axis's name.
+      storage: when the storage axes are tried on it: 0 first, 1 where they do not divide any of the former, None never.
+    """
+
+    tensor: bool
+    storage: int | None
+
+
+RULES = {
+    "layers": AxisRule(tensor=False, storage=None),  # scanned over, so never split
+    "embed": AxisRule(tensor=False, storage=0),
+    "norm": AxisRule(tensor=False, storage=0),  # the hidden axis of a vector
+    "vocab": AxisRule(tensor=True, storage=1),
+    "heads": AxisRule(tensor=True, storage=1),
+    "kv_heads": AxisRule(tensor=True, storage=1),
+    "mlp": AxisRule(tensor=True, storage=1),
+    "head_dim": AxisRule(tensor=False, storage=1),
+}
+# The logical axes of the hidden size.
+HIDDEN = tuple(axis for axis, rule in RULES.items() if rule.storage == 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,24 +61,24 @@ class Parameter:
 
 @dataclasses.dataclass(frozen=True)
 class Parallel:
-    """What the tensor axis splits for this model. The vocabulary, and heads that it does not divide, are padded in memory
-    with zeros that stay zero: no logit, no gradient, no share in norms; exports leave them out. A feed-forward width
-    that it does not divide is replicated.
+    """What the tensor axis splits for a model. The vocabulary, and heads that it does not divide, are padded in memory
+    (`model.padding`); a feed-forward width that it does not divide is replicated.
 
-    Padding adds key heads, each with its whole group of query heads, so that query head h still meets key head h // group.
-    It costs query_heads / num_attention_heads of the attention's weights, moments and work: 9 and 3 heads on 2 ranks
-    become 12 and 4 (a third more), 33 on 8 become 40 (a fifth). All heads on each rank would cost `tensor` times. One key
-    head shared by query heads that `tensor` does not divide is the exception: a rank would have as many heads either way,
-    so they are replicated.
+    Padding adds key heads, each with its whole group of query heads, so that query head h still attends to key head
+    h // group. It costs query_heads / num_attention_heads of the attention's weights, moments and work: 9 and 3 heads on 2
+    ranks become 12 and 4 (a third more), 33 on 8 become 40 (a fifth). All heads on each rank would cost `tensor` times as
+    much. One key head shared by query heads that `tensor` does not divide is the exception: a rank would have as many heads
+    either way, so they are replicated.
 
     Attributes:
       tensor: size of the tensor axis.
-      heads, kv_heads, mlp, vocab: whether that is split; the vocabulary always is. With `heads` and not `kv_heads`, each rank
-        computes with the one key/value head that its query heads share.
-      vocab_size, query_heads, key_heads: in memory, padding among them.
-      split_tokens: between attention and feed-forward, each rank keeps its own tokens of the hidden states (Korthikanti et al.,
-        Reducing Activation Recomputation in Large Transformer Models, section 4.2): gathered before a product over a split
-        axis and reduce-scattered behind it, which sends as much as the sum would.
+      heads, kv_heads, mlp, vocab: whether that axis is split; the vocabulary always is. With `heads` and not `kv_heads`, each
+        rank computes with the one key/value head that its query heads share.
+      vocab_size, query_heads, key_heads: in memory, padding included.
+      split_tokens: Megatron's sequence parallelism (Korthikanti et al., Reducing Activation Recomputation in Large
+        Transformer Models, section 4.2): between attention and feed-forward each rank keeps its own tokens of the hidden
+        states. They are gathered before a product over a split axis and reduce-scattered after it, which sends as many bytes
+        as the sum would.
     """
 
     tensor: int
@@ -70,7 +93,7 @@ class Parallel:
 
     @classmethod
     def of(cls, config: LlamaConfig, tensor: int) -> Parallel:
-        """The splits that the sizes allow, and the padding that allows them."""
+        """Returns the splits that the model's sizes allow, and the padding that allows them."""
         query, key = config.num_attention_heads, config.num_key_value_heads
         shared = query % tensor == 0 and tensor % key == 0
         if key % tensor and not shared and key > 1:
@@ -82,37 +105,34 @@ class Parallel:
 
     @property
     def local_key_heads(self) -> int:
-        """Key/value heads that a rank attends with."""
-        return self.key_heads // self.tensor if self.kv_heads else 1 if self.heads else self.key_heads
+        """The number of key/value heads that a rank attends with."""
+        if self.kv_heads:
+            return self.key_heads // self.tensor
+        return 1 if self.heads else self.key_heads
 
-    def padded(self, config: LlamaConfig) -> LlamaConfig:
-        """The model's sizes as they are in memory."""
-        return dataclasses.replace(config, vocab_size=self.vocab_size, num_attention_heads=self.query_heads,
-                                   num_key_value_heads=self.key_heads)
-
-    def combine(self, x: jax.Array, what: str) -> jax.Array:
-        """Hidden states [B, T, E] from the ranks' shares of a product over a split axis; with `split_tokens` a rank's own
-        tokens of them, [B, T / tensor, E]."""
+    def combine(self, x: Float[Array, "B T E"], axis: str) -> Float[Array, "B T E"]:
+        """Returns hidden states from the ranks' summands, which come from a product over the logical `axis` that they split;
+        with `split_tokens` only this rank's tokens of them, T / tensor."""
         if self.split_tokens:
             return lax.psum_scatter(x, "tensor", scatter_dimension=1, tiled=True)
-        return self.sum(x, what)
+        return self.sum(x, axis)
 
-    def whole(self, x: jax.Array) -> jax.Array:
-        """All of the ranks' tokens: [B, T, E]."""
+    def whole(self, x: Float[Array, "B T E"]) -> Float[Array, "B T E"]:
+        """Returns the hidden states of all ranks' tokens, from those of this rank's where `split_tokens` splits them."""
         return lax.all_gather(x, "tensor", axis=1, tiled=True) if self.split_tokens else x
 
-    def sum(self, x: jax.Array, what: str) -> jax.Array:
-        """Adds the tensor ranks' shares of a product over a split axis; nothing to add where it is not split."""
-        return lax.psum(x, "tensor") if self.tensor > 1 and getattr(self, what) else x
+    def sum(self, x: jax.Array, axis: str) -> jax.Array:
+        """Returns the sum of the tensor ranks' `x`, or `x` itself where the ranks do not split the logical `axis`."""
+        return lax.psum(x, "tensor") if self.tensor > 1 and getattr(self, axis) else x
 
     def rank(self) -> jax.Array:
-        """This device's place on the tensor axis."""
+        """Returns this device's index on the tensor axis."""
         return lax.axis_index("tensor")
 
 
 @dataclasses.dataclass(frozen=True)
 class Sharding:
-    """Where the parameters of one model lie on one mesh.
+    """The shardings of a model's parameters on a mesh.
 
     Attributes:
       mesh: has all of MESH_AXES.
@@ -125,114 +145,112 @@ class Sharding:
 
     @property
     def parallel(self) -> Parallel:
+        """What the mesh's tensor axis splits."""
         return Parallel.of(self.config, self.mesh.shape["tensor"])
 
-    def padded(self, config: LlamaConfig) -> LlamaConfig:
-        """With a hidden size that all ranks divide that share the storage, as in memory: 3,200 on 512 ranks are 3,584.
-        What fills it up is zero, and cut off where a parameter is made whole: no product knows of it."""
-        ranks = math.prod(self.mesh.shape[axis] for axis in self.storage_axes)
-        return dataclasses.replace(config, hidden_size=-(-config.hidden_size // ranks) * ranks)
-
     def spec(self, name: str, parameter: Parameter) -> PartitionSpec:
-        """Mesh axes of each axis of a parameter. JAX refuses uneven shards, so a mesh axis goes only where it divides.
+        """Returns the mesh axes of each axis of a parameter. JAX refuses uneven shards, so a mesh axis is only used where it
+        divides what is left of the size.
 
         Raises:
-          ValueError: a logical axis that the table lacks; names the parameter.
+          ValueError: a logical axis without a rule; names the parameter.
         """
-        placed: list[list[str]] = [[] for _ in parameter.shape]
-        left = list(parameter.shape)
+        for axis in parameter.axes:
+            if axis not in RULES:
+                raise ValueError(f"{name}: no sharding rule for its axis {axis!r}")
+        rules = [RULES[axis] for axis in parameter.axes]
+        chosen: list[list[str]] = [[] for _ in rules]
+        local_shape = list(parameter.shape)
 
-        def place(i: int, axis: str) -> bool:
-            size = self.mesh.shape[axis]
-            if left[i] % size:
+        def split(i: int, mesh_axis: str) -> bool:
+            size = self.mesh.shape[mesh_axis]
+            if local_shape[i] % size:
                 return False
-            left[i] //= size
-            placed[i].append(axis)
+            local_shape[i] //= size
+            chosen[i].append(mesh_axis)
             return True
 
-        for i, logical in enumerate(parameter.axes):
-            if logical in TENSOR_SPLIT:
-                if self.mesh.shape["tensor"] > 1 and getattr(self.parallel, logical):
-                    place(i, "tensor")
-            elif logical not in (*HIDDEN, "layers", "head_dim"):
-                raise ValueError(f"{name}: no sharding rule for its axis {logical!r}")
-        order = sorted((i for i, logical in enumerate(parameter.axes) if logical != "layers"),
-                       key=lambda i: (parameter.axes[i] not in HIDDEN, -parameter.shape[i]))
-        for axis in self.storage_axes:
-            if self.mesh.shape[axis] > 1:
-                any(place(i, axis) for i in order)
-        return PartitionSpec(*(tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in placed))
+        for i, (axis, rule) in enumerate(zip(parameter.axes, rules, strict=True)):
+            if rule.tensor and self.mesh.shape["tensor"] > 1 and getattr(self.parallel, axis):
+                split(i, "tensor")
+        candidates = [(rule.storage, -parameter.shape[i], i) for i, rule in enumerate(rules) if rule.storage is not None]
+        for mesh_axis in self.storage_axes:
+            if self.mesh.shape[mesh_axis] > 1:
+                any(split(i, mesh_axis) for _, _, i in sorted(candidates))
+        return PartitionSpec(*(tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in chosen))
 
     def specs(self, parameters: dict[str, Parameter]) -> dict[str, PartitionSpec]:
+        """Returns the spec of each parameter."""
         return {name: self.spec(name, parameter) for name, parameter in parameters.items()}
 
     def shardings(self, parameters: dict[str, Parameter]) -> dict[str, NamedSharding]:
+        """Returns the sharding of each parameter."""
         return {name: NamedSharding(self.mesh, spec) for name, spec in self.specs(parameters).items()}
 
 
 def storage_axes_of(spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
-    """The axes of an array, and the storage mesh axes that split each."""
-    found = []
+    """Returns the axes of an array that storage mesh axes split, each with those mesh axes."""
+    splits = []
     for i, entry in enumerate(spec):
-        axes = tuple(a for a in ((entry,) if isinstance(entry, str) else entry or ()) if a in STORAGE_AXES)
+        axes = tuple(axis for axis in ((entry,) if isinstance(entry, str) else entry or ()) if axis in STORAGE_AXES)
         if axes:
-            found.append((i, axes))
-    return found
+            splits.append((i, axes))
+    return splits
 
 
 class OnHost(NamedTuple):
-    """A parameter that lies in the host's memory, and what stands for it where gradients are taken: an array of its shape on
-    the device, of which no value is read, and of which the gradient is the parameter's (jax cannot give back a gradient in the
-    host's memory from a `shard_map`)."""
+    """A parameter in the host's memory, with a placeholder on the device. The placeholder has the parameter's shape and is
+    never read; it receives the gradient, since JAX cannot return a gradient in the host's memory from a `shard_map`."""
 
     value: jax.Array
-    gradient: jax.Array
+    placeholder: jax.Array
 
 
-def arrive(parameter: jax.Array | OnHost) -> jax.Array:
-    """A parameter on the device, from wherever it lies."""
+def to_device(parameter: jax.Array | OnHost) -> jax.Array:
+    """Returns the parameter in the device's memory. Of an `OnHost` the gradient goes to the placeholder."""
     if isinstance(parameter, OnHost):
         return _fetch(*parameter)
-    there = jax.typeof(parameter).memory_space == jax.memory.Space.Host
-    return jax.device_put(parameter, jax.memory.Space.Device) if there else parameter
+    on_host = jax.typeof(parameter).memory_space == jax.memory.Space.Host
+    return jax.device_put(parameter, jax.memory.Space.Device) if on_host else parameter
 
 
 @jax.custom_vjp
-def _fetch(value, gradient):
+def _fetch(value: jax.Array, placeholder: jax.Array) -> jax.Array:
     return jax.device_put(value, jax.memory.Space.Device)
 
 
-_fetch.defvjp(lambda value, gradient: (_fetch(value, gradient), None), lambda _, gradient: (None, gradient))
+_fetch.defvjp(lambda value, placeholder: (_fetch(value, placeholder), None), lambda _, gradient: (None, gradient))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather(shard: jax.Array, spec: PartitionSpec, dtype) -> jax.Array:
-    """A parameter's float32 shard -> the whole (of this tensor rank), sent in `dtype`, float32 by type. Inside `shard_map`.
+def gather(shard: Float[Array, ...], spec: PartitionSpec, dtype: Any) -> Float[Array, ...]:
+    """Returns the whole parameter (of this tensor rank) from its float32 shard. Runs inside `shard_map`.
 
-    A cotangent has its primal's dtype: the whole is float32 by type so that its gradient, one from each device, is float32
-    until the reduce-scatter has added it up.
+    It is sent in `dtype` and float32 by type: a cotangent has its primal's dtype, so the gradients, one from each device, are
+    float32 until the reduce-scatter has added them up.
     """
     whole = shard.astype(dtype)
     for i, axes in storage_axes_of(spec):
-        for over, groups in reversed(_turns(axes)):
-            whole = lax.all_gather(whole, over, axis=i, axis_index_groups=groups, tiled=True)
+        for stage_axes, groups in reversed(_stages(axes)):
+            whole = lax.all_gather(whole, stage_axes, axis=i, axis_index_groups=groups, tiled=True)
     return whole.astype(jnp.float32)
 
 
-def reduce_scatter(spec: PartitionSpec, gradient: jax.Array) -> jax.Array:
-    """The sum over the storage axes of all devices' gradients of a whole parameter: of it this device's shard."""
+def reduce_scatter(spec: PartitionSpec, gradient: Float[Array, ...]) -> Float[Array, ...]:
+    """Returns this device's shard of the sum, over the storage axes, of all devices' gradients of a whole parameter."""
     for i, axes in reversed(storage_axes_of(spec)):
-        for over, groups in _turns(axes):
-            gradient = lax.psum_scatter(gradient, over, scatter_dimension=i, axis_index_groups=groups, tiled=True)
+        for stage_axes, groups in _stages(axes):
+            gradient = lax.psum_scatter(gradient, stage_axes, scatter_dimension=i, axis_index_groups=groups, tiled=True)
     return gradient
 
 
-def _turns(axes: tuple[str, ...]) -> list[tuple[str | tuple[str, ...], list | None]]:
-    """A reduce-scatter over mesh axes as turns, a gather as the same turns backwards: axes, and groups of their ranks or None.
+def _stages(axes: tuple[str, ...]) -> Sequence[tuple[str | tuple[str, ...], list[list[int]] | None]]:
+    """Returns the stages of a reduce-scatter over mesh axes: the axes of each, and groups of their ranks or None. A gather
+    runs the same stages backwards.
 
-    Of one over all devices of a mesh the TPU's compilers may make an all-reduce: twice the bytes, the whole sum in memory.
-    That one goes axis by axis, and where one axis is all of the mesh in two turns: ranks far apart first, then neighbours. (Not
-    on v5e and v6e: their compilers know no route for groups that are no rows or boxes of the slice.)
+    The TPU compilers may turn a reduce-scatter over all devices of a mesh into an all-reduce: twice the bytes, and the whole
+    sum in memory. Such a one goes axis by axis, and where one axis is all of the mesh in two stages: ranks far apart first,
+    then neighbours. (Not on v5e and v6e: their compilers know no route for groups that are not rows or boxes of the slice.)
     """
     mesh = jax.sharding.get_abstract_mesh()
     sizes = [mesh.shape[axis] for axis in axes]
@@ -248,7 +266,7 @@ def _turns(axes: tuple[str, ...]) -> list[tuple[str | tuple[str, ...], list | No
     return [(axes, None)] if first == 1 else [(axes, ranks.T.tolist()), (axes, ranks.tolist())]
 
 
-def _device_kind(mesh) -> str:
+def _device_kind(mesh: Any) -> str:
     return getattr(mesh.abstract_device, "device_kind", "")
 
 

@@ -14,7 +14,7 @@ from data.templates import end_ids, missing_controls
 from data.tokenizer import Tokenizer
 from model.attention import Mask
 from model.config import POSITIONS, LlamaConfig
-from model.padding import VOCABULARY_AXES
+from model.padding import vocabulary_axes
 
 from .checkpoint.manifest import MANIFEST, fingerprint
 from .checkpoint.store import assets_dir, restore_model
@@ -125,7 +125,7 @@ def _draw_rows(params: dict, model, had: int, seed: int) -> dict:
 
     def draw(params):
         drawn = {}
-        for name, axis in VOCABULARY_AXES.items():
+        for name, axis in vocabulary_axes().items():
             if name not in params:
                 continue
             old = jax.lax.slice_in_dim(params[name], 0, had, axis=axis)
@@ -136,7 +136,7 @@ def _draw_rows(params: dict, model, had: int, seed: int) -> dict:
             drawn[name] = jax.lax.dynamic_update_slice_in_dim(params[name], rows, had, axis)
         return drawn
 
-    shared = {name: params[name] for name in VOCABULARY_AXES if name in params}
+    shared = {name: params[name] for name in vocabulary_axes() if name in params}
     shardings = {name: model.shardings[name] for name in shared}
     return {**params, **jax.jit(draw, out_shardings=shardings, donate_argnums=0)(shared)}
 

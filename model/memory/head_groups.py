@@ -1,92 +1,155 @@
 """Attention in groups of heads, one group after the other: queries, keys, values, partial results and the gradients of all
 these exist for one group at a time.
 
-A group is projected and attends; its output takes its place among those of all heads. Kept for the backward are the layer's
-input, that output and its lse: there each group is projected once more, and attends only backward.
+A group is projected and attends, and its output is written next to those of the groups before it. Kept for the backward pass
+are the layer's input, that output and its log-sum-exp: there each group is projected once more, and attends only backward.
 """
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int
 
 from model.attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords, keep
+from model.modules import declare_layer, read_by
 
 from .chunked import cast
+from .layer_runner import ScanRunner
+
+# The axes of heads: of attention's output [B, T, Hq, D] and of its log-sum-exp [B, Hq, T].
+OUT_AND_LSE = (2, 1)
 
 
-def attend_in_groups(project: Callable, op: AttentionOp, groups: int, weights: dict, x: jax.Array, positions: jax.Array,
-                     coords: TokenCoords, dtype) -> tuple[jax.Array, jax.Array]:
-    """x, and attention's output of all heads [B, T, Hq, D] (inside `shard_map`).
+class HeadGroupRunner(ScanRunner):
+    """A scan in which each layer attends in groups of heads."""
 
-    x passes through, so that in the backward each group's share is added to the gradient that comes in, where it lies.
+    def run_layer(self, weights, x, positions, coords):
+        layer = self.layer
+        project = functools.partial(layer.project, through=True)
+        attend_in_groups = GroupedAttention(project, layer.attention, HeadGroups.of(layer), layer.dtype)
+        x, attended = attend_in_groups(read_by("qkv", weights), x, positions, coords)
+        return layer.finish(weights, x, attended), None
 
-    Args:
-      project: (weights, x, positions) -> x, q, k, v of those heads that the weights have; closes over no traced value.
-      groups: how many; divides the heads and the key heads of the weights.
-      weights: whole, float32 by type, with values of the compute precision `dtype`; those called `proj` have the heads on
-        their last axis but one: [E, H, D], [H, D].
-      x: the layer's input [B, T, E]; positions: int32 [B, T].
+
+@dataclasses.dataclass(frozen=True)
+class HeadGroups:
+    """How heads are cut into groups.
+
+    Attributes:
+      count: number of groups; divides a device's heads and key heads.
+      axes: name of a weight -> its axis of heads, or None where all groups share the weight.
     """
-    @jax.custom_vjp
-    def run(*arrays):
-        return forward(*arrays)[0]
 
-    def forward(weights, x, positions, coords):
-        weights = cast(weights, dtype)
+    count: int
+    axes: dict[str, int | None]
 
-        def one(i):
-            _, q, k, v = project(group_of(weights, i, groups), x, positions)
-            return op.forward(Queries(q, coords), Keys(k, v, coords))
+    @classmethod
+    def of(cls, layer: Any) -> HeadGroups:
+        """Returns the groups of a `Layer`; the axes are those that its parameters declare."""
+        def heads_axis(axes):
+            return next((i for i, axis in enumerate(axes) if axis in ("heads", "kv_heads")), None)
 
-        def add(kept, i):
-            out, lse = one(i)
-            return (put(kept[0], out, i, 2), put(kept[1], lse, i, 1)), None
+        return cls(layer.memory.attention_groups,
+                   {name: heads_axis(parameter.axes) for name, parameter in declare_layer(layer.config).items()})
 
-        out, lse = jax.eval_shape(one, 0)
-        kept = all_heads(out, 2, groups), all_heads(lse, 1, groups)
-        out, lse = keep(*lax.scan(add, kept, jnp.arange(groups))[0])
+    def take(self, x: jax.Array, i: Any, axis: int) -> jax.Array:
+        """Returns group i of the heads, which lie along `axis`."""
+        size = x.shape[axis] // self.count
+        return lax.dynamic_slice_in_dim(x, i * size, size, axis)
+
+    def put(self, x: jax.Array, part: jax.Array, i: Any, axis: int) -> jax.Array:
+        """Returns all heads, with `part` as their group i."""
+        return lax.dynamic_update_slice_in_dim(x, part, i * part.shape[axis], axis)
+
+    def weights(self, weights: dict[str, jax.Array], i: Any) -> dict[str, jax.Array]:
+        """Returns group i's weights, float32 by type, from those of all heads in the compute dtype."""
+        return {name: weight if (axis := self.axes[name]) is None else self.take(weight, i, axis)
+                for name, weight in cast(weights, jnp.float32).items()}
+
+    def over(self, step: Callable, carry: Any, axes: Any) -> tuple[Any, Any]:
+        """Runs `step(carry, i) -> (carry, results of group i)` for each group, one after the other.
+
+        Returns the last carry, and each result for all heads: the groups' results joined along its axis of heads. `axes` is a
+        tree with these axes, in the order of the results' leaves.
+        """
+        results, structure = jax.tree.flatten(jax.eval_shape(step, carry, 0)[1])
+        head_axes = jax.tree.leaves(axes)
+
+        def all_heads(result, axis):
+            shape = [n * self.count if i == axis else n for i, n in enumerate(result.shape)]
+            return jnp.zeros(shape, result.dtype)
+
+        def run_group(state, i):
+            carry, joined = state
+            carry, parts = step(carry, i)
+            joined = [self.put(x, part, i, axis)
+                      for x, part, axis in zip(joined, jax.tree.leaves(parts), head_axes, strict=True)]
+            return (carry, joined), None
+
+        joined = [all_heads(result, axis) for result, axis in zip(results, head_axes, strict=True)]
+        carry, joined = lax.scan(run_group, (carry, joined), jnp.arange(self.count))[0]
+        return carry, jax.tree.unflatten(structure, joined)
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupedAttention:
+    """Projects and attends in groups of heads, inside `shard_map`.
+
+    x passes through, so that the backward pass adds each group's share to the gradient that comes in, where it lies.
+
+    Attributes:
+      project: (weights, x, positions) -> x, q, k, v for the heads that the weights have; closes over no traced value.
+      dtype: the compute dtype.
+    """
+
+    project: Callable
+    attention: AttentionOp
+    groups: HeadGroups
+    dtype: Any
+
+    def __call__(self, weights: dict[str, jax.Array], x: Float[Array, "B T E"], positions: Int[Array, "B T"],
+                 coords: TokenCoords) -> tuple[Float[Array, "B T E"], Float[Array, "B T Hq D"]]:
+        """Returns x, and attention's output of all heads.
+
+        Args:
+          weights: whole, float32 by type, with values of the compute dtype.
+          x: the layer's input.
+        """
+        run = jax.custom_vjp(lambda *arrays: self._forward(*arrays)[0])
+        run.defvjp(self._forward, self._backward)
+        return run(weights, x, positions, coords)
+
+    def _forward(self, weights, x, positions, coords):
+        weights = cast(weights, self.dtype)
+
+        def attend(_, i):
+            _, q, k, v = self.project(self.groups.weights(weights, i), x, positions)
+            return (), self.attention.forward(Queries(q, coords), Keys(k, v, coords))
+
+        out, lse = keep(*self.groups.over(attend, (), OUT_AND_LSE)[1])
         return (x, out), (weights, x, positions, coords, out, lse)
 
-    def backward(residuals, gradients):
+    def _backward(self, residuals, cotangents):
         weights, x, positions, coords, out, lse = residuals
-        dx, dout = gradients
+        dx, dout = cotangents
+        groups = self.groups
+        head_axes = {name: groups.axes[name] for name in weights if groups.axes[name] is not None}
 
-        def add(carry, i):
-            dx, dw = carry
-            (_, q, k, v), pull = jax.vjp(lambda w, x: project(w, x, positions), group_of(weights, i, groups), x)
-            result = AttentionPartial(take(out, i, 2, groups), take(lse, i, 1, groups))
-            gradients = op.backward(Queries(q, coords), Keys(k, v, coords), result, take(dout, i, 2, groups))
-            more, dx = pull((dx, *gradients))
-            return (dx, {name: put(dw[name], g, i, g.ndim - 2) if "proj" in name else dw[name] + g
-                         for name, g in more.items()}), None
+        def add_group(carry, i):
+            dx, d_shared = carry
+            (_, q, k, v), pull = jax.vjp(lambda w, x: self.project(w, x, positions), groups.weights(weights, i), x)
+            result = AttentionPartial(groups.take(out, i, 2), groups.take(lse, i, 1))
+            gradients = self.attention.backward(Queries(q, coords), Keys(k, v, coords), result, groups.take(dout, i, 2))
+            dw, dx = pull((dx, *gradients))
+            d_shared = {name: total + dw[name] for name, total in d_shared.items()}
+            return (dx, d_shared), {name: dw[name] for name in head_axes}
 
-        (dx, dw), _ = lax.scan(add, (dx, {name: jnp.zeros(w.shape, jnp.float32) for name, w in weights.items()}),
-                               jnp.arange(groups))
-        return dw, dx, None, None
-
-    run.defvjp(forward, backward)
-    return run(weights, x, positions, coords)
-
-
-def group_of(weights: dict, i, groups: int) -> dict:
-    """The weights of group i, float32 by type, from those of all heads in the compute precision."""
-    return {name: take(w, i, w.ndim - 2, groups) if "proj" in name else w for name, w in cast(weights, jnp.float32).items()}
-
-
-def all_heads(part, axis: int, groups: int) -> jax.Array:
-    """Zeros for all heads, of one group's shape and type."""
-    return jnp.zeros([n * groups if i == axis else n for i, n in enumerate(part.shape)], part.dtype)
-
-
-def take(x: jax.Array, i, axis: int, groups: int) -> jax.Array:
-    """Group i of the heads, which lie along `axis`."""
-    size = x.shape[axis] // groups
-    return lax.dynamic_slice_in_dim(x, i * size, size, axis)
-
-
-def put(x: jax.Array, part: jax.Array, i, axis: int) -> jax.Array:
-    """All heads, with `part` as their group i."""
-    return lax.dynamic_update_slice_in_dim(x, part, i * part.shape[axis], axis)
+        d_shared = {name: jnp.zeros(weight.shape, jnp.float32) for name, weight in weights.items() if name not in head_axes}
+        (dx, d_shared), d_heads = groups.over(add_group, (dx, d_shared), head_axes)
+        return {**d_shared, **d_heads}, dx, None, None

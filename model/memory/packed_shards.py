@@ -1,91 +1,99 @@
-"""A layer's shards as a parcel that can travel the sequence axis, and all ranks' parcels as the layer's weights.
+"""A layer's shards packed into few arrays that can travel the sequence axis, and unpacked as the layer's weights.
 
-Every matrix has one axis that storage is split along, mostly the hidden one. With that axis first, a rank's shards of one
-length stand side by side as columns of one array, so that one transfer carries them all, and the ranks' parcels, one under the
-other, are the whole matrices. Ranks of `fsdp` gather theirs before a parcel leaves: what goes round is what they share.
+Every matrix has one axis that storage is split along, mostly the hidden one. With that axis first, a rank's shards whose split
+axis has the same length stand side by side as columns of one array, so that one transfer carries them all. All ranks' packed
+arrays, one below the other, are the whole matrices. Ranks of `fsdp` gather theirs first: they share what travels the sequence
+axis.
 """
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
 
 from model.sharding import storage_axes_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Parcels:
-    """How the parameters of a layer are packed.
+class PackedShards:
+    """How the parameters of a layer are packed. R is the rows of a packed array (the length of the split axis in a shard), C
+    its columns, F the ranks of `fsdp`, P those of `sequence`.
 
     Attributes:
-      shapes: name -> shape of a rank's shard, of those that travel.
-      places: name -> the axis that is split.
-      fsdp, sequence: how many ranks have shards.
-      dtype: in which weights travel; sums of gradients are float32.
+      shapes: name -> shape of a rank's shard, for the parameters that travel.
+      split_axes: name -> the axis that storage is split along.
+      dtype: the dtype in which weights travel; sums of gradients are float32.
     """
 
     shapes: dict[str, tuple[int, ...]]
-    places: dict[str, int]
+    split_axes: dict[str, int]
     fsdp: int
     sequence: int
-    dtype: object
+    dtype: Any
 
     @classmethod
-    def of(cls, specs: dict[str, PartitionSpec], shapes: dict[str, tuple[int, ...]], fsdp: int, sequence: int, dtype):
-        """Of a layer's specs and shards; those that are not split over all ranks along one axis stay behind."""
-        axes = ("fsdp", "sequence") if fsdp > 1 else ("sequence",)
-        split = {name: storage_axes_of(spec) for name, spec in specs.items()}
-        places = {name: found[0][0] for name, found in split.items() if [over for _, over in found] == [axes]}
-        return cls({name: shapes[name] for name in places}, places, fsdp, sequence, dtype)
+    def of(cls, specs: dict[str, PartitionSpec], shapes: dict[str, tuple[int, ...]], sizes: dict[str, int],
+           dtype: Any) -> PackedShards:
+        """Returns how a layer is packed. Parameters that are not split over all ranks along one axis do not travel.
+
+        Args:
+          specs, shapes: of a layer's parameters and their shards; sizes: of the mesh axes.
+        """
+        axes = ("fsdp", "sequence") if sizes["fsdp"] > 1 else ("sequence",)
+        splits = {name: storage_axes_of(spec) for name, spec in specs.items()}
+        split_axes = {name: split[0][0] for name, split in splits.items() if [mesh_axes for _, mesh_axes in split] == [axes]}
+        return cls({name: shapes[name] for name in split_axes}, split_axes, sizes["fsdp"], sizes["sequence"], dtype)
 
     @property
-    def _groups(self) -> dict[int, list[str]]:
-        """length of the split axis in a shard -> names."""
-        groups = {}
+    def _arrays(self) -> list[list[str]]:
+        """The names of the parameters in each packed array: those whose split axis has the same length in a shard."""
+        by_rows: dict[int, list[str]] = {}
         for name, shape in self.shapes.items():
-            groups.setdefault(shape[self.places[name]], []).append(name)
-        return groups
+            by_rows.setdefault(shape[self.split_axes[name]], []).append(name)
+        return list(by_rows.values())
 
-    def pack(self, shards: dict) -> list[jax.Array]:
-        """name -> float32 shard, to a parcel: arrays [fsdp, rows, columns] in `dtype`."""
-        parcel = [self._columns({name: shards[name].astype(self.dtype) for name in names}) for names in self._groups.values()]
-        return [lax.all_gather(x, "fsdp") if self.fsdp > 1 else x[None] for x in parcel]
+    def pack(self, shards: dict[str, jax.Array]) -> list[Float[Array, "F R C"]]:
+        """Returns the packed arrays of float32 shards."""
+        packed = [self._columns({name: shards[name].astype(self.dtype) for name in names}) for names in self._arrays]
+        return [lax.all_gather(x, "fsdp") if self.fsdp > 1 else x[None] for x in packed]
 
-    def unpack(self, parcels: list[jax.Array]) -> dict:
-        """All ranks' parcels [sequence, fsdp, rows, columns] -> name -> whole weight, float32 by type as by `gather`."""
-        found = {}
-        for names, x in zip(self._groups.values(), parcels, strict=True):
-            found |= self._cut(names, x.swapaxes(0, 1).reshape(-1, x.shape[-1]), self.fsdp * self.sequence)
-        return {name: w.astype(jnp.float32) for name, w in found.items()}
+    def unpack(self, packed: list[Float[Array, "P F R C"]]) -> dict[str, jax.Array]:
+        """Returns the whole weights from all ranks' packed arrays, float32 by type as those of `sharding.gather`."""
+        weights: dict[str, jax.Array] = {}
+        for names, x in zip(self._arrays, packed, strict=True):
+            weights |= self._cut(names, x.swapaxes(0, 1).reshape(-1, x.shape[-1]), self.fsdp * self.sequence)
+        return {name: weight.astype(jnp.float32) for name, weight in weights.items()}
 
-    def pack_gradients(self, gradients: dict) -> list[jax.Array]:
-        """name -> float32 gradient of the whole weight, to this rank's shares of all ranks' parcels."""
-        shares = [self._columns({name: gradients[name] for name in names}) for names in self._groups.values()]
-        return [x.reshape(self.fsdp, self.sequence, -1, x.shape[-1]).swapaxes(0, 1) for x in shares]
+    def pack_gradients(self, gradients: dict[str, jax.Array]) -> list[Float[Array, "P F R C"]]:
+        """Returns this rank's summands for all ranks' packed arrays, from the float32 gradients of whole weights."""
+        columns = [self._columns({name: gradients[name] for name in names}) for names in self._arrays]
+        return [x.reshape(self.fsdp, self.sequence, -1, x.shape[-1]).swapaxes(0, 1) for x in columns]
 
-    def unpack_gradient(self, parcel: list[jax.Array]) -> dict:
-        """The sum over the sequence axis of a parcel's shares -> name -> gradient of the shard, float32."""
-        found = {}
-        for names, x in zip(self._groups.values(), parcel, strict=True):
-            found |= self._cut(names, lax.psum_scatter(x, "fsdp") if self.fsdp > 1 else x[0], 1)
-        return found
+    def unpack_gradient(self, packed: list[Float[Array, "F R C"]]) -> dict[str, jax.Array]:
+        """Returns the float32 gradients of the shards, from packed gradients summed over the sequence axis."""
+        gradients: dict[str, jax.Array] = {}
+        for names, x in zip(self._arrays, packed, strict=True):
+            gradients |= self._cut(names, lax.psum_scatter(x, "fsdp") if self.fsdp > 1 else x[0], 1)
+        return gradients
 
-    def _columns(self, arrays: dict) -> jax.Array:
-        """Arrays side by side, the split axis first: [rows, columns]."""
-        first = (jnp.moveaxis(x, self.places[name], 0) for name, x in arrays.items())
-        return jnp.concatenate([x.reshape(x.shape[0], -1) for x in first], 1)
+    def _columns(self, arrays: dict[str, jax.Array]) -> Float[Array, "R C"]:
+        """The arrays side by side, each with its split axis first."""
+        split_first = (jnp.moveaxis(x, self.split_axes[name], 0) for name, x in arrays.items())
+        return jnp.concatenate([x.reshape(x.shape[0], -1) for x in split_first], 1)
 
-    def _cut(self, names: list[str], columns: jax.Array, ranks: int) -> dict:
-        """What stands side by side, as it was; of so many ranks' shards."""
-        start, found = 0, {}
+    def _cut(self, names: list[str], columns: Float[Array, "R C"], ranks: int) -> dict[str, jax.Array]:
+        """The arrays that `_columns` put side by side, from the shards of that many ranks."""
+        start, arrays = 0, {}
         for name in names:
-            place, shape = self.places[name], list(self.shapes[name])
-            rows = shape.pop(place) * ranks
+            axis, shape = self.split_axes[name], list(self.shapes[name])
+            rows = shape.pop(axis) * ranks
             part = columns[:, start:start + math.prod(shape)].reshape(rows, *shape)
             start += math.prod(shape)
-            found[name] = jnp.moveaxis(part, 0, place)
-        return found
+            arrays[name] = jnp.moveaxis(part, 0, axis)
+        return arrays

@@ -1,131 +1,131 @@
 """The layers, each of which runs while the next one's weights arrive.
 
-A layer's weights ride the sequence axis with the keys and values of the layer before (`schedules.ring.carry_forward`), so what
-hides the ring hides them too. Backward the same the other way round: while a layer's attention runs, the weights of the layer
-below arrive, and the gradients of the layer above, added up on their way (a reduce-scatter), go home to the ranks that store
-them. Plain differentiation would keep every layer's whole weights for the backward, so both scans are written by hand.
-Only the first layer's gather and scatter have nothing to hide behind.
+A layer's weights travel the sequence axis with the keys and values of the layer before (`schedules.ring.carry_forward`), so
+whatever hides the ring pass hides them too. The backward pass does the same the other way round: while a layer's attention
+runs, the weights of the layer below arrive, and the gradients of the layer above, added up on their way (a reduce-scatter),
+return to the ranks that store them. Plain differentiation would keep every layer's whole weights for the backward pass, so both
+scans are written by hand. Only the first layer's gather and scatter have nothing to hide behind.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import NamedTuple
+import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from model.attention import AttentionOp, AttentionPartial, Keys, Payload, Queries, TokenCoords
+from model.attention import AttentionPartial, Keys, Payload, Queries
+from model.layer import Layer
+from model.modules import read_by
 from model.sharding import gather, reduce_scatter
+from model.weights import Shards, Weights
 
-from .packed_shards import Parcels
+from .layer_runner import LayerRunner
+from .packed_shards import PackedShards
+
+# Of packed shards with a leading axis of ranks: that axis is split over the sequence.
+RANKS = PartitionSpec("sequence")
 
 
-class Layer(NamedTuple):
-    """One layer's parts; none closes over a traced value.
+class PrefetchRunner(LayerRunner):
+    """Runs the layers one after the other; holds two layers' weights at a time."""
+
+    def run(self, shards, x, positions, coords):
+        specs = {name: self.weights.layer_spec(name) for name in shards}
+        packed = PackedShards.of(specs, {name: shard.shape[1:] for name, shard in shards.items()},
+                                 dict(jax.sharding.get_abstract_mesh().shape), self.layer.dtype)
+        layers = _PrefetchedLayers(self.layer, self.weights, packed, jax.tree.leaves(shards)[0].shape[0])
+        run = jax.custom_vjp(lambda *arrays: layers.forward(*arrays)[0])
+        run.defvjp(layers.forward, layers.backward)
+        return run(shards, x, positions, coords)
+
+
+@dataclasses.dataclass(frozen=True)
+class _PrefetchedLayers:
+    """The two directions of all layers. Carries and residuals hold `whole`: the packed weights of all ranks of the layer that
+    runs next.
 
     Attributes:
-      parcels: of those weights that travel; trim: these, whole -> as the layer takes them.
-      others: shards of the others -> these, whole.
-      project: (weights, x, positions) -> x, q, k, v; finish: (weights, x, attended) -> the next layer's input.
-      op: attention, whose schedule carries other arrays; keep_attention: whether its output and lse are kept, so that it
-        never runs forward again.
-      on_host: whether the layers' inputs are kept in the host's memory.
-      inward: begins the names of the weights that `project` takes; `finish` takes the others.
+      packed: how the weights that travel are packed; `weights` gathers the others.
+      count: number of layers.
     """
 
-    parcels: Parcels
-    trim: Callable
-    others: Callable
-    project: Callable
-    finish: Callable
-    op: AttentionOp
-    keep_attention: bool
-    on_host: bool
-    inward: tuple[str, ...]
+    layer: Layer
+    weights: Weights
+    packed: PackedShards
+    count: int
 
-    def parts(self, whole: dict, others: dict) -> tuple[dict, dict]:
-        """What `project` and what `finish` takes, of the weights that travelled and of the others."""
-        weights = {**self.trim(whole), **others}
-        inward = {name: weights.pop(name) for name in list(weights) if name.startswith(self.inward)}
-        return inward, weights
+    def forward(self, shards: Shards, x, positions, coords):
+        """Returns the last layer's output, and the residuals."""
+        policy = self.layer.memory.policy
 
-
-def run_layers(layer: Layer, shards: dict, x: jax.Array, positions: jax.Array, coords: TokenCoords) -> jax.Array:
-    """All layers: [B, T, E] -> [B, T, E] (inside `shard_map`).
-
-    Args:
-      shards: name within the layer -> float32 shards of all layers [layers, ...].
-    """
-    parcels = layer.parcels
-    count = jax.tree.leaves(shards)[0].shape[0]
-    rows = PartitionSpec("sequence")
-
-    def split(shards):
-        """(those that travel, the others)"""
-        return ({name: shards[name] for name in parcels.shapes},
-                {name: shard for name, shard in shards.items() if name not in parcels.shapes})
-
-    def of_layer(shards, i):
-        """Layer i's parcel, and its other shards; that of the nearest layer that there is."""
-        at = jnp.clip(i, 0, count - 1)
-        travelling, others = split({name: lax.dynamic_index_in_dim(w, at, 0, False) for name, w in shards.items()})
-        return parcels.pack(travelling), others
-
-    @jax.custom_vjp
-    def run(*arrays):
-        return forward(*arrays)[0]
-
-    def forward(shards, x, positions, coords):
-        def one(carry, i):
+        def run_layer(carry, i):
             x, whole, positions, coords = carry
-            inward, outward = layer.parts(parcels.unpack(whole), layer.others(of_layer(shards, i)[1]))
-            _, q, k, v = layer.project(inward, x, positions)
-            (out, lse), whole = layer.op.carry_forward(Queries(q, coords), Keys(k, v, coords), of_layer(shards, i + 1)[0])
-            kept = (out, lse) if layer.keep_attention else ()
-            there = jax.device_put(x, jax.memory.Space.Host) if layer.on_host else x
-            return (layer.finish(outward, x, out), whole, positions, coords), (there, *kept)
+            weights = self._weights(self.packed.unpack(whole), self._of_layer(shards, i)[1])
+            q, k, v = self.layer.project(weights, x, positions)
+            (out, lse), whole = self.layer.attention.carry_forward(
+                Queries(q, coords), Keys(k, v, coords), self._of_layer(shards, i + 1)[0])
+            attention = (out, lse) if policy.attention else ()
+            kept = jax.device_put(x, jax.memory.Space.Host) if policy.offload else x
+            return (self.layer.finish(weights, x, out), whole, positions, coords), (kept, *attention)
 
-        first = of_layer(shards, 0)[0]
-        # As float32 by type, of which `gather` makes what travels; in turns where they are needed.
-        whole = [gather(x.astype(jnp.float32)[None], rows, x.dtype).astype(x.dtype) for x in first]
-        (y, whole, *_), kept = lax.scan(one, (x, whole, positions, coords), jnp.arange(count))
+        # `gather` takes float32 by type and sends the travelling dtype; it runs in stages where the compiler needs them.
+        whole = [gather(array.astype(jnp.float32)[None], RANKS, array.dtype).astype(array.dtype)
+                 for array in self._of_layer(shards, 0)[0]]
+        (y, whole, *_), kept = lax.scan(run_layer, (x, whole, positions, coords), jnp.arange(self.count))
         return y, (shards, kept, whole, positions, coords)
 
-    def backward(residuals, dy):
+    def backward(self, residuals, dy):
+        """Returns the gradients of the shards and of x."""
         shards, kept, whole, positions, coords = residuals
 
-        def one(carry, this):
-            dx, whole, shares, positions, coords = carry
-            i, (x, *attended) = this
-            x = jax.device_put(x, jax.memory.Space.Device) if layer.on_host else x
-            (inward, outward), give_back = jax.vjp(lambda whole, others: layer.parts(whole, layer.others(others)),
-                                                   parcels.unpack(whole), of_layer(shards, i)[1])
-            (_, q, k, v), pull = jax.vjp(lambda w, x: layer.project(w, x, positions), inward, x)
-            queries, keys = Queries(q, coords), Keys(k, v, coords)
-            below = of_layer(shards, i - 1)[0]
-            # What arrives rides with attention's forward where that runs again, else with its backward.
-            arrived = None
-            if not attended:
-                attended, arrived = layer.op.carry_forward(queries, keys, below)
-            d_outward, dx, dout = jax.vjp(layer.finish, outward, x, attended[0])[1](dx)
-            rides = below if arrived is None else None
-            dqkv, with_backward, above = layer.op.carry_backward(queries, keys, AttentionPartial(*attended), dout,
-                                                                 Payload(rides, shares))
-            d_inward, dx = pull((dx, *dqkv))
-            travelled, d_others = give_back((d_inward, d_outward))
-            whole = with_backward if arrived is None else arrived
-            return (dx, whole, parcels.pack_gradients(travelled), positions, coords), (
-                parcels.unpack_gradient(above), d_others)
+        def run_layer(carry, layer_inputs):
+            dx, whole, d_above, positions, coords = carry
+            i, (x, *attention) = layer_inputs
+            x = jax.device_put(x, jax.memory.Space.Device) if self.layer.memory.policy.offload else x
+            weights, unpack_gradients = jax.vjp(self._weights, self.packed.unpack(whole), self._of_layer(shards, i)[1])
+            below = self._of_layer(shards, i - 1)[0]
+            dx, dw, whole, d_above = self._backward_layer(weights, (x, *attention), dx, below, d_above, positions, coords)
+            d_travelling, d_others = unpack_gradients(dw)
+            d_packed = self.packed.pack_gradients(d_travelling)
+            return (dx, whole, d_packed, positions, coords), (self.packed.unpack_gradient(d_above), d_others)
 
-        none = [jnp.zeros(x.shape, jnp.float32) for x in whole]
-        (dx, _, shares, *_), (above, d_others) = lax.scan(
-            one, (dy, whole, none, positions, coords), (jnp.arange(count), kept), reverse=True)
-        first = parcels.unpack_gradient([reduce_scatter(rows, x)[0] for x in shares])
-        # Layer i's gradients came home while layer i - 1 ran.
-        travelled = {name: jnp.concatenate([first[name][None], above[name][:-1]]) for name in first}
-        return {**travelled, **d_others}, dx, None, None
+        zeros = [jnp.zeros(array.shape, jnp.float32) for array in whole]
+        (dx, _, d_first, *_), (d_above, d_others) = lax.scan(
+            run_layer, (dy, whole, zeros, positions, coords), (jnp.arange(self.count), kept), reverse=True)
+        first = self.packed.unpack_gradient([reduce_scatter(RANKS, array)[0] for array in d_first])
+        # Layer i's gradients returned while layer i - 1 ran.
+        d_travelling = {name: jnp.concatenate([first[name][None], d_above[name][:-1]]) for name in first}
+        return {**d_travelling, **d_others}, dx, None, None
 
-    run.defvjp(forward, backward)
-    return run(shards, x, positions, coords)
+    def _backward_layer(self, weights, kept, dx, below, d_above, positions, coords):
+        """Returns a layer's dx and dw; `below`, the packed shards of the layer below, of all ranks; and this rank's sum of
+        `d_above`, the packed gradients of the layer above.
+
+        The weights travel with attention's forward where that runs again, otherwise with its backward.
+        """
+        x, *saved = kept
+        attention = self.layer.attention
+        (_, q, k, v), pull = jax.vjp(lambda w, x: self.layer.project(w, x, positions, through=True), read_by("qkv", weights), x)
+        queries, keys = Queries(q, coords), Keys(k, v, coords)
+        whole = None
+        if not saved:
+            saved, whole = attention.carry_forward(queries, keys, below)
+        dw_output, dx, dout = jax.vjp(self.layer.finish, read_by(("output",), weights), x, saved[0])[1](dx)
+        payload = Payload(below if whole is None else None, d_above)
+        dqkv, whole_after, d_above = attention.carry_backward(queries, keys, AttentionPartial(*saved), dout, payload)
+        dw_project, dx = pull((dx, *dqkv))
+        return dx, {**dw_project, **dw_output}, whole_after if whole is None else whole, d_above
+
+    def _weights(self, travelled: dict[str, jax.Array], others: Shards) -> dict[str, jax.Array]:
+        """A layer's weights, from those that travelled and the shards of the others."""
+        return {**self.weights.trim_layer(travelled), **self.weights.layer(others)}
+
+    def _of_layer(self, shards: Shards, i: Any) -> tuple[list[jax.Array], Shards]:
+        """The packed shards of layer i, or of the nearest layer that there is, and the shards that are not packed."""
+        index = jnp.clip(i, 0, self.count - 1)
+        layer = {name: lax.dynamic_index_in_dim(shard, index, 0, False) for name, shard in shards.items()}
+        others = {name: layer.pop(name) for name in list(layer) if name not in self.packed.shapes}
+        return self.packed.pack(layer), others

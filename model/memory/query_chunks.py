@@ -1,122 +1,148 @@
 """A layer in chunks of queries, one after the other, each from its projection to the layer's output: attention and feed-forward
-fused, after Blockwise Parallel Transformer and Ring Attention's Algorithm 1.
+fused (Blockwise Parallel Transformer, Algorithm 1; Ring Attention, Algorithm 1).
 
-Keys and values of all of a device's tokens are projected first. A chunk of tokens then meets the keys of all shards and goes on
-through the feed-forward, and its output takes the place of its input: queries, attention's output and the gradients of both
-never exist for more than a chunk. Kept for the backward is the layer's input alone; there each chunk is projected and attends
-once more, and what it leaves for the keys and values is added up in float32. Those sums take 8 bytes for each token and number
-of a key head, output and gradient together took 4 for each of a query head: memory is spared where more than two of these share
-a key head.
+Keys and values of all of a device's tokens are projected first. Each chunk of tokens then attends to the keys of all shards and
+goes on through the feed-forward, and its output is written over its input: queries, attention's output and the gradients of
+both never exist for more than a chunk. Kept for the backward pass is the layer's input alone; there each chunk is projected and
+attends once more, and its summands of dK and dV are added up in float32. These sums take 8 T Hkv D bytes; keeping out and dout
+would take 4 T Hq D: this saves memory when Hq / Hkv > 2.
 
 With groups of heads (`head_groups.py`) a chunk attends group by group, and each group's keys and values are projected again.
 
-The price is traffic: keys and values (backward also their gradients) go round once for each chunk. The kernels hide that as
-long as a chunk's take longer than its transfers: with long contexts.
+The price is traffic: keys and values (in the backward pass also their gradients) make a ring pass for each chunk. The kernels
+hide it as long as a chunk's take longer than its transfers, that is with long contexts.
 """
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jaxtyping import Array, Float, Int
 
 from model.attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords
 
 from .chunked import cast, over_chunks
-from .head_groups import all_heads, group_of, put, take
+from .head_groups import OUT_AND_LSE, HeadGroups
+from .layer_runner import ScanRunner
 
 
-def layer_in_chunks(project: Callable, finish: Callable, op: AttentionOp, chunks: int, groups: int, weights: dict, x: jax.Array,
-                    positions: jax.Array, coords: TokenCoords, dtype) -> jax.Array:
-    """A layer's output [B, T, E] (inside `shard_map`).
+class QueryChunkRunner(ScanRunner):
+    """A scan in which the tokens go through each layer in chunks."""
 
-    Args:
-      project: (weights, x, positions, which) -> x, and of q, k, v those that `which` names, with the heads of the weights.
+    def run_layer(self, weights, x, positions, coords):
+        layer = self.layer
+        in_chunks = LayerInChunks(functools.partial(layer.project, through=True), layer.finish, layer.attention,
+                                  layer.memory.query_chunks, HeadGroups.of(layer), layer.dtype)
+        return in_chunks(weights, x, positions, coords), None
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerInChunks:
+    """Runs a layer in chunks of queries, inside `shard_map`.
+
+    Attributes:
+      project: (weights, x, positions, stages) -> x, and those of q, k and v that `stages` names, for the weights' heads.
       finish: (weights, x, attention's output) -> the layer's output. Both are position-wise and close over no traced value.
-      chunks: how many; divides T. groups: as of `attend_in_groups`.
-      weights: the layer's, whole, float32 by type, with values of the compute precision `dtype`.
-      x: the layer's input [B, T, E]; positions: int32 [B, T].
-
-    Raises:
-      ValueError: chunks that do not divide T.
+      chunks: how many; divides a device's tokens.
+      dtype: the compute dtype.
     """
-    size, rest = divmod(x.shape[1], chunks)
-    if rest:
-        raise ValueError(f"memory.query_chunks: {chunks} does not divide the {x.shape[1]} tokens of a device")
 
-    def source(narrow, x, positions, coords):
-        """What the chunks take keys, values and coordinates from: with groups x, of which each group's are projected anew."""
-        held = project(cast(narrow, jnp.float32), x, positions, "kv")[1:] if groups == 1 else (x, positions)
-        return held, coords
+    project: Callable
+    finish: Callable
+    attention: AttentionOp
+    chunks: int
+    groups: HeadGroups
+    dtype: Any
 
-    def keys(narrow, held, i):
-        return held if groups == 1 else project(group_of(narrow, i, groups), *held, "kv")[1:]
+    def __call__(self, weights: dict[str, jax.Array], x: Float[Array, "B T E"], positions: Int[Array, "B T"],
+                 coords: TokenCoords) -> Float[Array, "B T E"]:
+        """Returns the layer's output.
 
-    def attended(narrow, source, q, mine):
-        """out and lse of all heads, for a chunk of queries."""
-        held, coords = source
+        Args:
+          weights: the layer's, whole, float32 by type, with values of the compute dtype.
+          x: the layer's input.
 
-        def one(i):
-            return op.forward(Queries(take(q, i, 2, groups), mine), Keys(*keys(narrow, held, i), coords))
+        Raises:
+          ValueError: the chunks do not divide the tokens.
+        """
+        if x.shape[1] % self.chunks:
+            raise ValueError(f"memory.query_chunks: {self.chunks} does not divide the {x.shape[1]} tokens of a device")
+        run = jax.custom_vjp(lambda *arrays: self._forward(*arrays)[0])
+        run.defvjp(self._forward, self._backward)
+        return run(weights, x, positions, coords)
 
-        def add(found, i):
-            out, lse = one(i)
-            return (put(found[0], out, i, 2), put(found[1], lse, i, 1)), None
+    def _forward(self, weights, x, positions, coords):
+        weights = cast(weights, self.dtype)
+        residuals = (weights, x, positions, coords)
 
-        out, lse = jax.eval_shape(one, 0)
-        return lax.scan(add, (all_heads(out, 2, groups), all_heads(lse, 1, groups)), jnp.arange(groups))[0]
+        def run_chunk(source, chunk):
+            # Without the barrier, what all chunks do alike with the keys would be hoisted, and kept by differentiation.
+            source, (x, positions, chunk_coords) = lax.optimization_barrier((source, chunk))
+            float32_weights = cast(weights, jnp.float32)
+            _, q = self.project(float32_weights, x, positions, "q")
+            out, _ = self._attend(weights, source, q, chunk_coords)
+            return source, self.finish(float32_weights, x, out)
 
-    def gradients(dkv, narrow, source, q, mine, out, lse, dout):
-        """The chunk's dk and dv added to `dkv`, float32, and its dq, in q's dtype."""
-        held, coords = source
+        y = over_chunks(run_chunk, self._key_source(*residuals), residuals[1:], x.shape[1] // self.chunks)[1]
+        return y, residuals
 
-        def add(found, i):
-            dkv, dq = found
-            result, dout_group = AttentionPartial(take(out, i, 2, groups), take(lse, i, 1, groups)), take(dout, i, 2, groups)
-            dq_here, *here = op.gradients(Queries(take(q, i, 2, groups), mine), Keys(*keys(narrow, held, i), coords), result,
-                                          dout_group)
-            dkv = [put(total, take(total, i, 2, groups) + g, i, 2) for total, g in zip(dkv, here, strict=True)]
-            return (dkv, put(dq, dq_here.astype(q.dtype), i, 2)), None
+    def _backward(self, residuals, dy):
+        weights, x, positions, coords = residuals
 
-        return lax.scan(add, (dkv, jnp.zeros_like(q)), jnp.arange(groups))[0]
-
-    @jax.custom_vjp
-    def run(*arrays):
-        return forward(*arrays)[0]
-
-    def forward(weights, x, positions, coords):
-        narrow = cast(weights, dtype)
-
-        def one(source, part):
-            # Behind the barrier, nothing of the keys is the same for all chunks: differentiation would keep what is.
-            source, (x, positions, mine) = lax.optimization_barrier((source, part))
-            wide = cast(narrow, jnp.float32)
-            _, q = project(wide, x, positions, "q")
-            return source, finish(wide, x, attended(narrow, source, q, mine)[0])
-
-        residuals = (narrow, x, positions, coords)
-        return over_chunks(one, source(*residuals), residuals[1:], size)[1], residuals
-
-    def backward(residuals, dy):
-        narrow, x, positions, coords = residuals
-
-        def one(sums, part):
+        def add_chunk(sums, chunk):
             dw, dkv, source = sums
-            source, (x, positions, mine, dy) = lax.optimization_barrier((source, part))
-            wide = cast(narrow, jnp.float32)
-            (_, q), pull = jax.vjp(lambda w, x: project(w, x, positions, "q"), wide, x)
-            out, lse = attended(narrow, source, q, mine)
-            finished, dx, dout = jax.vjp(finish, wide, x, out)[1](dy)
-            dkv, dq = gradients(dkv, narrow, source, q, mine, out, lse, dout)
-            projected, dx = pull((dx, dq))
-            return (jax.tree.map(lambda *parts: sum(parts), dw, finished, projected), dkv, source), dx
+            source, (x, positions, chunk_coords, dy) = lax.optimization_barrier((source, chunk))
+            float32_weights = cast(weights, jnp.float32)
+            (_, q), pull = jax.vjp(lambda w, x: self.project(w, x, positions, "q"), float32_weights, x)
+            out, lse = self._attend(weights, source, q, chunk_coords)
+            dw_finish, dx, dout = jax.vjp(self.finish, float32_weights, x, out)[1](dy)
+            dkv, dq = self._gradients(dkv, weights, source, Queries(q, chunk_coords), AttentionPartial(out, lse), dout)
+            dw_project, dx = pull((dx, dq))
+            return (jax.tree.map(lambda *parts: sum(parts), dw, dw_finish, dw_project), dkv, source), dx
 
-        (_, *kv), pull = jax.vjp(lambda w, x: project(w, x, positions, "kv"), cast(narrow, jnp.float32), x)
-        dw, dkv = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (narrow, kv))
-        (dw, dkv, _), dx = over_chunks(one, (dw, dkv, source(*residuals)), (x, positions, coords, dy), size)
-        more, dx = pull((dx, *(d.astype(k.dtype) for d, k in zip(dkv, kv, strict=True))))
-        return jax.tree.map(jnp.add, dw, more), dx, None, None
+        (_, *kv), pull = jax.vjp(lambda w, x: self.project(w, x, positions, "kv"), cast(weights, jnp.float32), x)
+        dw, dkv = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (weights, kv))
+        (dw, dkv, _), dx = over_chunks(add_chunk, (dw, dkv, self._key_source(*residuals)), (x, positions, coords, dy),
+                                       x.shape[1] // self.chunks)
+        dw_kv, dx = pull((dx, *(total.astype(array.dtype) for total, array in zip(dkv, kv, strict=True))))
+        return jax.tree.map(jnp.add, dw, dw_kv), dx, None, None
 
-    run.defvjp(forward, backward)
-    return run(weights, x, positions, coords)
+    def _key_source(self, weights, x, positions, coords):
+        """What the chunks take keys and values from, with the keys' coordinates: k and v of all tokens, or with groups of
+        heads x and positions, from which each group's are projected again."""
+        if self.groups.count > 1:
+            return (x, positions), coords
+        return self.project(cast(weights, jnp.float32), x, positions, "kv")[1:], coords
+
+    def _keys(self, weights, source, i):
+        """k and v of group i."""
+        return source if self.groups.count == 1 else self.project(self.groups.weights(weights, i), *source, "kv")[1:]
+
+    def _attend(self, weights, source, q, q_coords):
+        """out and lse of all heads, for a chunk of queries."""
+        source, coords = source
+
+        def attend(_, i):
+            return (), self.attention.forward(Queries(self.groups.take(q, i, 2), q_coords),
+                                              Keys(*self._keys(weights, source, i), coords))
+
+        return self.groups.over(attend, (), OUT_AND_LSE)[1]
+
+    def _gradients(self, dkv, weights, source, queries, result, dout):
+        """dk and dv of a chunk of queries added to `dkv`, float32, and its dq, in q's dtype."""
+        (source, coords), groups = source, self.groups
+
+        def add_group(dkv, i):
+            dq, *dkv_group = self.attention.gradients(
+                Queries(groups.take(queries.q, i, 2), queries.coords), Keys(*self._keys(weights, source, i), coords),
+                AttentionPartial(groups.take(result.out, i, 2), groups.take(result.lse, i, 1)), groups.take(dout, i, 2))
+            dkv = [groups.put(total, groups.take(total, i, 2) + part, i, 2)
+                   for total, part in zip(dkv, dkv_group, strict=True)]
+            return dkv, dq.astype(queries.q.dtype)
+
+        return groups.over(add_group, dkv, 2)

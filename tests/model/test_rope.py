@@ -200,13 +200,13 @@ def test_up_to_a_length_angles_are_transformers_own():
 def test_in_a_model_scores_depend_on_distance_alone_however_far_the_tokens():
     """Queries and keys as a layer projects them: the same scores at the row's beginning and 100 million tokens on."""
     model = llama(tiny(head_dim=32))
-    weights = {name: w[0] for name, w in model.layer_shards(model.init(0)).items()}
+    weights = {name: w[0] for name, w in model.weights.of_layers(model.init(0)).items()}
     x = np.random.default_rng(1).standard_normal((1, 12, model.config.hidden_size)).astype(np.float32)
     places = np.array([[0, 1, 2, 3, 5, 8, 13, 100, 1000, 10001, 100003, 131071]], np.int32)
 
     @jax.jit
     def scores(positions):
-        q, k, _ = bind(model.config, weights).self_attn.project(x, positions, LONGEST, model.parallel)
+        q, k, _ = bind(model.config, weights).self_attn.project(x, positions, LONGEST)
         return jnp.einsum("bqgrd,bkgd->bgrqk", q.reshape(1, 12, 2, 4, 32), k)
 
     near = scores(places)

@@ -12,7 +12,7 @@ import transformers
 
 import train
 from data.tokenizer import Tokenizer
-from model.padding import HEAD_AXES, HIDDEN_AXES, VOCABULARY_AXES
+from model.padding import PADDED, logical_axes, vocabulary_axes
 from scripts import export_hf
 from tests.model.build import llama
 from trainer.checkpoint.store import CheckpointStore, restore, restore_model
@@ -39,12 +39,12 @@ def folder(request, tmp_path_factory):
 def own(name, array):
     """The part of a parameter or moment that is not padding; what is padding must be zero."""
     array = np.asarray(array)
-    heads = 3 if ".k_" in name or ".v_" in name else 6
-    for table, size in ((VOCABULARY_AXES, ROWS), (HEAD_AXES, heads), (HIDDEN_AXES, HIDDEN)):
-        axis = next((axis for padded, axis in table.items() if name.endswith(padded)), None)
-        if axis is not None and array.ndim:
-            assert not np.take(array, range(size, array.shape[axis]), axis).any()
-            array = np.take(array, range(size), axis)
+    sizes = {"vocab": ROWS, "heads": 6, "kv_heads": 3, "embed": HIDDEN, "norm": HIDDEN}
+    assert set(sizes) == set(PADDED)
+    for axis, logical in enumerate(logical_axes(name) if array.ndim else ()):
+        if logical in sizes:
+            assert not np.take(array, range(sizes[logical], array.shape[axis]), axis).any()
+            array = np.take(array, range(sizes[logical]), axis)
     return array
 
 
@@ -110,7 +110,7 @@ def test_new_rows_are_near_the_mean_and_the_same_on_every_mesh(folder):
     before = read_hf(folder, source.config, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
     one, many = (grown.read(llama(grown.config, shape), seed=5) for shape in ({}, {"tensor": 2, "sequence": 4}))
     for name, value in before.items():
-        axis = VOCABULARY_AXES.get(name)
+        axis = vocabulary_axes().get(name)
         if axis is None:
             np.testing.assert_array_equal(one[name], value)
             continue

@@ -6,9 +6,10 @@ import numpy as np
 from model.attention import AttentionOp, TokenCoords
 from model.attention.kernels import get_kernel
 from model.memory.chunked import chunked, product
-from model.memory.head_groups import attend_in_groups
+from model.memory.head_groups import GroupedAttention, HeadGroups
 
 TOKENS, HIDDEN, HEADS, KEY_HEADS, SIZE = 8, 4, 4, 2, 2
+GROUPS = HeadGroups(2, {"norm": None, "q_proj": 1, "k_proj": 1, "v_proj": 1})
 
 
 def inward(weights, x, positions):
@@ -23,7 +24,7 @@ def in_groups(weights, x, positions, coords):
                        {"positions": positions}, dtype=jnp.float32, chunk=4, through="x")
 
     op = AttentionOp.create(SIZE, schedule="local", kernel=get_kernel("reference"), axis="sequence", size=1)
-    x, out = attend_in_groups(project, op, 2, weights, x, positions, coords, jnp.float32)
+    x, out = GroupedAttention(project, op, GROUPS, jnp.float32)(weights, x, positions, coords)
     return jnp.sum(jnp.sin(out)) + jnp.sum(jnp.sin(x))
 
 

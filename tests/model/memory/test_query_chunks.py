@@ -8,10 +8,12 @@ from model.attention import AttentionOp, TokenCoords
 from model.attention.kernels import get_kernel
 from model.attention.schedules import Balanced, Ulysses
 from model.memory.chunked import chunked, product
-from model.memory.query_chunks import layer_in_chunks
+from model.memory.head_groups import HeadGroups
+from model.memory.query_chunks import LayerInChunks
 from tests.model.build import MESHES, llama, mean_loss, packed_batch, tiny
 
 TOKENS, HIDDEN, HEADS, KEY_HEADS, SIZE = 16, 4, 4, 2, 2
+HEAD_AXES = {"norm": None, "q_proj": 1, "k_proj": 1, "v_proj": 1, "o_proj": 0, "mlp": None}
 
 
 def inward(weights, x, positions, which="qkv"):
@@ -30,7 +32,8 @@ def in_chunks(chunks, groups, weights, x, positions, coords):
                        {"positions": positions}, dtype=jnp.float32, chunk=4, through="x")
 
     op = AttentionOp.create(SIZE, schedule="local", kernel=get_kernel("reference"), axis="sequence", size=1)
-    return jnp.sum(jnp.sin(layer_in_chunks(project, onward, op, chunks, groups, weights, x, positions, coords, jnp.float32)))
+    layer = LayerInChunks(project, onward, op, chunks, HeadGroups(groups, HEAD_AXES), jnp.float32)
+    return jnp.sum(jnp.sin(layer(weights, x, positions, coords)))
 
 
 def by_formula(weights, x, positions, coords):

@@ -1,0 +1,98 @@
+"""Before and after the layers: the embedding, the final norm and the head, with the vocabulary split over `tensor`.
+
+All functions run inside `shard_map`, on whole weights (of this tensor rank) that are float32 by type.
+"""
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from .config import LlamaConfig
+from .feedforward import rms_norm
+from .loss import token_losses
+from .memory.chunked import chunked, chunked_total, product
+from .sharding import Parallel
+
+Weights = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class EmbedAndHead:
+    """What tokens become hidden states by, and hidden states logits and losses.
+
+    Attributes:
+      config: the model's own sizes; dtype: the compute dtype.
+      loss_chunk: tokens whose logits exist at a time; 0 computes all at once.
+    """
+
+    config: LlamaConfig
+    parallel: Parallel
+    dtype: Any
+    loss_chunk: int
+
+    @property
+    def embedding_names(self) -> tuple[str, ...]:
+        """The parameters that `embed` reads."""
+        return ("embed_tokens.weight",)
+
+    @property
+    def head_names(self) -> tuple[str, ...]:
+        """The parameters that `logits` and `losses` read."""
+        return ("norm.weight", "embed_tokens.weight" if self.config.tie_word_embeddings else "lm_head.weight")
+
+    def embed(self, weights: Weights, tokens: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+        """Returns the tokens' rows of the table. The float32 table is indexed and the rows are cast, so that its gradient is
+        float32."""
+        def embed(weights, arrays, labels):
+            table, ids = weights["embed_tokens.weight"], labels["tokens"]
+            if self.parallel.tensor > 1:
+                ids = ids - self.parallel.rank() * table.shape[0]
+            is_local = (ids >= 0) & (ids < table.shape[0])
+            rows = jnp.where(is_local[..., None], table[jnp.where(is_local, ids, 0)], 0.0)
+            return self.parallel.combine(rows.astype(self.dtype), "vocab")
+
+        with jax.named_scope("embed"):
+            return chunked(embed, weights, {}, {"tokens": tokens}, dtype=self.dtype)
+
+    def logits(self, weights: Weights, x: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
+        """Returns float32 logits of the whole vocabulary on every tensor rank. For evaluation: not in chunks."""
+        def head(weights, arrays, labels):
+            logits = self._local_logits(weights, arrays["x"])
+            if self.parallel.tensor > 1:
+                logits = lax.all_gather(logits, "tensor", axis=2, tiled=True)[..., :self.config.vocab_size]
+            return logits
+
+        with jax.named_scope("head"):
+            return chunked(head, weights, {"x": x}, {}, dtype=self.dtype)
+
+    def losses(self, weights: Weights, x: Float[Array, "B T E"], targets: Int[Array, "B T"],
+               loss_weights: Float[Array, "B T"]) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
+        """Returns the weighted sum of -log p(target) over this device's tokens, and each token's, without gradient.
+
+        Logits exist for one chunk at a time, and no chunk's are computed twice (the loss in blocks of Blockwise Parallel
+        Transformer and Ring Attention, Algorithm 1).
+        """
+        def losses(weights, arrays, labels):
+            return token_losses(self._local_logits(weights, arrays["x"]), labels["targets"], self.parallel)
+
+        with jax.named_scope("head_and_loss"):
+            return chunked_total(losses, weights, {"x": x}, {"targets": targets}, loss_weights, dtype=self.dtype,
+                                 chunk=self.loss_chunk)
+
+    def _local_logits(self, weights: Weights, x: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
+        """Final norm, and float32 logits of this tensor rank's vocabulary; minus infinity where it is padded."""
+        norm = rms_norm(x, weights["norm.weight"], self.config.rms_norm_eps)
+        # Rounded to bfloat16, a logit above 8 would be off by up to 0.03, and so would its token's loss.
+        if self.config.tie_word_embeddings:
+            logits = product("bte,ve->btv", norm, weights["embed_tokens.weight"], jnp.float32)
+        else:
+            logits = product("bte,ev->btv", norm, weights["lm_head.weight"], jnp.float32)
+        if self.parallel.vocab_size == self.config.vocab_size:
+            return logits
+        ids = self.parallel.rank() * logits.shape[-1] + jnp.arange(logits.shape[-1])
+        return jnp.where(ids < self.config.vocab_size, logits, -jnp.inf)

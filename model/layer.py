@@ -1,0 +1,87 @@
+"""One decoder layer, straight: norm, projections, RoPE; attention; output projection, norm, feed-forward."""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jaxtyping import Array, Float, Int
+
+from .attention import AttentionOp, Keys, Queries, TokenCoords, attend
+from .config import LlamaConfig
+from .memory.chunked import chunked
+from .memory.options import MemoryConfig
+from .modules import bind, read_by
+from .sharding import Parallel
+
+Heads = Float[Array, "B T H D"]
+Hidden = Float[Array, "B T E"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Runs one decoder layer on a device's tokens, inside `shard_map`. Its methods close over no traced value.
+
+    Weights are whole (of this tensor rank), named as within the layer, and float32 by type.
+
+    Attributes:
+      config: the model's own sizes; length: tokens in a whole row, for RoPE.
+      attention: attention over all shards of the sequence.
+    """
+
+    config: LlamaConfig
+    parallel: Parallel
+    memory: MemoryConfig
+    dtype: Any
+    attention: AttentionOp
+    length: int
+
+    def __call__(self, weights: dict, x: Hidden, positions: Int[Array, "B T"], coords: TokenCoords) -> Hidden:
+        """Returns the layer's output."""
+        q, k, v = self.project(weights, x, positions)
+        return self.finish(weights, x, self.attend(q, k, v, coords))
+
+    def project(self, weights: dict, x: Hidden, positions: Int[Array, "B T"], stages: str = "qkv",
+                through: bool = False) -> tuple[Heads, ...]:
+        """Returns those of q, k and v that `stages` names, for the heads that the weights have.
+
+        through: returns x before them, so that its gradient is accumulated where it lies (see `chunked`).
+        """
+        def project(weights, arrays, labels):
+            layer = bind(self.config, weights)
+            with jax.named_scope("input_norm"):
+                x = self.parallel.whole(layer.input_layernorm(arrays["x"]))
+            with jax.named_scope("qkv_projection"):
+                return layer.self_attn.project(x, labels["positions"], self.length, stages)
+
+        return self._position_wise(project, read_by(stages, weights), {"x": x}, {"positions": positions},
+                                   self.memory.projection_chunk, "x" if through else None)
+
+    def attend(self, q: Heads, k: Heads, v: Heads, coords: TokenCoords) -> Heads:
+        """Returns attention's output for this device's queries over the keys of all shards."""
+        with jax.named_scope("attention"):
+            return attend(self.attention, Queries(q, coords), Keys(k, v, coords)).out
+
+    def finish(self, weights: dict, x: Hidden, attended: Heads) -> Hidden:
+        """Returns the layer's output from its input and attention's output."""
+        def finish(weights, arrays, labels):
+            layer = bind(self.config, weights)
+            with jax.named_scope("attention_output"):
+                x = arrays["x"] + layer.self_attn.output(arrays["attended"], self.parallel)
+            with jax.named_scope("feed_forward"):
+                return x + layer.mlp(layer.post_attention_layernorm(x), self.parallel)
+
+        return self._position_wise(finish, read_by(("output",), weights), {"x": x, "attended": attended}, {},
+                                   self.memory.feed_forward_chunk)
+
+    def _position_wise(self, fn: Callable, weights: dict, arrays: dict, labels: dict, chunk: int,
+                       through: str | None = None) -> Any:
+        """Runs fn in chunks of tokens that are computed again in the backward pass; with the remat policy `everything`, which
+        keeps the results of products, all at once."""
+        if self.memory.policy.products:
+            results = fn(weights, arrays, labels)
+            return (arrays[through], *results) if through else results
+        # With split tokens a rank's chunks would not be chunks of the tokens that all ranks together have.
+        chunk = 0 if self.parallel.split_tokens else chunk
+        return chunked(fn, weights, arrays, labels, dtype=self.dtype, chunk=chunk, through=through)

@@ -1,0 +1,69 @@
+"""How the stack of decoder layers is run: the contract, and the plain scan over layers."""
+from __future__ import annotations
+
+import abc
+import dataclasses
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtyping import Array, Float, Int
+
+from model.attention import TokenCoords
+from model.layer import Layer
+from model.weights import Shards, Weights
+
+from .remat import scan_layers
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerRunner(abc.ABC):
+    """Runs all decoder layers on a device's tokens, inside `shard_map`.
+
+    All runners compute the same function; they differ in what is kept for the backward pass, and in what pieces a layer runs.
+
+    Attributes:
+      layer: one layer; weights: makes its weights whole.
+    """
+
+    layer: Layer
+    weights: Weights
+
+    @abc.abstractmethod
+    def run(self, shards: Shards, x: Float[Array, "B T E"], positions: Int[Array, "B T"], coords: TokenCoords,
+            ) -> Float[Array, "B T E"]:
+        """Returns the output of the last layer.
+
+        Args:
+          shards: of all layers' parameters, stacked, named as within the layer.
+          x: the input of the first layer.
+        """
+
+
+class ScanRunner(LayerRunner):
+    """Scans over the layers, and keeps between forward and backward what the remat policy names (`remat.py`).
+
+    The scan's carry has the token coordinates beside the hidden states. A mask that is computed from values outside of the
+    carry would be loop-invariant, and differentiating the scan would hoist it out and keep it for every layer.
+    """
+
+    def run(self, shards, x, positions, coords):
+        return self.scan(shards, x, positions, coords)[0]
+
+    def scan(self, shards: Shards, x: Float[Array, "B T E"], positions: Int[Array, "B T"], coords: TokenCoords,
+             ) -> tuple[Float[Array, "B T E"], Any]:
+        """Returns the output of the last layer, and what `run_layer` adds to the output of each, stacked."""
+        def body(carry, shards):
+            x, positions, coords = carry
+            x = checkpoint_name(x, "layer_input")
+            x, extra = self.run_layer(self.weights.layer(shards), x, positions, coords)
+            return (x, positions, coords), extra
+
+        memory = self.layer.memory
+        (x, _, _), extras = scan_layers(body, (x, positions, coords), shards, memory.remat, memory.every_k)
+        return x, extras
+
+    def run_layer(self, weights: dict[str, jax.Array], x: Float[Array, "B T E"], positions: Int[Array, "B T"],
+                  coords: TokenCoords) -> tuple[Float[Array, "B T E"], Any]:
+        """Returns one layer's output from its whole weights, and a tree of arrays that each layer adds, or None."""
+        return self.layer(weights, x, positions, coords), None

@@ -1,0 +1,34 @@
+"""What the modules declare: every parameter of a layer belongs to a stage, and padding follows from the logical axes."""
+import pytest
+
+from model.modules import LAYERS, declare, declare_layer, read_by
+from model.padding import PADDED, fits, logical_axes, vocabulary_axes
+
+from .build import tiny
+
+EVERYTHING = tiny(attention_bias=True, mlp_bias=True)
+
+
+def test_every_parameter_of_a_layer_is_read_by_a_stage():
+    parameters = declare_layer(EVERYTHING)
+    before, after = read_by("qkv", parameters), read_by(("output",), parameters)
+    assert {**before, **after} == parameters and not before.keys() & after.keys()
+    assert sorted(read_by("k", parameters)) == ["input_layernorm.weight", "self_attn.k_proj.bias", "self_attn.k_proj.weight"]
+
+
+def test_logical_axes_are_those_that_are_declared_also_of_moments():
+    for name, parameter in declare(EVERYTHING).items():
+        assert logical_axes(name) == logical_axes(f"0.mu.{name}") == parameter.axes
+    assert logical_axes("0.count") == ()
+    assert vocabulary_axes() == {"embed_tokens.weight": 0, "lm_head.weight": 1}
+
+
+@pytest.mark.parametrize(("name", "shape", "other", "own", "expected"), [
+    ("norm.weight", (60,), (64,), None, True), ("norm.weight", (60,), (64,), (64,), False),
+    ("norm.weight", (60,), (60 + 1024,), None, False),
+    (LAYERS + "self_attn.q_proj.weight", (2, 64, 9, 8), (2, 64, 12, 8), None, True),
+    (LAYERS + "self_attn.q_proj.weight", (2, 64, 9, 8), (2, 64, 9, 16), None, False),
+    (LAYERS + "mlp.up_proj.bias", (2, 96), (2, 128), None, False), ("0.count", (), (), None, True)])
+def test_shapes_may_differ_by_padding_alone(name, shape, other, own, expected):
+    assert fits(name, shape, other, own) == expected
+    assert set(PADDED) == {"embed", "norm", "vocab", "heads", "kv_heads"}
