@@ -399,5 +399,5 @@ exist nowhere.
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m scripts.make_fixtures", description=__doc__.splitlines()[0])
     parser.add_argument("folder", metavar="FOLDER", nargs="?", type=Path, default=FOLDER,
-                        help="folder to write (default data/fixtures, the repository's own)")  # fmt: skip
+                        help="folder to write (default data/fixtures, the repository's own)")
     main(parser.parse_args().folder)

@@ -1,12 +1,12 @@
-"""What every test shares: 8 simulated CPU devices, a folder kept between runs, a small run and a small pretrained model."""
+"""Fixtures for all tests: 8 simulated CPU devices, a folder that is kept between runs, a small run and a small model."""
 
 import json
 import os
 import pathlib
 import signal
 
-# Before jax is imported: a GPU or TPU on the machine must not change what is tested, and two processes that load the
-# TPU compiler (workers of the tests, scripts they start) abort each other on its lock file otherwise.
+# Before jax is imported: tests must not use a GPU or TPU of the machine, and several processes must be able to load the TPU
+# compiler, which would otherwise abort because of its lock file.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 CACHE = pathlib.Path(os.environ.get("LONGSTRIPE_CACHE") or pathlib.Path.home() / ".cache" / "longstripe")
@@ -23,10 +23,10 @@ from trainer.huggingface.read import hf_layout, write_source_dtype  # noqa: E402
 from trainer.huggingface.write import write_hf  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
-# Programs of several CPU devices must not come back from a cache: see trainer.mesh.simulate.
+# Compiled programs for several CPU devices must not be read from a cache: see trainer.mesh.simulate.
 jax.config.update("jax_enable_compilation_cache", False)
 
-# What runs in a shell's background ignores Ctrl-C, and so would the processes that tests start and interrupt.
+# A shell lets background processes ignore Ctrl-C; the processes that tests start and interrupt would inherit this.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
@@ -35,26 +35,26 @@ REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
 
 @pytest.fixture(scope="session")
 def repository() -> pathlib.Path:
-    """The project's root."""
+    """Returns the root folder of the project."""
     return REPOSITORY
 
 
 @pytest.fixture(scope="session")
 def cache() -> pathlib.Path:
-    """A folder kept between runs, for what is dear to make: models."""
+    """Returns a folder that is kept between runs, for models that take long to make."""
     CACHE.mkdir(parents=True, exist_ok=True)
     return CACHE
 
 
 @pytest.fixture(scope="session")
 def small_recipe(tmp_path_factory, repository):
-    """Recipe of a very small run."""
+    """Returns the recipe of a very small run."""
     return small_run.recipe(tmp_path_factory.mktemp("small"), repository)
 
 
 @pytest.fixture(scope="session")
 def whole_run(small_recipe, repository):
-    """Folder of that run, never interrupted; tests copy what they spoil."""
+    """Returns the folder of that run without interruption; tests copy what they change."""
     run = small_recipe.parent / "whole"
     small_run.finish(small_run.start(repository, small_recipe, run), run)
     return run
@@ -62,7 +62,7 @@ def whole_run(small_recipe, repository):
 
 @pytest.fixture(scope="session")
 def hf_model(tmp_path_factory, repository):
-    """A Hugging Face folder of a very small LLaMA."""
+    """Returns a Hugging Face folder of a very small LLaMA."""
     folder = tmp_path_factory.mktemp("model")
     config = LlamaConfig(vocab_size=1024, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
                          num_key_value_heads=2, max_position_embeddings=128)

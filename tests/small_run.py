@@ -1,4 +1,4 @@
-"""A very small run for the tests of the whole path: its recipe, train.py in a process of its own, and kills."""
+"""A very small run for tests of train.py in a separate process, which they may kill."""
 
 import json
 import os
@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 
 import yaml
 
@@ -16,14 +17,14 @@ EVALUATE_EVERY = 10
 
 
 def recipe(folder: pathlib.Path, repository: pathlib.Path, conversations: int = 120) -> pathlib.Path:
-    """Writes recipe.yaml, and a small share of the fixtures' conversations beside it."""
+    """Writes recipe.yaml and a few of the fixtures' conversations into a folder; returns the recipe's path."""
     fixtures = repository / "data" / "fixtures"
     for name, count in (("conversations", conversations), ("conversations_held_out", 8)):
         records = json.loads((fixtures / f"{name}.json").read_text(encoding="utf-8"))
-        # From all over the file: its records come sorted by kind.
+        # From the whole file, whose records are sorted by kind.
         records = records[:: max(1, len(records) // count)][:count]
         (folder / f"{name}.json").write_text(json.dumps(records), encoding="utf-8")
-    written = {
+    fields = {
         "config_version": 2,
         "model": {
             "tokenizer": str(fixtures / "tiny_tokenizer"),
@@ -44,29 +45,29 @@ def recipe(folder: pathlib.Path, repository: pathlib.Path, conversations: int = 
         "train": {"steps": STEPS, "batch_size": 4, "evaluate_every": EVALUATE_EVERY},
         "checkpoint": {"every": SAVE_EVERY, "keep": 2},
         "logging": {"tensorboard": False},
-    }  # fmt: skip
+    }
     path = folder / "recipe.yaml"
-    path.write_text(yaml.safe_dump(written, sort_keys=False), encoding="utf-8")
+    path.write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
     return path
 
 
 def start(repository: pathlib.Path, recipe: pathlib.Path, run: pathlib.Path, *flags: str) -> subprocess.Popen:
-    """train.py as a user starts it; what it says goes to RUN.log."""
+    """Starts train.py as a user does, with its output in RUN.log."""
     command = [sys.executable, str(repository / "train.py"), "--config", str(recipe), "--run_dir", str(run), *flags]
     with open(f"{run}.log", "a", encoding="utf-8") as log:
         return subprocess.Popen(command, cwd=repository, env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=log, stderr=log)
 
 
 def finish(process: subprocess.Popen, run: pathlib.Path) -> str:
-    """Waits for success; what was said since the run's first start."""
-    code = process.wait(timeout=600)
-    said = pathlib.Path(f"{run}.log").read_text(encoding="utf-8")
-    assert code == 0, said
-    return said
+    """Waits for success and returns the output since the run's first start."""
+    status = process.wait(timeout=600)
+    output = pathlib.Path(f"{run}.log").read_text(encoding="utf-8")
+    assert status == 0, output
+    return output
 
 
-def kill_when(process: subprocess.Popen, run: pathlib.Path, condition) -> bool:
-    """kill -9 as soon as `condition()` holds; False if the run came to its end before."""
+def kill_when(process: subprocess.Popen, run: pathlib.Path, condition: Callable[[], bool]) -> bool:
+    """Kills the process by SIGKILL as soon as `condition()` holds; returns False if the run ended before."""
     while process.poll() is None:
         if condition():
             process.send_signal(signal.SIGKILL)
@@ -77,11 +78,11 @@ def kill_when(process: subprocess.Popen, run: pathlib.Path, condition) -> bool:
 
 
 def rows(path: pathlib.Path) -> list[dict]:
-    """The lines of a metrics file."""
+    """Returns the lines of a metrics file."""
     return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
 def steps_logged(run: pathlib.Path) -> int:
-    """Whole lines of metrics.jsonl."""
+    """Returns the number of complete lines in metrics.jsonl."""
     path = run / "metrics.jsonl"
     return path.read_bytes().count(b"\n") if path.exists() else 0

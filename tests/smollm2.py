@@ -1,4 +1,4 @@
-"""The real model that tests use: SmolLM2-135M-Instruct, made once and kept between runs."""
+"""SmolLM2-135M-Instruct for tests, made once and kept between runs."""
 
 import os
 import subprocess
@@ -9,15 +9,16 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 
 
 def smollm2_dir() -> Path:
-    """The model's Hugging Face folder. Made by the project's own script in $LONGSTRIPE_CACHE/smollm2.
+    """Returns the model's Hugging Face folder $LONGSTRIPE_CACHE/smollm2, made by scripts.make_smollm2.
 
-    Raises RuntimeError with the script's message if it cannot be made.
+    Raises:
+        RuntimeError: it cannot be made; with the script's message.
     """
     cache = Path(os.environ.get("LONGSTRIPE_CACHE") or Path.home() / ".cache" / "longstripe")
     folder = cache / "smollm2"
-    # In a process of its own: what it imports and holds (1 GB while converting) does not stay with the tests.
-    done = subprocess.run([sys.executable, "-m", "scripts.make_smollm2", str(folder)], cwd=REPOSITORY, text=True,
-                          capture_output=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr.strip())
+    # In a separate process, whose memory (1 GB while converting) is freed for the tests.
+    finished = subprocess.run([sys.executable, "-m", "scripts.make_smollm2", str(folder)], cwd=REPOSITORY, text=True,
+                              capture_output=True, check=False)
+    if finished.returncode:
+        raise RuntimeError(finished.stderr.strip())
     return folder

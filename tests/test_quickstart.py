@@ -1,4 +1,4 @@
-"""The quickstart's recipe, a few steps of it: what it exports says in transformers, token by token, what it says here."""
+"""A few steps of the quickstart's recipe; the exported model generates the same tokens in transformers."""
 
 import json
 import os
@@ -12,18 +12,18 @@ NEW_TOKENS, ROWS = 12, 4
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, repository):
-    """(run folder, exported folder), made as a user makes them."""
+    """Returns the run folder and the exported folder, made by the commands."""
     folder = tmp_path_factory.mktemp("quickstart")
     environment = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
 
     def run(*command):
-        done = subprocess.run([sys.executable, *map(str, command)], cwd=repository, env=environment, text=True,
-                              capture_output=True, check=False)  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
+        finished = subprocess.run([sys.executable, *map(str, command)], cwd=repository, env=environment, text=True,
+                                  capture_output=True, check=False)
+        assert finished.returncode == 0, finished.stdout + finished.stderr
 
     run("train.py", "--config", "configs/quickstart.yaml", "--run_dir", folder / "run", "--data.prepared",
         folder / "prepared", "--train.steps", 12, "--optimizer.warmup_steps", 2, "--train.evaluate_every", 0,
-        "--checkpoint.every", 0, "--logging.console", "false", "--logging.tensorboard", "false")  # fmt: skip
+        "--checkpoint.every", 0, "--logging.console", "false", "--logging.tensorboard", "false")
     run("-m", "scripts.export_hf", folder / "run", folder / "exported")
     return folder / "run", folder / "exported"
 
@@ -34,7 +34,7 @@ def test_held_out_loss_falls(trained):
     assert [rows[0]["step"], rows[-1]["step"]] == [0, 12] and after < before - 0.5
 
 
-def test_transformers_says_the_same(trained, repository):
+def test_transformers_generates_the_same(trained, repository):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from eval.line_cases import read
@@ -50,7 +50,7 @@ def test_transformers_says_the_same(trained, repository):
     tokenizer = source.tokenizer()
     cases = read(repository / "data/fixtures/line_cases.jsonl")[:ROWS - 1]
     prompts = [prompt_ids(case, tokenizer, "tokenizer") for case in cases]
-    prompts.append(tokenizer.encode("Who are you?"))  # of another length, so that one row ends in padding
+    prompts.append(tokenizer.encode("Who are you?"))  # shorter, so that this row ends in padding
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=2, sequence=2))
     model = build_llama(RunConfig(model=ModelConfig(compute_dtype="float32")), source.config, mesh)
     length = padded_length(max(map(len, prompts)), 128)
@@ -61,8 +61,8 @@ def test_transformers_says_the_same(trained, repository):
     for prompt, expected in zip(prompts, ours, strict=True):
         ids = torch.tensor([prompt])
         with torch.no_grad():
-            said = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
-        said = said[0, len(prompt):].tolist()
-        ends = [place for place, token in enumerate(said) if token in stops]
-        assert said[: ends[0] if ends else None] == expected
+            generated = theirs.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=NEW_TOKENS, do_sample=False)
+        generated = generated[0, len(prompt):].tolist()
+        ends = [index for index, token in enumerate(generated) if token in stops]
+        assert generated[: ends[0] if ends else None] == expected
     assert any(ours), "some answer is not empty"

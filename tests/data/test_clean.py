@@ -1,4 +1,4 @@
-"""Cleaning: what each rule takes and what it leaves alone; filters are off unless asked for; splitting loses nothing."""
+"""Cleaning: what each rule drops or changes and what it does not; filters are off by default; splitting loses nothing."""
 
 import pytest
 from hypothesis import given
@@ -10,11 +10,13 @@ from data.conversation import Message
 
 
 def talk(*contents, system=None):
+    """Returns a record of alternating turns."""
     turns = [{"from": ("human", "gpt")[i % 2], "value": content} for i, content in enumerate(contents)]
     return {"conversations": ([{"from": "system", "value": system}] if system else []) + turns}
 
 
 def contents(record, **options):
+    """Returns the contents of the cleaned turns."""
     return [message.content for message in Cleaner(CleanConfig(**options)).clean(record)[1]]
 
 
@@ -27,45 +29,45 @@ def contents(record, **options):
         ({"languages": ("en",)}, talk("Wie geht es dir heute, mein Freund?", "Sehr gut, danke, und dir auch?"),
          talk("How are you doing today, my old friend?", "Very well, thank you, and you?")),
     ],
-)  # fmt: skip
-def test_filters_drop_only_when_asked(rule, record, kept):
+)
+def test_filters_drop_only_if_enabled(rule, record, kept):
     assert contents(record) and contents(kept) and contents(kept, **rule)
     with pytest.raises(Drop):
         contents(record, **rule)
 
 
-def test_one_exchange_as_alpaca_has_it():
+def test_one_exchange_in_alpacas_form():
     assert contents({"instruction": "Add.", "input": "1, 2", "output": "3"}) == ["Add.\n\n1, 2", "3"]
     assert contents({"instruction": "Sing.", "input": "", "output": "La."}) == ["Sing.", "La."]
     with pytest.raises(Drop, match="no conversations or messages"):
         contents({"instruction": "Sing.", "output": None})
 
 
-def test_what_stands_beside_the_turns_is_said_first_or_told():
-    said = talk("Hi", "Ho")
-    for record in ({**said, "system": " Be brief. "}, {**said, "system_prompt": "Be brief."},
+def test_a_system_text_becomes_the_first_turn_and_tools_are_reported():
+    exchange = talk("Hi", "Ho")
+    for record in ({**exchange, "system": " Be brief. "}, {**exchange, "system_prompt": "Be brief."},
                    {**talk("Hi", "Ho", system="Be brief."), "system": "Never mind."},
-                   {"conversations": [{"from": "system", "value": " "}, *said["conversations"]], "system": "Be brief."},
-                   {"instruction": "Hi", "output": "Ho", "system": "Be brief.", "history": []}):  # fmt: skip
+                   {"conversations": [{"from": "system", "value": " "}, *exchange["conversations"]], "system": "Be brief."},
+                   {"instruction": "Hi", "output": "Ho", "system": "Be brief.", "history": []}):
         turns = Cleaner().clean(record)[1]
         assert [(turn.role, turn.content) for turn in turns] == [("system", "Be brief."), ("user", "Hi"), ("assistant", "Ho")]
     for nothing in (None, "", " ", 3, {"a": "b"}):
-        assert contents({**said, "system": nothing, "tools": []}) == ["Hi", "Ho"]
+        assert contents({**exchange, "system": nothing, "tools": []}) == ["Hi", "Ho"]
     assert contents({"instruction": "c", "output": "d", "history": [["a", "b"]]}) == ["a", "b", "c", "d"]
     with pytest.raises(Drop, match="`history`"):
         contents({"instruction": "c", "output": "d", "history": ["a", "b"]})
-    assert Cleaner().clean({**said, "tools": [{"name": "f"}]})[2] == {"descriptions in `tools` left out"}
+    assert Cleaner().clean({**exchange, "tools": [{"name": "f"}]})[2] == {"descriptions in `tools` left out"}
     called = {"role": "assistant", "content": "Let me look.", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
     with pytest.raises(Drop, match="tool_calls"):
         contents({"messages": [{"role": "user", "content": "a"}, called, {"role": "tool", "content": "1"},
-                               {"role": "assistant", "content": "One."}]})  # fmt: skip
+                               {"role": "assistant", "content": "One."}]})
 
 
 @pytest.mark.parametrize(("flag", "train"), [
     ({}, True), ({"train": True}, True), ({"train": False}, False), ({"train": 0}, False), ({"weight": 0}, False),
     ({"weight": 1.0}, True), ({"weight": None}, True), ({"train": "?"}, True), ({"train": True, "weight": 0}, True),
-])  # fmt: skip
-def test_a_turns_own_flag_says_whether_it_is_learned(flag, train):
+])
+def test_a_turns_flag_says_whether_it_is_trained_on(flag, train):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **flag}]
     assert [message.train for message in Cleaner().clean({"messages": turns})[1]] == [True, train]
 
@@ -78,14 +80,14 @@ JSON = st.recursive(
 TURNS = st.lists(
     st.dictionaries(st.sampled_from(["from", "role", "value", "content", "train"]),
                     JSON | st.sampled_from(["human", "gpt", "tool", "system", "Hi"]), max_size=4) | JSON, max_size=4
-)  # fmt: skip
+)
 
 
 KEYS = ["id", "conversations", "messages", "instruction", "output", "system", "history"]
 
 
 @given(st.dictionaries(st.sampled_from(KEYS), TURNS | JSON) | JSON,
-       st.builds(CleanConfig, html=st.sampled_from(["detect", "always", "never"]), refusals=st.booleans()))  # fmt: skip
+       st.builds(CleanConfig, html=st.sampled_from(["detect", "always", "never"]), refusals=st.booleans()))
 def test_any_json_is_turns_in_order_or_a_reason(record, config):
     try:
         identity, messages, _ = Cleaner(config).clean(record)
@@ -123,7 +125,7 @@ def test_busy_replies_end_a_conversation_and_talk_about_them_does_not():
     "text",
     ["Use <b>bold</b> & so on", "<div>\n <p>page</p>\n</div>", "<!DOCTYPE html><p>x</p>", "<p>x</p> is a paragraph",
      "```html\n<p>x</p>\n```", "<https://a.b/c>", "vector<int> &amp;", "1 / 2\nCopy code"],
-)  # fmt: skip
+)
 def test_markdown_that_holds_html_is_left_alone(text):
     assert contents(talk(text, text)) == [text, text]
 

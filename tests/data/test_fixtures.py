@@ -1,4 +1,4 @@
-"""The shipped fixtures: made by their script, held-out ones apart, keys and numbers one token."""
+"""The fixtures: made by their script, held-out data separate, keys and numbers of one token."""
 
 import json
 
@@ -49,7 +49,7 @@ def test_proportion_and_single_tokens():
 
 
 def test_no_conversation_is_cut():
-    """The part behind the cut would ask about lines that are not there, and so teach to guess."""
+    """The second part of a cut one would ask about missing lines, and so train the model to guess."""
     context_length = yaml.safe_load((REPOSITORY / "configs/quickstart.yaml").read_text())["data"]["context_length"]
     tokenizer = Tokenizer.load(FIXTURES / "tiny_tokenizer")
     for record in json.loads((FIXTURES / "conversations.json").read_text()):

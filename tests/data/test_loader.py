@@ -1,4 +1,4 @@
-"""Prepared folders and the loader: rows against a plain re-telling, reuse, and a place that is only a number."""
+"""Prepared folders and the loader: rows compared with a simple implementation, reuse, and resumption at a step."""
 
 import json
 import os
@@ -33,7 +33,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def small(tmp_path_factory):
-    """A file of 60 of our conversations."""
+    """Returns a file of 60 of the fixtures' conversations."""
     path = tmp_path_factory.mktemp("data") / "small.json"
     path.write_text(json.dumps(json.loads((FIXTURES / "conversations.json").read_text())[:60]))
     return path
@@ -58,20 +58,20 @@ def test_documents_are_the_rendered_conversations_and_splits_share_none(prepared
             if any(mask[start + 1 : start + LENGTH]):
                 piece = (ids[start : start + LENGTH], mask[start : start + LENGTH])
                 expected.setdefault(conversation.id, []).append(piece)
-    found, owners = {}, []
+    documents, records = {}, []
     for split in (prepared.train, prepared.held_out):
-        owners.append(set())
+        records.append(set())
         for number in range(len(split)):
             document = split[number]
             assert document.tokens.dtype == np.int32 and len(document.tokens) == split.lengths[number]
             assert split.trained[number] == document.loss_mask[1:].sum() > 0
-            found.setdefault(document.record_id, []).append((document.tokens.tolist(), document.loss_mask.tolist()))
-            owners[-1].add(document.record_id)
-    assert found == expected
-    assert not owners[0] & owners[1] and 3 <= len(owners[1]) <= 24  # 12 on average
+            documents.setdefault(document.record_id, []).append((document.tokens.tolist(), document.loss_mask.tolist()))
+            records[-1].add(document.record_id)
+    assert documents == expected
+    assert not records[0] & records[1] and 3 <= len(records[1]) <= 24  # 12 on average
 
 
-def test_rows_retell_the_plan(prepared):
+def test_rows_follow_the_plan(prepared):
     loader = Loader(prepared, LENGTH, 4, seed=3)
     row = loader.row(5)
     assert {name: (array.dtype, array.shape) for name, array in row.items()} == {
@@ -81,37 +81,37 @@ def test_rows_retell_the_plan(prepared):
     for number in range(2 * len(loader)):
         row = loader.row(number)
         pieces = loader._plan(number // len(loader)).row(number % len(loader))
-        at = 0
+        piece_start = 0
         for segment, (document, start, length) in enumerate(pieces, 1):
             for offset in range(length):
-                place, source = at + offset, prepared.train[document]
-                assert row["segment_ids"][place] == segment and row["positions"][place] == offset
-                assert row["tokens"][place] == source.tokens[start + offset]
+                index, source = piece_start + offset, prepared.train[document]
+                assert row["segment_ids"][index] == segment and row["positions"][index] == offset
+                assert row["tokens"][index] == source.tokens[start + offset]
                 last = offset == length - 1
-                assert row["targets"][place] == (0 if last else source.tokens[start + offset + 1])
-                assert row["loss_weights"][place] == (0 if last else source.loss_mask[start + offset + 1])
-            at += length
-        assert not row["segment_ids"][at:].any() and not row["loss_weights"][at:].any()
+                assert row["targets"][index] == (0 if last else source.tokens[start + offset + 1])
+                assert row["loss_weights"][index] == (0 if last else source.loss_mask[start + offset + 1])
+            piece_start += length
+        assert not row["segment_ids"][piece_start:].any() and not row["loss_weights"][piece_start:].any()
         assert row["index"].tolist() == list(range(LENGTH))
 
 
-def test_place_is_a_number_and_reading_ahead_changes_nothing(prepared):
-    one = Loader(prepared, LENGTH, 4, seed=3)
-    again = Loader(pickle.loads(pickle.dumps(one.documents)), LENGTH, 4, seed=3)
-    ahead = one.batches(start=7)
-    for step in range(7, 7 + 2 * len(one) // 4):
+def test_a_step_is_the_whole_state_and_reading_ahead_changes_nothing(prepared):
+    loader = Loader(prepared, LENGTH, 4, seed=3)
+    again = Loader(pickle.loads(pickle.dumps(loader.documents)), LENGTH, 4, seed=3)
+    ahead = loader.batches(start=7)
+    for step in range(7, 7 + 2 * len(loader) // 4):
         batch = next(ahead)
         for name, array in again.batch(step).items():
             np.testing.assert_array_equal(batch[name], array)
             np.testing.assert_array_equal(array, np.stack([again.row(4 * step + i)[name] for i in range(4)]))
-    assert one.fingerprint == again.fingerprint
+    assert loader.fingerprint == again.fingerprint
     others = [Loader(prepared, LENGTH, 4, seed=4), Loader(prepared, LENGTH, 2, seed=3), Loader(prepared, 32, 4, seed=3)]
     others.append(Loader(prepared, LENGTH, 4, seed=3, split="held_out"))
-    assert len({loader.fingerprint for loader in [one, *others]}) == 5
+    assert len({other.fingerprint for other in [loader, *others]}) == 5
 
 
-def test_record_ids_tell_whose_tokens_a_step_holds(prepared):
-    """Each listed record has a piece in the batch, and each piece of the batch is a listed record's."""
+def test_record_ids_are_those_of_the_tokens_in_a_step(prepared):
+    """Each listed record has a piece in the batch, and each piece in the batch belongs to a listed record."""
     loader = Loader(prepared, LENGTH, 3, seed=3)
     texts = {}
     for number in range(len(prepared.train)):
@@ -160,13 +160,13 @@ def test_prepared_folder_is_reused_by_content_and_made_anew_by_any_change(prepar
     assert not list(folder.glob(".*"))  # nothing half-made is left
 
 
-def test_what_another_process_prepared_is_opened_without_its_sources(prepared, tokenizer, tmp_path):
-    gone, folder = [Source(str(tmp_path / "gone.json"))], prepared.folder
-    found = prepare(gone, tokenizer, LENGTH, folder.parent, **OPTIONS, key=folder.name)
-    assert found.folder == folder and found.train.fingerprint == prepared.train.fingerprint
-    np.testing.assert_array_equal(found.train[3].tokens, prepared.train[3].tokens)
+def test_data_that_another_process_prepared_is_opened_without_its_sources(prepared, tokenizer, tmp_path):
+    missing, folder = [Source(str(tmp_path / "gone.json"))], prepared.folder
+    opened = prepare(missing, tokenizer, LENGTH, folder.parent, **OPTIONS, key=folder.name)
+    assert opened.folder == folder and opened.train.fingerprint == prepared.train.fingerprint
+    np.testing.assert_array_equal(opened.train[3].tokens, prepared.train[3].tokens)
     with pytest.raises(UserError, match=rf"{tmp_path}/{folder.name}: not found on this machine"):
-        prepare(gone, tokenizer, LENGTH, tmp_path, **OPTIONS, key=folder.name)
+        prepare(missing, tokenizer, LENGTH, tmp_path, **OPTIONS, key=folder.name)
 
 
 def test_weighted_sources_and_held_out_sources(small, tokenizer, tmp_path):
@@ -181,7 +181,7 @@ def test_weighted_sources_and_held_out_sources(small, tokenizer, tmp_path):
 
 
 @pytest.mark.parametrize("weight", [1.0, 2.5])
-def test_threads_that_ask_at_once_are_told_the_same_and_make_each_plan_once(small, tokenizer, tmp_path, weight, monkeypatch):
+def test_concurrent_threads_get_the_same_rows_and_make_each_plan_once(small, tokenizer, tmp_path, weight, monkeypatch):
     made = prepare([Source(str(small), weight=weight)], tokenizer, LENGTH, tmp_path, progress=False)
     plans = [packing.plan(made.train.lengths, LENGTH, 0, epoch, made.train.weights) for epoch in range(3)]
     expected = [(epoch, row) for epoch, plan in enumerate(plans) for row in range(len(plan))]
@@ -195,9 +195,9 @@ def test_threads_that_ask_at_once_are_told_the_same_and_make_each_plan_once(smal
     monkeypatch.setattr(packing, "plan", slowly)
     loader = Loader(made, LENGTH, 4, seed=0)
     with ThreadPoolExecutor(8) as pool:
-        found = list(pool.map(loader.locate, range(len(expected))))
-        rows = list(pool.map(lambda place: loader._plan(place[0]).row(place[1]), found))
-    assert found == expected and rows == [plan.row(row) for plan in plans for row in range(len(plan))]
+        located = list(pool.map(loader.locate, range(len(expected))))
+        rows = list(pool.map(lambda item: loader._plan(item.epoch).row(item.row), located))
+    assert located == expected and rows == [plan.row(row) for plan in plans for row in range(len(plan))]
     assert sorted(planned) == [0, 1, 2]
 
 
@@ -207,7 +207,7 @@ def _documents(split):
 
 def test_long_conversations_are_split_on_whole_exchanges(tokenizer, tmp_path):
     exchanges = [(f"Question {i}?", "word " * (3 + 5 * i)) for i in range(9)]
-    turns = [{"from": who, "value": text} for pair in exchanges for who, text in zip(("human", "gpt"), pair, strict=True)]
+    turns = [{"from": role, "value": text} for pair in exchanges for role, text in zip(("human", "gpt"), pair, strict=True)]
     path = tmp_path / "long.json"
     path.write_text(json.dumps([{"conversations": [{"from": "system", "value": "Be brief."}, *turns]}]))
     made = prepare([Source(str(path))], tokenizer, 128, tmp_path / "prepared", progress=False)
@@ -224,11 +224,11 @@ def test_long_conversations_are_split_on_whole_exchanges(tokenizer, tmp_path):
     assert trained.split() == ["word"] * 43 and tokenizer.decode(document.tokens) == texts[-1]
 
 
-def test_texts_and_tokens_come_through_the_same_door(small, tokenizer, tmp_path):
+def test_texts_and_tokens_are_prepared_like_conversations(small, tokenizer, tmp_path):
     book = "A long story of many words. " * 40
     (tmp_path / "book.txt").write_text(book)
     ready = [{"id": "good", "tokens": [5, 6, 7, 8], "loss_mask": [0, 0, 1, 1]}, {"id": "foreign", "tokens": [5, 1024]},
-             {"id": "untrained", "tokens": [5, 6], "loss_mask": [1, 0]}]  # fmt: skip
+             {"id": "untrained", "tokens": [5, 6], "loss_mask": [1, 0]}]
     (tmp_path / "ready.json").write_text(json.dumps(ready))
     sources = [Source(str(small)), Source(str(tmp_path / "book.txt"), "text"), Source(str(tmp_path / "ready.json"), "tokens")]
     made = prepare(sources, tokenizer, LENGTH, tmp_path / "prepared", progress=False)
@@ -241,48 +241,48 @@ def test_texts_and_tokens_come_through_the_same_door(small, tokenizer, tmp_path)
     dropped = [json.loads(line) for line in made.report.dropped_file.read_text().splitlines()]
     assert [(entry["source"], entry["record"], entry["reason"]) for entry in dropped] == [
         (2, 2, "an id that the tokenizer does not have"), (2, 3, "no trained token"),
-    ]  # fmt: skip
+    ]
     assert str(made.report.dropped_file) in made.report.summary()
     assert made.report.sources[1].repaired == {"longer than context_length, cut": 1}
 
 
-def test_a_process_is_started_for_each_core_that_is_ours(small, tokenizer, tmp_path, monkeypatch):
-    started, ours = [], os.sched_getaffinity(0)
+def test_a_process_is_started_for_each_core_that_may_be_used(small, tokenizer, tmp_path, monkeypatch):
+    started, cores = [], os.sched_getaffinity(0)
     monkeypatch.setattr("data.prepare.WORTH_PROCESSES", 1)
     monkeypatch.setattr("data.prepare.encode_all", lambda encoder, items, processes: (
         started.append(processes) or ((item, encoder.encode(item)) for item in items)))
-    os.sched_setaffinity(0, {min(ours)})
+    os.sched_setaffinity(0, {min(cores)})
     try:
         prepare([Source(str(small))], tokenizer, LENGTH, tmp_path, progress=False)
     finally:
-        os.sched_setaffinity(0, ours)
+        os.sched_setaffinity(0, cores)
     assert started == [1]
 
 
 @pytest.mark.parametrize("name", ["tiny_tokenizer", "tiny.model"])
 def test_several_processes_write_what_one_does(small, name, tmp_path, monkeypatch):
-    """Records in order, dropped ones with their places, errors as they are; a sentencepiece model travels too."""
+    """Documents in order, dropped records with their numbers; also with a sentencepiece model."""
     thought = [{"from": "human", "value": "?</s>"}, {"from": "gpt", "value": "<think> Hm."}]
     (tmp_path / "thought.json").write_text(json.dumps([{"conversations": thought}]))
     sources = [Source(str(path)) for path in (small, FIXTURES / "dirty.json", tmp_path / "thought.json")]
     made = {}
-    for bytes_enough in (1 << 30, 1):
-        monkeypatch.setattr("data.prepare.WORTH_PROCESSES", bytes_enough)
+    for min_bytes in (1 << 30, 1):
+        monkeypatch.setattr("data.prepare.WORTH_PROCESSES", min_bytes)
         tokenizer = Tokenizer.load(FIXTURES / name).with_controls(["<think>"]).with_text_tokens(["<think>"])
-        made[bytes_enough] = prepare(sources, tokenizer, LENGTH, tmp_path / str(bytes_enough), progress=False)
-    one, several = made.values()
-    assert [(d.tokens.tolist(), d.loss_mask.tolist(), d.record_id) for d in _documents(one.train)] == [
+        made[min_bytes] = prepare(sources, tokenizer, LENGTH, tmp_path / str(min_bytes), progress=False)
+    single, several = made.values()
+    assert [(d.tokens.tolist(), d.loss_mask.tolist(), d.record_id) for d in _documents(single.train)] == [
         (d.tokens.tolist(), d.loss_mask.tolist(), d.record_id) for d in _documents(several.train)
     ]
-    assert one.train[len(one.train) - 1].tokens.tolist().count(tokenizer.vocab_size - 1) == 1
-    assert one.report.sources[2].repaired == {"typed in a turn, kept as letters: </s>": 1}
-    assert one.report.sources == several.report.sources and one.folder.name == several.folder.name
-    dropped = [sorted(made.report.dropped_file.read_text().splitlines()) for made in (one, several)]
+    assert single.train[len(single.train) - 1].tokens.tolist().count(tokenizer.vocab_size - 1) == 1
+    assert single.report.sources[2].repaired == {"typed in a turn, kept as letters: </s>": 1}
+    assert single.report.sources == several.report.sources and single.folder.name == several.folder.name
+    dropped = [sorted(made.report.dropped_file.read_text().splitlines()) for made in (single, several)]
     assert dropped[0] == dropped[1] and any("tool" in json.loads(line)["reason"] for line in dropped[0])
 
 
-def test_weights_mix_and_the_mix_goes_on_where_it_was(small, tokenizer, tmp_path):
-    """Visits to each source over epochs are its weight; a second loader from the middle gives the same batches."""
+def test_weights_mix_sources_and_the_mix_resumes(small, tokenizer, tmp_path):
+    """Each source is used as often as its weight says; a second loader that starts later gives the same batches."""
     (tmp_path / "book.txt").write_text("Once upon a time there was a word. " * 120)
     sources = [Source(str(small), weight=0.5), Source(str(tmp_path / "book.txt"), "text", weight=3.0)]
     made = prepare(sources, tokenizer, LENGTH, tmp_path / "prepared", progress=False)
@@ -297,11 +297,11 @@ def test_weights_mix_and_the_mix_goes_on_where_it_was(small, tokenizer, tmp_path
         batch = next(resumed)
         assert all((batch[name] == array).all() for name, array in loader.batch(step).items())
     other = prepare([sources[0], Source(sources[1].path, "text", weight=2.0)], tokenizer, LENGTH, tmp_path / "prepared",
-                    progress=False)  # fmt: skip
+                    progress=False)
     assert other.folder == made.folder and Loader(other, LENGTH, 4, seed=1).fingerprint != loader.fingerprint
 
 
-def test_nothing_to_learn_from_is_told(small, tokenizer, tmp_path):
+def test_no_data_is_an_error(small, tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"data\.sources is empty"):
         prepare([], tokenizer, 64, tmp_path)
     with pytest.raises(UserError, match="no such file"):
@@ -315,12 +315,12 @@ def test_nothing_to_learn_from_is_told(small, tokenizer, tmp_path):
     assert not list((tmp_path / "out").iterdir())
 
 
-def test_permute_moves_every_array_alike(prepared):
+def test_permute_moves_every_array(prepared):
     batch = Loader(prepared, LENGTH, 2, seed=0).batch(0)
     order = np.arange(LENGTH).reshape(4, -1).T.ravel()
     moved = permute(batch, order)
     for name, array in batch.items():
-        for place, origin in enumerate(order):
-            assert (moved[name][:, place] == array[:, origin]).all()
+        for index, original in enumerate(order):
+            assert (moved[name][:, index] == array[:, original]).all()
     with pytest.raises(ValueError, match="the order has shape"):
         permute(batch, order[:-1])

@@ -1,4 +1,4 @@
-"""The packing plan: every token once, nothing overlaps, little padding, the same on every machine."""
+"""The packing plan: every token once, without overlaps, with little padding, the same on every machine."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def test_row_count_is_the_same_in_every_epoch(lengths, context_length):
 def test_order_changes_with_seed_and_epoch_and_stays_as_recorded():
     lengths = [5, 9, 3, 7, 7, 2, 8, 4]
     assert len({plan(lengths, 12, seed, epoch).rows for seed in range(3) for epoch in range(3)}) == 9
-    # Recorded once: a resumed run on another numpy must go on in the same order.
+    # Recorded once: a run that is resumed with another version of numpy must have the same order.
     assert plan(lengths, 12, 0, 0).rows == RECORDED
 
 
@@ -42,7 +42,7 @@ RECORDED = (((5, 0, 2), (3, 0, 7)), ((4, 0, 7), (0, 0, 5)), ((7, 0, 4), (6, 0, 8
 
 @pytest.mark.parametrize("context_length", [4096, 16384])
 def test_padding_of_chats_is_at_most_two_percent(context_length):
-    # Log-normal, as lengths of shared chats are: median 700 tokens, a long tail.
+    # Log-normal like the lengths of shared chats: a median of 700 tokens and a long tail.
     lengths = np.exp(np.random.default_rng(0).normal(6.5, 1.1, 20000)).astype(int) + 20
     assert plan(lengths, context_length, 0, 0).padding_share <= 0.02
 

@@ -1,4 +1,4 @@
-"""Records to conversations: every record of a dirty dump accounted for, and one clear line for each unusable file."""
+"""Reading sources: every record of a malformed dump is counted, and each unusable file gives an error of one line."""
 
 import gzip
 import json
@@ -27,13 +27,13 @@ def test_dirty_dump_is_counted_record_by_record(repository):
     assert [c.id for c in conversations][:10] == [
         "good", "spelling_1", "spelling_2", "openai", "parts", "system", "leading_answer", "unanswered", "control_text",
         "surrogate",
-    ]  # fmt: skip
+    ]
     assert report.records == 30 and report.kept == 15
-    # No record is lost and none counted twice: what is not here is there, in the file's order.
+    # Each record is either kept or dropped.
     assert sorted([c.record for c in conversations] + [entry.record for entry in entries]) == list(range(1, 31))
     assert Counter(entry.reason for entry in entries) == report.dropped
     assert entries[2].content == {"id": "empty_list", "conversations": []}
-    assert "This one" in entries[-1].content, "the cut record's text is kept as far as it goes"
+    assert "This one" in entries[-1].content, "the text of the cut record is reported as far as it goes"
     assert report.dropped == Counter(
         {
             "empty record": 1,
@@ -64,25 +64,25 @@ def test_dirty_dump_is_counted_record_by_record(repository):
     table = report.sources[0].table().splitlines()
     assert len(table) == 1 + len(report.dropped) + len(report.repaired)
     assert table[0].split() == ["kept", "15", "50.00", "%"] and "   3.33 %  duplicate" in "\n".join(table)
-    said = {c.id: [(m.role, m.content) for m in c.messages] for c in conversations}
-    assert said["system"] == [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello.")]
-    assert said["leading_answer"] == [("user", "Hi there"), ("assistant", "Hello.")]
-    assert said["unanswered"] == [("user", "Hi again"), ("assistant", "Hello.")]
-    assert [role for role, _ in said["tool"]] == ["user", "assistant", "tool", "assistant"]
-    assert said["busy"] == [("user", "One"), ("assistant", "Two.")]
-    assert said["page"][1][1] == (
+    turns = {c.id: [(m.role, m.content) for m in c.messages] for c in conversations}
+    assert turns["system"] == [("system", "Be brief."), ("user", "Hi"), ("assistant", "Hello.")]
+    assert turns["leading_answer"] == [("user", "Hi there"), ("assistant", "Hello.")]
+    assert turns["unanswered"] == [("user", "Hi again"), ("assistant", "Hello.")]
+    assert [role for role, _ in turns["tool"]] == ["user", "assistant", "tool", "assistant"]
+    assert turns["busy"] == [("user", "One"), ("assistant", "Two.")]
+    assert turns["page"][1][1] == (
         "Use **this** & snake_case:\n\n```python\nif a_b < 3:\n\n\n    print(a_b)\n```\n\n- one\n- two"
     )
-    assert said["about_html"][1][1].startswith("<div class='box'>"), "HTML as an answer is an answer"
-    assert said["surrogate"][0][1] == "A half pair \ufffd here"
+    assert turns["about_html"][1][1].startswith("<div class='box'>"), "an answer that is an HTML file is not changed"
+    assert turns["surrogate"][0][1] == "A half pair \ufffd here"
 
 
 @pytest.mark.parametrize("keep", range(0, 400, 7))
-def test_a_list_cut_anywhere_gives_its_whole_records(tmp_path, keep):
-    one = {"id": "é😀", "conversations": [{"from": "human", "value": "a]}\\\"é"}, {"from": "gpt", "value": "b😀"}]}
-    whole = json.dumps([one] * 3, ensure_ascii=False).encode()
+def test_a_list_cut_anywhere_gives_its_complete_records(tmp_path, keep):
+    record = {"id": "é😀", "conversations": [{"from": "human", "value": "a]}\\\"é"}, {"from": "gpt", "value": "b😀"}]}
+    whole = json.dumps([record] * 3, ensure_ascii=False).encode()
     part = whole[:keep]
-    complete = sum(end <= len(part) for end in _ends(whole, json.dumps(one, ensure_ascii=False).encode()))
+    complete = sum(end <= len(part) for end in _ends(whole, json.dumps(record, ensure_ascii=False).encode()))
     path = tmp_path / "cut.json"
     path.write_bytes(part)
     if complete == 0:
@@ -95,10 +95,10 @@ def test_a_list_cut_anywhere_gives_its_whole_records(tmp_path, keep):
 
 
 def _ends(whole, record):
-    ends, at = [], 0
-    while (at := whole.find(record, at)) >= 0:
-        at += len(record)
-        ends.append(at)
+    ends, offset = [], 0
+    while (offset := whole.find(record, offset)) >= 0:
+        offset += len(record)
+        ends.append(offset)
     return ends
 
 
@@ -118,7 +118,7 @@ def test_records_longer_than_a_chunk_and_lines(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "reason"),
     [
         (None, "no such file"),
         (b"", "empty"),
@@ -133,25 +133,25 @@ def test_records_longer_than_a_chunk_and_lines(tmp_path, monkeypatch):
         (b'[{"text": "a"}, {text: "b"}, {"text": "c"}, {"text": "d"}]', "record 2 is malformed (Expecting property name"),
     ],
 )
-def test_a_useless_file_is_told_in_one_line(tmp_path, content, says):
+def test_a_useless_file_is_an_error_of_one_line(tmp_path, content, reason):
     path = tmp_path / "data.json"
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(UserError) as caught:
         _read(path)
     message = str(caught.value)
-    assert str(path) in message and says in message and "would work" in message and "\n" not in message
+    assert str(path) in message and reason in message and "would work" in message and "\n" not in message
 
 
 @pytest.mark.parametrize("end", [".json.gz", ".jsonl.gz", ".parquet"])
 def test_packed_and_parquet_files_are_the_same_records(tmp_path, end):
     records = [{"id": str(i), "conversations": [{"from": "human", "value": f"é {i}"}, {"from": "gpt", "value": "ü" * i}]}
-               for i in range(1, 600)]  # fmt: skip
+               for i in range(1, 600)]
     (tmp_path / "plain.json").write_text(json.dumps(records), "utf-8")
     path = tmp_path / "in" / f"data{end.upper() if end == '.json.gz' else end}"
     path.parent.mkdir()
     if end == ".parquet":
-        # As datasets put together have them: columns and fields of the other kind are there, and empty.
+        # As in merged data sets, which have the columns and fields of both kinds, empty ones as None.
         rows = [{**record, "messages": None, "system": None} for record in records]
         rows[0]["conversations"] = [{**turn, "role": None, "weight": None} for turn in rows[0]["conversations"]]
         rows.append({"id": "other", "conversations": [
@@ -161,10 +161,10 @@ def test_packed_and_parquet_files_are_the_same_records(tmp_path, end):
         lines = "\n".join(map(json.dumps, records)) if "jsonl" in end else json.dumps(records)
         path.write_bytes(gzip.compress(lines.encode()))
     expected, _ = _read(tmp_path / "plain.json")
-    for place in (path, path.parent):
-        found, _ = _read(place)
-        assert found[:599] == expected
-        assert [one.messages[1].train for one in found[599:]] == [False] * (end == ".parquet")
+    for source in (path, path.parent):
+        conversations, _ = _read(source)
+        assert conversations[:599] == expected
+        assert [item.messages[1].train for item in conversations[599:]] == [False] * (end == ".parquet")
     path.write_bytes(path.read_bytes()[:-300])
     with pytest.raises(UserError, match=r"cannot be (unpacked|read as Parquet)"):
         _read(path)
@@ -209,13 +209,13 @@ def test_texts_and_tokens_of_files_and_folders(tmp_path):
         ready, _ = _read(tmp_path / "tokens.npy", format="tokens")
         assert len(ready) == documents and np.concatenate([item.tokens for item in ready]).tolist() == list(range(6))
     (tmp_path / "none").mkdir()
-    for path, format, says in (
+    for path, format, reason in (
         (tmp_path / "none", "text", r"no \.txt or \.md"),
         (tmp_path / "gone.txt", "text", "no such file"),
         (tmp_path / "tokens.npy", "text", "not UTF-8"),
         (books / "b.txt", "tokens", r"cannot be read as \.npy"),
     ):
-        with pytest.raises(UserError, match=says):
+        with pytest.raises(UserError, match=reason):
             _read(path, format=format)
 
 
@@ -225,15 +225,15 @@ def test_texts_and_tokens_of_files_and_folders(tmp_path):
         [5, -(2**63)], [-(2**63)], [5, -(2**31) - 1], [5, 2**31], [5, 2**63], [5, 2**63 + 5], [-1, 2**63], [5, 2**64], [5, 1.0],
         [5, float("nan")], [5, float("inf")], [5, True], [False, 5], [True, True], [5, None], [5, "6"], [[5, 6]],
     ],
-)  # fmt: skip
-def test_what_is_no_32_bit_integer_is_no_token(tmp_path, values):
-    """Beside a good record it is dropped, in every kind of file; what numpy makes of it is never learned."""
+)
+def test_tokens_that_are_not_32_bit_integers_are_dropped(tmp_path, values):
+    """Whatever numpy would convert them to."""
     records = [{"id": "good", "tokens": [5, 6]}, {"id": "bad", "tokens": values}]
     for number, suffix in enumerate((".json", ".jsonl")):
         path = tmp_path / f"{number}{suffix}"
         path.write_text(json.dumps(records) if suffix == ".json" else "\n".join(map(json.dumps, records)))
-        found, report = _read(path, format="tokens")
-        assert [item.id for item in found] == ["good"] and sum(report.dropped.values()) == 1
+        items, report = _read(path, format="tokens")
+        assert [item.id for item in items] == ["good"] and sum(report.dropped.values()) == 1
 
 
 @pytest.mark.parametrize("dtype", [np.int64, np.uint64, np.float32, np.bool_])
@@ -250,9 +250,9 @@ def test_tokens_of_binary_files_are_32_bit_integers(tmp_path, dtype, suffix):
         _read(path, format="tokens")
 
 
-def test_a_label_or_mask_that_is_no_32_bit_integer_makes_no_mask(tmp_path):
+def test_labels_and_masks_that_are_not_32_bit_integers_are_dropped(tmp_path):
     path = tmp_path / "tokens.json"
     masks = [{"labels": [5, -(2**63)]}, {"loss_mask": [1, -(2**63)]}, {"labels": [True, 6]}, {"loss_mask": [True, 0]}]
     path.write_text(json.dumps([{"tokens": [5, 6], **mask} for mask in masks]))
-    found, report = _read(path, format="tokens")
-    assert [item.record for item in found] == [4] and report.dropped == {"`loss_mask` or `labels` unlike its tokens": 3}
+    items, report = _read(path, format="tokens")
+    assert [item.record for item in items] == [4] and report.dropped == {"`loss_mask` or `labels` unlike its tokens": 3}

@@ -1,4 +1,4 @@
-"""Tokenizers and templates against transformers, FastChat's text written by hand, and users who type control tokens."""
+"""Tokenizers and templates compared with transformers and with texts written by hand; typed control tokens stay text."""
 
 import functools
 import itertools
@@ -55,7 +55,7 @@ ALL_CONTROLS = [token for tokens in CONTROLS.values() for token in tokens]
 
 @pytest.fixture(scope="module", params=["tiny", "smollm2"])
 def pair(request, tmp_path_factory):
-    """Our tokenizer and transformers', of one folder, with the control tokens of every template."""
+    """Returns our tokenizer and transformers' of one folder, with the control tokens of every template."""
     from transformers import AutoTokenizer
 
     folder = tmp_path_factory.mktemp(request.param)
@@ -79,7 +79,7 @@ def test_ids_equal_apply_chat_template(pair, template, system, prompt):
 
 
 def by_hand(template, talk, bos, eos):
-    """What a template makes of [system] user assistant ... turns, written out: texts, and whether each is trained on."""
+    """Returns the text of [system] user assistant ... turns under a template: parts, and whether each is trained on."""
     system = talk[0][1] if talk[0][0] == "system" else None
     pairs = list(zip(talk[system is not None :: 2], talk[(system is not None) + 1 :: 2], strict=True))
     exchanges = [(question, answer) for (_, question), (_, answer) in pairs]
@@ -115,11 +115,11 @@ def by_hand(template, talk, bos, eos):
 
 
 def ids_and_mask(theirs, parts):
-    """transformers' ids of the whole text, and which of them lie, in part or whole, in a trained part."""
+    """Returns transformers' ids of the whole text, and which of them overlap a trained part."""
     encoded = theirs("".join(text for text, _ in parts), add_special_tokens=False, return_offsets_mapping=True)
     ends = list(itertools.accumulate(len(text) for text, _ in parts))
-    trained = [(end - len(text), end) for (text, train), end in zip(parts, ends, strict=True) if train]
-    mask = [any(start < to and at < end for at, to in trained) for start, end in encoded["offset_mapping"]]
+    trained = [range(end - len(text), end) for (text, train), end in zip(parts, ends, strict=True) if train]
+    mask = [any(start < part.stop and part.start < end for part in trained) for start, end in encoded["offset_mapping"]]
     return encoded["input_ids"], mask
 
 
@@ -127,7 +127,7 @@ def mask_of(segments):
     return [segment.train for segment in segments for _ in segment.ids]
 
 
-# Conversations of our own, FastChat's where the shared folder lies beside the project, and whatever file a user names.
+# The fixtures' conversations, FastChat's if the shared folder exists, and the files that the user names.
 FILES = [REPOSITORY / "data/fixtures/conversations.json", *filter(Path.exists, (
     REPOSITORY.parent / "shared/data/conversations/fastchat_dummy.json",
     *map(Path, filter(None, os.environ.get("LONGSTRIPE_CONVERSATIONS", "").split(os.pathsep)))))]
@@ -139,18 +139,18 @@ def records(file):
 
 
 def conversations(file, controls, count=200):
-    """The first `count` clean conversations that alternate, as (role, text)."""
-    found = []
+    """Returns the first `count` clean conversations with alternating roles, as (role, text)."""
+    talks = []
     for record in records(file):
         talk = [("user" if turn["from"] in ("human", "user") else "assistant" if turn["from"] == "gpt" else "?",
                  turn["value"].strip()) for turn in record["conversations"]]
         talk = talk[: len(talk) // 2 * 2]
         clean = all(text and not any(control in text for control in controls) for _, text in talk)
         if talk and clean and [role for role, _ in talk] == ["user", "assistant"] * (len(talk) // 2):
-            found.append(talk)
-        if len(found) == count:
-            return found
-    raise AssertionError(f"{file}: only {len(found)} conversations")
+            talks.append(talk)
+        if len(talks) == count:
+            return talks
+    raise AssertionError(f"{file}: only {len(talks)} conversations")
 
 
 @pytest.mark.parametrize("template", BUILT_IN)
@@ -165,15 +165,15 @@ def test_ids_and_mask_of_200_conversations_are_the_text_written_by_hand(pair, te
 
 
 def sentencepiece_ids_and_mask(library, parts, controls):
-    """The same by the library itself: what stands between two control tokens is encoded by itself."""
+    """Returns the same by sentencepiece itself; text between two control tokens is encoded separately."""
     ids, mask = [], []
     run, trained = "", []
 
     def finish():
         nonlocal run, trained
         for piece in library.encode(run, out_type="proto").pieces if run else ():
-            ids.append(piece.id)  # places are bytes; a mark of a beginning has none of its own
-            mask.append(any(piece.begin < to and at < max(piece.end, piece.begin + 1) for at, to in trained))
+            ids.append(piece.id)  # offsets are in bytes; the mark of a beginning has no bytes
+            mask.append(any(piece.begin < end and start < max(piece.end, piece.begin + 1) for start, end in trained))
         run, trained = "", []
 
     for text, train in parts:
@@ -183,9 +183,9 @@ def sentencepiece_ids_and_mask(library, parts, controls):
                 ids.append(controls[piece])
                 mask.append(train)
             elif piece:
-                at = len(run.encode())
+                start = len(run.encode())
                 run += piece
-                trained += [(at, len(run.encode()))] if train else []
+                trained += [(start, len(run.encode()))] if train else []
     finish()
     return ids, mask
 
@@ -235,7 +235,7 @@ def test_lacking_control_tokens_are_refused_or_added(tmp_path, folder):
         assert [grown.control_id(token) for token in tokens] == [bare.vocab_size + i for i in range(len(tokens))]
         assert grown.vocab_size == bare.vocab_size + len(tokens) and grown.fingerprint != bare.fingerprint
         for text in ("Who are you? 123 é 😀", "".join(tokens), f"a {tokens[0]}"):
-            assert grown.encode(text) == bare.encode(text)  # typed, they are the text that they were
+            assert grown.encode(text) == bare.encode(text)  # typed, they stay text
         grown.save(tmp_path / template, jinja_template(template, grown))
         again, theirs = Tokenizer.load(tmp_path / template), AutoTokenizer.from_pretrained(tmp_path / template)
         assert (again.bos_id, again.eos_id) == (bare.bos_id, bare.eos_id)
@@ -252,26 +252,26 @@ def test_templates_that_need_no_control_tokens_end_answers_with_eos():
 
 
 _TYPED = ["<s>", "</s>", "<pad>", "<unk>", *ALL_CONTROLS, "[INST]", "[/INST]", "<<SYS>>", "### Response:", "USER:", "<|",
-          "{{ eos_token }}", "\ufdd0", "\ufdd00\ufdd1", " ", "\n"]  # fmt: skip
+          "{{ eos_token }}", "\ufdd0", "\ufdd00\ufdd1", " ", "\n"]
 _TEXT = st.lists(st.one_of(st.sampled_from(_TYPED), st.text(max_size=8)), min_size=1, max_size=5).map("".join)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(_TEXT, min_size=2, max_size=5))
 def test_no_users_text_gives_a_control_id_in_any_template(texts):
-    """Whatever is said, a conversation has the control ids of its template alone: those of the same one of clean texts."""
+    """A conversation of any texts has only its template's control ids, the same as one of clean texts."""
     roles = ["system", "user", "assistant", "user", "assistant"][5 - len(texts) if len(texts) % 2 == 0 else 0 :][: len(texts)]
     for folder, template in itertools.product((TINY, MODEL, smollm2()), NAMES):
         tokenizer = _cached(folder, with_controls=True)
         if template == "tokenizer" and tokenizer.chat_template is None:
             continue
         controls = {control.id for control in tokenizer.controls.values()}
-        said, clean = (
+        typed, clean = (
             [t for t in _ids(render([Message(r, c) for r, c in zip(roles, contents, strict=True)], template, tokenizer))
              if t in controls]
             for contents in (texts, ["x"] * len(texts))
         )
-        assert said == clean, (template, texts)
+        assert typed == clean, (template, texts)
 
 
 def test_vicuna_is_fastchats_text_and_trains_on_answers_alone():
@@ -285,12 +285,12 @@ def test_vicuna_is_fastchats_text_and_trains_on_answers_alone():
     assert _trained(tokenizer, segments) == [" I'm Pim, é 😀 fine.</s>", " You too!</s>"]
     muted = [Message("user", "Hi"), Message("assistant", "No.", train=False), *_messages(TALK[2:])]
     assert _trained(tokenizer, render(muted, "vicuna_v1.1", tokenizer)) == [" You too!</s>"]
-    # What training shows before an answer is what chat shows before generating it.
+    # The model sees the same before an answer in training and when it generates one.
     prompt = _ids(render(_messages(TALK[:1]), "vicuna_v1.1", tokenizer, add_generation_prompt=True))
     assert list(segments[0].ids) == prompt and VICUNA_SYSTEM in tokenizer.decode(prompt)
 
 
-# As Llama 3.1's own template writes tool turns, and as templates mark answers for transformers' masks.
+# Tool turns as in Llama 3.1's template, and marks of answers for transformers' masks.
 MARKED = (
     "{% for message in messages %}{{ '<|start_header_id|>' + message.role + '<|end_header_id|>\n\n' }}"
     "{% if message.role == 'assistant' %}{% generation %}{{ message.content | trim + '<|eot_id|>' }}{% endgeneration %}"
@@ -359,7 +359,7 @@ def test_control_tokens_that_are_unigram_pieces_stay_text(tmp_path):
     library = Library(models.Unigram(pieces, unk_id=0))
     library.add_special_tokens([AddedToken("</s>")])
     library.save(str(tmp_path / "tokenizer.json"))
-    assert library.encode("a</s>").ids[-1] == 1  # what the plain library does
+    assert library.encode("a</s>").ids[-1] == 1  # the ids of the library itself
     tokenizer = Tokenizer.load(tmp_path)
     ids = tokenizer.encode("a</s>b")
     assert 1 not in ids and tokenizer.decode(ids).replace(" ", "") == "a</s>b"
@@ -373,7 +373,7 @@ def test_user_defined_sentencepiece_symbols_stay_text(tmp_path):
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=lines, model_prefix=prefix, vocab_size=290, model_type="bpe", byte_fallback=True,
         user_defined_symbols=["<|im_end|>"], minloglevel=2, hard_vocab_limit=False,
-    )  # fmt: skip
+    )
     tokenizer = Tokenizer.load(prefix + ".model")
     symbol = tokenizer.control_id("<|im_end|>")
     assert symbol in sentencepiece.SentencePieceProcessor(model_file=prefix + ".model").encode("a<|im_end|>")

@@ -1,4 +1,4 @@
-"""Tokens that are added beside a vocabulary: their ids are transformers' own, and text becomes only those that are text."""
+"""Tokens that are added to a vocabulary have the same ids as in transformers, and text becomes none that are control tokens."""
 
 import json
 
@@ -12,7 +12,7 @@ from tests.data.test_templates import MODEL, TINY, _ids, _messages
 
 @pytest.mark.parametrize("written", ["added_tokens.json", "tokenizer_config.json"])
 def test_tokens_that_a_folder_adds_to_a_sentencepiece_model_keep_their_ids(tmp_path, written):
-    """As in chat models of 2023 that came without tokenizer.json; ids as transformers gives them."""
+    """As in chat models of 2023 without a tokenizer.json; ids as in transformers."""
     from transformers import AutoTokenizer
 
     added = {"<|im_end|>": 1000, "<|im_start|>": 1001, "[PAD]": 1002}  # not in our order
@@ -40,7 +40,7 @@ def test_tokens_that_a_folder_adds_to_a_sentencepiece_model_keep_their_ids(tmp_p
 
 
 def with_added(folder, tokens, **options):
-    """The tiny tokenizer with further added tokens that are not special, in a folder."""
+    """Makes a folder of the tiny tokenizer with further added tokens that are not special."""
     spec = json.loads((TINY / "tokenizer.json").read_text())
     option = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": False, **options}
     spec["added_tokens"] += [{"id": 1024 + number, "content": token, **option} for number, token in enumerate(tokens)]
@@ -52,7 +52,7 @@ def with_added(folder, tokens, **options):
 
 @pytest.mark.parametrize("normalized", [False, True])
 def test_runs_of_white_space_and_letters_that_are_added_tokens_are_text(tmp_path, normalized):
-    """As GPT-NeoX and DeepSeek have them, with ids behind the vocabulary's; transformers' own ids."""
+    """As in GPT-NeoX and DeepSeek, with ids after the vocabulary's; ids as in transformers."""
     from transformers import AutoTokenizer
 
     folder = with_added(tmp_path / "in", ["     ", "   ", "語x", "<think>"], normalized=normalized)
@@ -66,8 +66,8 @@ def test_runs_of_white_space_and_letters_that_are_added_tokens_are_text(tmp_path
 
 
 @pytest.mark.parametrize("kind", ["tokenizer.json", "sentencepiece"])
-def test_text_tokens_are_taken_where_they_are_typed(tmp_path, kind):
-    """What a reasoning model thinks between <think> and </think>: letters, unless a recipe says that they are tokens."""
+def test_text_tokens_are_tokens_where_they_are_typed(tmp_path, kind):
+    """Such as <think> and </think> of reasoning models, which are letters unless a recipe names them."""
     if kind == "tokenizer.json":
         bare = Tokenizer.load(with_added(tmp_path / "in", ["<think>", "</think>"]))
     else:

@@ -1,4 +1,4 @@
-"""The command line of line retrieval: sizes that are none."""
+"""The command line of line retrieval refuses sizes below 1."""
 
 import pytest
 

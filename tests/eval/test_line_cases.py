@@ -1,4 +1,4 @@
-"""Tests of eval/line_cases.py: cases are read as written, generated cases can be answered, bad files are named."""
+"""Line cases: written cases are read back, generated ones have one answer, errors name the file."""
 
 import json
 import re
@@ -15,17 +15,17 @@ def test_generated_cases_have_one_answer_each(style):
     lines = 8
     cases = generate(lines, 40, seed=3, key_style=style)
     assert cases == generate(lines, 40, seed=3, key_style=style) != generate(lines, 40, seed=4, key_style=style)
-    places = []
+    indices = []
     for case in cases:
         record = re.findall(r"^line (\S+): .*?(\d+)>?$", case.prompt, re.MULTILINE)
         keys, numbers = zip(*record, strict=True)
         assert len(record) == case.num_lines == len(set(keys)) == len(set(numbers)) == lines
-        asked = re.search(r"in line (\S+)\?", case.prompt).group(1)
-        assert dict(record)[asked] == str(case.expected_number)
+        key = re.search(r"in line (\S+)\?", case.prompt).group(1)
+        assert dict(record)[key] == str(case.expected_number)
         assert case.correct_line in case.prompt and last_integer(case.correct_line) == case.expected_number
-        places.append(keys.index(asked))
+        indices.append(keys.index(key))
         assert case.prompt.endswith(" ") == (style == "adjective_noun")
-    assert sorted(places) == [depth for depth in range(lines) for _ in range(5)], "every depth equally often"
+    assert sorted(indices) == [depth for depth in range(lines) for _ in range(5)], "every line equally often"
 
 
 def test_written_cases_are_read_back(tmp_path):
@@ -38,12 +38,12 @@ def test_written_cases_are_read_back(tmp_path):
 
 def test_longchat_form_and_families(tmp_path):
     record = {"random_idx": ["a-b", 0], "expected_number": 7, "num_lines": 680, "token_size": 9,
-              "correct_line": "x <7>\n", "prompt": "line a-b: REGISTER_CONTENT is <7>\u2028"}  # fmt: skip
+              "correct_line": "x <7>\n", "prompt": "line a-b: REGISTER_CONTENT is <7>\u2028"}
     path = tmp_path / "680_lines.jsonl"
     path.write_text(json.dumps(record, ensure_ascii=False) + "\n\n" + json.dumps(record | {"num_lines": 700}) + "\n")
-    small, great = read(path)
-    assert small.expected_number == 7 and small.prompt == record["prompt"], "U+2028 ends no line of a JSONL file"
-    assert small.family != great.family
+    short, long = read(path)
+    assert short.expected_number == 7 and short.prompt == record["prompt"], "U+2028 does not end a line of a JSONL file"
+    assert short.family != long.family
 
 
 def test_our_own_fixture(repository):
@@ -51,7 +51,7 @@ def test_our_own_fixture(repository):
     assert len(cases) >= 100
     ours = generate(cases[0].num_lines, 1, key_style="short")[0]
     skeletons = {re.sub(r"line \w+|\d+", "_", case.prompt) for case in (cases[0], ours)}
-    assert len(skeletons) == 1, "the short style is worded as the fixtures are"
+    assert len(skeletons) == 1, "the short style has the same wording as the fixtures"
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_bad_files(tmp_path, text, words):
     assert str(path) in str(error.value) and words in str(error.value)
 
 
-def test_what_cannot_be_had():
+def test_impossible_cases_are_errors():
     with pytest.raises(UserError, match=r"gone\.jsonl"):
         read("gone.jsonl")
     with pytest.raises(UserError, match="short has keys for 1 to"):

@@ -1,4 +1,4 @@
-"""Tests of eval/line_retrieval.py's command: what can be refused without the model is refused before it is opened."""
+"""The command of line retrieval refuses wrong options before it opens the model."""
 
 import pytest
 
@@ -23,5 +23,5 @@ def test_refused_before_the_model_is_opened(tmp_path, capsys, monkeypatch, flags
     (tmp_path / "taken.txt").write_text("")
     flags = flags.format(file=tmp_path / "taken.txt", folder=tmp_path / "out")
     assert line_retrieval.main(["--checkpoint", "nowhere", *flags.split()]) == 2
-    told, = capsys.readouterr().err.splitlines()
-    assert told.startswith("error: ") and words in told
+    line, = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and words in line

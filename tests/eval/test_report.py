@@ -1,4 +1,4 @@
-"""Tests of eval/report.py: the files it writes, and that unlike cases never become one curve."""
+"""The report of line retrieval: its files, and that cases of different families are different curves."""
 
 import io
 import json
@@ -11,7 +11,7 @@ from eval.scoring import outcome, score
 
 
 def outcomes():
-    """200 and 680 lines of one form, 700 of another; 680 and more do not fit."""
+    """Returns outcomes of 200 and 680 lines of one family and 700 of another; 680 and more exceed the trained length."""
     return [
         outcome(LineCase("", 7, lines, "line", f"{lines}.jsonl"), answer, lines * 24, 8192, new_tokens=100)
         for lines in (200, 680, 700)
@@ -34,14 +34,14 @@ def test_files(tmp_path, capsys):
 
 
 def test_unlike_cases_are_not_joined():
-    found = curves(score(outcomes()))
-    assert [[one.num_lines for one in group] for group in found.values()] == [[200], [680], [700]]
-    assert len({family for family, _ in found}) == 2
+    groups = curves(score(outcomes()))
+    assert [[item.num_lines for item in group] for group in groups.values()] == [[200], [680], [700]]
+    assert len({family for family, _ in groups}) == 2
 
 
 @pytest.mark.parametrize("name", ["200_lines.jsonl", "a_file_whose_name_alone_would_fill_half_of_a_line.jsonl"])
 def test_table_fits_80_columns(name):
-    """Each score on a line of its own, whole, at the width of a pipe."""
+    """Each score is on one line at the default width of a pipe."""
     from rich.console import Console
 
     long = [outcome(LineCase("", 7, 1000, "line", name, "noun_noun"), "7", 120_000, 8192, new_tokens=100)] * 1000
@@ -61,7 +61,7 @@ def test_a_file_s_name_is_not_markup(name, capsys):
 
 @pytest.mark.parametrize("lengths", [(20,), (20, 40)])
 def test_each_panel_shows_chance(tmp_path, monkeypatch, lengths):
-    """One length is one panel; several are two, and each has its marks of chance at its points."""
+    """There is one panel for one length, two for several; each has marks of chance at its points."""
     from matplotlib.figure import Figure
 
     drawn = []

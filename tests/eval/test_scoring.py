@@ -1,4 +1,4 @@
-"""Tests of eval/scoring.py: the last integer, Wilson's interval against scipy, and the grouping."""
+"""Scoring of line retrieval: the last integer, Wilson's interval compared with scipy's, and the groups."""
 
 import pytest
 from scipy.stats import binomtest
@@ -11,7 +11,7 @@ from eval.scoring import last_integer, outcome, score, wilson
     ("text", "number"),
     [("The number is <42527>.", 42527), ("line 3: 17", 17), ("no", None), ("", None), ("12, no, 0013", 13), ("-5", 5),
      ("9" * 5000, None), ("3.0", 0)],
-)  # fmt: skip
+)
 def test_last_integer(text, number):
     assert last_integer(text) == number
 
@@ -24,10 +24,10 @@ def test_wilson_against_scipy(right, cases):
 
 
 def test_grouped_by_lines_and_trained_length():
-    def one(lines, generated, tokens):
+    def answered(lines, generated, tokens):
         return outcome(LineCase("", 7, lines, "", "file"), generated, tokens, trained_length=100, new_tokens=10)
 
-    outcomes = [one(20, "7", 80), one(20, "8", 90), one(20, "7", 91), one(50, "it is 7", 300)]
+    outcomes = [answered(20, "7", 80), answered(20, "8", 90), answered(20, "7", 91), answered(50, "it is 7", 300)]
     within, beyond, long = score(outcomes)
     assert (within.num_lines, within.cases, within.right, within.beyond_trained_length) == (20, 2, 1, False)
     assert within.mean_prompt_tokens == 85 and within.accuracy == 0.5

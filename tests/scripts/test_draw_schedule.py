@@ -1,4 +1,4 @@
-"""The pictures show the work: all visible tiles, each once, in the colours of the ranks that compute them."""
+"""The pictures of schedules show every visible tile once, in the colour of the rank that computes it."""
 from itertools import combinations, groupby
 
 import numpy as np
@@ -21,7 +21,7 @@ def test_every_visible_tile_is_drawn_once(layout):
     visible = order.max(1)[:, None] >= order.min(1)[None]
     block = Block(1, TILES * TOKENS, size, size, 8)
     for name, schedule in CASES.items():
-        if name == "ring_self_attention":  # it draws whole blocks
+        if name == "ring_self_attention":  # it computes whole blocks
             continue
         rounds = [item.round for item in with_sends(get_schedule(schedule, size, layout).plan(size, block).forward, size)]
         assert sum(work(round_, kinds(layout, size), size).sum() for round_ in rounds) == visible.sum(), name
@@ -32,7 +32,7 @@ def test_every_visible_tile_is_drawn_once(layout):
 
 @pytest.mark.parametrize(("name", "size"), [("usp", 4), ("balanced", 8)])
 def test_a_picture_can_be_read(name, size, tmp_path, monkeypatch):
-    """Many colours; no words that meet or are cut off; no strip of half an inch without anything."""
+    """Many colours; no overlapping or cut text; no empty strip of half an inch."""
     drawn, save = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **how: drawn.append(figure) or save(figure, *args, **how))
     draw(name, size, tmp_path / "picture.png")
@@ -47,8 +47,8 @@ def test_a_picture_can_be_read(name, size, tmp_path, monkeypatch):
     assert len(boxes) > 12
     for text, box in boxes.items():
         assert 0 <= box.x0 < box.x1 <= image.shape[1] and 0 <= box.y0 < box.y1 <= image.shape[0], text
-    for (one, box), (other, near) in combinations(boxes.items(), 2):
-        assert not box.overlaps(near), (one, other)
+    for (text, box), (other_text, other_box) in combinations(boxes.items(), 2):
+        assert not box.overlaps(other_box), (text, other_text)
 
 
 def test_asking_for_help_draws_nothing(tmp_path, monkeypatch, capsys):

@@ -1,4 +1,4 @@
-"""The command that shows data: rows as text with their loss part, lengths, padding; against records that we know."""
+"""scripts.inspect_data: rows as text with the trained parts in colour, lengths and padding, for known records."""
 
 import json
 
@@ -47,7 +47,7 @@ def test_histogram_counts_each_document_once():
     assert abs(sum(shares) - 100) < 0.5 and max(shares) == shares[-1] == 97.6
 
 
-def test_the_command_tells_of_a_recipe(tmp_path, capsys):
+def test_the_command_describes_a_recipes_data(tmp_path, capsys):
     recipe = {
         "model": {"tokenizer": str(TINY), "preset": "tiny"},
         "data": {"path": str(write(tmp_path)), "prepared": str(tmp_path / "prepared"), "held_out_fraction": 0.0},
@@ -55,9 +55,10 @@ def test_the_command_tells_of_a_recipe(tmp_path, capsys):
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
     command = [str(tmp_path / "mine.yaml"), "--rows", "1", "--tokens", "50", "--data.context_length", "128"]
     assert inspect.main(command) == 0
-    said = capsys.readouterr().out
-    assert "ASSISTANT: It is" in said and "6 records, 6 kept" in said and "train: 6 documents" in said
-    assert "row 0" in said and "row 1" not in said and "rows of 128 in the first epoch" in said and "% padding" in said
+    output = capsys.readouterr().out
+    assert "ASSISTANT: It is" in output and "6 records, 6 kept" in output and "train: 6 documents" in output
+    assert "row 0" in output and "row 1" not in output
+    assert "rows of 128 in the first epoch" in output and "% padding" in output
     assert inspect.main([str(tmp_path / "gone.yaml")]) == 2
     assert "gone.yaml" in capsys.readouterr().err
     for flag, meant in (("--row", "--rows"), ("--token", "--tokens"), ("--data.context_lenght", "--data.context_length")):

@@ -1,4 +1,4 @@
-"""The launchers: what they tell gcloud and srun, by stand-ins that write it down; shellcheck; the compilers' flags."""
+"""The launchers' calls of gcloud and srun, recorded by substitutes of these; shellcheck; the compilers' flags."""
 
 import json
 import os
@@ -20,8 +20,8 @@ from trainer import xla_flags
 SCRIPTS = sorted(path for path in [*(REPOSITORY / "scripts").rglob("*.sh"), *(REPOSITORY / "scripts").glob("*.sbatch"),
                                    REPOSITORY / ".ci/run"])
 
-# Writes its arguments down. States of the slice and exit codes of training come from files, a line for each question; the
-# last line stays.
+# Records its arguments. States of the slice and exit statuses of training are read from files, one line for each call; the last
+# line is not removed.
 GCLOUD = f"""#!{sys.executable}
 import json, pathlib, sys
 here = pathlib.Path(__file__).parent
@@ -49,7 +49,10 @@ def executable(path, text):
 
 @pytest.fixture
 def launch(tmp_path):
-    """Runs launch_tpu.sh against slices of these states and trainings of these exit codes: its process, gcloud's calls."""
+    """Returns a function that runs launch_tpu.sh with these states of the slice and exit statuses of training.
+
+    It returns the finished process and the calls of gcloud.
+    """
     executable(tmp_path / "gcloud", GCLOUD)
 
     def run(*arguments, states, codes=("0",)):
@@ -67,15 +70,15 @@ SLICE = ("--zone", "z", "--type", "v5p-64", "--version", "v2", "--poll", "0")
 
 
 def verbs(calls):
-    """create, delete, scp, and of ssh what it is for; questions left out."""
+    """Returns the purpose of each call that changes something: create, delete, scp, install, start or follow."""
     purposes = {"uv pip install": "install", "setsid": "start", "tail": "follow"}
-    found = []
+    verbs = []
     for call in calls:
         if "ssh" in call:
-            found += [verb for words, verb in purposes.items() if words in call[-1]][:1]
+            verbs += [verb for words, verb in purposes.items() if words in call[-1]][:1]
         else:
-            found += [verb for verb in ("create", "delete", "scp") if verb in call]
-    return found
+            verbs += [verb for verb in ("create", "delete", "scp") if verb in call]
+    return verbs
 
 
 def test_run_creates_installs_starts_and_follows(launch):
@@ -90,18 +93,18 @@ def test_run_creates_installs_starts_and_follows(launch):
     assert all(call[call.index("--zone") + 1] == "z" for call in calls)
     start = next(call for call in calls if "setsid" in call[-1])
     assert "--worker=all" in start and "trainer.xla_flags tpu" in start[-1]
-    # What the worker's shell would give to train.py is what stood after --.
+    # The worker's shell gives train.py the options after --.
     words = shlex.split(start[-1].split("train.code' ")[1].split(" < ")[0])
     assert words == ["train.py", *recipe]
 
 
-def test_a_slice_that_is_there_is_used_and_training_that_fails_ends_it(launch):
+def test_an_existing_slice_is_used_and_a_failure_of_training_ends_the_command(launch):
     done, calls = launch("run", "pod", *SLICE, "--", "--config", "c", states=["ACTIVE"], codes=["2"])
     assert done.returncode == 2 and verbs(calls) == ["scp", "install", "start", "follow"]
 
 
-def test_after_a_preemption_it_begins_again(launch):
-    # Taken away while it trains: seen by the state, which follow asks for; then in the middle of the second try, by signal.
+def test_it_restarts_after_a_preemption(launch):
+    # Preempted twice during training: noticed by the slice's state, then by the exit status.
     done, calls = launch("run", "pod", *SLICE, "--spot", "--", "--config", "c",
                          states=["ACTIVE", "ACTIVE", "SUSPENDED", "SUSPENDED", "SUSPENDED", "ABSENT", "ACTIVE", "ACTIVE",
                                  "ACTIVE", "ACTIVE"],
@@ -112,12 +115,12 @@ def test_after_a_preemption_it_begins_again(launch):
     assert next(call for call in calls if "delete" in call)[3:7] == ["delete", "pod", "--force", "--quiet"]
 
 
-def test_training_that_is_killed_again_and_again_is_given_up(launch):
+def test_training_that_is_killed_three_times_is_not_restarted(launch):
     done, calls = launch("run", "pod", *SLICE, "--", "--config", "c", states=["ACTIVE"], codes=["137"])
     assert done.returncode == 137 and verbs(calls).count("start") == 3
 
 
-def test_training_that_saves_on_every_preemption_is_not(launch):
+def test_training_that_saves_on_every_preemption_is_restarted(launch):
     done, calls = launch("run", "pod", *SLICE, "--", "--config", "c", states=["ACTIVE"], codes=["143"] * 4 + ["0"])
     assert done.returncode == 0 and verbs(calls).count("start") == 5
 
@@ -133,8 +136,8 @@ def test_mistakes_are_one_line(launch, arguments, words):
     assert not [call for call in calls if "create" in call]
 
 
-def test_what_the_workers_run_trains_stops_and_tells_its_exit_code(launch, tmp_path):
-    """The commands themselves, run here: a training that outlives the shell that started it, and one that is stopped."""
+def test_the_workers_commands_train_stop_and_store_the_exit_status(launch, tmp_path):
+    """Runs the commands: one training outlives the shell that started it, another one is stopped."""
     _, calls = launch("start", "pod", "--zone", "z", "--", "a b", "$c", states=["ACTIVE"])
     _, stopping = launch("stop", "pod", "--zone", "z", states=["ACTIVE"])
     home = tmp_path / "home"
@@ -153,14 +156,14 @@ def test_what_the_workers_run_trains_stops_and_tells_its_exit_code(launch, tmp_p
     subprocess.run(command, cwd=home, check=True, timeout=20)
     second = pid.read_text().strip()
     subprocess.run(command, cwd=home, check=True, timeout=20)
-    assert pid.read_text().strip() == second, "it runs already"
+    assert pid.read_text().strip() == second, "it is running already"
     subprocess.run(["bash", "-c", stopping[-1][-1]], cwd=home, check=True, timeout=20)
     subprocess.run(["tail", f"--pid={second}", "-f", "/dev/null"], timeout=20, check=True)
     assert code.read_text() == "130\n" and not pid.exists() and (home / "longstripe/saved").exists(), "stop waits"
 
 
-def test_workers_install_with_a_python_of_uvs_and_need_nothing_of_their_image(launch, tmp_path):
-    """Cloud TPU's images bring Python 3.10, which JAX has left behind."""
+def test_workers_install_with_uvs_python_and_use_no_tool_of_their_image(launch, tmp_path):
+    """Cloud TPU's images contain Python 3.10, which JAX no longer supports."""
     _, calls = launch("install", "pod", "--zone", "z", states=["ACTIVE"])
     home, archive = tmp_path / "home", tmp_path / "home/longstripe.tar.gz"
     (home / ".local/bin").mkdir(parents=True)
@@ -196,8 +199,8 @@ def test_slurm_starts_one_process_a_node_with_all_its_gpus_under_their_flags(tmp
     assert "#SBATCH --ntasks-per-node=1" in script.read_text() and "#SBATCH --requeue" in script.read_text()
 
 
-def test_slurm_queues_again_what_saved_on_sigterm_and_nothing_else(tmp_path):
-    """While it is cancelled a job is COMPLETING, and Slurm would take `scontrol requeue` for it too."""
+def test_slurm_requeues_only_a_job_that_saved_on_sigterm(tmp_path):
+    """While a job is cancelled it is COMPLETING, and Slurm would accept `scontrol requeue` for it too."""
     executable(tmp_path / "srun", "#!/bin/bash\nexit $CODE\n")
     executable(tmp_path / "squeue", "#!/bin/bash\necho $STATE\n")
     executable(tmp_path / "scontrol", f"#!/bin/bash\necho \"$@\" >> {tmp_path}/told\n")
@@ -212,7 +215,7 @@ def test_slurm_queues_again_what_saved_on_sigterm_and_nothing_else(tmp_path):
     assert "#SBATCH --signal=TERM@" in script.read_text()
 
 
-def test_the_jobset_is_whole_and_its_recipe_exists():
+def test_the_jobset_is_complete_and_its_recipe_exists():
     jobset = yaml.safe_load((REPOSITORY / "scripts/kubernetes/jobset.yaml").read_text())
     assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
@@ -225,7 +228,7 @@ def test_the_jobset_is_whole_and_its_recipe_exists():
     assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
     args = container["args"]
     assert (REPOSITORY / args[args.index("--config") + 1]).exists()
-    # train.py's exit code 2 ends it for good, all others begin it again.
+    # Exit status 2 of train.py fails the JobSet, any other restarts it.
     assert job["podFailurePolicy"]["rules"] == [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}}]
     assert jobset["spec"]["failurePolicy"]["rules"] == [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
     mesh = yaml.safe_load((REPOSITORY / args[args.index("--config") + 1]).read_text())["mesh"]
@@ -235,7 +238,7 @@ def test_the_jobset_is_whole_and_its_recipe_exists():
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
-def test_shellcheck_has_nothing_to_say(script):
+def test_shellcheck_reports_nothing(script):
     done = subprocess.run(["shellcheck", script], capture_output=True, text=True, check=False,
                           env={**os.environ, "PATH": f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"})
     assert done.returncode == 0, done.stdout
@@ -243,8 +246,8 @@ def test_shellcheck_has_nothing_to_say(script):
 
 @pytest.mark.parametrize("platform", xla_flags.FLAGS)
 def test_the_compilers_know_every_flag(platform):
-    """An unknown flag ends the process; every flag says why it is there."""
-    # The CPU's jaxlib reads the GPU's flags as well; libtpu reads its own when the compiler is asked for.
+    """An unknown flag ends the process; every flag has a reason."""
+    # The CPU's jaxlib also parses the GPU's flags; libtpu parses its own when the compiler is loaded.
     ask = "import jax; jax.devices()" if platform != "tpu" else (
         "from jax.experimental import topologies; topologies.get_topology_desc(platform='tpu', topology_name='v5e:2x2')")
     given = " ".join(map(str, xla_flags.FLAGS[platform]))
@@ -257,7 +260,7 @@ def test_the_compilers_know_every_flag(platform):
 
 @pytest.mark.parametrize("slice_", ["v3:4x4", "v4:2x2x2", "v5e:4x4", "v5p:2x2x2", "v6e:4x4"])
 def test_each_generations_compiler_takes_its_flags(slice_):
-    """Names known to libtpu are not enough: what v5e's compiler does by itself ends each compile for a v5p."""
+    """libtpu knows more names than each compiler accepts: a default of v5e's makes every compilation for v5p fail."""
     devices = topology_devices(slice_)
     x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16, sharding=NamedSharding(Mesh(devices, "x"), PartitionSpec("x")))
     gathered = NamedSharding(Mesh(devices, "x"), PartitionSpec())

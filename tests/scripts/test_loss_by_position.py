@@ -1,4 +1,4 @@
-"""Loss by position: the buckets against counting by hand, and the command's numbers against transformers' losses."""
+"""Loss by position: the buckets compared with counting, and the command's numbers with transformers' losses."""
 
 import json
 import shutil
@@ -29,11 +29,11 @@ def test_buckets_are_powers_of_two_of_the_tokens_before():
         (1, 1), (2, 3), (4, 7), (8, 15), (16, 31), (32, 63), (64, 127), (128, 255), (256, 511)]
     for row in rows:
         # The token at position p has p tokens before it, and its target p + 1.
-        here = [losses[r, i] for r in range(3) for i in range(300)
+        bucket = [losses[r, i] for r in range(3) for i in range(300)
                 if weights[r, i] and row["tokens_before_from"] <= positions[r, i] + 1 <= row["tokens_before_to"]]
-        assert row["targets"] == len(here)
-        assert row["loss_nats_per_target"] == pytest.approx(np.mean(here))
-        assert row["standard_error"] == pytest.approx(np.std(here, ddof=1) / len(here) ** 0.5)
+        assert row["targets"] == len(bucket)
+        assert row["loss_nats_per_target"] == pytest.approx(np.mean(bucket))
+        assert row["standard_error"] == pytest.approx(np.std(bucket, ddof=1) / len(bucket) ** 0.5)
 
 
 @pytest.mark.parametrize("name", ["runs/[red]/checkpoints/3", "runs/lr[/0.1]"])
@@ -53,7 +53,7 @@ def test_the_command_gives_transformers_losses(tmp_path, monkeypatch, capsys):
     model.save_pretrained(tmp_path / "hf")
     for file in TOKENIZER.iterdir():
         shutil.copy(file, tmp_path / "hf" / file.name)
-    # A text of 7 rows and a rest, so that there is an even number of rows.
+    # A text of 7 full rows and a rest: an even number of rows.
     words = ["whale", "ship", "sea", "swam", "sailed", "round", "and", "the"]
     rng, text, ids = np.random.default_rng(1), "", []
     while len(ids) < 7.5 * LENGTH:
@@ -72,9 +72,9 @@ def test_the_command_gives_transformers_losses(tmp_path, monkeypatch, capsys):
     assert loss_by_position.main(common) == 0
     written = json.loads((tmp_path / "out/loss_by_position.json").read_text())
     rows = written["curves"][str(tmp_path / "hf")]
-    told = capsys.readouterr().out
-    assert "split train, batches 0 to 3 of 4 (0 skipped)" in told and "batch 4 of 4: " in told
-    assert "has seen these rows" in told and str(tmp_path / "out/loss_by_position.png") in told.replace("\n", "")
+    output = capsys.readouterr().out
+    assert "split train, batches 0 to 3 of 4 (0 skipped)" in output and "batch 4 of 4: " in told
+    assert "has seen these rows" in output and str(tmp_path / "out/loss_by_position.png") in output.replace("\n", "")
     assert written["about"]["batches"] == 4 and (tmp_path / "out/loss_by_position.png").stat().st_size > 10_000
     expected = {}
     for start in range(0, len(ids), LENGTH):
@@ -84,9 +84,10 @@ def test_the_command_gives_transformers_losses(tmp_path, monkeypatch, capsys):
         for before, loss in enumerate(losses.tolist(), start=1):
             expected.setdefault(before.bit_length() - 1, []).append(loss)
     assert [row["targets"] for row in rows] == [len(expected[k]) for k in range(6)]
-    found = [row["loss_nats_per_target"] for row in rows]
-    np.testing.assert_allclose(found, [np.mean(expected[k]) for k in range(6)], atol=1e-4)
+    measured = [row["loss_nats_per_target"] for row in rows]
+    np.testing.assert_allclose(measured, [np.mean(expected[k]) for k in range(6)], atol=1e-4)
     assert loss_by_position.main([*common, "--skip", "4"]) == 2, "there is no fifth batch"
     assert loss_by_position.main([*common, "--batches", "1", "--data.held_out_path", str(tmp_path / "book.txt")]) == 0
-    told = capsys.readouterr().out
-    assert "split held_out, batches 0 to 0 of 4" in told and "has seen these rows" not in told, "held out, where there is one"
+    output = capsys.readouterr().out
+    assert "split held_out, batches 0 to 0 of 4" in output, "the held-out split is measured if there is one"
+    assert "has seen these rows" not in output
