@@ -20,6 +20,7 @@ from data.paths import output_folder
 from data.templates import NAMES, end_ids, render
 from data.tokenizer import Tokenizer
 from eval import line_cases, report, scoring
+from model.attention.names import LAYOUTS
 from model.config import LlamaConfig
 from trainer import entry
 from trainer.config.schema import AttentionConfig, MeshConfig, ModelConfig, RunConfig
@@ -51,7 +52,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--sequence", type=entry.at_least_one, default=1, help="number of devices along sequence")
     parser.add_argument("--simulate", type=int, default=0, help="simulate this many devices on the CPU; 0 uses the machine's")
     parser.add_argument("--compute-dtype", default="bfloat16", choices=["bfloat16", "float32"])
-    parser.add_argument("--layout", default="striped", choices=["striped", "contiguous", "zigzag"])
+    parser.add_argument("--layout", default="striped", choices=LAYOUTS)
     parser.add_argument("--replicate", action="store_true", help="keep a copy of all weights on every device; if the model "
                         "fits, this is much faster, since decoding gathers no weights")
     return parser.parse_args(argv)

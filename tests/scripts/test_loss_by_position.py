@@ -73,7 +73,7 @@ def test_the_command_gives_transformers_losses(tmp_path, monkeypatch, capsys):
     written = json.loads((tmp_path / "out/loss_by_position.json").read_text())
     rows = written["curves"][str(tmp_path / "hf")]
     output = capsys.readouterr().out
-    assert "split train, batches 0 to 3 of 4 (0 skipped)" in output and "batch 4 of 4: " in told
+    assert "split train, batches 0 to 3 of 4 (0 skipped)" in output and "batch 4 of 4: " in output
     assert "has seen these rows" in output and str(tmp_path / "out/loss_by_position.png") in output.replace("\n", "")
     assert written["about"]["batches"] == 4 and (tmp_path / "out/loss_by_position.png").stat().st_size > 10_000
     expected = {}
