@@ -23,7 +23,7 @@ from .optimizer import split_trainable
 from .reporting.boards import import_wandb
 from .reporting.metrics import Meter, MetricsLog
 from .reporting.profiling import Profiler
-from .run.cluster import first_then_others, join, meet
+from .run.cluster import barrier, first_then_others, join
 from .run.directory import RunDirectory, check_run, open_run
 from .run.lock import held
 from .run.preemption import Preempted, notices
@@ -132,7 +132,7 @@ class _Training:
             self.train_step = lowered.compile()
             if self.objective.has_held_out:
                 self.evaluate_step = self.builder.lower_evaluate().compile()
-            meet("compiled")
+            barrier("compiled")
 
     def run(self, run: RunDirectory) -> Path:
         """Trains to the last step; gives its checkpoint's folder."""

@@ -16,7 +16,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from trainer.checkpoint.manifest import DamagedError, write_manifest
-from trainer.run.cluster import meet
+from trainer.run.cluster import barrier
 
 CHECKPOINTS = "checkpoints"
 
@@ -45,7 +45,7 @@ class Saving:
                 (self.scratch / "data").mkdir()
                 text = json.dumps(dict(data), indent=1, allow_nan=False) + "\n"
                 (self.scratch / "data" / "data.json").write_text(text, encoding="utf-8")
-        meet(f"checkpoint {target.name} begins")
+        barrier(f"checkpoint {target.name} begins")
         trees = {"model": _flat_model(model)}
         if optimizer is not None:
             trees["optimizer"] = flatten(optimizer)
@@ -97,7 +97,7 @@ class Saving:
         self.thread.join()
         if self.error is not None:
             raise OSError(f"saving checkpoint {self.target} failed: {self.error}") from self.error
-        meet(f"checkpoint {self.target.name} ends")
+        barrier(f"checkpoint {self.target.name} ends")
 
 
 def stored_shapes(folder: Path, item: str) -> dict[str, jax.ShapeDtypeStruct]:

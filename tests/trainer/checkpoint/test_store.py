@@ -289,7 +289,7 @@ def test_a_checkpoint_is_read_wherever_it_was_moved_to(run, tmp_path, name):
 def test_who_ends_by_an_error_finishes_its_save_and_waits_for_nobody(tmp_path, assets, monkeypatch):
     """The others stand in a step that this process has left: they would never meet it."""
     met = []
-    monkeypatch.setattr("trainer.checkpoint.saving.meet", met.append)
+    monkeypatch.setattr("trainer.checkpoint.saving.barrier", met.append)
     with pytest.raises(KeyError), CheckpointStore(tmp_path / "run") as store:
         store.save(1, model=placed((2, 4), values()), assets=assets)
         raise KeyError
