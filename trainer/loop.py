@@ -14,7 +14,7 @@ import numpy as np
 from data.errors import UserError
 from model.loss import LossSums
 
-from .checkpoint.store import CheckpointStore
+from .checkpoint.store import CheckpointStore, own_shapes
 from .config.load import resolved
 from .config.schema import RunConfig
 from .mesh import make_mesh, simulate
@@ -232,4 +232,5 @@ class _Training:
 
     def _save(self, run: RunDirectory) -> None:
         self.store.save(self.step, model={**self.trainable, **self.frozen}, optimizer=self.optimizer_state,
-                        data={"step": self.step, **self._origins, "evaluated": self.evaluated}, assets=run.assets)
+                        data={"step": self.step, **self._origins, "evaluated": self.evaluated}, assets=run.assets,
+                        shapes=own_shapes(self.objective.model.config))

@@ -105,7 +105,7 @@ class DataConfig:
     held_out_path: str | None = None
     """File or folder of held-out records, in the first source's format and template; replaces held_out_fraction."""
     clean: CleanConfig = dataclasses.field(default_factory=CleanConfig)
-    """What is done to conversations before they are learned from."""
+    """How conversations are cleaned before training. Texts and tokens are used as they are."""
     seed: int = 0
     """Seed of the order of the documents and of the held-out choice."""
 

@@ -22,7 +22,7 @@ class _DuplicateKey(Exception):
 class _Loader(yaml.SafeLoader):
     """Refuses a mapping that holds a key twice."""
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
