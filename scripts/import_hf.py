@@ -31,7 +31,7 @@ def main(argv: list[str] | None = None) -> int:
 
         from data.paths import new_folder, no_pattern
         from model.config import LlamaConfig
-        from trainer.checkpoint.store import save_checkpoint
+        from trainer.checkpoint.store import own_shapes, save_checkpoint
         from trainer.huggingface.read import copy_assets, read_hf, resolve_model_path
 
         new_folder(no_pattern(arguments.checkpoint, "CHECKPOINT"))  # before reading all weights, which takes long
@@ -41,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as scratch:
             copy_assets(source, scratch)
             params = read_hf(source, config, cpu)
-            save_checkpoint(arguments.checkpoint, model=params, assets=scratch)
+            save_checkpoint(arguments.checkpoint, model=params, assets=scratch, shapes=own_shapes(config))
         count = sum(value.size for value in params.values())
         print(f"{arguments.checkpoint}: {count:,} parameters from {source}")
 

@@ -1,4 +1,4 @@
-"""What every command does around its work: one line for an error that a user can mend, and compiled programs kept."""
+"""The frame of every command: exit codes, one line for an error that its user can mend, and the compilation cache."""
 from __future__ import annotations
 
 import argparse
@@ -14,7 +14,7 @@ from data.errors import UserError
 
 
 def at_least_one(text: str) -> int:
-    """A flag's type for what there is one of at least: devices, rows, tokens."""
+    """The argparse type of a whole number of at least 1, such as devices, rows or tokens."""
     try:
         if (number := int(text)) >= 1:
             return number
@@ -24,7 +24,7 @@ def at_least_one(text: str) -> int:
 
 
 def keep_compiled(folder: str | None = None) -> None:
-    """Keep compiled programs between starts, in `folder`, $LONGSTRIPE_CACHE/xla or ~/.cache/longstripe/xla."""
+    """Keeps compiled programs between starts, in `folder`, or else $LONGSTRIPE_CACHE/xla or ~/.cache/longstripe/xla."""
     import jax
 
     root = Path(os.environ.get("LONGSTRIPE_CACHE") or Path.home() / ".cache" / "longstripe")
@@ -32,33 +32,36 @@ def keep_compiled(folder: str | None = None) -> None:
 
 
 def _out_of_memory(error: RuntimeError) -> str | None:
-    """What to do about it, with the compiler's or the runtime's own words on what is needed; None for other errors."""
-    _, found, words = str(error).partition("RESOURCE_EXHAUSTED:")
-    if not found:
+    """The message for an error of the compiler or runtime that memory ran out, with advice; None for other errors."""
+    _, status, details = str(error).partition("RESOURCE_EXHAUSTED:")  # the status code; the details are passed on as they are
+    if not status:
         return None
-    needed = words.strip().partition("\n")[0].rstrip(".")
+    needed = details.strip().partition("\n")[0].rstrip(".")
     return (f"out of memory: {needed}; less is taken with memory.remat nothing, every_k or offload, with chunks "
             "(memory.query_chunks, memory.feed_forward_chunk, memory.loss_chunk) and over a larger mesh.sequence; "
             "python -m scripts.plan tells beforehand what fits")
 
 
 def run(work: Callable[[], object]) -> int:
-    """Runs a command's work; 2 and one line on standard error for an error that its user can mend, 130 after Ctrl-C, 143 after
-    SIGTERM."""
+    """Runs a command's work and returns its exit code.
+
+    It is 0 for success, 2 with one line on standard error for an error that the user can mend, 130 after Ctrl-C, and 143 after
+    SIGTERM. LONGSTRIPE_TRACEBACK=1 raises the errors that would be one line.
+    """
     from trainer.run.preemption import Preempted
 
-    # A Ctrl-C within a callback, from which Python lets no exception out, comes again a moment later.
+    # A Ctrl-C within a callback, from which Python lets no exception escape, is sent again a moment later.
     unraisable, sys.unraisablehook = sys.unraisablehook, _interrupt_again
     try:
         work()
-    except Preempted as told:
-        print(told, file=sys.stderr)
-        return told.exit_code
+    except Preempted as notice:
+        print(notice, file=sys.stderr)
+        return notice.exit_code
     except (UserError, ValueError, OSError, RuntimeError) as error:
-        said = _out_of_memory(error) if isinstance(error, RuntimeError) else error
-        if said is None or os.environ.get("LONGSTRIPE_TRACEBACK"):
+        message = _out_of_memory(error) if isinstance(error, RuntimeError) else error
+        if message is None or os.environ.get("LONGSTRIPE_TRACEBACK"):
             raise
-        print(f"error: {said}", file=sys.stderr)
+        print(f"error: {message}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
@@ -69,7 +72,7 @@ def run(work: Callable[[], object]) -> int:
 
 
 def leave(code: int) -> NoReturn:
-    """Ends the process with what `run` gave; after Ctrl-C at once, without waiting for what other threads are writing."""
+    """Ends the process with the code of `run`; after Ctrl-C at once, without waiting for threads that are writing."""
     if code == 128 + signal.SIGINT:
         sys.stdout.flush()
         sys.stderr.flush()
@@ -77,7 +80,8 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
-def _interrupt_again(unraisable) -> None:
+def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
+    """The hook for exceptions that Python cannot raise: repeats a Ctrl-C shortly after, and prints any other."""
     if isinstance(unraisable.exc_value, KeyboardInterrupt):
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
     else:

@@ -14,7 +14,7 @@ import numpy as np
 from data.errors import UserError
 from model.loss import LossSums
 
-from .checkpoint.store import CheckpointStore
+from .checkpoint.store import CheckpointStore, own_shapes
 from .config.load import resolved
 from .config.schema import RunConfig
 from .mesh import make_mesh, simulate
@@ -23,7 +23,7 @@ from .optimizer import split_trainable
 from .reporting.boards import import_wandb
 from .reporting.metrics import Meter, MetricsLog
 from .reporting.profiling import Profiler
-from .run.cluster import first_then_others, join, meet
+from .run.cluster import barrier, first_then_others, join
 from .run.directory import RunDirectory, check_run, open_run
 from .run.lock import held
 from .run.preemption import Preempted, notices
@@ -132,7 +132,7 @@ class _Training:
             self.train_step = lowered.compile()
             if self.objective.has_held_out:
                 self.evaluate_step = self.builder.lower_evaluate().compile()
-            meet("compiled")
+            barrier("compiled")
 
     def run(self, run: RunDirectory) -> Path:
         """Trains to the last step; gives its checkpoint's folder."""
@@ -232,4 +232,5 @@ class _Training:
 
     def _save(self, run: RunDirectory) -> None:
         self.store.save(self.step, model={**self.trainable, **self.frozen}, optimizer=self.optimizer_state,
-                        data={"step": self.step, **self._origins, "evaluated": self.evaluated}, assets=run.assets)
+                        data={"step": self.step, **self._origins, "evaluated": self.evaluated}, assets=run.assets,
+                        shapes=own_shapes(self.objective.model.config))

@@ -1,4 +1,4 @@
-"""Where a model comes from: a Hugging Face folder (or hub name), a checkpoint, a run's newest one, or nothing but a shape."""
+"""The origin of a model: a Hugging Face folder (or hub name), a checkpoint, a run's newest checkpoint, or a shape alone."""
 from __future__ import annotations
 
 import dataclasses
@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Literal
 
 import jax
 
@@ -14,6 +15,7 @@ from data.templates import end_ids, missing_controls
 from data.tokenizer import Tokenizer
 from model.attention import Mask
 from model.config import POSITIONS, LlamaConfig
+from model.llama import Llama
 from model.padding import vocabulary_axes
 
 from .checkpoint.manifest import MANIFEST, fingerprint
@@ -31,30 +33,32 @@ from .huggingface.read import (
 
 @dataclasses.dataclass(frozen=True)
 class ModelSource:
-    """A model to be read onto any mesh.
+    """A model that can be read onto any mesh.
 
     Attributes:
-      config: what it is.
+      config: the model's sizes.
       kind: 'huggingface', 'checkpoint' or 'scratch'.
-      folder: where its files are; None from scratch.
-      tokenizer_path: what `Tokenizer.load` takes.
-      mask: what its attention saw when it was trained here.
-      verified: whether all of the checkpoint has been compared with its manifest.
+      folder: the folder of its files; None from scratch.
+      tokenizer_path: the argument of `Tokenizer.load`.
+      mask: the attention mask that it was trained with by this project.
+      verified: all of the checkpoint has been compared with its manifest.
     """
 
     config: LlamaConfig
-    kind: str
+    kind: Literal["huggingface", "checkpoint", "scratch"]
     folder: Path | None
     tokenizer_path: Path
     mask: Mask = Mask()
     verified: bool = False
 
-    def read(self, model, seed: int = 0) -> dict:
-        """float32 parameters on the mesh of `model` (a Llama), each device reading its own part; fresh ones from scratch.
+    def read(self, model: Llama, seed: int = 0) -> dict[str, jax.Array]:
+        """Reads the parameters in float32 onto the mesh of `model`, each device its own part; from scratch, draws them.
 
-        Rows of vocabulary that the files do not have (see `with_vocabulary`) are drawn with `seed`.
+        Args:
+          seed: of the parameters of a model from scratch, and of the vocabulary rows that the files do not have (see
+            `with_vocabulary`).
         """
-        if self.kind == "scratch":
+        if self.folder is None:
             return model.init(seed)
         if self.kind == "huggingface":
             stored = LlamaConfig.from_hf(self.folder)
@@ -68,72 +72,81 @@ class ModelSource:
 
     @property
     def fingerprint(self) -> str:
-        """Changes with the weights to begin with, not with where their files lie; nothing from scratch."""
-        if self.kind == "scratch":
+        """A hash of the initial weights, wherever their files are; empty from scratch."""
+        if self.folder is None:
             return ""
         return weights_fingerprint(self.folder) if self.kind == "huggingface" else fingerprint(self.folder)
 
     def with_vocabulary(self, tokenizer: Tokenizer) -> ModelSource:
-        """This model with a row of vocabulary for each of the tokenizer's ids."""
+        """This model with at least one row of vocabulary for each of the tokenizer's ids."""
         size = max(self.config.vocab_size, tokenizer.vocab_size)
         return dataclasses.replace(self, config=dataclasses.replace(self.config, vocab_size=size))
 
     def ending_at(self, ids: Iterable[int]) -> ModelSource:
-        """This model with `ids` among those that end its answers."""
+        """This model with `ids` added to its eos ids, which end an answer."""
         eos = self.config.eos_token_id if isinstance(self.config.eos_token_id, tuple) else (self.config.eos_token_id,)
-        eos = tuple(dict.fromkeys(id for id in (*eos, *ids) if id is not None))
-        eos = eos if len(eos) > 1 else eos[0] if eos else None
-        return dataclasses.replace(self, config=dataclasses.replace(self.config, eos_token_id=eos))
+        unique = tuple(dict.fromkeys(id for id in (*eos, *ids) if id is not None))
+        eos_token_id = unique if len(unique) > 1 else unique[0] if unique else None
+        return dataclasses.replace(self, config=dataclasses.replace(self.config, eos_token_id=eos_token_id))
 
     def tokenizer(self) -> Tokenizer:
+        """Loads the model's tokenizer."""
         return Tokenizer.load(self.tokenizer_path)
 
     def write_assets(self, assets: Path, tokenizer: Tokenizer, chat_template: str, resolved: str) -> None:
-        """What a checkpoint of a model that began here carries, so that export needs nothing beside it."""
-        if self.kind == "huggingface":
-            copy_assets(self.folder, assets)
-        elif self.kind == "checkpoint":
-            shutil.copytree(self.folder / "assets", assets)  # verified when it was opened
-        else:
+        """Writes the assets of a checkpoint that is trained from this model, so that an export needs no other files.
+
+        Args:
+          assets: the folder to write.
+          tokenizer: the tokenizer that the run uses.
+          chat_template: the jinja template that is exported.
+          resolved: the run's configuration as YAML.
+        """
+        if self.folder is None:
             assets.mkdir(parents=True, exist_ok=True)
             write_source_dtype(assets, "float32")
+        elif self.kind == "huggingface":
+            copy_assets(self.folder, assets)
+        else:
+            shutil.copytree(self.folder / "assets", assets)  # verified when the model was opened
         (assets / "config.json").write_text(json.dumps(self.config.to_hf(), indent=2) + "\n", encoding="utf-8")
         generation = assets / "generation_config.json"
         if generation.exists():
-            _change(generation, eos_token_id=self.config.to_hf()["eos_token_id"])
+            _set_fields(generation, eos_token_id=self.config.to_hf()["eos_token_id"])
         tokenizer.save(assets, chat_template)
         settings = assets / "tokenizer_config.json"
         length = self.config.max_position_embeddings
-        # Where it says how much a model takes, it cuts (or warns of) what is longer.
+        # Tokenizers cut texts at this length, or warn.
         if settings.exists() and (json.loads(settings.read_text(encoding="utf-8")).get("model_max_length") or length) < length:
-            _change(settings, model_max_length=length)
+            _set_fields(settings, model_max_length=length)
         (assets / "run.yaml").write_text(resolved, encoding="utf-8")
 
 
-def _change(path: Path, **fields: object) -> None:
-    """These fields in a JSON file, all others as they are."""
+def _set_fields(path: Path, **fields: object) -> None:
+    """Sets fields of a JSON file and leaves its others as they are."""
     content = {**json.loads(path.read_text(encoding="utf-8")), **fields}
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def _draw_rows(params: dict, model, had: int, seed: int) -> dict:
-    """New rows of the vocabulary, from `had` on: the mean of the old ones, and noise as at the beginning of training.
+def _draw_rows(params: dict[str, jax.Array], model: Llama, stored_rows: int, seed: int) -> dict[str, jax.Array]:
+    """The parameters with all rows of the vocabulary after `stored_rows` drawn anew.
 
-    The mean, since a row of noise alone would be far from all that the other layers know.
+    A new row is the mean of the stored ones plus the noise of an initialisation; one of noise alone would be far from every
+    embedding that the other layers were trained on.
     """
     config = model.config
 
-    def draw(params):
+    def draw(params: dict[str, jax.Array]) -> dict[str, jax.Array]:
         drawn = {}
         for name, axis in vocabulary_axes().items():
             if name not in params:
                 continue
-            old = jax.lax.slice_in_dim(params[name], 0, had, axis=axis)
-            shape = (config.vocab_size - had, config.hidden_size)
+            old = jax.lax.slice_in_dim(params[name], 0, stored_rows, axis=axis)
+            shape = (config.vocab_size - stored_rows, config.hidden_size)
             noise = config.initializer_range * jax.random.normal(jax.random.fold_in(jax.random.key(seed), axis), shape)
             noise = jax.numpy.pad(noise, ((0, 0), (0, old.shape[1 - axis] - config.hidden_size)))
             rows = old.mean(axis, keepdims=True) + (noise.T if axis else noise)
-            drawn[name] = jax.lax.dynamic_update_slice_in_dim(params[name], rows, had, axis)
+            drawn[name] = jax.lax.dynamic_update_slice_in_dim(params[name], rows, stored_rows, axis)
         return drawn
 
     shared = {name: params[name] for name in vocabulary_axes() if name in params}
@@ -142,16 +155,16 @@ def _draw_rows(params: dict, model, had: int, seed: int) -> dict:
 
 
 def open_model(path: str) -> ModelSource:
-    """The model at a Hugging Face folder, org/name@revision, or at what `find_checkpoint` takes.
+    """The model at `path`: a Hugging Face folder, org/name@revision, a checkpoint, or a run with checkpoints.
 
     Raises:
-      ValueError: there is none, or none that this project computes; one line that says what would work.
+      ValueError: there is none, or one of another architecture; one line that says what would work.
     """
     folder = Path(path).expanduser()
     if folder.is_dir() and not (folder / "config.json").exists():
         assets = assets_dir(folder)
         source = ModelSource(LlamaConfig.from_hf(assets), "checkpoint", assets.parent, assets, trained_mask(assets),
-                             verified=not (folder / MANIFEST).exists())  # the newest of a run is chosen by comparing
+                             verified=not (folder / MANIFEST).exists())  # the search for a run's newest good one verifies it
     else:
         folder = resolve_model_path(path)
         source = ModelSource(LlamaConfig.from_hf(folder), "huggingface", folder, folder)
@@ -159,7 +172,7 @@ def open_model(path: str) -> ModelSource:
 
 
 def _generation_ends(folder: Path) -> list[int]:
-    """What ends an answer by generation_config.json: chat models often name the end of a turn there alone."""
+    """The eos ids in generation_config.json: chat models often name their end of a turn only there."""
     path = folder / "generation_config.json"
     try:
         ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
@@ -169,10 +182,10 @@ def _generation_ends(folder: Path) -> list[int]:
 
 
 def choose_model(config: ModelConfig) -> ModelSource:
-    """What a recipe's `model` section asks for.
+    """The model that a recipe's section `model` names.
 
     Raises:
-      UserError, ValueError: neither a path nor a shape, no tokenizer, or a shape that is none.
+      UserError, ValueError: neither a path nor a shape, no tokenizer, or a shape that no model has.
     """
     if config.path:
         source = open_model(config.path)
@@ -196,10 +209,11 @@ def choose_model(config: ModelConfig) -> ModelSource:
 
 
 def for_templates(source: ModelSource, data: DataConfig) -> tuple[ModelSource, Tokenizer]:
-    """The model and its tokenizer, with `data.add_control_tokens` with every control token that the templates need.
+    """The model and its tokenizer, made ready for the chat templates of the data.
 
-    The model stops at the token that ends an answer in the template it is exported with, that of the first conversations: a
-    model that was none for chats knows only the end of a text.
+    With `data.add_control_tokens`, the tokenizer gets every control token that the templates need and it lacks. The end-of-turn
+    token of the template that is exported, that of the first conversations, is added to the model's eos ids; base models lack
+    it.
     """
     tokenizer, templates = source.tokenizer(), chat_templates(data)
     if data.add_control_tokens:
@@ -211,5 +225,5 @@ def for_templates(source: ModelSource, data: DataConfig) -> tuple[ModelSource, T
 
 
 def chat_templates(data: DataConfig) -> list[str]:
-    """The templates of the sources that are conversations, in their order."""
+    """The templates of the sources that hold conversations, in the order of the sources."""
     return [source.template or data.template for source in data.sources if source.format == "sharegpt"]

@@ -136,8 +136,8 @@ def test_a_models_folder_is_a_model(tmp_path):
 
 
 @pytest.mark.parametrize(("argv", "said"), [
-    (("--context", "4097"), "data.context_length is 4097; it must be a multiple of mesh.sequence = 4"),
-    (("--context", "4096", "--mesh", "fsdp=4"), "train.batch_size is 1; it must be a multiple of"),
+    (("--context", "4097"), "data.context_length: found 4097, needs a multiple of mesh.sequence = 4"),
+    (("--context", "4096", "--mesh", "fsdp=4"), "train.batch_size: found 1, needs a multiple of"),
     (("--context", "4096", "--mesh", "fsdp"), "--mesh: found 'fsdp'; write axis=size"),
     (("--context", "4096", "--mesh", "tensor=3"), "mesh: data 1 x fsdp 1 x tensor 3 x sequence 1 is 3 devices, found 4"),
     ((), "--context: missing"),

@@ -131,12 +131,12 @@ def test_other_data_are_refused(refused, small_recipe, run_copy, tmp_path):
     ("flags", "words"),
     [
         (["--mesh.simulate", "0", "--mesh.tensor", "1"], ["fsdp 2 x tensor 1 x sequence 2 is 4 devices", "found 8"]),
-        (["--mesh.tensor", "4"], ["mesh.simulate is 8", "16"]),
-        (["--data.context_length", "127"], ["data.context_length is 127", "next good length is 128"]),
-        (["--train.batch_size", "3"], ["train.batch_size is 3", "next good size is 4"]),
+        (["--mesh.tensor", "4"], ["mesh.simulate: found 8", "16"]),
+        (["--data.context_length", "127"], ["data.context_length: found 127", "next good length is 128"]),
+        (["--train.batch_size", "3"], ["train.batch_size: found 3", "next good size is 4"]),
         (["--optimizer.lerning_rate", "1"], ["lerning_rate", "learning_rate"]),
         (["--train.steps", "many"], ["train.steps", "many"]),
-        (["--run_dir", "gs://bucket/run"], ["run_dir is 'gs://bucket/run'; a folder is needed"]),
+        (["--run_dir", "gs://bucket/run"], ["run_dir: found 'gs://bucket/run', needs a folder"]),
         (["--model.overrides", "{hiden_size: 32}"], ["hiden_size", "hidden_size"]),
     ],
 )

@@ -15,7 +15,7 @@ from data.tokenizer import Tokenizer
 from model.padding import PADDED, logical_axes, vocabulary_axes
 from scripts import export_hf
 from tests.model.build import llama
-from trainer.checkpoint.store import CheckpointStore, restore, restore_model
+from trainer.checkpoint.store import CheckpointStore, own_shapes, restore, restore_model
 from trainer.huggingface.read import copy_assets, read_hf
 from trainer.huggingface.write import write_hf
 from trainer.model_source import open_model
@@ -65,7 +65,8 @@ def test_padded_in_memory_cut_at_export(tmp_path, folder):
     assert all(torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)) for name in before)
 
 
-def test_restored_where_another_padding_is_needed(tmp_path, folder):
+@pytest.mark.parametrize("recorded", [True, False], ids=["recorded", "as earlier releases"])
+def test_restored_where_another_padding_is_needed(tmp_path, folder, recorded):
     source = open_model(str(folder))
     copy_assets(folder, tmp_path / "assets")
     model = llama(source.config, {"tensor": 4})
@@ -74,7 +75,8 @@ def test_restored_where_another_padding_is_needed(tmp_path, folder):
     gradient = jax.tree.map(lambda x: x * 2, params)
     state = tx.update(gradient, tx.init(params), params)[1]
     with CheckpointStore(tmp_path / "run") as store:
-        store.save(3, model=params, optimizer=state, data={}, assets=tmp_path / "assets")
+        store.save(3, model=params, optimizer=state, data={}, assets=tmp_path / "assets",
+                   shapes=own_shapes(source.config) if recorded else None)
     for tensor, shape in ((1, {"sequence": 4}), (2, {"tensor": 2, "fsdp": 4}), (8, {"tensor": 8})):
         other = llama(source.config, shape)
         abstract = {name: jax.ShapeDtypeStruct(p.shape, np.float32, sharding=other.shardings[name])

@@ -1,1 +1,1 @@
-"""Checkpoints: saving, verifying and restoring a run's arrays and assets."""
+"""Checkpoints: saving, verifying and restoring arrays and assets."""

@@ -1,11 +1,11 @@
-"""The manifest of a checkpoint folder: size and sha256 of every file, and what has changed since."""
+"""The manifest of a checkpoint folder: the size and sha256 of every file, by which later damage is found."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,25 +16,31 @@ _VERSION = 1
 
 
 class DamagedError(ValueError):
-    """A checkpoint that was once whole, and is not what it was. The message names the file."""
+    """A checkpoint was damaged after it was written. The message names the file."""
 
 
 class ForeignError(ValueError):
-    """A folder that is no checkpoint of this project."""
+    """A folder is no checkpoint of this project."""
 
 
-def write_manifest(folder: Path, items: list[str]) -> None:
-    """Lists every file below `folder` in `folder`/manifest.json, and makes all of it durable.
+def write_manifest(folder: Path, items: list[str], shapes: Mapping[str, Sequence[int]] | None = None) -> None:
+    """Lists every file below `folder` in `folder`/manifest.json, and makes all of them durable.
 
     The manifest is the last file written: a folder without one is not a checkpoint.
+
+    Args:
+      items: the names of the checkpoint's items.
+      shapes: the parameters' own shapes, without padding; None where they are not known.
     """
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path != folder / MANIFEST)
     with ThreadPoolExecutor(_threads()) as pool:
-        found = list(pool.map(_seal, files))
+        sealed = list(pool.map(_seal, files))
     names = [path.relative_to(folder).as_posix() for path in files]
-    content = {"format": _FORMAT, "version": _VERSION, "items": sorted(items),
-               "files": {name: {"size": size, "sha256": digest}
-                         for name, (size, digest) in zip(names, found, strict=True)}}
+    content: dict[str, Any] = {"format": _FORMAT, "version": _VERSION, "items": sorted(items),
+                               "files": {name: {"size": size, "sha256": digest}
+                                         for name, (size, digest) in zip(names, sealed, strict=True)}}
+    if shapes is not None:
+        content["shapes"] = {name: list(shape) for name, shape in shapes.items()}
     (folder / MANIFEST).write_bytes(_serialise(content))
     _sync(folder / MANIFEST)
     for path in [*(p for p in folder.rglob("*") if p.is_dir()), folder]:
@@ -42,7 +48,12 @@ def write_manifest(folder: Path, items: list[str]) -> None:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The manifest of `folder`. Raises ForeignError where there is none of ours, DamagedError where it has changed."""
+    """The content of `folder`'s manifest.
+
+    Raises:
+      ForeignError: the folder has no manifest of this project.
+      DamagedError: the manifest has changed since it was written.
+    """
     try:
         data = (folder / MANIFEST).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -65,19 +76,25 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def fingerprint(folder: Path) -> str:
-    """Changes with the contents of a checkpoint. Raises as read_manifest."""
+    """A hash of a checkpoint's contents; errors as in `read_manifest`."""
     return _checksum(read_manifest(folder))[:32]
 
 
 def verify(folder: Path, items: Sequence[str] | None = None) -> dict[str, Any]:
-    """Reads every file that the manifest lists (of `items`, or all) and compares. Returns the manifest.
+    """Compares every file that the manifest lists with its size and checksum, and returns the manifest.
 
-    Raises ForeignError or DamagedError naming the first file, in order of name, that is missing or differs. Files that
-    the manifest does not list are left alone: a note put beside a checkpoint does not spoil it.
+    Files that the manifest does not list are ignored: a note put beside a checkpoint does no harm.
+
+    Args:
+      items: the items whose files are compared; None compares all.
+
+    Raises:
+      ForeignError: the folder is no checkpoint.
+      DamagedError: names the first file, by name, that is missing or differs.
     """
     content = read_manifest(folder)
-    wanted = [(name, record) for name, record in content["files"].items()
-              if items is None or name.split("/", 1)[0] in items]
+    records = [(name, record) for name, record in content["files"].items()
+               if items is None or name.split("/", 1)[0] in items]
 
     def problem(name_and_record: tuple[str, dict[str, Any]]) -> str | None:
         name, record = name_and_record
@@ -94,9 +111,9 @@ def verify(folder: Path, items: Sequence[str] | None = None) -> dict[str, Any]:
         return None
 
     with ThreadPoolExecutor(_threads()) as pool:
-        for found in pool.map(problem, wanted):
-            if found:
-                raise DamagedError(f"{folder}: {found}")
+        for message in pool.map(problem, records):
+            if message:
+                raise DamagedError(f"{folder}: {message}")
     return content
 
 
@@ -118,13 +135,13 @@ def _digest(path: Path) -> str:
 
 
 def _seal(path: Path) -> tuple[int, str]:
-    """(size, sha256) of a file that has been made durable."""
+    """Makes a file durable and returns its size and sha256."""
     _sync(path)
     return path.stat().st_size, _digest(path)
 
 
 def _sync(path: Path) -> None:
-    """fsync of a file or folder; a no-op where the file system does not know it for folders."""
+    """Calls fsync on a file or folder; does nothing where the file system has no fsync for folders."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

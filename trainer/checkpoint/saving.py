@@ -1,11 +1,12 @@
-"""One save of a checkpoint: the arrays are copied to the host at once, a thread writes them and makes them count."""
+"""One save of a checkpoint: arrays are copied to the host at once, then a thread writes, reads back and publishes them."""
 from __future__ import annotations
 
 import json
 import re
 import shutil
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,50 +17,64 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from trainer.checkpoint.manifest import DamagedError, write_manifest
-from trainer.run.cluster import meet
+from trainer.run.cluster import barrier
 
 CHECKPOINTS = "checkpoints"
+# Folders of saves and removals that were killed.
+_LEFTOVER = re.compile(r"\d+\.tmp(-removed)?")
+
+
+@dataclass(frozen=True)
+class Contents:
+    """Everything that one checkpoint holds.
+
+    Attributes:
+      model: parameter name -> array.
+      assets: a folder of plain files.
+      optimizer: a pytree of arrays; None: not saved.
+      data: JSON; None: not saved.
+      shapes: parameter name -> its own shape, without the padding that its array may have; None where that is not known.
+    """
+
+    model: Mapping[str, Any]
+    assets: Path
+    optimizer: Any = None
+    data: Mapping[str, Any] | None = None
+    shapes: Mapping[str, tuple[int, ...]] | None = None
 
 
 class Saving:
-    """One save under way. Arrays are on the host when the constructor returns; a thread does the rest."""
+    """A save in progress. All arrays are on the host when the constructor returns; a thread does the rest."""
 
     def __init__(
-        self, target: Path, model: Mapping[str, Any], optimizer: Any, data: Mapping[str, Any] | None, assets: Path,
-        after: Any = None, copy: bool = True,
+        self, target: Path, contents: Contents, after: Callable[[Path], None] | None = None, copy: bool = True,
     ) -> None:
-        self.target, self.after, self.error = target, after, None
+        """Begins to save.
+
+        Args:
+          target: the checkpoint's folder; it is written as TARGET.tmp and renamed when whole.
+          after: called with `target` by process 0 when the checkpoint counts.
+          copy: arrays on the CPU are copied first, because the caller may donate them; see `_host_copy`.
+        """
+        self.target, self.after = target, after
+        self.error: BaseException | None = None
         self.scratch = target.with_name(target.name + ".tmp")
-        if not assets.is_dir():
-            raise ValueError(f"{assets}: no such folder; a checkpoint holds the assets of its model")
+        self.parameter_shapes = contents.shapes
+        if not contents.assets.is_dir():
+            raise ValueError(f"{contents.assets}: no such folder; a checkpoint holds the assets of its model")
         if jax.process_index() == 0:
-            # What a killed process left behind, of this step and of others.
-            shutil.rmtree(self.scratch, ignore_errors=True)
-            if target.parent.name == CHECKPOINTS and target.parent.is_dir():
-                for left in target.parent.iterdir():
-                    if re.fullmatch(r"\d+\.tmp(-removed)?", left.name):
-                        shutil.rmtree(left, ignore_errors=True)
-            self.scratch.mkdir(parents=True)
-            shutil.copytree(assets, self.scratch / "assets")
-            if data is not None:
-                (self.scratch / "data").mkdir()
-                text = json.dumps(dict(data), indent=1, allow_nan=False) + "\n"
-                (self.scratch / "data" / "data.json").write_text(text, encoding="utf-8")
-        meet(f"checkpoint {target.name} begins")
-        trees = {"model": _flat_model(model)}
-        if optimizer is not None:
-            trees["optimizer"] = flatten(optimizer)
-        self.shapes = {item: {name: np.shape(value) for name, value in tree.items()} for item, tree in trees.items()}
-        self.items = [*trees, "assets", *(["data"] if data is not None else [])]
-        self.checkpointers = []
+            _remove_leftovers(target, self.scratch)
+            _write_plain_items(self.scratch, contents)
+        barrier(f"checkpoint {target.name} begins")
+        trees = {"model": _flat_model(contents.model)}
+        if contents.optimizer is not None:
+            trees["optimizer"] = flatten(contents.optimizer)
+        self.array_shapes = {item: {name: np.shape(value) for name, value in tree.items()} for item, tree in trees.items()}
+        self.items = [*trees, "assets", *(["data"] if contents.data is not None else [])]
+        self.checkpointers: list[ocp.AsyncCheckpointer] = []
         try:
             for item, tree in trees.items():
-                checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
-                self.checkpointers.append(checkpointer)
-                values = {name: _own(value) for name, value in tree.items()} if copy else tree
-                # One piece per layer, so that a reader of one layer reads no other.
-                pieces = {name: ocp.SaveArgs(shard_axes=(0,) if name.startswith("layers.") else ()) for name in tree}
-                checkpointer.save(self.scratch / item, args=ocp.args.PyTreeSave(values, pieces))
+                self._start(item, {name: _host_copy(value) for name, value in tree.items()} if copy else tree)
         except BaseException:
             self._close()
             raise
@@ -67,14 +82,30 @@ class Saving:
         self.thread = threading.Thread(target=self._finish, name=f"checkpoint-{target.name}", daemon=False)
         self.thread.start()
 
+    def wait(self) -> None:
+        """Waits until the checkpoint counts, in every process. Raises OSError if saving failed."""
+        self.thread.join()
+        if self.error is not None:
+            raise OSError(f"saving checkpoint {self.target} failed: {self.error}") from self.error
+        barrier(f"checkpoint {self.target.name} ends")
+
+    def _start(self, item: str, arrays: dict[str, Any]) -> None:
+        """Has Orbax copy an item's arrays to the host and begin to write them."""
+        checkpointer = ocp.AsyncCheckpointer(ocp.PyTreeCheckpointHandler())
+        self.checkpointers.append(checkpointer)
+        # One piece per layer, so that a reader of one layer reads no other.
+        pieces = {name: ocp.SaveArgs(shard_axes=(0,) if name.startswith("layers.") else ()) for name in arrays}
+        checkpointer.save(self.scratch / item, args=ocp.args.PyTreeSave(arrays, pieces))
+
     def _finish(self) -> None:
+        """The thread's work: waits for Orbax, then process 0 reads back, writes the manifest and renames the folder."""
         try:
             for checkpointer in self.checkpointers:
                 checkpointer.wait_until_finished()  # with several processes: until all have written
             if jax.process_index() == 0:
-                self._read_back()  # before the manifest makes it count, and before anything older goes
-                write_manifest(self.scratch, self.items)
-                if self.target.exists():  # a damaged one of the same step, met again after going back
+                self._read_back()  # before the manifest makes it a checkpoint, and before any older one is removed
+                write_manifest(self.scratch, self.items, self.parameter_shapes)
+                if self.target.exists():  # a damaged checkpoint of this step, which training has reached again
                     remove(self.target)
                 self.scratch.rename(self.target)
                 if self.after is not None:
@@ -85,7 +116,8 @@ class Saving:
             self._close()
 
     def _read_back(self) -> None:
-        for item, shapes in self.shapes.items():
+        """Raises DamagedError unless the arrays on disk have the names and shapes of those that were saved."""
+        for item, shapes in self.array_shapes.items():
             if {name: array.shape for name, array in stored_shapes(self.scratch, item).items()} != shapes:
                 raise DamagedError(f"{self.scratch}: the arrays of {item} are not those that were saved")
 
@@ -93,15 +125,32 @@ class Saving:
         for checkpointer in self.checkpointers:
             checkpointer.close()
 
-    def wait(self) -> None:
-        self.thread.join()
-        if self.error is not None:
-            raise OSError(f"saving checkpoint {self.target} failed: {self.error}") from self.error
-        meet(f"checkpoint {self.target.name} ends")
+
+def _remove_leftovers(target: Path, scratch: Path) -> None:
+    """Removes the folders that killed processes left, of this checkpoint and of the run's others."""
+    shutil.rmtree(scratch, ignore_errors=True)
+    if target.parent.name == CHECKPOINTS and target.parent.is_dir():
+        for path in target.parent.iterdir():
+            if _LEFTOVER.fullmatch(path.name):
+                shutil.rmtree(path, ignore_errors=True)
+
+
+def _write_plain_items(scratch: Path, contents: Contents) -> None:
+    """Makes the folder with the items that are plain files: assets and data."""
+    scratch.mkdir(parents=True)
+    shutil.copytree(contents.assets, scratch / "assets")
+    if contents.data is not None:
+        (scratch / "data").mkdir()
+        text = json.dumps(dict(contents.data), indent=1, allow_nan=False) + "\n"
+        (scratch / "data" / "data.json").write_text(text, encoding="utf-8")
 
 
 def stored_shapes(folder: Path, item: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Name -> shape and dtype of an Orbax item's arrays, each of which is opened; DamagedError where it cannot be."""
+    """Name -> shape and dtype of each array of a checkpoint's item, as Orbax has stored it.
+
+    Raises:
+      DamagedError: Orbax cannot open them.
+    """
     try:
         tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder / item)).tree
     except (OSError, ValueError) as error:
@@ -118,7 +167,7 @@ def _flat_model(model: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def flatten(tree: Any) -> dict[str, Any]:
-    """Path -> leaf of any pytree: `0.mu.norm.weight`. Names survive changes of containers, and read well."""
+    """Path -> leaf of any pytree, such as `0.mu.norm.weight`. Paths stay the same when a container's type changes."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(tree)
     flat = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
     if len(flat) != len(leaves):
@@ -126,23 +175,22 @@ def flatten(tree: Any) -> dict[str, Any]:
     return flat
 
 
-def _own(value: Any) -> Any:
-    """`value`, or a copy where a host view of it would share memory with the device.
+def _host_copy(value: Any) -> Any:
+    """A copy of an array whose host view would share memory with the device; other arrays as they are.
 
-    On the CPU an array's host view is the array itself, and the next step, to which it is donated, may write into it
-    while it is being saved. jax 0.10.2 was seen to spare such arrays, but promises nothing; hence the copy. On
-    accelerators Orbax's transfer is the copy.
+    On the CPU the host view of an array is the array itself, and the next step, to which it is donated, may write into it
+    while it is being saved. jax 0.10.2 was seen to spare such arrays, but does not promise to. On accelerators Orbax's
+    transfer to the host is the copy.
     """
     if not isinstance(value, jax.Array):
         return np.array(value)
-    if all(device.platform == "cpu" for device in value.sharding.device_set):
-        return jnp.copy(value)
-    return value
+    devices: Any = value.sharding.device_set
+    return jnp.copy(value) if all(device.platform == "cpu" for device in devices) else value
 
 
 def remove(folder: Path) -> None:
-    """Deletes a checkpoint so that a kill in the middle leaves no half of one under its name."""
-    doomed = folder.with_name(folder.name + ".tmp-removed")
-    shutil.rmtree(doomed, ignore_errors=True)
-    folder.rename(doomed)
-    shutil.rmtree(doomed, ignore_errors=True)
+    """Deletes a checkpoint. A kill in the middle leaves no partial one under its name, because it is renamed first."""
+    renamed = folder.with_name(folder.name + ".tmp-removed")
+    shutil.rmtree(renamed, ignore_errors=True)
+    folder.rename(renamed)
+    shutil.rmtree(renamed, ignore_errors=True)

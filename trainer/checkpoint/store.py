@@ -1,18 +1,17 @@
 """Checkpoints: saved asynchronously and atomically, verified before use, restored onto any mesh.
 
-With trainer.checkpoint.saving, which writes them, the one place that imports Orbax.
-
-A checkpoint is a folder:
+Only this module and trainer.checkpoint.saving import Orbax. A checkpoint is a folder:
 
     model/          Orbax: the flat dictionary of parameters
-    optimizer/      Orbax: the optimizer's arrays, flat, by their path in the state            (from training)
-    data/data.json  where it stands: step, fingerprints of data and first model, is the held-out loss logged  (from training)
+    optimizer/      Orbax: the optimizer's arrays by their path in the state             (if a training wrote it)
+    data/data.json  the step, fingerprints of the data and of the first model, and whether the held-out loss of the step
+                    is logged                                                            (if a training wrote it)
     assets/         plain files: config.json, tokenizer, chat template, run configuration, source dtype
-    manifest.json   size and sha256 of every file above; written last
+    manifest.json   size and sha256 of every file above, and the parameters' shapes without padding; written last
 
-A run keeps them as RUN/checkpoints/STEP. A checkpoint is written as STEP.tmp and renamed when whole, so a process
-killed at any moment leaves nothing but a .tmp folder, which nobody reads and the next save removes. Orbax alone does
-not notice most bits that flip on disk; the manifest does.
+A run keeps them as RUN/checkpoints/STEP. A checkpoint is written as STEP.tmp and renamed when whole. A process killed at any
+moment thus leaves only a .tmp folder, which no reader takes for a checkpoint and the next save removes. Orbax alone does not
+notice most bits that flip on disk; the manifest does.
 """
 
 from __future__ import annotations
@@ -32,10 +31,10 @@ import tensorstore
 
 from data.paths import new_folder
 from model.config import LlamaConfig
+from model.modules import declare
 from model.padding import fits
 from trainer.checkpoint.manifest import MANIFEST, DamagedError, ForeignError, read_manifest, verify
-from trainer.checkpoint.saving import CHECKPOINTS, Saving, flatten, remove, stored_shapes
-from trainer.huggingface.read import hf_layout
+from trainer.checkpoint.saving import CHECKPOINTS, Contents, Saving, flatten, remove, stored_shapes
 from trainer.run.cluster import first_then_others
 
 _STEP = re.compile(r"\d+")
@@ -43,7 +42,15 @@ _STEP = re.compile(r"\d+")
 
 @dataclass(frozen=True)
 class Restored:
-    """What a restore gives back. `assets` is a folder inside the checkpoint: copy what must outlive it."""
+    """A restored checkpoint.
+
+    Attributes:
+      step: finished optimizer steps; None for a checkpoint outside a run's folder.
+      model: parameter name -> array.
+      optimizer: the optimizer's state; None if it was not asked for.
+      data: the item `data`; None if the checkpoint has none.
+      assets: a folder inside the checkpoint: copy files that must outlive it.
+    """
 
     step: int | None
     model: dict[str, jax.Array]
@@ -53,13 +60,17 @@ class Restored:
 
 
 class CheckpointStore:
-    """The checkpoints of one run: RUN/checkpoints/STEP.
+    """The checkpoints of one run, RUN/checkpoints/STEP.
 
-    With several processes every one calls every method at the same place; they share a file system.
+    With several processes every process calls every method in the same order; they share a file system.
     """
 
     def __init__(self, run_dir: str | Path, keep: int = 3) -> None:
-        """Keeps the last `keep` checkpoints. Creates nothing yet. Raises ValueError for keep < 1."""
+        """Opens the store without creating any folder.
+
+        Args:
+          keep: how many of the newest checkpoints are kept; at least 1.
+        """
         if keep < 1:
             raise ValueError(f"keep: {keep} checkpoints; needs at least 1")
         self.folder = Path(run_dir).absolute() / CHECKPOINTS
@@ -68,34 +79,33 @@ class CheckpointStore:
         self._saving: Saving | None = None
 
     def steps(self) -> list[int]:
-        """Steps that have a folder here, ascending, damaged ones among them."""
+        """The steps that have a folder, ascending, those of damaged checkpoints included."""
         if not self.folder.is_dir():
             return []
-        found = (path for path in self.folder.iterdir() if _STEP.fullmatch(path.name) and path.is_dir())
-        return sorted(int(path.name) for path in found)
+        folders = (path for path in self.folder.iterdir() if _STEP.fullmatch(path.name) and path.is_dir())
+        return sorted(int(path.name) for path in folders)
 
     def steps_for_all(self) -> list[int]:
-        """As `steps`; with several processes those that the first sees."""
-        return first_then_others(lambda told: self.steps() if told is None else json.loads(told), json.dumps)
+        """`steps` as process 0 sees them, in every process."""
+        return first_then_others(lambda message: self.steps() if message is None else json.loads(message), json.dumps)
 
     def path(self, step: int) -> Path:
         """The folder of `step`'s checkpoint."""
         return self.folder / str(step)
 
     def save(
-        self, step: int, *, model: Mapping[str, Any], optimizer: Any = None, data: Mapping[str, Any] | None = None,
-        assets: str | Path,
+        self, step: int, *, model: Mapping[str, Any], assets: str | Path, optimizer: Any = None,
+        data: Mapping[str, Any] | None = None, shapes: Mapping[str, tuple[int, ...]] | None = None,
     ) -> None:
-        """Starts to save; returns as soon as the arrays are copied to the host, so they may be donated at once.
+        """Begins to save, and returns as soon as the arrays are copied to the host, so they may be donated at once.
 
-        `optimizer` is any pytree of arrays (None: not saved), `data` is JSON, `assets` a folder of plain files. Waits
-        for the save before, whose error, if it had one, is raised here.
+        Waits for the save before, whose error, if it had one, is raised here. The arguments are those of `Contents`.
         """
         self.wait()
-        self._saving = Saving(self.path(step), model, optimizer, data, Path(assets), after=self._retain)
+        self._saving = Saving(self.path(step), Contents(model, Path(assets), optimizer, data, shapes), after=self._retain)
 
     def wait(self) -> None:
-        """Returns when the last save is on disk and counts. Raises its error if it failed."""
+        """Waits until the last save is on disk and counts. Raises its error if it failed."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
@@ -104,25 +114,27 @@ class CheckpointStore:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """As `wait`; where an error ends this process the others are not waited for: they may never come here."""
+        """Waits for the last save; after an error in this process alone, as the others may never reach this call."""
         if kind is None:
             self.wait()
         elif self._saving is not None:
             self._saving.thread.join()
 
     def latest_good(self) -> int | None:
-        """The newest step whose files are all as they were written, or None if there is no checkpoint at all.
+        """The newest step whose files are all as they were written; None if there is no checkpoint at all.
 
-        A damaged one is told by a warning that names the file, and the one before is tried. Raises ValueError if there
-        are checkpoints and none is good.
+        A damaged checkpoint is named by a warning, and the one before is tried.
+
+        Raises:
+          ValueError: there are checkpoints, and none is good.
         """
         self.wait()
-        step = _by_first(lambda: -1 if (found := self._latest_good()) is None else found)
+        step = _in_first_process(lambda: -1 if (newest := self._latest_good()) is None else newest)
         return None if step == -1 else step
 
     def _latest_good(self) -> int | None:
-        steps, problems = self.steps(), []
-        for step in reversed(steps):
+        problems: list[ValueError] = []
+        for step in reversed(self.steps()):
             try:
                 verify(self.path(step))
             except (DamagedError, ForeignError) as error:
@@ -139,11 +151,11 @@ class CheckpointStore:
         return None
 
     def restore(self, step: int, abstract_model: Mapping[str, Any], abstract_optimizer: Any = None) -> Restored:
-        """Restores `step` (as latest_good gave it: it is not verified again); see the function `restore`."""
+        """Restores `step`, which `latest_good` has verified; arguments and errors as in the function `restore`."""
         return restore(self.path(step), abstract_model, abstract_optimizer, verified=True)
 
     def _retain(self, saved: Path) -> None:
-        """Deletes the oldest good checkpoints beyond `keep`. Damaged ones neither count nor vanish."""
+        """Deletes the oldest good checkpoints beyond `keep`. Damaged ones are neither counted nor deleted."""
         self._damaged.discard(int(saved.name))
         good = [step for step in self.steps() if step not in self._damaged]
         for step in good[:-self.keep]:
@@ -152,36 +164,46 @@ class CheckpointStore:
 
 def save_checkpoint(
     path: str | Path, *, model: Mapping[str, Any], assets: str | Path, optimizer: Any = None,
-    data: Mapping[str, Any] | None = None,
+    data: Mapping[str, Any] | None = None, shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> None:
-    """Writes one checkpoint at `path` (an imported model: without optimizer and data) and waits for it.
+    """Writes one checkpoint at `path` and waits for it. The arguments are those of `Contents`.
 
-    Raises UserError if there is something at `path` already.
+    Raises:
+      UserError: something exists at `path` already.
     """
-    path = new_folder(Path(path).absolute())
     # Nobody writes into the arrays while we wait, so they need not be copied.
-    Saving(path, model, optimizer, data, Path(assets), copy=False).wait()
+    Saving(new_folder(Path(path).absolute()), Contents(model, Path(assets), optimizer, data, shapes), copy=False).wait()
 
 
-def _by_first(work: Callable[[], int]) -> int:
-    """The number that `work` gives. With several processes the first works for all: reading a checkpoint is dear, and may take
-    longer than a collective waits."""
-    return first_then_others(lambda told: work() if told is None else int(told), str)
+def own_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> shape without padding."""
+    return {name: tuple(parameter.shape) for name, parameter in declare(config).items()}
+
+
+def _in_first_process(work: Callable[[], int]) -> int:
+    """The integer that `work` returns in process 0, in every process.
+
+    Only one process reads the whole checkpoint: that is slow, and may take longer than a collective waits.
+    """
+    return first_then_others(lambda message: work() if message is None else int(message), str)
 
 
 def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
-    """The checkpoint folder that `path` means: itself, or the newest good one of a run folder.
+    """The checkpoint folder at `path`, or the newest good one of the run folder at `path`.
 
-    Its `items` are verified: of a checkpoint named itself only they, in that of a run folder all.
+    Args:
+      items: the items of a checkpoint at `path` that are verified. That of a run folder is verified as a whole.
 
-    Raises ForeignError (a ValueError) if it is neither, and DamagedError.
+    Raises:
+      ForeignError: the folder is neither; the message names what it is, if it is known.
+      DamagedError: a verified file has changed.
     """
     path = Path(path).expanduser().absolute()
     if not path.is_dir():
         raise ForeignError(f"{path}: no such folder")
     if (path / MANIFEST).exists():
         if items:
-            _by_first(lambda: len(verify(path, items)))
+            _in_first_process(lambda: len(verify(path, items)))
         return path
     run = path.parent if path.name == CHECKPOINTS else path
     store = CheckpointStore(run)
@@ -193,18 +215,18 @@ def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
         raise ForeignError(f"{path}: a checkpoint that was never finished; its run's folder finds the last good one")
     if (path / "config.json").exists():
         raise ForeignError(
-                f"{path}: a Hugging Face folder, not a checkpoint; python -m scripts.import_hf makes one of it")
+            f"{path}: a Hugging Face folder, not a checkpoint; python -m scripts.import_hf makes one of it")
     raise ForeignError(f"{path}: no {MANIFEST} (a checkpoint), no {CHECKPOINTS}/ (a run) and no config.json (a Hugging Face "
                        "model) is in this folder")
 
 
 def assets_dir(path: str | Path) -> Path:
-    """The assets folder of the checkpoint or run at `path`, verified. Errors as find_checkpoint's."""
+    """The verified assets folder of the checkpoint or run at `path`; errors as in `find_checkpoint`."""
     return find_checkpoint(path, ["assets"]) / "assets"
 
 
 def read_data(path: str | Path) -> dict[str, Any] | None:
-    """The `data` item of the checkpoint at `path`, or None if it has none."""
+    """The item `data` of the checkpoint at `path`; None if it has none."""
     file = find_checkpoint(path) / "data" / "data.json"
     return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
 
@@ -212,11 +234,16 @@ def read_data(path: str | Path) -> dict[str, Any] | None:
 def restore(
     path: str | Path, abstract_model: Mapping[str, Any], abstract_optimizer: Any = None, *, verified: bool = False,
 ) -> Restored:
-    """Restores a checkpoint (or a run's newest good one) onto the shardings of the abstract trees: any mesh.
+    """Restores a checkpoint, or a run's newest good one, onto the shardings of the abstract trees, on any mesh.
 
-    `abstract_model` maps names to arrays or jax.ShapeDtypeStruct with a sharding; `abstract_optimizer` is a pytree
-    of the same, of the state's structure (None: the moments are not read). A leaf without sharding comes back as numpy.
-    Raises ForeignError, DamagedError, and ValueError that names the parameter whose name, shape or dtype differs.
+    Args:
+      abstract_model: parameter name -> array or jax.ShapeDtypeStruct with a sharding. One without comes back as numpy.
+      abstract_optimizer: a pytree of the same, of the state's structure; None: the moments are not read.
+      verified: the checkpoint has been compared with its manifest already.
+
+    Raises:
+      ForeignError, DamagedError: as in `find_checkpoint`.
+      ValueError: names the parameter whose name, shape or dtype differs.
     """
     items = ["model", "data", "assets", *(["optimizer"] if abstract_optimizer is not None else [])]
     folder = find_checkpoint(path, [] if verified else items)
@@ -234,11 +261,16 @@ def restore_model(
     path: str | Path, shardings: Mapping[str, Any] | jax.sharding.Sharding | None = None, *, dtype: Any = None,
     shapes: Mapping[str, tuple[int, ...]] | None = None, verified: bool = False,
 ) -> dict[str, Any]:
-    """The parameters alone, verified unless they are `verified`: for evaluation and export, which never read moments.
+    """Restores the parameters alone: for evaluation and export, which never read moments.
 
-    `shardings`: by name (a sharding, or a ShapeDtypeStruct that has one), one for all, or None for numpy arrays on the
-    host. `shapes`: by name, where vocabulary or heads are padded for another mesh than the one it was saved from. Errors as
-    restore's.
+    Args:
+      shardings: by name (a sharding, or a ShapeDtypeStruct that has one), one for all, or None for numpy arrays on the host.
+      dtype: what the arrays are cast to; None keeps the stored dtypes.
+      shapes: by name, where parameters are padded for another mesh than the one that the checkpoint was saved from.
+      verified: the checkpoint has been compared with its manifest already.
+
+    Raises:
+      As `restore`.
     """
     folder = find_checkpoint(path, [] if verified else ["model", "assets"])
     abstract = {}
@@ -260,13 +292,15 @@ def restore_model(
 
 
 def stored_parameters(path: str | Path, *, verified: bool = False) -> dict[str, tensorstore.TensorStore]:
-    """`stored_arrays` of the parameters. For export, which needs one layer's tensor at a time."""
+    """`stored_arrays` of the parameters, for export, which needs one layer's tensor at a time."""
     return stored_arrays(path, "model", verified=verified)
 
 
 def stored_arrays(path: str | Path, item: str, *, verified: bool = False) -> dict[str, tensorstore.TensorStore]:
-    """An item's arrays (model, optimizer) by name as they lie on disk, verified: with shape and dtype, of which a part is read
-    when it is taken (`numpy.asarray(found[name][layer])`). Errors as restore's."""
+    """The arrays of an item (model, optimizer) by name, on disk: indexing one reads that part (`numpy.asarray(array[layer])`).
+
+    Errors as in `restore`.
+    """
     folder = find_checkpoint(path, [] if verified else [item, "assets"])
     base = (folder / item).as_uri() + "/"
     return {name: tensorstore.open({"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}},
@@ -274,45 +308,64 @@ def stored_arrays(path: str | Path, item: str, *, verified: bool = False) -> dic
 
 
 def _restore_item(folder: Path, item: str, abstract: dict[str, Any]) -> dict[str, Any]:
-    """One Orbax item as a flat dictionary in the order of `abstract`."""
+    """The arrays of one Orbax item, in the order of `abstract`."""
+    _check_arrays(folder, item, abstract)
+    arguments = {}
+    for name, leaf in abstract.items():
+        sharding = getattr(leaf, "sharding", None)
+        arguments[name] = ocp.RestoreArgs(restore_type=np.ndarray) if sharding is None else ocp.ArrayRestoreArgs(
+            sharding=sharding, global_shape=tuple(leaf.shape), dtype=leaf.dtype, strict=False)
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        arrays = checkpointer.restore(folder / item, args=ocp.args.PyTreeRestore(
+            item=dict.fromkeys(abstract, 0), restore_args=arguments))
+    return {name: arrays[name] for name in abstract}
+
+
+def _check_arrays(folder: Path, item: str, abstract: dict[str, Any]) -> None:
+    """Raises ValueError for the first array whose name, dtype or shape (but for padding) is another one in the checkpoint.
+
+    Orbax itself would silently cast to another dtype, and might cut or pad another shape.
+    """
     stored = _stored(folder, item)
-    what = "parameter" if item == "model" else "optimizer state"
-    for name, wanted in abstract.items():
+    kind = "parameter" if item == "model" else "optimizer state"
+    for name, leaf in abstract.items():
         if name not in stored:
-            raise ValueError(f"{folder}: {what} {name} is not in the checkpoint")
-        found = stored[name]
-        # Checked here, since Orbax would cast to another dtype, and may cut or pad another shape, without a word.
-        if not _fits(folder, name, tuple(found.shape), tuple(np.shape(wanted))) or found.dtype != wanted.dtype:
-            raise ValueError(f"{folder}: {what} {name} is {found.dtype}{list(found.shape)} in the checkpoint, and "
-                             f"{np.dtype(wanted.dtype)}{list(np.shape(wanted))} in this run")
+            raise ValueError(f"{folder}: {kind} {name} is not in the checkpoint")
+        array = stored[name]
+        if array.dtype != leaf.dtype or not _fits(folder, name, tuple(array.shape), tuple(np.shape(leaf))):
+            raise ValueError(f"{folder}: {kind} {name} is {array.dtype}{list(array.shape)} in the checkpoint, and "
+                             f"{np.dtype(leaf.dtype)}{list(np.shape(leaf))} in this run")
     for name in stored:
         if name not in abstract:
-            raise ValueError(f"{folder}: {what} {name} is in the checkpoint, but not in this run")
-    arguments = {}
-    for name, wanted in abstract.items():
-        sharding = getattr(wanted, "sharding", None)
-        arguments[name] = ocp.RestoreArgs(restore_type=np.ndarray) if sharding is None else ocp.ArrayRestoreArgs(
-            sharding=sharding, global_shape=tuple(wanted.shape), dtype=wanted.dtype, strict=False)
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        found = checkpointer.restore(folder / item, args=ocp.args.PyTreeRestore(
-            item=dict.fromkeys(abstract, 0), restore_args=arguments))
-    return {name: found[name] for name in abstract}
+            raise ValueError(f"{folder}: {kind} {name} is in the checkpoint, but not in this run")
 
 
-def _fits(folder: Path, name: str, found: tuple[int, ...], wanted: tuple[int, ...]) -> bool:
-    """Equal shapes, or equal but for padding, which Orbax may add or leave out; nothing of the model itself is left out."""
-    if found == wanted or not fits(name, found, wanted):
-        return found == wanted
+def _fits(folder: Path, name: str, stored: tuple[int, ...], requested: tuple[int, ...]) -> bool:
+    """Whether the shapes are equal but for padding, which Orbax may add or leave out, and none of the model is left out."""
+    if stored == requested or not fits(name, stored, requested):
+        return stored == requested
+    # An optimizer's array is named by its path in the state, which ends with its parameter's name.
+    shapes = _recorded_shapes(folder)
+    own = next((shape for parameter, shape in shapes.items() if f".{name}".endswith(f".{parameter}")), None)
+    return own is not None and fits(name, stored, requested, own)
+
+
+def _recorded_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Parameter name -> shape without padding, as the manifest records it.
+
+    Earlier releases did not record it: then it is that of the model in the checkpoint's config.json, if it is a LLaMA.
+    """
+    recorded = read_manifest(folder).get("shapes")
+    if recorded is not None:
+        return {name: tuple(shape) for name, shape in recorded.items()}
     try:
-        layout = hf_layout(LlamaConfig.from_hf(folder / "assets"))
-    except ValueError:  # no model of ours: what would be padding is not known
-        return False
-    own = next((entry.shape for entry in layout if name.endswith(entry.name)), None)
-    return own is not None and fits(name, found, wanted, own)
+        return own_shapes(LlamaConfig.from_hf(folder / "assets"))
+    except ValueError:
+        return {}
 
 
 def _stored(folder: Path, item: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """As stored_shapes; ForeignError if the checkpoint does not have the item."""
+    """The result of `stored_shapes`. Raises ForeignError if the checkpoint does not have the item."""
     if item not in read_manifest(folder)["items"]:
         raise ForeignError(f"{folder}: this checkpoint has no {item}" + (
             " (an imported or exported model: start a run from it as model.path)" if item == "optimizer" else ""))

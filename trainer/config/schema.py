@@ -1,15 +1,35 @@
-"""What a run can be told: every section and field of a recipe, typed and documented (`--help` prints this)."""
+"""Every section and field of a recipe, typed, documented (`--help` prints this) and with the rules of its own values.
+
+A section made from values that break one of its rules raises ValueError: `section.field: found ..., needs ...`. The rules
+between sections are in trainer.config.checks.
+"""
 
 import dataclasses
+import math
 import pathlib
+import re
 from typing import Any, Literal
 
 from data.clean import CleanConfig
 from model.attention.options import AttentionConfig
+from model.config import POSITIONS
 from model.memory.options import MemoryConfig
 
 VERSION = 2
-Row = dict[str, Any]
+MESH_AXES = ("data", "fsdp", "tensor", "sequence")
+
+
+def require(valid: bool, field: str, value: object, needs: str) -> None:
+    """Raises ValueError, `field: found value, needs ...`, unless `valid`."""
+    if not valid:
+        raise ValueError(f"{field}: found {value!r}, needs {needs}")
+
+
+def _require_at_least(section: object, name: str, minimum: int, *fields: str) -> None:
+    """Raises ValueError for the first of the section's fields that is below the minimum."""
+    for field in fields:
+        value = getattr(section, field)
+        require(value >= minimum, f"{name}.{field}", value, f"at least {minimum}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,6 +53,16 @@ class ModelConfig:
     """Precision of activations and of keys and values on the wire; parameters and moments are float32."""
     seed: int = 0
     """Seed of the initialiser of a model from scratch."""
+
+    def __post_init__(self) -> None:
+        require(not (self.path and self.preset), "model.preset", self.preset,
+                "to be left out where model.path is given; keep one of them")
+        require(not self.path or set(self.overrides) <= set(POSITIONS), "model.overrides", self.overrides,
+                f"the others left out: model.path fixes all but {', '.join(POSITIONS)}")
+        try:
+            re.compile(self.trainable)
+        except re.error as error:
+            raise ValueError(f"model.trainable: found {self.trainable!r}, needs a regular expression: {error}") from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,9 +105,16 @@ class DataConfig:
     held_out_path: str | None = None
     """File or folder of held-out records, in the first source's format and template; replaces held_out_fraction."""
     clean: CleanConfig = dataclasses.field(default_factory=CleanConfig)
-    """What is done to conversations before they are learned from."""
+    """How conversations are cleaned before training. Texts and tokens are used as they are."""
     seed: int = 0
     """Seed of the order of the documents and of the held-out choice."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(self, "data", 1, "context_length")
+        require(0 <= self.held_out_fraction < 1, "data.held_out_fraction", self.held_out_fraction,
+                "a share from 0 to below 1")
+        for index, source in enumerate(self.sources):
+            require(source.weight > 0, f"data.sources[{index}].weight", source.weight, "a positive number")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,10 +140,27 @@ class MeshConfig:
     simulate: int = 0
     """Simulate this many devices on the CPU; 0 uses the machine's own devices."""
 
+    def __post_init__(self) -> None:
+        _require_at_least(self, "mesh", 1, *MESH_AXES)
+        _require_at_least(self, "mesh", 0, "simulate")
+        divisors = all(axis in MESH_AXES and isinstance(factor, int) and factor >= 1 and getattr(self, axis) % factor == 0
+                       for axis, factor in self.dcn.items())
+        require(divisors, "mesh.dcn", self.dcn,
+                f"factors of the axes, such as {{data: 2}}, each a divisor of its axis in {self.product}")
+        require(sorted(self.order) in ([], sorted(MESH_AXES)), "mesh.order", self.order,
+                f"all four axes, each once: {', '.join(MESH_AXES)}")
+        require(self.simulate in (0, self.devices), "mesh.simulate", self.simulate,
+                f"the number of devices that the mesh takes, {self.product}: simulate {self.devices}, or change the mesh")
+
     @property
     def devices(self) -> int:
-        """Number of devices the mesh takes."""
+        """The number of devices that the mesh takes."""
         return self.data * self.fsdp * self.tensor * self.sequence
+
+    @property
+    def product(self) -> str:
+        """The axes and their product, for messages."""
+        return f"data {self.data} x fsdp {self.fsdp} x tensor {self.tensor} x sequence {self.sequence} = {self.devices}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,6 +173,18 @@ class DistributedConfig:
     """Number of this process, from 0."""
     num_processes: int | None = None
     """Number of all processes; mesh.simulate counts the devices of all of them."""
+
+    def __post_init__(self) -> None:
+        given = {"coordinator": self.coordinator, "process_id": self.process_id, "num_processes": self.num_processes}
+        missing = [name for name, value in given.items() if value is None]
+        if len(missing) == len(given):
+            return
+        if self.coordinator is None or self.process_id is None or self.num_processes is None:
+            raise ValueError(f"distributed.{missing[0]}: missing; coordinator, process_id and num_processes are given "
+                             "together, or none of them where JAX finds its cluster by itself")
+        require(0 <= self.process_id < self.num_processes, "distributed.process_id", self.process_id,
+                f"one of 0 .. {self.num_processes - 1} for {self.num_processes} processes")
+        require(":" in self.coordinator, "distributed.coordinator", self.coordinator, "HOST:PORT of process 0")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +210,17 @@ class OptimizerConfig:
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which both moments are stored; they are computed with in float32."""
 
+    def __post_init__(self) -> None:
+        _require_at_least(self, "optimizer", 0, "warmup_steps", "weight_decay", "clip_norm")
+        require(0 < self.learning_rate < math.inf, "optimizer.learning_rate", self.learning_rate, "a positive number")
+        require(0 <= self.final_fraction <= 1, "optimizer.final_fraction", self.final_fraction, "a share between 0 and 1")
+        require(self.epsilon > 0, "optimizer.epsilon", self.epsilon, "a positive number")
+        for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
+            require(0 <= beta < 1, f"optimizer.{name}", beta, "a number from 0 to below 1")
+            # bfloat16 has 8 bits: a moment that loses less than 1/256 of itself a step would never shrink.
+            require(self.moment_dtype == "float32" or beta <= 0.99, f"optimizer.{name}", beta,
+                    "at most 0.99 with optimizer.moment_dtype bfloat16")
+
 
 @dataclasses.dataclass(frozen=True)
 class TrainConfig:
@@ -163,6 +240,10 @@ class TrainConfig:
     """Steps between lines of metrics.jsonl, and between updates of the progress bar; where there is no terminal, the first of
     these is printed, and then one every 30 seconds or 20th of the run, whichever is sooner."""
 
+    def __post_init__(self) -> None:
+        _require_at_least(self, "train", 1, "steps", "batch_size", "accumulation", "log_every")
+        _require_at_least(self, "train", 0, "evaluate_every")
+
 
 @dataclasses.dataclass(frozen=True)
 class CheckpointConfig:
@@ -172,6 +253,10 @@ class CheckpointConfig:
     """Steps between checkpoints; the last step is always saved. 0 saves only the last."""
     keep: int = 2
     """Newest checkpoints kept."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(self, "checkpoint", 0, "every")
+        _require_at_least(self, "checkpoint", 1, "keep")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,15 +272,23 @@ class LoggingConfig:
     profile_steps: tuple[int, ...] = ()
     """First and last step of a profile, such as [10, 12], written to the run's folder `profile`; none unless given."""
 
+    def __post_init__(self) -> None:
+        steps = self.profile_steps
+        require(not steps or (len(steps) == 2 and 1 <= steps[0] <= steps[1]), "logging.profile_steps", steps,
+                "the first and the last step of a profile, counted from 1, or []")
+
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateConfig:
-    """What `make quickstart` asks eval.line_retrieval for after training; train.py itself does not evaluate line retrieval."""
+    """The line retrieval that `make quickstart` evaluates after training; train.py itself does not evaluate line retrieval."""
 
     line_cases: tuple[str, ...] = ()
     """Case files (JSONL) to evaluate on; of any other recipe's model: python -m eval.line_retrieval --cases FILE.jsonl."""
     max_new_tokens: int = 100
     """Tokens generated for an answer."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(self, "evaluate", 1, "max_new_tokens")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -222,6 +315,11 @@ class RunConfig:
     compile_cache: str | None = None
     """Folder that keeps compiled programs for the next start; unless given, $LONGSTRIPE_CACHE/xla, or ~/.cache/longstripe/xla.
     Of several processes all read and the first writes: on storage that all share (also gs://) one compiles for all."""
+
+    def __post_init__(self) -> None:
+        require(self.config_version == VERSION, "config_version", self.config_version, str(VERSION))
+        require("://" not in (self.run_dir or ""), "run_dir", self.run_dir,
+                "a folder; one of a store can be mounted (gcsfuse, s3fs)")
 
     @property
     def folder(self) -> pathlib.Path:

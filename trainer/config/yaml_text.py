@@ -1,4 +1,4 @@
-"""YAML that a user writes, read strictly: PyYAML keeps the last of two equal keys, and what the first one said is lost."""
+"""YAML that a user writes, read strictly: PyYAML keeps only the last of two equal keys, without a word."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import yaml
 
 from data.errors import UserError
 
-_MERGE = "tag:yaml.org,2002:merge"  # of `<<`, which loses nothing where it is written twice
+_MERGE = "tag:yaml.org,2002:merge"  # the key `<<`, of which two in one mapping lose nothing
 
 
 class InvalidYAML(UserError):
@@ -14,7 +14,7 @@ class InvalidYAML(UserError):
 
 
 class _DuplicateKey(Exception):
-    def __init__(self, key: str, first: int, second: int):
+    def __init__(self, key: str, first: int, second: int) -> None:
         super().__init__(key, first, second)
         self.key, self.first, self.second = key, first, second
 
@@ -22,9 +22,9 @@ class _DuplicateKey(Exception):
 class _Loader(yaml.SafeLoader):
     """Refuses a mapping that holds a key twice."""
 
-    def compose_mapping_node(self, anchor):
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
         node = super().compose_mapping_node(anchor)
-        lines = {}
+        lines: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:
                 continue
@@ -35,18 +35,24 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-def parse(text: str, where: str) -> Any:
+def parse(text: str, source: str) -> Any:
     """The value of a YAML (or JSON) document.
 
-    UserError, beginning with `where`, for a key that is written twice; InvalidYAML for what is no YAML.
+    Args:
+      source: the file or flag that holds the text, named at the beginning of an error.
+
+    Raises:
+      InvalidYAML: the text is no YAML.
+      UserError: a key is written twice in one mapping, or the document is nested too deeply.
     """
     try:
         return yaml.load(text, _Loader)
-    except _DuplicateKey as twice:
-        lines = f"lines {twice.first} and {twice.second}" if twice.first != twice.second else f"line {twice.first}"
-        place = f", on {lines}" if "\n" in text else ""
-        raise UserError(f"{where}: {twice.key} is written twice{place}; keep one of the two") from None
+    except _DuplicateKey as duplicate:
+        lines = (f"line {duplicate.first}" if duplicate.first == duplicate.second
+                 else f"lines {duplicate.first} and {duplicate.second}")
+        position = f", on {lines}" if "\n" in text else ""
+        raise UserError(f"{source}: {duplicate.key} is written twice{position}; keep one of the two") from None
     except RecursionError:
-        raise UserError(f"{where}: not valid YAML: nested too deeply") from None
+        raise UserError(f"{source}: not valid YAML: nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-45
-        raise InvalidYAML(f"{where}: not valid YAML: {' '.join(str(error).split())}") from error
+        raise InvalidYAML(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error

@@ -1,7 +1,9 @@
-"""Hugging Face model folders: what is in them, and how they are read into sharded arrays without holding the model twice."""
+"""Reads Hugging Face model folders into sharded arrays, without ever holding the model twice."""
 
 from __future__ import annotations
 
+import collections
+import functools
 import hashlib
 import json
 import math
@@ -10,7 +12,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import jax
 import numpy as np
@@ -21,10 +23,10 @@ from model.attention import Mask
 from model.config import LlamaConfig
 from model.padding import fits
 
-# safetensors' names of the types we read. Each is exact in float32, so import followed by export changes no bit.
+# safetensors' name -> numpy's of the dtypes that are read. Each is exact in float32, so import and export change no bit.
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
-# Files of a Hugging Face folder that belong to the model and are not weights. A fixed list: a training run puts files
-# of its own beside them (run configuration), which do not belong into an exported model.
+# Files of a Hugging Face folder that belong to the model and are not weights. The list is fixed, since a training run puts
+# files of its own beside them (its configuration), which do not belong in an exported model.
 ASSET_FILES = (
     "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
     "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
@@ -35,11 +37,17 @@ SOURCE_DTYPE_FILE = "source_dtype.json"
 
 @dataclass(frozen=True)
 class HFEntry:
-    """How one of our parameters is spelt by Hugging Face.
+    """One of our parameters, and the Hugging Face tensors that it is made of.
 
-    `shape` is ours, with the leading layer axis where `layers` is not None; `hf_shape` is one Hugging Face tensor's.
-    One tensor becomes ours by: transpose if `transpose`, then reshape to the shape without the layer axis. Both are
-    undone in the opposite order.
+    A tensor becomes ours by a transpose, if `transpose`, and a reshape to `layer_shape`; `to_hf` undoes both.
+
+    Attributes:
+      name: of our parameter.
+      hf_name: of the tensor, with `{i}` for the layer if our parameter stacks the layers.
+      shape: of our parameter, with the leading layer axis if it has one.
+      hf_shape: of one tensor.
+      layers: the number of layers; None for a parameter without layer axis.
+      transpose: the tensor is stored output-first, ours input-first.
     """
 
     name: str
@@ -50,43 +58,54 @@ class HFEntry:
     transpose: bool
 
     def hf_names(self) -> list[str]:
-        """The Hugging Face tensors, by layer if stacked, else the one."""
+        """The names of the Hugging Face tensors, one for each layer if the parameter stacks the layers."""
         return [self.hf_name] if self.layers is None else [self.hf_name.format(i=i) for i in range(self.layers)]
 
     @property
-    def one_shape(self) -> tuple[int, ...]:
+    def layer_shape(self) -> tuple[int, ...]:
         """Our shape without the layer axis."""
         return self.shape if self.layers is None else self.shape[1:]
 
     def to_hf(self, value: np.ndarray) -> np.ndarray:
-        """Ours, one layer -> one Hugging Face tensor (a view where possible)."""
+        """One layer of our parameter as a Hugging Face tensor, a view where possible."""
         return value.reshape(self.hf_shape[::-1]).T if self.transpose else value.reshape(self.hf_shape)
 
     def read(self, tensor: Any, index: tuple[slice, ...]) -> np.ndarray:
-        """The part `index` of ours, one layer, from a safetensors slice; reads only the rows and columns it needs."""
-        ranges = [s.indices(n)[:2] for s, n in zip(index, self.one_shape, strict=True)]
-        # Our axes merge, in order, into those of the (transposed) Hugging Face tensor: [E, (Hq, D)], [(Hq, D), E], ...
-        merged = self.hf_shape[::-1] if self.transpose else self.hf_shape
-        rest, wanted, shape, finer = list(zip(ranges, self.one_shape, strict=True)), [], [], []
-        for size in merged:
-            group, total = [], 1
-            while total < size or (not group and rest):
-                group.append(rest.pop(0))
-                total *= group[-1][1]
-            # The first axis of a group is cut in the file, further ones (head_dim inside a head) after reading.
-            (start, stop), inner = group[0][0], math.prod(n for _, n in group[1:])
-            wanted.append(slice(start * inner, stop * inner))
-            shape += [stop - start, *(n for _, n in group[1:])]
-            finer += [slice(None), *(slice(*r) for r, _ in group[1:])]
-        value = tensor[tuple(reversed(wanted))].T if self.transpose else tensor[tuple(wanted)]
+        """Reads the part `index` of one layer of our parameter; of the file only the rows and columns that hold it.
+
+        Args:
+          tensor: a slice of a safetensors file (`get_slice`).
+          index: one slice for each axis of `layer_shape`.
+        """
+        bounds = [axis_slice.indices(size)[:2] for axis_slice, size in zip(index, self.layer_shape, strict=True)]
+        stored_shape = self.hf_shape[::-1] if self.transpose else self.hf_shape
+        # Each axis of the (transposed) tensor merges consecutive axes of ours: [E, (Hq, D)], [(Hq, D), E], ...
+        axis = 0
+        file_index: list[slice] = []
+        shape: list[int] = []
+        finer: list[slice] = []
+        for size in stored_shape:
+            first = axis
+            total = 1
+            while total < size or (axis == first and axis < len(bounds)):
+                total *= self.layer_shape[axis]
+                axis += 1
+            # The first of the merged axes is cut in the file, further ones (D within a head) after reading.
+            (start, stop), inner_sizes = bounds[first], self.layer_shape[first + 1:axis]
+            inner = math.prod(inner_sizes)
+            file_index.append(slice(start * inner, stop * inner))
+            shape += [stop - start, *inner_sizes]
+            finer += [slice(None), *(slice(*bound) for bound in bounds[first + 1:axis])]
+        value = tensor[tuple(reversed(file_index))].T if self.transpose else tensor[tuple(file_index)]
         return value.reshape(shape)[tuple(finer)]
 
 
 def hf_layout(config: LlamaConfig) -> list[HFEntry]:
     """Every parameter of `config`'s model with its Hugging Face tensors: the one table for reading and writing."""
     e, f, v, n = config.hidden_size, config.intermediate_size, config.vocab_size, config.num_hidden_layers
-    hq, hkv, d = config.num_attention_heads, config.num_key_value_heads, config.head_dim
-    entries = []
+    # LlamaConfig fills in head counts and sizes that are not given.
+    hq, hkv, d = config.num_attention_heads, cast(int, config.num_key_value_heads), cast(int, config.head_dim)
+    entries: list[HFEntry] = []
 
     def add(name: str, shape: tuple[int, ...], hf_shape: tuple[int, ...], *, layer: bool = True) -> None:
         prefix = "layers." if layer else ""
@@ -120,59 +139,64 @@ def read_hf(
     folder: str | Path, config: LlamaConfig, shardings: Mapping[str, jax.sharding.Sharding] | jax.sharding.Sharding,
     dtype: Any = np.float32, in_memory: LlamaConfig | None = None,
 ) -> dict[str, jax.Array]:
-    """The weights in `folder` as our flat dictionary, of `dtype`, placed by `shardings` (by name, or one for all).
+    """Reads the weights in `folder` as our flat dictionary, parameter name -> array.
 
-    `in_memory`: the sizes that the arrays get (see model.padding); what the files do not have is zero.
-    Each device's part is read by itself from the memory-mapped files, so that the peak is the arrays and one part.
-    Raises ValueError naming the tensor for one that is missing, misshapen, of a type other than bfloat16, float16 and
-    float32, or unknown; and for folders without safetensors.
+    Each device's part is read by itself from the memory-mapped files, so that at most one part is held beside the arrays.
+
+    Args:
+      config: the model's own sizes.
+      shardings: by name, or one for all.
+      dtype: of the arrays.
+      in_memory: the sizes of the arrays, if they are padded (see model.padding); the padding is zero.
+
+    Raises:
+      ValueError: names the tensor that is missing, unknown, of another shape, or of a dtype other than bfloat16, float16 and
+        float32; or the folder has no safetensors.
     """
     with ExitStack() as stack:
         files = _open_tensors(Path(folder), stack)
         layout = hf_layout(config)
         _check_tensors(Path(folder), files, layout, config)
-        params = {}
+        params: dict[str, jax.Array] = {}
         for entry, padded in zip(layout, hf_layout(in_memory or config), strict=True):
             sharding = shardings[entry.name] if isinstance(shardings, Mapping) else shardings
-            shape = padded.shape
-            params[entry.name] = jax.make_array_from_callback(
-                shape, sharding, lambda index, entry=entry, shape=shape: _padded_part(files, entry, shape, index, dtype)
-            )
-            # Transfers may lag behind; waiting keeps one array's parts on the host, not all of them.
+            read = functools.partial(_padded_part, files, entry, padded.shape, dtype)
+            params[entry.name] = jax.make_array_from_callback(padded.shape, sharding, read)
+            # Transfers may lag behind; waiting keeps one array's parts on the host, not those of all.
             params[entry.name].block_until_ready()
         return params
 
 
 def _padded_part(
-    files: Mapping[str, Any], entry: HFEntry, shape: tuple[int, ...], index: tuple[slice, ...], dtype: Any
+    files: Mapping[str, Any], entry: HFEntry, shape: tuple[int, ...], dtype: Any, index: tuple[slice, ...]
 ) -> np.ndarray:
-    """The part `index` of a parameter that is of `shape` in memory: zeros beyond its own."""
+    """Reads the part `index` of a parameter that is padded to `shape` with zeros."""
     if shape == entry.shape:
         return _read_part(files, entry, index, dtype)
-    wanted = [s.indices(n)[:2] for s, n in zip(index, shape, strict=True)]
-    inside = [(start, min(stop, n)) for (start, stop), n in zip(wanted, entry.shape, strict=True)]
-    part = np.zeros([stop - start for start, stop in wanted], dtype)
-    if all(start < stop for start, stop in inside):
-        own = tuple(slice(stop - start) for start, stop in inside)
-        part[own] = _read_part(files, entry, tuple(slice(*ends) for ends in inside), dtype)
+    bounds = [axis_slice.indices(size)[:2] for axis_slice, size in zip(index, shape, strict=True)]
+    stored = [(start, min(stop, size)) for (start, stop), size in zip(bounds, entry.shape, strict=True)]
+    part = np.zeros([stop - start for start, stop in bounds], dtype)
+    if all(start < stop for start, stop in stored):
+        unpadded = tuple(slice(stop - start) for start, stop in stored)
+        part[unpadded] = _read_part(files, entry, tuple(slice(*bound) for bound in stored), dtype)
     return part
 
 
 def _read_part(files: Mapping[str, Any], entry: HFEntry, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
-    """The part `index` of our (stacked) parameter as `dtype`."""
+    """Reads the part `index` of a parameter as `dtype`, layer by layer if it stacks the layers."""
     if entry.layers is None:
         return np.ascontiguousarray(entry.read(files[entry.hf_name].get_slice(entry.hf_name), index).astype(dtype))
     names = entry.hf_names()[index[0]]
     parts = (entry.read(files[name].get_slice(name), index[1:]) for name in names)
-    shape = tuple(len(range(*s.indices(n))) for s, n in zip(index, entry.shape, strict=True))
+    shape = tuple(len(range(*axis_slice.indices(size))) for axis_slice, size in zip(index, entry.shape, strict=True))
     result = np.empty(shape, dtype)
-    for place, part in enumerate(parts):
-        result[place] = part  # casts; in numpy, which keeps denormal numbers, where an XLA cast may flush them
+    for layer, part in enumerate(parts):
+        result[layer] = part  # casts; in numpy, which keeps denormal numbers, where an XLA cast may flush them
     return result
 
 
 def tensor_dtypes(folder: str | Path) -> dict[str, str]:
-    """The dtype of each tensor in a Hugging Face folder, by name; errors as read_hf's."""
+    """Tensor name -> dtype of a Hugging Face folder; errors as in `read_hf`."""
     with ExitStack() as stack:
         files = _open_tensors(Path(folder), stack)
         return {name: DTYPES.get(file.get_slice(name).get_dtype(), file.get_slice(name).get_dtype())
@@ -180,9 +204,9 @@ def tensor_dtypes(folder: str | Path) -> dict[str, str]:
 
 
 def weights_fingerprint(folder: str | Path) -> str:
-    """Changes with the weights in a Hugging Face folder, not with where it lies.
+    """A hash of the weights in a Hugging Face folder, wherever that is.
 
-    Of each file the size and 64 blocks of 4 KiB spread over it: the whole of a large model would take minutes to read.
+    It covers the size of each file and 64 blocks of 4 KiB spread over it: all of a large model would take minutes to read.
     """
     digest = hashlib.sha256()
     for path in sorted(Path(folder).glob("*.safetensors")):
@@ -196,31 +220,21 @@ def weights_fingerprint(folder: str | Path) -> str:
 
 
 def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
-    """Tensor name -> opened safetensors file to read it from: of several the one that the index names."""
+    """Tensor name -> opened safetensors file that holds it. The files are closed with `stack`.
+
+    If several files hold a tensor, it is read from the one that the index names.
+    """
     index_file, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    indexed: dict[str, Path] = {}
     if single.is_file():
-        paths, named = [single], {}
+        paths = [single]
     elif index_file.is_file():
-        try:
-            weight_map = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
-            named = {name: folder / file for name, file in weight_map.items()}
-            paths = sorted(set(named.values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index_file}: not a safetensors index ({error!r}); download it again") from None
-        outside = [path for path in paths if path.parent != folder]
-        if outside:
-            raise ValueError(f"{index_file}: names {outside[0]}, which is not in its folder")
+        indexed = _read_index(index_file)
+        paths = sorted(set(indexed.values()))
     else:
-        if not folder.is_dir():
-            raise ValueError(f"{folder}: no such folder")
-        pickled = sorted([*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.pt")])
-        if pickled:
-            raise ValueError(
-                f"{folder}: only pickled weights here ({pickled[0].name}); they can run code when loaded and are "
-                "refused; convert them to safetensors (https://huggingface.co/docs/safetensors/convert-weights)"
-            )
-        raise ValueError(f"{folder}: no weights here; needs model.safetensors or model.safetensors.index.json")
-    tensors, holders = {}, {}
+        _raise_no_weights(folder)
+    tensors: dict[str, Any] = {}
+    holders: dict[str, Path] = {}
     for path in paths:
         try:
             opened = stack.enter_context(safe_open(path, framework="np"))
@@ -229,33 +243,61 @@ def _open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{path}: not a whole safetensors file ({error}); download it again") from None
         for name in opened.keys():  # noqa: SIM118 - not a mapping
-            if named.get(name, path) != path:
+            if indexed.get(name, path) != path:
                 continue
             if name in tensors:
                 raise ValueError(f"{folder}: tensor {name} is in {holders[name].name} and {path.name}, and {index_file.name} "
                                  "does not say in which; download the folder again")
             tensors[name], holders[name] = opened, path
-    for name, path in named.items():
+    for name, path in indexed.items():
         if name not in tensors:
             raise ValueError(f"{index_file}: tensor {name} is not in {path.name}, the file that it names; download the folder "
                              "again")
     return tensors
 
 
+def _read_index(index_file: Path) -> dict[str, Path]:
+    """Tensor name -> file, as the index of a model in several files names them; ValueError for a file outside its folder."""
+    folder = index_file.parent
+    try:
+        weight_map = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
+        indexed = {name: folder / file for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{index_file}: not a safetensors index ({error!r}); download it again") from None
+    outside = sorted(path for path in indexed.values() if path.parent != folder)
+    if outside:
+        raise ValueError(f"{index_file}: names {outside[0]}, which is not in its folder")
+    return indexed
+
+
+def _raise_no_weights(folder: Path) -> NoReturn:
+    """Raises the ValueError for a folder without safetensors, which says what the folder has instead."""
+    if not folder.is_dir():
+        raise ValueError(f"{folder}: no such folder")
+    pickled = sorted([*folder.glob("*.bin"), *folder.glob("*.pth"), *folder.glob("*.pt")])
+    if pickled:
+        raise ValueError(
+            f"{folder}: only pickled weights here ({pickled[0].name}); they can run code when loaded and are "
+            "refused; convert them to safetensors (https://huggingface.co/docs/safetensors/convert-weights)"
+        )
+    raise ValueError(f"{folder}: no weights here; needs model.safetensors or model.safetensors.index.json")
+
+
 def _check_tensors(folder: Path, files: Mapping[str, Any], layout: list[HFEntry], config: LlamaConfig) -> None:
-    known = set()
+    """Raises ValueError for the first tensor that is missing, unknown, or of another shape or dtype than can be read."""
+    expected = set()
     for entry in layout:
         for name in entry.hf_names():
-            known.add(name)
+            expected.add(name)
             if name not in files:
                 raise ValueError(f"{folder}: tensor {name} is missing; expected shape {list(entry.hf_shape)}")
-            found = files[name].get_slice(name)
-            if tuple(found.get_shape()) != entry.hf_shape:
-                raise ValueError(f"{folder}: tensor {name} has shape {list(found.get_shape())}; "
+            tensor = files[name].get_slice(name)
+            if tuple(tensor.get_shape()) != entry.hf_shape:
+                raise ValueError(f"{folder}: tensor {name} has shape {list(tensor.get_shape())}; "
                                  f"config.json makes it {list(entry.hf_shape)}")
-            if found.get_dtype() not in DTYPES:
-                raise ValueError(f"{folder}: tensor {name} is {found.get_dtype()}; supported are {', '.join(DTYPES)}")
-    for name in sorted(set(files) - known):
+            if tensor.get_dtype() not in DTYPES:
+                raise ValueError(f"{folder}: tensor {name} is {tensor.get_dtype()}; supported are {', '.join(DTYPES)}")
+    for name in sorted(set(files) - expected):
         # Old exports store the table of frequencies; tied models may store the head a second time.
         if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings):
             continue
@@ -263,30 +305,26 @@ def _check_tensors(folder: Path, files: Mapping[str, Any], layout: list[HFEntry]
 
 
 def copy_assets(folder: str | Path, assets: str | Path) -> None:
-    """Fills `assets` with what a checkpoint keeps of a Hugging Face folder: config, tokenizer, template, dtypes."""
+    """Copies the files that a checkpoint keeps of a Hugging Face folder to `assets`, and records its dtypes there."""
     folder, assets = Path(folder), Path(assets)
     assets.mkdir(parents=True, exist_ok=True)
     for name in ASSET_FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, assets / name)
-    dtypes = tensor_dtypes(folder)
-    write_source_dtype(assets, dtypes)
+    write_source_dtype(assets, tensor_dtypes(folder))
 
 
 def write_source_dtype(assets: str | Path, dtypes: Mapping[str, str] | str) -> None:
-    """Records in `assets` the dtype an export is written in: one for all, or by Hugging Face tensor name."""
+    """Records in `assets` the dtype that an export is written in: one for all, or by Hugging Face tensor name."""
     if isinstance(dtypes, str):
         dtypes = {"": dtypes}
-    counts: dict[str, int] = {}
-    for dtype in dtypes.values():
-        counts[dtype] = counts.get(dtype, 0) + 1
-    common = max(counts, key=counts.get)
+    common = collections.Counter(dtypes.values()).most_common(1)[0][0]
     content = {"dtype": common, "tensors": {name: d for name, d in sorted(dtypes.items()) if d != common}}
     (Path(assets) / SOURCE_DTYPE_FILE).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def trained_mask(assets: str | Path) -> Mask:
-    """What attention sees in the model of a checkpoint's `assets`: what the recipe said that trained it, if one did."""
+    """The attention mask that the model of a checkpoint's `assets` was trained with, by its run.yaml; full without one."""
     recipe = Path(assets) / "run.yaml"
     written = yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else {}
     attention = written.get("attention", {})
@@ -294,7 +332,10 @@ def trained_mask(assets: str | Path) -> Mask:
 
 
 def source_dtype(assets: str | Path) -> tuple[str, dict[str, str]]:
-    """(dtype, exceptions by tensor name) that an export from `assets` is written in; bfloat16 where nothing says."""
+    """The dtype that an export from `assets` is written in, and tensor name -> dtype of the exceptions.
+
+    Without a record it is the dtype in config.json, or else bfloat16.
+    """
     assets = Path(assets)
     if (assets / SOURCE_DTYPE_FILE).is_file():
         content = json.loads((assets / SOURCE_DTYPE_FILE).read_text(encoding="utf-8"))
@@ -302,14 +343,14 @@ def source_dtype(assets: str | Path) -> tuple[str, dict[str, str]]:
     else:
         config = json.loads((assets / "config.json").read_text(encoding="utf-8"))
         dtype, tensors = config.get("dtype") or config.get("torch_dtype") or "bfloat16", {}
-    for found in (dtype, *tensors.values()):
-        if found not in DTYPES.values():
-            raise ValueError(f"source dtype: found {found!r}; supported are {', '.join(DTYPES.values())}")
+    for name in (dtype, *tensors.values()):
+        if name not in DTYPES.values():
+            raise ValueError(f"source dtype: found {name!r}; supported are {', '.join(DTYPES.values())}")
     return dtype, tensors
 
 
 def check_params(shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig) -> None:
-    """Raises ValueError, naming the parameter, unless `shapes` are those of `config`'s model, padded or not."""
+    """Raises ValueError, naming the parameter, unless `shapes` (by name) are those of `config`'s model, padded or not."""
     layout = {entry.name: entry.shape for entry in hf_layout(config)}
     for name, shape in layout.items():
         if name not in shapes:
@@ -322,9 +363,12 @@ def check_params(shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig) -> 
 
 
 def resolve_model_path(path: str | Path) -> Path:
-    """The folder of a model: a folder as it is, `org/name` or `org/name@revision` from the local Hugging Face cache.
+    """The folder of a model: `path` itself, or that of `org/name` or `org/name@revision` in the local Hugging Face cache.
 
-    Nothing is downloaded: a run must not depend on what a hub answers. Raises ValueError naming the download command.
+    Nothing is downloaded, because a run must not depend on the hub.
+
+    Raises:
+      ValueError: there is no such folder; names the command that downloads it.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():

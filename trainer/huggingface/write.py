@@ -1,4 +1,4 @@
-"""Hugging Face model folders written: one tensor at a time is on the host, however large the model is."""
+"""Writes Hugging Face model folders with one tensor at a time on the host, however large the model is."""
 
 from __future__ import annotations
 
@@ -29,11 +29,18 @@ def write_hf(
 ) -> None:
     """Writes a Hugging Face folder that transformers loads: weights, config, generation config, tokenizer, template.
 
-    `params` is our flat dictionary (jax, numpy, or arrays that are read from disk when sliced, any float dtype); one tensor
-    at a time is on the host. Tensors are written in the source dtype that `assets` records, without padding. Weights above
-    `max_shard_bytes` are split, with an index. Written beside `out` and renamed at the end: what is at `out` is always
-    whole. A window and global tokens, for which a LLaMA's config has no place, are told by a warning. Raises UserError if
-    `out` has something in it, ValueError if params do not fit config.
+    Tensors are written without padding, in the source dtype that `assets` records. The folder is written beside `out` and
+    renamed at the end, so that `out` is always whole. A warning names a window and global tokens, which a LLaMA's config
+    cannot express.
+
+    Args:
+      params: our flat dictionary of jax or numpy arrays, or arrays that are read from disk when sliced, of any float dtype.
+      assets: a checkpoint's folder of plain files.
+      max_shard_bytes: weights above this size are split into several files with an index.
+
+    Raises:
+      UserError: `out` is not empty.
+      ValueError: `params` are not those of `config`'s model.
     """
     assets, out = Path(assets), new_folder(out)
     layout = hf_layout(config)
@@ -69,8 +76,9 @@ def _write_weights(
     params: Mapping[str, Any], layout: list[HFEntry], common: str, exceptions: Mapping[str, str], folder: Path,
     limit: int,
 ) -> None:
-    # Planned first, from shapes alone: a file's name tells the number of files. In the order of the layers, as
-    # transformers writes, so that a shard holds whole layers.
+    """Writes the weights, in several files with an index if they are larger than `limit` bytes."""
+    # Planned first, from shapes alone, because a file's name has the number of files in it. The order is that of the layers,
+    # as in transformers, so that a file holds whole layers.
     plan: list[list[_Planned]] = [[]]
     total = used = 0
     for name, entry, layer in _in_layer_order(layout):
@@ -80,7 +88,7 @@ def _write_weights(
             used = 0
         plan[-1].append(tensor)
         used, total = used + tensor.size, total + tensor.size
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, part in enumerate(plan, start=1):
         file = "model.safetensors" if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
         _write_safetensors(folder / file, part, params)
@@ -92,7 +100,13 @@ def _write_weights(
 
 @dataclass(frozen=True)
 class _Planned:
-    """A tensor that is to be written: its Hugging Face name, what it is made of, and as what."""
+    """A tensor that is to be written.
+
+    Attributes:
+      name: its Hugging Face name.
+      entry, layer: the parameter, and the layer of it, that it is made of.
+      dtype_name: the dtype that it is written in.
+    """
 
     name: str
     entry: HFEntry
@@ -101,20 +115,21 @@ class _Planned:
 
     @property
     def dtype(self) -> np.dtype:
+        """The dtype that the tensor is written in."""
         return np.dtype(ml_dtypes.bfloat16 if self.dtype_name == "bfloat16" else self.dtype_name)
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """The tensor's bytes."""
         return math.prod(self.entry.hf_shape) * self.dtype.itemsize
 
 
 def _write_safetensors(path: Path, part: list[_Planned], params: Mapping[str, Any]) -> None:
-    """One file, tensor after tensor: the safetensors library's own writer wants all of them in memory at once.
+    """Writes one file, tensor after tensor; the safetensors library's own writer needs all of them in memory at once.
 
-    The format: the header's length in 8 bytes, the header as JSON, the tensors' bytes without gaps, row-major, little-endian
-    (https://huggingface.co/docs/safetensors). Wide types come first and the header is filled up to 8 bytes, so that all are
-    aligned, as the library does it.
+    The format (https://huggingface.co/docs/safetensors): the header's length in 8 bytes, the header as JSON, the tensors'
+    bytes without gaps, row-major, little-endian. As in the library, wide dtypes come first and the header is padded to a
+    multiple of 8 bytes, so that every tensor is aligned.
     """
     part = sorted(part, key=lambda tensor: -tensor.dtype.itemsize)  # stable: else in the order of the layers
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -132,12 +147,13 @@ def _write_safetensors(path: Path, part: list[_Planned], params: Mapping[str, An
 
 
 def _in_layer_order(layout: list[HFEntry]) -> Iterator[tuple[str, HFEntry, int]]:
-    """(Hugging Face name, entry, layer) of every tensor: embedding, layer by layer, then the rest."""
+    """Hugging Face name, entry and layer of every tensor: the embedding, layer after layer, then the rest."""
     layers = next(entry.layers for entry in layout if entry.layers is not None)
     yield from ((entry.hf_name, entry, 0) for entry in layout if entry.name == "embed_tokens.weight")
     for layer in range(layers):
         yield from ((entry.hf_name.format(i=layer), entry, layer) for entry in layout if entry.layers is not None)
-    yield from ((e.hf_name, e, 0) for e in layout if e.layers is None and e.name != "embed_tokens.weight")
+    yield from ((entry.hf_name, entry, 0) for entry in layout
+                if entry.layers is None and entry.name != "embed_tokens.weight")
 
 
 @jax.jit
@@ -146,10 +162,10 @@ def _take_layer(value: jax.Array, layer: jax.Array) -> jax.Array:
 
 
 def _one_layer(value: Any, entry: HFEntry, layer: int) -> np.ndarray:
-    """One layer of ours on the host, without padding: of a sharded array, only that layer is gathered."""
+    """One layer of a parameter on the host, without padding. Of a sharded array only that layer is gathered."""
     if entry.layers is not None:
         value = _take_layer(value, np.int32(layer)) if isinstance(value, jax.Array) else value[layer]
-    return np.asarray(value)[tuple(map(slice, entry.one_shape))]
+    return np.asarray(value)[tuple(map(slice, entry.layer_shape))]
 
 
 def _write_json(path: Path, content: Any) -> None:

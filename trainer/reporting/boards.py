@@ -1,14 +1,25 @@
-"""Where a run's figures are shown beside its files: TensorBoard, and Weights & Biases when asked for."""
+"""The boards that show a run's metrics: TensorBoard, and Weights & Biases if asked for."""
 
 import uuid
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import Any, Protocol
 
 from data.errors import UserError
 
 
+class Board(Protocol):
+    """A destination of metrics beside the run's own files."""
+
+    def add(self, kind: str, row: dict[str, Any]) -> None:
+        """Adds one row {"step", NAME: number or None} of a kind such as `train` or `held_out`."""
+
+    def close(self) -> None:
+        """Writes or sends everything that was added."""
+
+
 class TensorBoard:
-    """Rows as scalars `KIND/NAME` in event files; what an earlier start logged after `start_step` is hidden."""
+    """Writes rows as scalars `KIND/NAME` to event files, and hides rows that an earlier start logged after `start_step`."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
         from tensorboardX import SummaryWriter
@@ -16,20 +27,21 @@ class TensorBoard:
         self._writer = SummaryWriter(str(folder), purge_step=start_step + 1, flush_secs=10)
 
     def add(self, kind: str, row: dict[str, Any]) -> None:
-        """One row {"step", NAME: number or None}."""
+        """Adds one row, as in `Board`."""
         for name, value in row.items():
             if name != "step" and value is not None:
                 self._writer.add_scalar(f"{kind}/{name}", value, row["step"])
 
     def close(self) -> None:
+        """Closes the event files."""
         self._writer.close()
 
 
 class WeightsAndBiases:
-    """Rows as `KIND/NAME` over `step` in a run of a W&B project; the run directory's next start goes on with that run.
+    """Sends rows as `KIND/NAME` over `step` to a run of a W&B project, which the next start in the same folder continues.
 
-    `step` is a metric of ours, since W&B's own counter refuses the steps that are run again after a restore. W&B's
-    variables hold: WANDB_MODE=offline keeps everything in `folder`, for `wandb sync` to send later.
+    `step` is a metric of ours, since W&B's own counter refuses the steps that are run again after a restore. W&B's environment
+    variables apply: WANDB_MODE=offline keeps everything in `folder`, for `wandb sync` to send later.
 
     Raises:
       UserError: wandb is not installed, or cannot begin (nobody is logged in, no network).
@@ -37,28 +49,29 @@ class WeightsAndBiases:
 
     def __init__(self, folder: Path, project: str, name: str, config: dict[str, Any]) -> None:
         wandb = import_wandb()
-        place = folder / "wandb" / "run_id"
-        if not place.exists():
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
+        id_file = folder / "wandb" / "run_id"
+        if not id_file.exists():
+            id_file.parent.mkdir(parents=True, exist_ok=True)
+            id_file.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
         try:
-            self._run = wandb.init(project=project, name=name, config=config, dir=str(folder), id=place.read_text("utf-8"),
-                                   resume="allow")
+            self._run = wandb.init(project=project, name=name, config=config, dir=str(folder), resume="allow",
+                                   id=id_file.read_text("utf-8"))
         except wandb.Error as error:
             raise UserError(f"logging.wandb: {str(error).splitlines()[0]}; WANDB_MODE=offline works without an account"
                             ) from None
         self._run.define_metric("*", step_metric="step")
 
     def add(self, kind: str, row: dict[str, Any]) -> None:
-        """One row {"step", NAME: number or None}."""
-        self._run.log({name if name == "step" else f"{kind}/{name}": x for name, x in row.items() if x is not None})
+        """Adds one row, as in `Board`."""
+        self._run.log({name if name == "step" else f"{kind}/{name}": value for name, value in row.items() if value is not None})
 
     def close(self) -> None:
+        """Ends the run's upload."""
         self._run.finish()
 
 
-def import_wandb():
-    """The module `wandb`, which only those who ask for it need; UserError where it is missing."""
+def import_wandb() -> ModuleType:
+    """Imports `wandb`, which only runs that ask for it need. Raises UserError if it is not installed."""
     try:
         import wandb
     except ImportError:

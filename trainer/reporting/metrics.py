@@ -1,8 +1,8 @@
-"""Metrics of a run: what they are counted from, the one clock, and where they go (JSONL, boards, progress bar).
+"""Metrics of a run: memory, times and rates, and the log that writes them (JSONL, boards, progress bar).
 
-A line of metrics.jsonl is {"step": ..., NAMES...}, and with several sources `loss_by_source/NAME` of each that has a
-target in the step. Losses, target_tokens, grad_norm and learning_rate are that step's; times and rates are means over the
-steps since the line before; compile_seconds and the peaks are totals of the process so far.
+A line of metrics.jsonl is {"step": ..., NAMES...}, and with several sources `loss_by_source/NAME` of each that has a target in
+the step. Losses, target_tokens, grad_norm and learning_rate are those of the step itself. Times and rates are means over the
+steps since the line before. compile_seconds and the peaks cover the process so far.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -20,31 +20,31 @@ from model.attention import Mask
 from model.config import LlamaConfig
 from trainer.devices import peak_flops
 from trainer.flops import flops_per_step, visible_pairs
-from trainer.reporting.boards import TensorBoard, WeightsAndBiases
+from trainer.reporting.boards import Board, TensorBoard, WeightsAndBiases
 from trainer.run.directory import RunDirectory
 
 NAMES = (
     "loss_nats_per_target", "target_tokens", "tokens_per_second", "tokens_per_second_per_device", "mfu", "grad_norm",
     "learning_rate", "data_wait_seconds", "step_seconds", "compile_seconds", "peak_device_gib", "peak_host_gib",
     "padding_share",
-)  # fmt: skip
-# What may differ between two runs that are bitwise the same.
+)
+# The metrics that differ between two runs with bitwise the same results.
 MEASURED = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "data_wait_seconds", "step_seconds",
-            "compile_seconds", "peak_device_gib", "peak_host_gib")  # fmt: skip
+            "compile_seconds", "peak_device_gib", "peak_host_gib")
 
 
 # Memory
 
 
-def peak_device_gib(devices) -> float | None:
-    """Largest memory used so far on any of this process's `devices`; None where the backend does not tell."""
-    peaks = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
-    known = [peak for peak in peaks if peak is not None]
-    return max(known) / 2**30 if known else None
+def peak_device_gib(devices: Iterable[Any]) -> float | None:
+    """The largest memory used so far on any of this process's `devices`; None if the backend does not report it."""
+    stats = [(device.memory_stats() or {}).get("peak_bytes_in_use") for device in devices]
+    peaks = [peak for peak in stats if peak is not None]
+    return max(peaks) / 2**30 if peaks else None
 
 
 def peak_host_gib() -> float:
-    """Largest resident memory of this process so far."""
+    """The largest resident memory of this process so far."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak / (2**30 if sys.platform == "darwin" else 2**20)  # bytes on macOS, KiB on Linux
 
@@ -53,23 +53,29 @@ def peak_host_gib() -> float:
 
 
 class Meter:
-    """The one owner of time: step, data wait, compiling, rates and the time left.
+    """Measures the time of steps, data waits and compiling, and computes rates and the time left.
 
         meter = Meter(model_config, devices, mask=mask)
         with meter.compiling(): ...                 # before or between steps; not part of a step
         meter.start()
         for step in ...:
             with meter.waiting_for_data(): batch = ...
-            loss = ...                              # wait for it: what is dispatched has not been computed
-            meter.count(lengths, places)
+            loss = ...                              # wait for it: a dispatched step has not been computed
+            meter.count(lengths, batch_tokens)
             if time to log: row = meter.read(step, loss_nats_per_target=..., target_tokens=..., ...)
             with meter.paused(): save, evaluate     # not part of a step
-
-    devices: all devices of the mesh, of every process. The batches counted are the global ones.
     """
 
-    def __init__(self, config: LlamaConfig, devices, clock: Callable[[], float] = time.perf_counter,
+    def __init__(self, config: LlamaConfig, devices: Iterable[Any], clock: Callable[[], float] = time.perf_counter,
                  mask: Mask = Mask()) -> None:
+        """Begins to measure.
+
+        Args:
+          config: the model, by which FLOPs are counted.
+          devices: all devices of the mesh, those of other processes included.
+          clock: returns seconds.
+          mask: the attention mask, by which FLOPs are counted.
+        """
         self._config, self._devices, self._clock, self._mask = config, list(devices), clock, mask
         peak = peak_flops(self._devices[0].device_kind)
         self._peak = peak * len(self._devices) if peak else None
@@ -79,17 +85,17 @@ class Meter:
         self._reset()
 
     def _reset(self) -> None:
-        self._steps = self._tokens = self._places = self._pairs = 0
+        self._steps = self._tokens = self._batch_tokens = self._pairs = 0
         self._data_wait = self._not_counted = 0.0
         self._start = self._clock()
 
     def start(self) -> None:
-        """Begin the first interval; what went before is no step's time."""
+        """Begins the first interval; the time before belongs to no step."""
         self._reset()
 
     @contextlib.contextmanager
     def compiling(self) -> Iterator[None]:
-        """Time spent here is compile_seconds, and no step's."""
+        """The context of compiling: its time is added to compile_seconds and belongs to no step."""
         before = self._clock()
         with self.paused():
             yield
@@ -97,27 +103,32 @@ class Meter:
 
     @contextlib.contextmanager
     def waiting_for_data(self) -> Iterator[None]:
-        """Time spent here is data_wait_seconds, and part of the step."""
+        """The context of a wait for data: its time is added to data_wait_seconds and is part of the step."""
         before = self._clock()
         yield
         self._data_wait += self._clock() - before
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent here belongs to no step."""
+        """A context whose time belongs to no step."""
         before = self._clock()
         yield
         self._not_counted += self._clock() - before
 
-    def count(self, lengths: np.ndarray, places: int) -> None:
-        """Count a finished step's global batch: tokens of each document in it, and the places that it has, padding's too."""
+    def count(self, lengths: np.ndarray, batch_tokens: int) -> None:
+        """Counts the global batch of a finished step.
+
+        Args:
+          lengths: tokens of each document in it.
+          batch_tokens: all tokens, padding included.
+        """
         self._steps += 1
         self._tokens += int(np.sum(lengths))
-        self._places += places
+        self._batch_tokens += batch_tokens
         self._pairs += visible_pairs(lengths, self._mask)
 
     def read(self, step: int, **values: float) -> dict[str, Any]:
-        """One row of metrics for `step` with the loop's own `values` in it; begins the next interval."""
+        """Returns one row of metrics for `step`, which includes the loop's own `values`, and begins the next interval."""
         seconds = max(self._clock() - self._start - self._not_counted, 1e-9)
         steps = max(self._steps, 1)
         self.seconds_per_step = seconds / steps
@@ -133,26 +144,26 @@ class Meter:
             "compile_seconds": self.compile_seconds,
             "peak_device_gib": peak_device_gib(_local(self._devices)),
             "peak_host_gib": peak_host_gib(),
-            "padding_share": 1 - self._tokens / self._places if self._places else 0.0,
+            "padding_share": 1 - self._tokens / self._batch_tokens if self._batch_tokens else 0.0,
         }
         self._reset()
         names = dict.fromkeys([*(name for name in NAMES if name in row), *values])
         return {"step": step, **{name: _number(row[name]) for name in names}}
 
     def seconds_left(self, step: int, steps: int) -> float | None:
-        """Time that the steps after `step` will take at the last pace; None before the first reading."""
+        """The seconds that the steps after `step` will take at the last measured pace; None before the first reading."""
         return None if self.seconds_per_step is None else (steps - step) * self.seconds_per_step
 
 
-def _local(devices) -> list:
-    """This process's devices among them: only theirs can be asked for memory."""
+def _local(devices: Iterable[Any]) -> list[Any]:
+    """The devices that belong to this process; only those report their memory."""
     import jax
 
     return [device for device in devices if device.process_index == jax.process_index()]
 
 
 def _number(value: Any) -> float | int | None:
-    """A plain number; None for what JSON cannot say (nan, inf)."""
+    """`value` as a plain number; None for nan and inf, which JSON cannot express."""
     if value is None or isinstance(value, int):
         return value
     value = value.item() if hasattr(value, "item") else value
@@ -163,18 +174,22 @@ def _number(value: Any) -> float | int | None:
 
 
 class MetricsLog:
-    """Writes rows to metrics.jsonl, held_out.jsonl and the boards, and shows a progress bar.
-
-    With several processes only the first writes (`write`). `start_step` is the restored step: what the files hold of
-    later steps is cut off before anything is written, and its own held-out loss where that is still to be measured (not
-    `evaluated`). wandb: the project, name and config of a `WeightsAndBiases`.
-    """
+    """Writes rows to metrics.jsonl, held_out.jsonl and the boards, and shows a progress bar."""
 
     def __init__(self, run: RunDirectory, *, steps: int, start_step: int = 0, evaluated: bool = True, tensorboard: bool = True,
-                 console: bool = True, write: bool = True, wandb: dict[str, Any] | None = None) -> None:  # fmt: skip
+                 console: bool = True, write: bool = True, wandb: dict[str, Any] | None = None) -> None:
+        """Opens the files and boards.
+
+        Args:
+          steps: of the whole run.
+          start_step: the restored step; the files' lines of later steps are removed first.
+          evaluated: the held-out loss of `start_step` is logged already; if not, its line is removed too.
+          write: with several processes only the first writes.
+          wandb: project, name and config of a `WeightsAndBiases`; None for none.
+        """
         self._files: dict[str, Any] = {}
-        self._boards: list[TensorBoard | WeightsAndBiases] = []
-        self._bar = None
+        self._boards: list[Board] = []
+        self._bar: ProgressBar | None = None
         if not write:
             return
         run.cut_back(start_step, evaluated)
@@ -191,19 +206,19 @@ class MetricsLog:
             self._bar = ProgressBar(steps, start_step)
 
     def train(self, row: dict[str, Any], seconds_left: float | None = None) -> None:
-        """One row of training metrics, as Meter.read gives it."""
+        """Logs one row of training metrics, as returned by `Meter.read`."""
         self._write("train", row)
         if self._bar:
             self._bar.update(row, seconds_left)
 
     def held_out(self, row: dict[str, Any]) -> None:
-        """One row {"step", "held_out_loss_nats_per_target", "held_out_target_tokens", ...}."""
+        """Logs one row {"step", "held_out_loss_nats_per_target", "held_out_target_tokens", ...}."""
         self._write("held_out", row)
         if self._bar and "held_out_loss_nats_per_target" in row:
             self._bar.say(f"step {row['step']}: held-out loss {_short(row['held_out_loss_nats_per_target'])}")
 
     def say(self, text: str) -> None:
-        """A line above the progress bar; nothing without one."""
+        """Prints a line above the progress bar; nothing if there is no bar."""
         if self._bar:
             self._bar.say(text)
 
@@ -212,12 +227,12 @@ class MetricsLog:
             return
         row = {key: _number(value) for key, value in row.items()}
         self._files[name].write(json.dumps(row, allow_nan=False) + "\n")
-        self._files[name].flush()  # every line: a killed run keeps what it logged
+        self._files[name].flush()  # after every line, so that a killed run keeps it
         for board in self._boards:
             board.add(name, row)
 
     def close(self) -> None:
-        """Close the files and stop the bar."""
+        """Closes the files and boards, and stops the bar."""
         for file in self._files.values():
             file.close()
         for board in self._boards:
@@ -232,13 +247,16 @@ class MetricsLog:
         self.close()
 
 
-# Where there is no terminal, a line of progress comes after so many seconds at the latest.
+# Without a terminal, a line of progress is printed at least this often.
 LINE_SECONDS = 30
 
 
 class ProgressBar:
-    """Loss, tokens/s and time left: a bar in a terminal; elsewhere a line for the first row, and then one every LINE_SECONDS
-    or twentieth of the run, whichever is sooner."""
+    """Shows loss, tokens/s and time left.
+
+    In a terminal it is a bar. Elsewhere it prints a line for the first row, and then one every LINE_SECONDS or twentieth of the
+    run, whichever is sooner.
+    """
 
     def __init__(self, steps: int, start_step: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         from rich.console import Console
@@ -251,26 +269,26 @@ class ProgressBar:
         self._progress = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"),
             console=self._console, disable=not self._live,
-        )  # fmt: skip
+        )
         self._progress.start()
         self._task = self._progress.add_task("train", total=steps, completed=start_step, text="")
 
     def update(self, row: dict[str, Any], seconds_left: float | None) -> None:
-        """Show a row of metrics."""
+        """Shows a row of metrics."""
         step = row["step"]
         text = (f"loss {_short(row.get('loss_nats_per_target'))}  {_short(row.get('tokens_per_second'), 0)} tokens/s  "
-                f"{_duration(seconds_left)} left")  # fmt: skip
+                f"{_duration(seconds_left)} left")
         self._progress.update(self._task, completed=step, text=text)
         if not self._live and (step >= min(self._steps, self._next_step) or self._clock() >= self._next_time):
             self._next_step, self._next_time = step + max(1, self._steps // 20), self._clock() + LINE_SECONDS
             self.say(f"step {step}/{self._steps}  {text}")
 
     def say(self, text: str) -> None:
-        """A line above the bar."""
+        """Prints a line above the bar."""
         self._console.print(text, markup=False, highlight=False)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Removes the bar and restores the terminal."""
         self._progress.stop()
 
 
@@ -279,7 +297,7 @@ def _short(value: float | None, digits: int = 4) -> str:
 
 
 def _duration(seconds: float | None) -> str:
-    """1:02:03, 2:03 or -:--."""
+    """Seconds as 1:02:03 or 2:03; None as -:--."""
     if seconds is None:
         return "-:--"
     minutes, second = divmod(round(seconds), 60)

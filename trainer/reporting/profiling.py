@@ -1,4 +1,4 @@
-"""A profile of chosen steps: what each device and the host did when, for TensorBoard, XProf or Perfetto."""
+"""A profile of chosen steps: the timelines of devices and host, for TensorBoard, XProf or Perfetto."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -9,10 +9,12 @@ import jax
 
 
 class Profiler:
-    """Captures the steps from `steps[0]` to `steps[1]` into `folder`; nothing where `steps` is empty.
+    """Captures the steps from `steps[0]` to `steps[1]`, those that the run has of them; each process its own devices.
 
-    Each process captures what its own devices did. A run that begins or ends within the steps captures what it has of them.
-    outside: a context for the time that beginning and writing take, which is no step's.
+    Args:
+      folder: where the profile is written.
+      steps: the first and the last step, counted from 1; () captures nothing.
+      outside: makes a context for the time that starting and writing take, which no step is charged for.
     """
 
     def __init__(self, folder: Path, steps: tuple[int, ...], outside: Callable[[], AbstractContextManager]) -> None:
@@ -20,7 +22,7 @@ class Profiler:
 
     @contextlib.contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around the work of step `number` (from 1), by which the profile calls it."""
+        """The context of step `number`, counted from 1; the profile shows the number."""
         if self._steps and not self._running and self._steps[0] <= number <= self._steps[1]:
             with self._outside():
                 jax.profiler.start_trace(str(self._folder))
@@ -31,7 +33,7 @@ class Profiler:
             self.close()
 
     def close(self) -> None:
-        """Writes what was captured, if anything is being captured."""
+        """Ends a capture that is running, and writes it."""
         if self._running:
             self._running = False
             with self._outside():

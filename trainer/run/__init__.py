@@ -1,1 +1,1 @@
-"""A run's folder and processes: paths, lock, cluster, notice of preemption."""
+"""A run's folder and processes: files, lock, cluster, preemption."""

@@ -1,100 +1,112 @@
-"""Several processes as one program: how a process finds the others, and that none outlives them."""
+"""Several processes as one program: how a process joins the others, waits for them and shares results with them."""
 from __future__ import annotations
 
 import contextlib
 import itertools
 import json
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
-from jax._src import distributed, xla_bridge  # as Orbax does: jax.distributed has no barrier, and nothing else can tell
+from jax._src import distributed, xla_bridge  # as Orbax does: the public API has no barrier and no view of the backends
 
 from data.errors import UserError
 from trainer.config.schema import DistributedConfig
 
-# A process that is gone is noticed after so long, and ends the others with a message of JAX's.
+# A process without a heartbeat for so long is taken for dead, and JAX ends the others with a message of its own.
 HEARTBEAT_SECONDS = 30
-# A process that ends by an error does not wait longer than this for the others, which may wait for it.
+# A process that ends by an error waits no longer than this for the others, which may be waiting for it.
 SHUTDOWN_SECONDS = 30
-# So long a process waits for the others, who may have hours of data to prepare. Those that are gone end it much sooner.
+# The limit of every wait: another process may have hours of data to prepare. A dead one ends the wait much sooner.
 WAIT_MILLISECONDS = 24 * 3_600_000
 
-_turns = itertools.count()  # of `first_then_others`, the same in every process: nothing is told twice under one name
+# Numbers the calls of `first_then_others`, alike in every process, so that each call has a key of its own.
+_calls = itertools.count()
 
 T = TypeVar("T")
 
 
 def join(config: DistributedConfig, simulated: bool) -> int:
-    """Joins the cluster that the flags describe, or else the one that JAX finds itself in (Cloud TPU, Slurm, GKE, Open MPI);
-    gives the number of processes that the flags name, 1 without. Only works before JAX has started its backend.
+    """Joins the cluster that the configuration names, or else the one that JAX detects (Cloud TPU, Slurm, GKE, Open MPI).
 
-    simulated: the devices are simulated on this machine's CPU, where no cluster is looked for.
+    Must be called before JAX starts its backend.
 
-    Raises:
-      UserError: some of the three flags without the others, or numbers that do not fit.
+    Args:
+      simulated: devices are simulated on this machine's CPU, for which no cluster is looked for.
+
+    Returns:
+      The number of processes that the configuration names; 1 if it names none.
     """
-    given = {"coordinator": config.coordinator, "process_id": config.process_id, "num_processes": config.num_processes}
-    missing = [name for name, value in given.items() if value is None]
-    if len(missing) < len(given):
-        if missing:
-            raise UserError(f"distributed.{missing[0]}: missing; coordinator, process_id and num_processes are given together, "
-                            "or none of them where JAX finds its cluster by itself")
-        if not 0 <= config.process_id < config.num_processes:
-            raise UserError(f"distributed.process_id: found {config.process_id}; with {config.num_processes} processes it is "
-                            f"one of 0 .. {config.num_processes - 1}")
-        if ":" not in config.coordinator:
-            raise UserError(f"distributed.coordinator: found {config.coordinator!r}; HOST:PORT of process 0 would work")
+    if config.num_processes is not None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         _initialize(coordinator_address=config.coordinator, process_id=config.process_id,
                     num_processes=config.num_processes, cluster_detection_method="deactivate")
         return config.num_processes
-    # A second training in one process, or one in a notebook that has used JAX: what is joined by now stays so.
+    # A second training in one process, or one in a notebook that has used JAX, cannot join again.
     if not (simulated or jax.distributed.is_initialized() or xla_bridge.backends_are_initialized()):
-        with contextlib.suppress(ValueError):  # no cluster around us: this process is alone
+        with contextlib.suppress(ValueError):  # no cluster is detected: this process is alone
             _initialize()
     return 1
 
 
-def meet(name: str) -> None:
-    """Waits until every process is here, for a day at most, and without a collective: these wait for each other 30 seconds
-    only (gloo), and compiling may take one process that much longer than another."""
+def client() -> Any:
+    """JAX's client of the cluster's key-value store and barriers; only a process that has joined a cluster has one."""
+    return distributed.global_state.client
+
+
+def barrier(name: str) -> None:
+    """Waits until every process has called this with the same name, for a day at most.
+
+    No collective is used: gloo's wait only 30 seconds, and compiling may take one process that much longer than another.
+    """
     if jax.process_count() > 1:
-        distributed.global_state.client.wait_at_barrier(name, timeout_in_ms=WAIT_MILLISECONDS)
+        client().wait_at_barrier(name, timeout_in_ms=WAIT_MILLISECONDS)
 
 
-def first_then_others(work: Callable[[str | None], T], tell: Callable[[T], str]) -> T:
-    """`work(None)` by process 0 alone, and when that is done `work(what process 0 tells of its result)` by each of the others;
-    gives each its own result when all have theirs. By all processes, in the same order.
+def first_then_others(work: Callable[[str | None], T], encode: Callable[[T], str]) -> T:
+    """Runs `work` in process 0, then, with a message from process 0, in the others. All processes call it in the same order.
+
+    Args:
+      work: takes None in process 0, and in the others what `encode` made of process 0's result.
+      encode: the message to the others, from process 0's result.
+
+    Returns:
+      This process's own result, once all processes have theirs.
 
     Raises:
-      whatever `work` raises; UserError with the same message in the processes where it did not fail.
+      Exception: whatever `work` raises in this process.
+      UserError: with the message of an error that `work` raised in another process.
     """
     if jax.process_count() == 1:
         return work(None)
-    client, name = distributed.global_state.client, f"turn {next(_turns)}"
+    key = f"call {next(_calls)}"
     if jax.process_index() == 0:
         try:
-            made = work(None)
+            result = work(None)
         except BaseException as error:
-            client.key_value_set(name, json.dumps({"error": str(error) or type(error).__name__}))
+            client().key_value_set(key, json.dumps({"error": _message(error)}))
             raise
-        client.key_value_set(name, json.dumps({"made": tell(made)}))
+        client().key_value_set(key, json.dumps({"result": encode(result)}))
     else:
-        told = json.loads(client.blocking_key_value_get(name, WAIT_MILLISECONDS))
-        if "error" in told:
-            raise UserError(told["error"])
+        message = json.loads(client().blocking_key_value_get(key, WAIT_MILLISECONDS))
+        if "error" in message:
+            raise UserError(message["error"])
         try:
-            made = work(told["made"])
+            result = work(message["result"])
         except Exception as error:
-            client.key_value_set(f"{name} failed/{jax.process_index()}", str(error) or type(error).__name__)
-            meet(name)
+            client().key_value_set(f"{key} failed/{jax.process_index()}", _message(error))
+            barrier(key)
             raise
-    meet(name)
-    for _, error in client.key_value_dir_get(f"{name} failed"):
-        raise UserError(error)
-    return made
+    barrier(key)
+    for _, failure in client().key_value_dir_get(f"{key} failed"):
+        raise UserError(failure)
+    return result
 
 
-def _initialize(**how) -> None:
-    jax.distributed.initialize(heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=SHUTDOWN_SECONDS, **how)
+def _message(error: BaseException) -> str:
+    return str(error) or type(error).__name__
+
+
+def _initialize(**arguments: Any) -> None:
+    jax.distributed.initialize(
+        heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=SHUTDOWN_SECONDS, **arguments)

@@ -1,21 +1,21 @@
-"""A run's folder: what lies where, and the rule by which the same command continues it.
+"""A run's folder: its files, and the rule by which the same command continues the run.
 
     RUN/config.yaml           the resolved configuration, as last run
     RUN/metrics.jsonl         one line of training metrics every train.log_every steps
     RUN/held_out.jsonl        one line for every held-out loss
-    RUN/*.jsonl.unreadable    lines of these two that could not be read when the run went on
+    RUN/*.jsonl.unreadable    lines of these two files that could not be read when the run was continued
     RUN/tensorboard/          the same figures for TensorBoard
-    RUN/wandb/                the same for Weights & Biases, where it is asked for
-    RUN/profile/              what the devices did in logging.profile_steps
-    RUN/assets/               what each checkpoint holds beside arrays, as gathered by the last start
+    RUN/wandb/                the same for Weights & Biases, if logging.wandb asks for it
+    RUN/profile/              a profile of logging.profile_steps
+    RUN/assets/               the plain files that each checkpoint holds, as written by the last start
     RUN/checkpoints/STEP/     model/ assets/ optimizer/ data/ manifest.json
-    RUN/evaluation/           what line retrieval found, where `make quickstart` evaluated
-    RUN/lock                  who trains, or trained last; the file is locked while they do
+    RUN/evaluation/           results of line retrieval, if `make quickstart` evaluated
+    RUN/lock                  names the process that trains, or trained last; locked while it does
 
-A run *is* its resolved configuration without what cannot change its result: logging, how often is saved and measured, where
-files lie, and placement on hardware (see PLACEMENT). So a run may be continued on another mesh or with other tiles, and after
-its files have moved: what they hold is told by fingerprints in its checkpoints. Another configuration in the same folder is
-refused. `step` counts finished optimizer steps everywhere.
+The identity of a run is its resolved configuration without the fields that cannot change its result: logging, how often it
+saves and measures, the locations of files, and the placement on hardware (see PLACEMENT). A run may therefore continue on
+another mesh or with other tiles, and after its files have moved, since checkpoints hold fingerprints of their contents. Any
+other configuration is refused in a folder that has a run. `step` counts finished optimizer steps everywhere.
 """
 
 import dataclasses
@@ -25,27 +25,28 @@ import os
 import pathlib
 import sys
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 from data.errors import UserError
 from data.paths import no_pattern
 from trainer.config import load as configuration
+from trainer.config.fields import SECTIONS
 from trainer.config.schema import RunConfig
 from trainer.config.yaml_text import InvalidYAML, parse
 from trainer.run.lock import require_free
 
-# Sections and fields that do not make another run: a resumed run may change them.
+# Sections and fields that may change when a run continues.
 PLACEMENT = (
-    "name", "run_dir", "data.prepared", "compile_cache",  # where things lie
-    "model.path", "model.tokenizer", "data.sources.path", "data.held_out_path",  # their contents have fingerprints
+    "name", "run_dir", "data.prepared", "compile_cache",  # locations
+    "model.path", "model.tokenizer", "data.sources.path", "data.held_out_path",  # locations of files that have fingerprints
     "logging", "checkpoint", "evaluate", "train.log_every", "train.evaluate_every", "train.accumulation",
-    "train.non_finite",  # what a run that stopped may be continued with
+    "train.non_finite",  # a run that stopped may continue with another choice
     "mesh", "distributed", "memory", "attention.kernel", "attention.query_tile", "attention.key_tile",
-)  # fmt: skip
+)
 
 _NOTHING = "(nothing)"
-# A network file system that was asked for a file believes for a while that there is none (NFS for up to 60 seconds).
-SEEN_SECONDS = 90
+# A network file system remembers for a while that a file was not there (NFS for up to 60 seconds).
+VISIBLE_SECONDS = 90
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +82,7 @@ class RunDirectory:
 
     @property
     def assets(self) -> pathlib.Path:
-        """What each checkpoint holds beside arrays."""
+        """The plain files that each checkpoint holds beside its arrays."""
         return self.folder / "assets"
 
     @property
@@ -96,29 +97,37 @@ class RunDirectory:
 
     @property
     def lock(self) -> pathlib.Path:
-        """Locked by the process that trains."""
+        """The file that the training process locks."""
         return self.folder / "lock"
 
     def cut_back(self, step: int, evaluated: bool = True) -> None:
-        """Forget the logged lines after `step`, the one that training goes on from; 0 forgets all.
+        """Removes the logged lines of steps after `step`, from which training continues; 0 removes all.
 
-        Steps that were logged but not saved are run again, and must not be in the files twice; nor the held-out loss of `step`
-        itself where it is still to be measured (not `evaluated`). Lines that cannot be read are kept in a file beside, with a
-        warning.
+        Those steps are run again and must not be in the files twice. Lines that cannot be read are moved to a file beside the
+        log, with a warning.
+
+        Args:
+          evaluated: the held-out loss of `step` itself is logged already; if not, its line is removed too.
         """
-        for path, last in ((self.metrics, step), (self.held_out, step if evaluated else step - 1)):
+        for path, last_step in ((self.metrics, step), (self.held_out, step if evaluated else step - 1)):
             if path.exists():
-                _cut_back(path, last)
+                _cut_back(path, last_step)
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
-    """What makes `config` this run and no other: its flat fields, `section.field` to value, without PLACEMENT."""
+    """The fields that make a run this run and no other: `section.field` -> value, without PLACEMENT."""
     return _identity(configuration.resolved(config))
 
 
 def check_run(config: RunConfig, first: bool = True) -> RunDirectory:
-    """The run's folder, untouched; UserError if another run, or (asked by the first process) no run, is in it, or if
-    another start is training there."""
+    """Returns the run's folder, without writing to it, if this configuration may train there.
+
+    Args:
+      first: this is process 0, which also looks for a lock and for files that belong to no run.
+
+    Raises:
+      UserError: the folder holds another run, or files of no run, or another process is training there.
+    """
     run = RunDirectory(config.folder)
     no_pattern(run.folder, "run_dir")
     if run.folder.exists() and not run.folder.is_dir():
@@ -127,7 +136,7 @@ def check_run(config: RunConfig, first: bool = True) -> RunDirectory:
         _require_same(run, config)
         if first:
             require_free(run.lock)
-    elif first and _strangers(config):
+    elif first and _foreign_files(config):
         raise UserError(
             f"{run.folder}: holds files but no config.yaml, so it is not a run; give another --run_dir, or delete it"
         )
@@ -135,84 +144,100 @@ def check_run(config: RunConfig, first: bool = True) -> RunDirectory:
 
 
 def open_run(config: RunConfig, write: bool = True) -> RunDirectory:
-    """The run's folder, made if need be, with `config` in it; errors as check_run's.
+    """Returns the run's folder with `config` written to it, made if it does not exist.
 
-    From here on the folder is this run's, so whatever else can be wrong is best found before. With several processes
-    only the first writes, and then the others look: UserError where they do not see what it wrote.
+    This makes the folder the run's own, so all other errors are best found before.
+
+    Args:
+      write: this is process 0, which writes; the others wait until they see what it wrote.
+
+    Raises:
+      UserError: as in `check_run`; the folder cannot be written; or it is not on storage that all processes share.
     """
     run = check_run(config, first=write)
     if write:
         try:
             run.folder.mkdir(parents=True, exist_ok=True)
-            _write(run.config, configuration.dump(config))
+            _replace_file(run.config, configuration.dump(config))
         except OSError as error:
             raise UserError(f"{run.folder}: cannot write there ({error.strerror}); give another --run_dir") from error
-    patience = time.monotonic() + SEEN_SECONDS
+    deadline = time.monotonic() + VISIBLE_SECONDS
     while not run.config.exists():
-        if time.monotonic() > patience:
+        if time.monotonic() > deadline:
             raise UserError(f"{run.folder}: not seen here, where process 0 has made it; a --run_dir that all processes share "
                             "would work")
         time.sleep(1)
     return run
 
 
-def _strangers(config: RunConfig) -> list[pathlib.Path]:
-    """What lies in the folder and was not put there by a start that did not get to write config.yaml."""
+def _foreign_files(config: RunConfig) -> list[pathlib.Path]:
+    """The files in a run's folder that no start of this run made before it could write config.yaml."""
     prepared = pathlib.Path(config.data.prepared).expanduser().resolve()  # may be kept in the run's folder
-    there = config.folder.iterdir() if config.folder.is_dir() else ()
-    return [path for path in there if not path.name.endswith(".tmp") and not prepared.is_relative_to(path.resolve())]
+    files = config.folder.iterdir() if config.folder.is_dir() else ()
+    return [path for path in files if not path.name.endswith(".tmp") and not prepared.is_relative_to(path.resolve())]
 
 
 def _require_same(run: RunDirectory, config: RunConfig) -> None:
-    """UserError that names the first difference between the folder's run and `config`."""
+    """Raises UserError, naming the first difference, unless the folder's run and `config` have the same identity."""
     try:
-        written = configuration.upgraded(parse(run.config.read_text(encoding="utf-8"), str(run.config)), str(run.config))
-        there = _identity(_completed(written, configuration.resolved(RunConfig())))
+        written = parse(run.config.read_text(encoding="utf-8"), str(run.config))
+        configuration.check_version(written, str(run.config))
+        old_fields = _identity(_with_defaults(written, configuration.resolved(RunConfig())))
     except (OSError, InvalidYAML, AttributeError, TypeError, UnicodeDecodeError) as error:
         raise UserError(f"{run.config}: cannot be read as a run's configuration ({error}); give another --run_dir, "
-                        f"or delete {run.folder}") from error  # fmt: skip
-    here = identity(config)
-    for name in [*here, *(name for name in there if name not in here)]:
-        old, new = there.get(name, _NOTHING), here.get(name, _NOTHING)
+                        f"or delete {run.folder}") from error
+    new_fields = identity(config)
+    for name in {**new_fields, **old_fields}:
+        old, new = old_fields.get(name, _NOTHING), new_fields.get(name, _NOTHING)
         if old != new:
-            name, old, new = _difference(name, old, new)
-            raise UserError(f"{run.folder}: another run is in this folder: {name} is {old!r} there and {new!r} now; "
-                            f"{_ways_out(run, name)}")
+            difference = _first_difference(_Difference(name, old, new))
+            raise UserError(f"{run.folder}: another run is in this folder: {difference.name} is {difference.old!r} there and "
+                            f"{difference.new!r} now; {_ways_out(run, difference.name)}")
 
 
-def _difference(name: str, old: Any, new: Any) -> tuple[str, Any, Any]:
-    """The first place within two values where they differ, by its name, and what is there in either."""
+class _Difference(NamedTuple):
+    """A field, or an entry of it, that two configurations give different values."""
+
+    name: str
+    old: Any
+    new: Any
+
+
+def _first_difference(whole: _Difference) -> _Difference:
+    """The first entry within two lists or mappings in which they differ; `whole` itself for other values."""
+    name, old, new = whole
     if isinstance(old, dict) and isinstance(new, dict):
-        parts = [(f"{name}.{key}", old.get(key, _NOTHING), new.get(key, _NOTHING)) for key in {**old, **new}]
+        entries = [_Difference(f"{name}.{key}", old.get(key, _NOTHING), new.get(key, _NOTHING)) for key in {**old, **new}]
     elif isinstance(old, list) and isinstance(new, list):
         pairs = itertools.zip_longest(old, new, fillvalue=_NOTHING)
-        parts = [(f"{name}[{number}]", *pair) for number, pair in enumerate(pairs)]
+        entries = [_Difference(f"{name}[{index}]", *pair) for index, pair in enumerate(pairs)]
     else:
-        return name, old, new
-    return next(_difference(*part) for part in parts if part[1] != part[2])
+        return whole
+    return next(_first_difference(entry) for entry in entries if entry.old != entry.new)
 
 
-def _ways_out(run: RunDirectory, name: str) -> str:
-    """What to do where `name` is another: to delete is no advice where a model has been trained."""
+def _ways_out(run: RunDirectory, field: str) -> str:
+    """Advice for a folder whose run differs in `field`; a folder that holds a trained model is not to be deleted."""
     if not run.checkpoints.is_dir():
         return f"give another --run_dir, or delete {run.folder}"
-    if name == "train.steps":
+    if field == "train.steps":
         return f"--model.path {run.folder} --run_dir NEW starts from the weights that it has trained"
     return "give another --run_dir"
 
 
-def _completed(written: Any, defaults: Any) -> Any:
-    """A resolved configuration with the fields that its writer did not know yet, at their defaults."""
+def _with_defaults(written: Any, defaults: Any) -> Any:
+    """A resolved configuration with defaults for the fields that came after it was written."""
     if not (isinstance(written, dict) and isinstance(defaults, dict)):
         return written
-    return {**defaults, **{name: _completed(value, defaults.get(name)) for name, value in written.items()}}
+    return {**defaults, **{name: _with_defaults(value, defaults.get(name)) for name, value in written.items()}}
 
 
 def _identity(written: dict[str, Any]) -> dict[str, Any]:
-    flat = {}
+    """`identity` of a resolved configuration."""
+    flat: dict[str, Any] = {}
     for section, value in written.items():
         fields = {section: value}
-        if section in configuration.SECTIONS:
+        if section in SECTIONS:
             fields = {f"{section}.{name}": inner for name, inner in value.items()}
         flat |= {name: inner for name, inner in fields.items() if section not in PLACEMENT and name not in PLACEMENT}
     if "data.sources" in flat:
@@ -221,26 +246,28 @@ def _identity(written: dict[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _cut_back(path: pathlib.Path, last: int) -> None:
+def _cut_back(path: pathlib.Path, last_step: int) -> None:
+    """Rewrites a log without the lines after `last_step`, and moves unreadable ones to PATH.unreadable."""
     kept, unreadable, numbers = [], [], []
     lines = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
-        if (step := _step(line)) is not None:
-            kept += [line.decode() + "\n"] if step <= last else []
-        elif line.strip() and number < len(lines):  # a last line without an end was cut short by a kill
+        step = _logged_step(line)
+        if step is not None:
+            kept += [line.decode() + "\n"] if step <= last_step else []
+        elif line.strip() and number < len(lines):  # a kill may have cut a last line without a newline short
             unreadable.append(line + b"\n")
             numbers.append(str(number))
     if unreadable:
         aside = path.with_name(path.name + ".unreadable")
         with aside.open("ab") as file:
             file.writelines(unreadable)
-        shown = f"line{'s' * (len(numbers) > 1)} {', '.join(numbers[:5])}{', ...' * (len(numbers) > 5)}"
-        print(f"warning: {path}: {shown} cannot be read; moved to {aside.name}", file=sys.stderr)
-    _write(path, "".join(kept))
+        listed = f"line{'s' * (len(numbers) > 1)} {', '.join(numbers[:5])}{', ...' * (len(numbers) > 5)}"
+        print(f"warning: {path}: {listed} cannot be read; moved to {aside.name}", file=sys.stderr)
+    _replace_file(path, "".join(kept))
 
 
-def _step(line: bytes) -> int | None:
-    """A logged line's step; None for a line that cannot be read."""
+def _logged_step(line: bytes) -> int | None:
+    """The step of a logged line; None if the line cannot be read."""
     try:
         step = json.loads(line.decode())["step"]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -248,8 +275,8 @@ def _step(line: bytes) -> int | None:
     return step if isinstance(step, int) else None
 
 
-def _write(path: pathlib.Path, text: str) -> None:
-    """Replace a file as a whole: killed at any moment, either the old or the new one is there."""
+def _replace_file(path: pathlib.Path, text: str) -> None:
+    """Replaces a file in one step: after a kill at any moment either the old or the new one is there, whole."""
     scratch = path.with_name(path.name + ".tmp")
     scratch.write_text(text, encoding="utf-8")
     os.replace(scratch, path)

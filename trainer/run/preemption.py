@@ -1,8 +1,8 @@
-"""SIGTERM and Ctrl-C as notices: finish the running step, save it, end. SIGTERM is how spot machines, Slurm and Kubernetes say
-that this process will soon be killed; a second Ctrl-C ends it at once.
+"""SIGTERM and Ctrl-C as notices to finish the running step, save it and end.
 
-A notice to one process is one to all: JAX's preemption service carries it to the others, they agree on a step that none has
-passed, and all save that one. A process that is alone saves the step that is running.
+Spot machines, Slurm and Kubernetes send SIGTERM before they kill a process. A second Ctrl-C ends the process at once. A notice
+to one process of several is one to all: JAX's preemption service passes it on, all processes agree on a step that none has
+finished yet, and save that one. A process that is alone saves the running step.
 """
 from __future__ import annotations
 
@@ -15,86 +15,98 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from signal import SIGINT, SIGTERM
 
-_CTRL_C = "longstripe/ctrl_c"  # the folder in which processes tell each other that a SIGTERM was meant as Ctrl-C
+# The folder of the cluster's key-value store that has an entry once a SIGTERM was meant as Ctrl-C.
+_CTRL_C = "longstripe/ctrl_c"
 
 
 class Preempted(Exception):
-    """Training ended on notice; what it had is saved."""
+    """Training ended on notice, and its state is saved."""
 
-    def __init__(self, told: signal.Signals, saved: Path) -> None:
-        how = "stopped (Ctrl-C)" if told == SIGINT else "preempted (SIGTERM)"
-        super().__init__(f"{how}: saved {saved}; the same command goes on")
-        # What a shell tells of a process that the signal ended: launchers begin again after SIGTERM, whether it came to
-        # saving or not.
-        self.exit_code = 128 + told
+    def __init__(self, notice: signal.Signals, checkpoint: Path) -> None:
+        reason = "stopped (Ctrl-C)" if notice == SIGINT else "preempted (SIGTERM)"
+        super().__init__(f"{reason}: saved {checkpoint}; the same command goes on")
+        # The code that a shell reports for a process ended by the signal: launchers start again after SIGTERM, whether the
+        # process could save or not.
+        self.exit_code = 128 + notice
 
 
 @contextlib.contextmanager
 def notices() -> Iterator[Callable[[int], signal.Signals | None]]:
-    """Gives a function to be asked after each step, with the number of finished steps, by all processes: is this the step to
-    save and end after, and by which signal? Before this, a signal ends a process that is alone at once: there is nothing to
-    save."""
+    """Catches SIGTERM and Ctrl-C while the context lasts.
+
+    Before it, a signal ends a process that is alone at once, since there is nothing to save.
+
+    Yields:
+      A function that every process calls after each step with the number of finished steps. It returns the signal if this is
+      the step to save and end after, else None.
+    """
     import jax
-    from jax._src import distributed  # as trainer.run.cluster does
     from jax.experimental import multihost_utils
 
-    together = jax.distributed.is_initialized()
-    told, presses = [], []
+    from trainer.run.cluster import client
 
-    def at_once(number: int) -> None:
+    several_processes = jax.distributed.is_initialized()
+    received: list[signal.Signals] = []
+    presses: list[int] = []
+
+    def on_arrival(number: int) -> None:
         if number != SIGINT:
             return
         presses.append(number)
         if len(presses) > 1:
-            _leave()
+            _exit_now()
         if jax.process_index() == 0:
             print("Ctrl-C: the running step is finished and saved; Ctrl-C again ends at once", file=sys.stderr)
-        if together:
-            distributed.global_state.client.key_value_set(f"{_CTRL_C}/told", "", allow_overwrite=True)
+        if several_processes:
+            client().key_value_set(f"{_CTRL_C}/told", "", allow_overwrite=True)
             os.kill(os.getpid(), SIGTERM)
 
-    def last(step: int) -> signal.Signals | None:
-        if not together:
-            return told[0] if told else None
+    def notice_after(step: int) -> signal.Signals | None:
+        if not several_processes:
+            return received[0] if received else None
         if not multihost_utils.reached_preemption_sync_point(step):
             return None
-        return SIGINT if distributed.global_state.client.key_value_dir_get(_CTRL_C) else SIGTERM
+        return SIGINT if client().key_value_dir_get(_CTRL_C) else SIGTERM
 
-    # With several processes SIGTERM has JAX's own handler. What a shell starts in the background ignores Ctrl-C.
-    mine = [number for number in ((SIGINT,) if together else (SIGINT, SIGTERM)) if signal.getsignal(number) != signal.SIG_IGN]
-    before = {number: signal.signal(number, lambda number, _: told.append(signal.Signals(number))) for number in mine}
+    # With several processes JAX handles SIGTERM itself. A process that a shell started in the background ignores Ctrl-C.
+    caught = [number for number in ((SIGINT,) if several_processes else (SIGINT, SIGTERM))
+              if signal.getsignal(number) != signal.SIG_IGN]
+    earlier = {number: signal.signal(number, lambda number, _: received.append(signal.Signals(number))) for number in caught}
     try:
-        with _heard_at_once(at_once):
-            yield last
+        with _on_arrival(on_arrival):
+            yield notice_after
     finally:
-        for number, handler in before.items():
+        for number, handler in earlier.items():
             signal.signal(number, handler)
 
 
 @contextlib.contextmanager
-def _heard_at_once(act: Callable[[int], None]) -> Iterator[None]:
-    """Calls `act` with each signal that has a handler, when it comes: the handler itself waits until a step is computed."""
-    ear, mouth = os.pipe()
-    os.set_blocking(mouth, False)
-    before = signal.set_wakeup_fd(mouth)
+def _on_arrival(act: Callable[[int], None]) -> Iterator[None]:
+    """Calls `act` with each signal that has a handler as soon as it arrives.
 
-    def listen():
-        while heard := os.read(ear, 1):
-            act(heard[0])
+    Python runs the handler itself only when the running computation returns to the interpreter.
+    """
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
+    earlier = signal.set_wakeup_fd(write_end)
+
+    def listen() -> None:
+        while byte := os.read(read_end, 1):
+            act(byte[0])
 
     thread = threading.Thread(target=listen, name="signals", daemon=True)
     thread.start()
     try:
         yield
     finally:
-        signal.set_wakeup_fd(before)
-        os.close(mouth)
+        signal.set_wakeup_fd(earlier)
+        os.close(write_end)
         thread.join()
-        os.close(ear)
+        os.close(read_end)
 
 
-def _leave() -> None:
-    """Ends the process where it stands."""
-    if sys.__stderr__.isatty():
+def _exit_now() -> None:
+    """Ends the process without any cleaning up."""
+    if sys.__stderr__ is not None and sys.__stderr__.isatty():
         os.write(2, b"\x1b[?25h\n")  # shows the cursor again, which the progress bar hides
     os._exit(128 + SIGINT)

@@ -242,6 +242,31 @@ def test_an_imported_model_has_no_optimizer(tmp_path, assets):
         save_checkpoint(tmp_path / "ck", model=model, assets=assets)
 
 
+def test_recorded_shapes_tell_padding_from_the_model(tmp_path, assets):
+    """The assets here describe no model: 6 rows of vocabulary, 8 in memory, are known from the manifest alone."""
+    rows = np.zeros((8, 4), np.float32)
+    rows[:6] = 1 + np.arange(24, dtype=np.float32).reshape(6, 4)
+    model = {"embed_tokens.weight": rows, "layers.input_layernorm.weight": np.ones((2, 4), np.float32)}
+    own = {"embed_tokens.weight": (6, 4), "layers.input_layernorm.weight": (2, 4)}
+    save_checkpoint(tmp_path / "recorded", model=model, optimizer={"mu": model}, assets=assets, shapes=own)
+    save_checkpoint(tmp_path / "unknown", model=model, assets=assets)
+    assert manifest.read_manifest(tmp_path / "recorded")["shapes"] == {name: list(shape) for name, shape in own.items()}
+    assert "shapes" not in manifest.read_manifest(tmp_path / "unknown")
+    device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    for size in (6, 7, 12):
+        abstract = {name: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=device) for name, value in model.items()}
+        abstract["embed_tokens.weight"] = jax.ShapeDtypeStruct((size, 4), np.float32, sharding=device)
+        restored = restore(tmp_path / "recorded", abstract, {"mu": abstract})
+        for array in (restored.model["embed_tokens.weight"], restored.optimizer["mu"]["embed_tokens.weight"]):
+            assert array.shape == (size, 4) and not array[6:].any()
+            np.testing.assert_array_equal(array[:6], rows[:6])
+        with pytest.raises(ValueError, match=rf"embed_tokens\.weight is float32\[8, 4\] .* float32\[{size}, 4\]"):
+            restore(tmp_path / "unknown", abstract)
+    abstract["embed_tokens.weight"] = jax.ShapeDtypeStruct((5, 4), np.float32, sharding=device)
+    with pytest.raises(ValueError, match=r"embed_tokens\.weight is float32\[8, 4\] in the checkpoint, .* float32\[5, 4\]"):
+        restore(tmp_path / "recorded", abstract)
+
+
 def test_a_failed_save_is_told(tmp_path, assets, monkeypatch):
     store = CheckpointStore(tmp_path / "run")
 
@@ -289,7 +314,7 @@ def test_a_checkpoint_is_read_wherever_it_was_moved_to(run, tmp_path, name):
 def test_who_ends_by_an_error_finishes_its_save_and_waits_for_nobody(tmp_path, assets, monkeypatch):
     """The others stand in a step that this process has left: they would never meet it."""
     met = []
-    monkeypatch.setattr("trainer.checkpoint.saving.meet", met.append)
+    monkeypatch.setattr("trainer.checkpoint.saving.barrier", met.append)
     with pytest.raises(KeyError), CheckpointStore(tmp_path / "run") as store:
         store.save(1, model=placed((2, 4), values()), assets=assets)
         raise KeyError

@@ -3,13 +3,15 @@
 import dataclasses
 import subprocess
 import sys
+from typing import Any, Literal
 
 import pytest
 import yaml
 
 from data.errors import UserError
-from trainer.config import load as configuration
+from trainer.config import fields, parsing
 from trainer.config.load import dump, load, resolved
+from trainer.config.schema import SourceConfig
 
 RECIPE = {
     "model": {"preset": "tiny", "tokenizer": "somewhere", "overrides": {"vocab_size": 512}},
@@ -20,9 +22,9 @@ RECIPE = {
 
 def write(tmp_path, change=None, name="small.yaml"):
     """A recipe file: RECIPE with `change` merged into its sections."""
-    recipe = {section: dict(fields) for section, fields in RECIPE.items()}
-    for section, fields in (change or {}).items():
-        recipe[section] = {**recipe.get(section, {}), **fields} if isinstance(fields, dict) else fields
+    recipe = {section: dict(values) for section, values in RECIPE.items()}
+    for section, values in (change or {}).items():
+        recipe[section] = {**recipe.get(section, {}), **values} if isinstance(values, dict) else values
     path = tmp_path / name
     path.write_text(yaml.safe_dump(recipe))
     return str(path)
@@ -96,6 +98,7 @@ def test_a_pretrained_model_may_get_other_positions_and_nothing_else(tmp_path):
         ("--data.clean.refusal true", ["did you mean --data.clean.refusals?"]),
         ("--data.clean.html yes", ["data.clean.html", "detect", "yes"]),
         ("--train.steps x", ["train.steps", "int", "x"]),
+        ("--mesh.dcn 4", ["mesh.dcn: found 4", "mapping"]),
         ("--train.steps", ["--train.steps needs a value"]),
         ("stray", ["stray"]),
         ("--memory.remat all", ["memory.remat", "nothing", "save_attention", "all"]),
@@ -111,26 +114,27 @@ def test_a_pretrained_model_may_get_other_positions_and_nothing_else(tmp_path):
         ("--data.sources.path x", ["--data.sources.path", "--data.path FILE"]),
         ("--data.sources []", ["no data", "--data.path FILE"]),
         ("--data.sources [{\"pth\":\"x\"}]", ["data.sources", "pth", "weight"]),
-        ("--data.context_length 65 --mesh.sequence 4", ["data.context_length is 65", "68", "64"]),
+        ("--data.context_length 65 --mesh.sequence 4", ["data.context_length: found 65", "68", "64"]),
         ("--data.context_length 60 --mesh.sequence 4 --attention.layout=zigzag", ["2 * mesh.sequence = 8 (zig", "64", "56"]),
-        ("--mesh.fsdp 4 --train.batch_size 6", ["train.batch_size is 6", "= 4", "8"]),
-        ("--train.accumulation 4 --train.batch_size 6", ["train.batch_size is 6", "train.accumulation = 4", "8"]),
-        ("--train.accumulation 0", ["train.accumulation is 0"]),
+        ("--mesh.fsdp 4 --train.batch_size 6", ["train.batch_size: found 6", "= 4", "8"]),
+        ("--train.accumulation 4 --train.batch_size 6", ["train.batch_size: found 6", "train.accumulation = 4", "8"]),
+        ("--train.accumulation 0", ["train.accumulation: found 0"]),
         ("--memory.every_k 0", ["memory.every_k: found 0, needs at least 1"]),
-        ("--memory.query_chunks 3 --memory.remat nothing --data.context_length 64", ["memory.query_chunks is 3", "64 tokens"]),
-        ("--logging.profile_steps [3]", ["logging.profile_steps is (3,)", "first and the last", "[]"]),
-        ("--logging.profile_steps [4,9] --train.steps 8", ["logging.profile_steps is (4, 9)", "train.steps = 8"]),
-        ("--optimizer.moment_dtype bfloat16 --optimizer.beta2 0.999", ["optimizer.beta2 is 0.999", "at most 0.99"]),
-        ("--mesh.tensor 0", ["mesh.tensor is 0"]),
-        ('--mesh.data 3 --mesh.dcn {"data":2} --train.batch_size 3', ["mesh.dcn is {'data': 2}", "a divisor", "data 3"]),
-        ('--mesh.dcn {"rows":2}', ["mesh.dcn is {'rows': 2}", "factors of the axes"]),
-        ('--mesh.order ["data","fsdp","tensor"]', ["mesh.order is", "each once", "sequence"]),
-        ("--mesh.simulate 8", ["mesh.simulate is 8", "simulate 1"]),
+        ("--memory.query_chunks 3 --memory.remat nothing --data.context_length 64",
+         ["memory.query_chunks: found 3", "64 tokens"]),
+        ("--logging.profile_steps [3]", ["logging.profile_steps: found (3,)", "first and the last", "[]"]),
+        ("--logging.profile_steps [4,9] --train.steps 8", ["logging.profile_steps: found (4, 9)", "train.steps = 8"]),
+        ("--optimizer.moment_dtype bfloat16 --optimizer.beta2 0.999", ["optimizer.beta2: found 0.999", "at most 0.99"]),
+        ("--mesh.tensor 0", ["mesh.tensor: found 0"]),
+        ('--mesh.data 3 --mesh.dcn {"data":2} --train.batch_size 3', ["mesh.dcn: found {'data': 2}", "divisor", "data 3"]),
+        ('--mesh.dcn {"rows":2}', ["mesh.dcn: found {'rows': 2}", "factors of the axes"]),
+        ('--mesh.order ["data","fsdp","tensor"]', ["mesh.order: found", "each once", "sequence"]),
+        ("--mesh.simulate 8", ["mesh.simulate: found 8", "simulate 1"]),
         ("--model.preset null --model.overrides {}", ["no model", "--model.path"]),
         ("--model.path hf --model.preset tiny", ["model.preset", "model.path"]),
         ("--model.trainable (", ["model.trainable", "regular expression"]),
         ("--optimizer.learning_rate 0", ["optimizer.learning_rate", "positive"]),
-        ("--config_version 1", ["config_version is 1"]),
+        ("--config_version 1", ["config_version: found 1"]),
     ],
 )
 def test_mistakes_on_the_command_line(tmp_path, flags, words):
@@ -151,9 +155,12 @@ def test_mistakes_on_the_command_line(tmp_path, flags, words):
         ({"data": {"path": "a"}}, ["data.path and data.sources"]),
         ({"data": {"clean": {"langages": ["en"]}}}, ["data.clean.langages", "did you mean data.clean.languages?"]),
         ({"data": {"clean": None}}, ["data.clean expects", "found None"]),
+        ({"data": {"sources": [{"path": "a"}, {"path": "b", "weight": "much"}]}}, ["sources[1].weight", "float", "much"]),
+        ({"data": {"sources": [{"path": "a"}, {"path": "b", "weight": -1}]}}, ["sources[1].weight: found -1.0", "positive"]),
+        ({"data": {"text_tokens": 5}}, ["data.text_tokens: found 5", "list of str"]),
         ({"train": 5}, ["train expects", "found 5"]),
         ({"train": {"steps": "many"}}, ["train.steps", "int", "many"]),
-        ({"config_version": 9}, ["config_version 9", "1, 2"]),
+        ({"config_version": 9}, ["config_version: found 9", "needs 2"]),
     ],
 )
 def test_mistakes_in_the_recipe(tmp_path, change, words):
@@ -164,14 +171,23 @@ def test_mistakes_in_the_recipe(tmp_path, change, words):
         assert word in str(error.value)
 
 
-def test_a_recipe_of_version_1_is_brought_up_to_date(tmp_path):
-    """Version 2 left out train.seed; version 2 itself does not know it."""
-    old = {"config_version": 1, "train": {"seed": 3, "steps": 7}}
-    config = load(["--config", write(tmp_path, old)])
-    assert config.config_version == configuration.VERSION == 2 and config.train.steps == 7
-    assert config == load(["--config", write(tmp_path, {"train": {"steps": 7}})])
-    with pytest.raises(UserError, match=r"unknown field train\.seed"):
-        load(["--config", write(tmp_path, {**old, "config_version": 2})])
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        (int | None, "int or null"), (Literal["a", "b"], "one of a, b"), (tuple[str, ...], "list of str"),
+        (str | dict[str, Any], "str or mapping"), (tuple[SourceConfig, ...], "list of {path, format, template, weight}"),
+    ],
+)
+def test_types_are_told_in_words(kind, words):
+    assert parsing.describe(kind) == words
+
+
+@pytest.mark.parametrize("version", [1, "2", None])
+def test_another_version_is_refused_in_one_line(tmp_path, version):
+    path = write(tmp_path, {"config_version": version, "train": {"steps": 7}})
+    with pytest.raises(UserError) as error:
+        load(["--config", path])
+    assert str(error.value) == f"{path}: config_version: found {version!r}, needs 2, which is all that this code reads"
 
 
 def test_recipe_missing_or_broken(tmp_path):
@@ -251,16 +267,16 @@ def test_help_documents_every_field(repository):
     command = [sys.executable, "-c", code]
     text = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=True).stdout
     words = " ".join(text.split())
-    for leaf in configuration.LEAVES:
-        assert f"--{leaf}" in text
-    for section, cls in configuration.SECTIONS.items():
+    for field in fields.FIELDS:
+        assert f"--{field}" in text
+    for section, cls in fields.SECTIONS.items():
         assert f"--{section}." in text and cls.__doc__.rstrip(".")[:40] in words
     assert "train.py itself does not evaluate line retrieval" in words
     # A field without a docstring would show its type at once.
     assert "CONTEXT_LENGTH Tokens in a packed row" in words and "LEARNING_RATE Peak learning rate" in words
-    for leaf in configuration.LEAVES:
-        described = words.split(f"--{leaf} ")[-1].split(" (type:")[0].split(" (default:")[0]
-        assert len(described.split()) >= 4, f"{leaf} is not documented"
+    for field in fields.FIELDS:
+        described = words.split(f"--{field} ")[-1].split(" (type:")[0].split(" (default:")[0]
+        assert len(described.split()) >= 4, f"{field} is not documented"
 
 
 def test_every_recipe_loads_and_opens_with_its_command(repository):

@@ -95,17 +95,22 @@ def test_a_trained_run_is_lengthened_from_its_weights_and_never_deleted(config):
         assert way in str(error.value) and "delete" not in str(error.value)
 
 
-def test_a_run_of_version_1_goes_on(config):
-    """Its config.yaml has a field less to know and lacks those that came later."""
+def test_a_run_without_the_fields_that_came_later_goes_on_with_their_defaults(config):
     run = open_run(config)
     written = yaml.safe_load(run.config.read_text())
-    written |= {"config_version": 1, "train": {"steps": 100, "batch_size": 1, "evaluate_every": 0, "log_every": 1, "seed": 0}}
     del written["optimizer"]["moment_dtype"], written["memory"]["every_k"], written["data"]["clean"]["languages"]
     run.config.write_text(yaml.safe_dump(written))
     open_run(config)
     run.config.write_text(yaml.safe_dump(written))
     with pytest.raises(UserError, match=r"optimizer.moment_dtype is 'float32' there and 'bfloat16' now"):
         open_run(dataclasses.replace(config, optimizer=OptimizerConfig(moment_dtype="bfloat16")))
+
+
+def test_a_run_of_another_version_is_refused(config):
+    run = open_run(config)
+    run.config.write_text(yaml.safe_dump({**yaml.safe_load(run.config.read_text()), "config_version": 1}))
+    with pytest.raises(UserError, match=r"config\.yaml: config_version: found 1, needs 2"):
+        open_run(config)
 
 
 def test_a_key_written_twice_in_the_runs_configuration_is_refused(config):
@@ -153,7 +158,7 @@ def test_killed_while_opening_can_be_opened(config, tmp_path):
 
 def test_only_the_first_process_writes_and_the_others_see_it(config, monkeypatch):
     """On disks of their own they would train up to the first checkpoint, and lose it."""
-    monkeypatch.setattr(run_directory, "SEEN_SECONDS", 0)
+    monkeypatch.setattr(run_directory, "VISIBLE_SECONDS", 0)
     with pytest.raises(UserError, match=r"run: not seen here, .* a --run_dir that all processes share would work"):
         open_run(config, write=False)
     run = open_run(config)

@@ -1,0 +1,104 @@
+"""The command line `--config RECIPE.yaml [--section.field value ...]`, split into flags and checked before any is parsed."""
+
+import contextlib
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from data.errors import UserError
+
+from .fields import FIELDS, MAPPINGS, SECTIONS, check_sources, suggestion
+from .yaml_text import InvalidYAML, parse
+
+
+class Flag(NamedTuple):
+    """One `--NAME TEXT` (or `--NAME=TEXT`)."""
+
+    name: str
+    text: str
+
+    @property
+    def words(self) -> list[str]:
+        """The flag as words of a command line."""
+        return [f"--{self.name}", self.text]
+
+
+class CommandLine(NamedTuple):
+    """A recipe's path, and the flags that change its fields, in their order."""
+
+    recipe: str
+    flags: list[Flag]
+
+
+def split(argv: list[str], own: Iterable[str] = ()) -> CommandLine:
+    """Splits the words of a command line into the recipe's path and the other flags, whose names are checked.
+
+    Args:
+      own: the calling command's flags, offered in spelling suggestions.
+
+    Raises:
+      UserError: a flag without value, a word without flag, an unknown field, or not exactly one --config.
+    """
+    recipes, flags = [], []
+    words = iter(argv)
+    for word in words:
+        name, equals, text = word.partition("=")
+        if name == "--config":
+            recipe = text if equals else next(words, None)
+            if recipe is None:
+                raise UserError("command line: --config needs the path of a recipe, such as configs/quickstart.yaml")
+            recipes.append(recipe)
+            continue
+        if not name.startswith("--"):
+            raise UserError(f"command line: {word!r} belongs to no flag; write --section.field value")
+        _check_name(name.removeprefix("--"), own)
+        value = text if equals else next(words, "--")
+        if not equals and value.startswith("--"):
+            raise UserError(f"command line: {name} needs a value")
+        flags.append(Flag(name.removeprefix("--"), value))
+    if len(recipes) != 1:
+        raise UserError(f"command line: give one --config RECIPE.yaml, found {len(recipes)}")
+    _check_values(flags)
+    return CommandLine(recipes[0], flags)
+
+
+def _check_name(name: str, own: Iterable[str]) -> None:
+    """Refuses a flag that names no field, with the nearest field or flag of `own`."""
+    if name.startswith(("data.sources.", "data.sources+")):
+        raise UserError(
+            f"command line: --{name} cannot edit one of the sources; give --data.path FILE for one source, "
+            "or the whole list as --data.sources '[{\"path\": \"FILE\"}]'"
+        )
+    if name in SECTIONS:
+        raise UserError(f"command line: --{name} is a section; its fields are {', '.join(_fields_of(name))}")
+    if name in FIELDS or name.startswith(tuple(f"{mapping}." for mapping in MAPPINGS)):
+        return
+    section = name.split(".")[0]
+    if section in SECTIONS:
+        valid = _fields_of(section)
+    else:  # the sections, rather than all their ninety fields
+        valid = [*own, *(field for field in FIELDS if "." not in field), *(f"{part}.*" for part in SECTIONS if "." not in part)]
+    raise UserError(f"command line: unknown field --{name}{suggestion(name, [*own, *FIELDS], '--')}; valid: {', '.join(valid)}")
+
+
+def _fields_of(section: str) -> list[str]:
+    return [field for field in FIELDS if field.startswith(f"{section}.")]
+
+
+def _check_values(flags: list[Flag]) -> None:
+    """Refuses values of which something would be lost without a word.
+
+    That is a key written twice in one value, and a list or mapping that a later flag would replace as a whole.
+    """
+    earlier: list[tuple[Flag, Any]] = []
+    for flag in flags:
+        value = None
+        with contextlib.suppress(InvalidYAML):  # a name such as `a: b: c`
+            value = parse(flag.text, f"command line: --{flag.name}")
+        for other, other_value in earlier:
+            replaced = other.name == flag.name and isinstance(other_value, dict | list)
+            if replaced or other.name.startswith(f"{flag.name}."):
+                raise UserError(f"command line: --{flag.name} {flag.text} would drop --{other.name} {other.text} before it; "
+                                f"write both as one --{flag.name}")
+        if flag.name == "data.sources" and isinstance(value, list):
+            check_sources(value, "command line")
+        earlier.append((flag, value))

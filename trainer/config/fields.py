@@ -1,0 +1,89 @@
+"""The names of all sections and fields of a configuration, and errors for names that are none."""
+
+import dataclasses
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from data.errors import UserError
+
+from .schema import RunConfig, SourceConfig
+
+
+def field_names(cls: type) -> list[str]:
+    """The field names of a dataclass."""
+    return [field.name for field in dataclasses.fields(cls)]
+
+
+def _sections(cls: type, prefix: str = "") -> dict[str, type]:
+    """Dotted name -> dataclass of every section of `cls`, nested ones included."""
+    sections: dict[str, type] = {}
+    for field in dataclasses.fields(cls):
+        if isinstance(field.type, type) and dataclasses.is_dataclass(field.type):
+            sections |= {prefix + field.name: field.type} | _sections(field.type, f"{prefix}{field.name}.")
+    return sections
+
+
+SECTIONS = _sections(RunConfig)
+# Dotted name -> type of every field that is no section.
+FIELDS: dict[str, Any] = {
+    name: field.type
+    for section, cls in {"": RunConfig, **SECTIONS}.items()
+    for field in dataclasses.fields(cls)
+    if (name := f"{section}.{field.name}".lstrip(".")) not in SECTIONS
+}
+# Fields that are mappings, of which a flag may set one entry: --model.overrides.hidden_size 64.
+MAPPINGS = ("model.overrides", "attention.schedule")
+
+
+def suggestion(name: str, valid: Iterable[str], prefix: str = "") -> str:
+    """' (did you mean PREFIX NAME?)' with the valid name nearest to a misspelt one, or nothing if none is near."""
+    matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
+    return f" (did you mean {prefix}{matches[0]}?)" if matches else ""
+
+
+def check_names(recipe: Mapping[str, Any], source: str) -> None:
+    """Refuses unknown sections and fields of a recipe.
+
+    Args:
+      source: the recipe's path, for messages.
+
+    Raises:
+      UserError: names the field and the nearest valid one, or what is no mapping where a section is expected.
+    """
+    _check_keys(recipe, RunConfig, "", source)
+    for section, cls in SECTIONS.items():
+        value: Any = recipe
+        for part in section.split("."):
+            value = value.get(part, {}) if isinstance(value, Mapping) else {}
+        _check_keys(value, cls, f"{section}.", source)
+    data = recipe.get("data", {})
+    if data.get("path") and data.get("sources"):
+        raise UserError(f"{source}: both data.path and data.sources are given; keep one")
+    check_sources(data.get("sources") or [], source)
+
+
+def check_sources(sources: Any, source: str) -> None:
+    """Refuses a value of data.sources that is not a list of mappings with a path and known fields.
+
+    Args:
+      source: the recipe or flag that the value came from, for messages.
+    """
+    names = field_names(SourceConfig)
+    if not isinstance(sources, list | tuple):
+        raise UserError(f"{source}: data.sources expects a list of {{{', '.join(names)}}}, found {sources!r}")
+    for index, entry in enumerate(sources):
+        _check_keys(entry, SourceConfig, f"data.sources[{index}].", source)
+        if "path" not in entry:
+            raise UserError(f"{source}: data.sources[{index}].path: missing; a source has {', '.join(names)}")
+
+
+def _check_keys(section: Any, cls: type, prefix: str, source: str) -> None:
+    """Refuses what is no mapping, and keys that are no fields of the dataclass `cls`; `prefix` begins the names in messages."""
+    valid = field_names(cls)
+    if not isinstance(section, Mapping):
+        raise UserError(f"{source}: {prefix[:-1]} expects the fields {', '.join(valid)}, found {section!r}")
+    for key in section:
+        if key not in valid:
+            hint = suggestion(str(key), valid, prefix)
+            raise UserError(f"{source}: unknown field {prefix}{key}{hint}; valid: {', '.join(valid)}")

@@ -1,0 +1,130 @@
+"""Values of a recipe and of flags, parsed by jsonargparse to the types of the schema."""
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple, Union
+
+import jsonargparse
+
+from data.errors import UserError
+
+from .command_line import CommandLine
+from .fields import FIELDS, MAPPINGS, field_names
+from .schema import RunConfig, SourceConfig
+
+# What jsonargparse raises for a value that its type refuses.
+_REFUSED = (argparse.ArgumentError, jsonargparse.ArgumentError, TypeError, ValueError, KeyError)
+
+
+class _Value(NamedTuple):
+    """A value that a recipe or flag gives to a field, and the type that it must have."""
+
+    field: str
+    type: Any
+    value: Any
+
+
+def parser() -> jsonargparse.ArgumentParser:
+    """The parser of RunConfig's fields. It is made on demand, since its settings are global to the process."""
+    jsonargparse.set_parsing_settings(docstring_parse_attribute_docstrings=True)
+    # Abbreviations are off because `--mesh.seq` would be taken silently.
+    made = jsonargparse.ArgumentParser(
+        prog="train.py", description="Fine-tune a model.", exit_on_error=False, allow_abbrev=False)
+    made.add_argument("--config", metavar="RECIPE.yaml", help="The recipe (required).")
+    made.add_class_arguments(RunConfig)
+    return made
+
+
+def build(recipe: Mapping[str, Any], command_line: CommandLine) -> RunConfig:
+    """The configuration of a recipe (whose names are checked) with the values that flags give.
+
+    Raises:
+      UserError: a value is not of its field's type or breaks a rule of its section.
+    """
+    made = parser()
+    try:
+        namespace = made.parse_object(dict(recipe))
+    except _REFUSED as error:
+        _raise_refused(_recipe_values(recipe), command_line.recipe, error)
+    source = command_line.recipe
+    if command_line.flags:
+        source = f"{source} with the command line"
+        try:
+            namespace = made.parse_args([word for flag in command_line.flags for word in flag.words], namespace=namespace)
+        except _REFUSED as error:
+            _raise_refused(_flag_values(command_line), "command line", error)
+    try:
+        sections = made.instantiate(namespace)
+        return RunConfig(**{name: sections[name] for name in field_names(RunConfig)})
+    except ValueError as error:  # of a section's __post_init__
+        raise UserError(f"{source}: {error}") from error
+
+
+def _raise_refused(values: Iterator[_Value], source: str, error: Exception) -> typing.NoReturn:
+    """Raises a UserError that names the first of the values that jsonargparse refuses by itself.
+
+    jsonargparse reports the field and its type only within a message, so each value is parsed once more, alone.
+    """
+    for field, kind, value in values:
+        single = jsonargparse.ArgumentParser(exit_on_error=False)
+        single.add_argument("--value", type=kind)
+        try:
+            if isinstance(value, _Words):
+                single.parse_args(["--value", value])
+            else:
+                single.parse_object({"value": value})
+        except _REFUSED:
+            raise UserError(f"{source}: {field}: found {value}, expects {describe(kind)}") from error
+    raise UserError(f"{source}: {' '.join(str(error).split())}") from error
+
+
+class _Words(str):
+    """The text of a flag, which jsonargparse parses as YAML."""
+
+
+def _recipe_values(recipe: Mapping[str, Any]) -> Iterator[_Value]:
+    """Every value of a recipe, those of its sources one by one."""
+    for field, kind in FIELDS.items():
+        *sections, name = field.split(".")
+        section = recipe
+        for part in sections:
+            section = section.get(part, {})
+        if name not in section:
+            continue
+        if field == "data.sources":
+            for index, source in enumerate(section[name] or []):
+                yield from _source_values(index, source)
+        yield _Value(field, kind, section[name])
+
+
+def _source_values(index: int, source: Mapping[str, Any]) -> Iterator[_Value]:
+    for field in dataclasses.fields(SourceConfig):
+        if field.name in source:
+            yield _Value(f"data.sources[{index}].{field.name}", field.type, source[field.name])
+
+
+def _flag_values(command_line: CommandLine) -> Iterator[_Value]:
+    for flag in command_line.flags:
+        mapping = next((name for name in MAPPINGS if flag.name.startswith(f"{name}.")), None)
+        yield _Value(flag.name, Any if mapping else FIELDS[flag.name], _Words(flag.text))
+
+
+def describe(kind: Any) -> str:
+    """A field's type in words: `int`, `one of nothing, offload`, `list of str`, `int or null`."""
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return f"one of {', '.join(map(str, arguments))}"
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(describe, arguments))
+    if origin is tuple:
+        return f"list of {describe(arguments[0])}"
+    if origin is dict:
+        return "mapping"
+    if kind is type(None):
+        return "null"
+    if dataclasses.is_dataclass(kind):
+        return f"{{{', '.join(field_names(typing.cast(type, kind)))}}}"
+    return getattr(kind, "__name__", str(kind))
