@@ -24,6 +24,8 @@ DeviceBatch = dict[str, jax.Array]
 """A global batch, by array name, sharded over the mesh."""
 AbstractBatch = Mapping[str, jax.ShapeDtypeStruct]
 """Shapes, dtypes and shardings of a global batch, by array name."""
+BY_SOURCE = "loss_by_source/"
+"""Begins the name of a metric that is one source's loss; the source's name follows."""
 
 
 class TrainableModel(Protocol):

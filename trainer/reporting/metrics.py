@@ -11,7 +11,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -167,21 +167,23 @@ class MetricsLog:
 
     With several processes only the first writes (`write`). `start_step` is the restored step: what the files hold of
     later steps is cut off before anything is written, and its own held-out loss where that is still to be measured (not
-    `evaluated`). wandb: the project, name and config of a `WeightsAndBiases`.
+    `evaluated`). evaluations: names of the evaluations, each of which has a file NAME.jsonl. wandb: the project, name and
+    config of a `WeightsAndBiases`.
     """
 
     def __init__(self, run: RunDirectory, *, steps: int, start_step: int = 0, evaluated: bool = True, tensorboard: bool = True,
-                 console: bool = True, write: bool = True, wandb: dict[str, Any] | None = None) -> None:  # fmt: skip
+                 console: bool = True, write: bool = True, wandb: dict[str, Any] | None = None,
+                 evaluations: Sequence[str] = ("held_out",)) -> None:
         self._files: dict[str, Any] = {}
         self._boards: list[TensorBoard | WeightsAndBiases] = []
         self._bar = None
         if not write:
             return
-        run.cut_back(start_step, evaluated)
+        run.cut_back(start_step, evaluated, evaluations)
         run.folder.mkdir(parents=True, exist_ok=True)
         self._files = {
             name: open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
-            for name, path in (("train", run.metrics), ("held_out", run.held_out))
+            for name, path in (("train", run.metrics), *((name, run.folder / f"{name}.jsonl") for name in evaluations))
         }
         if tensorboard:
             self._boards.append(TensorBoard(run.tensorboard, start_step))
@@ -196,9 +198,9 @@ class MetricsLog:
         if self._bar:
             self._bar.update(row, seconds_left)
 
-    def held_out(self, row: dict[str, Any]) -> None:
-        """One row {"step", "held_out_loss_nats_per_target", "held_out_target_tokens", ...}."""
-        self._write("held_out", row)
+    def evaluation(self, name: str, row: dict[str, Any]) -> None:
+        """Writes one row of an evaluation's metrics, {"step", ...}, to NAME.jsonl and the boards."""
+        self._write(name, row)
         if self._bar and "held_out_loss_nats_per_target" in row:
             self._bar.say(f"step {row['step']}: held-out loss {_short(row['held_out_loss_nats_per_target'])}")
 

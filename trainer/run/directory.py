@@ -25,6 +25,7 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from data.errors import UserError
@@ -99,14 +100,16 @@ class RunDirectory:
         """Locked by the process that trains."""
         return self.folder / "lock"
 
-    def cut_back(self, step: int, evaluated: bool = True) -> None:
+    def cut_back(self, step: int, evaluated: bool = True, evaluations: Sequence[str] = ("held_out",)) -> None:
         """Forget the logged lines after `step`, the one that training goes on from; 0 forgets all.
 
         Steps that were logged but not saved are run again, and must not be in the files twice; nor the held-out loss of `step`
         itself where it is still to be measured (not `evaluated`). Lines that cannot be read are kept in a file beside, with a
         warning.
         """
-        for path, last in ((self.metrics, step), (self.held_out, step if evaluated else step - 1)):
+        last_evaluated = step if evaluated else step - 1
+        logs = [(self.metrics, step), *((self.folder / f"{name}.jsonl", last_evaluated) for name in evaluations)]
+        for path, last in logs:
             if path.exists():
                 _cut_back(path, last)
 
