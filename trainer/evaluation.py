@@ -57,7 +57,7 @@ class HeldOutLoss:
         if not sums.weight:
             return {}
         totals, weights = sums.by_source
-        return {f"held_out_{self._objective.loss_name}": sums.total / sums.weight,
-                f"held_out_{self._objective.weight_name}": sums.weight,
-                **{f"held_out_{BY_SOURCE}{name}": totals[i] / weights[i]
+        return {f"held_out_{self._objective.loss_name}": float(sums.total / sums.weight),
+                f"held_out_{self._objective.weight_name}": float(sums.weight),
+                **{f"held_out_{BY_SOURCE}{name}": float(totals[i] / weights[i])
                    for i, name in enumerate(self._objective.sources) if weights[i]}}

@@ -180,7 +180,8 @@ class _Training:
                 shutil.rmtree(run.assets, ignore_errors=True)
                 self.objective.write_assets(run.assets)
             if not self.evaluated:
-                self._evaluate(self.evaluations, log)
+                # All before the first step; else those that a preempted start had no time for, or all if none is due any more.
+                self._evaluate((self._due_evaluations() if self.step else ()) or self.evaluations, log)
             for _ in self._steps(profiler, log):
                 self._after_step(run, log, notice_after(self.step))
             self.store.wait()
@@ -257,7 +258,7 @@ class _Training:
         Raises:
           Preempted: on notice, unless the last step is done.
         """
-        due = [evaluation for evaluation in self.evaluations if self._due(evaluation.every)]
+        due = self._due_evaluations()
         self.evaluated = not due
         if notice and self.step < self.config.train.steps:
             # There may be no time for evaluations: the next start begins with them.
@@ -268,6 +269,9 @@ class _Training:
             self._evaluate(due, log)
             if self._due(self.config.checkpoint.every):
                 self._save(run)
+
+    def _due_evaluations(self) -> list[Evaluation]:
+        return [evaluation for evaluation in self.evaluations if self._due(evaluation.every)]
 
     def _due(self, every: int) -> bool:
         """Whether a thing that is done every so many steps, and after the last one, is due now."""

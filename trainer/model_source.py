@@ -88,7 +88,7 @@ class ModelSource:
     def tokenizer(self) -> Tokenizer:
         return Tokenizer.load(self.tokenizer_path)
 
-    def write_assets(self, assets: Path, tokenizer: Tokenizer, chat_template: str, resolved: str) -> None:
+    def write_assets(self, assets: Path, tokenizer: Tokenizer, chat_template: str | None, resolved: str) -> None:
         """What a checkpoint of a model that began here carries, so that export needs nothing beside it."""
         if self.kind == "huggingface":
             copy_assets(self.folder, assets)
