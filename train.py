@@ -10,15 +10,17 @@ from trainer import entry
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Configuration -> trainer."""
+    """Trains as the command line says; returns the exit code."""
 
-    def work():
-        from trainer.config import load as config
+    def work() -> None:
+        from trainer.config import load as configuration
+        from trainer.evaluation import HeldOutLoss
         from trainer.loop import train
+        from trainer.text import TextObjective
 
-        run_config = config.load(argv)
-        entry.keep_compiled(run_config.compile_cache)
-        train(run_config)
+        config = configuration.load(argv)
+        entry.keep_compiled(config.compile_cache)
+        train(config, TextObjective, evaluations=[HeldOutLoss(every=config.train.evaluate_every)])
 
     return entry.run(work)
 

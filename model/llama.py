@@ -24,7 +24,7 @@ from .layer import Layer
 from .loss import LossSums, global_sums
 from .memory.options import MemoryConfig, check_combination
 from .memory.runners import layer_runner
-from .modules import declare, init
+from .modules import declare, init, own_shapes
 from .padding import pad, sizes_in_memory
 from .sharding import BATCH_AXES, STORAGE_AXES, Parallel, Parameter, Sharding
 from .weights import Shards, Weights
@@ -92,6 +92,11 @@ class Llama:
     def parameters(self) -> dict[str, Parameter]:
         """Every parameter as it is in memory, padding included."""
         return declare(self.in_memory)
+
+    @functools.cached_property
+    def own_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter without padding."""
+        return own_shapes(self.config)
 
     @functools.cached_property
     def specs(self) -> dict[str, PartitionSpec]:

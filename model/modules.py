@@ -127,6 +127,11 @@ def declare(config: LlamaConfig) -> dict[str, Parameter]:
     return dict(sorted(parameters.items()))
 
 
+def own_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+    """Returns the shape of every parameter without the padding that a mesh may add in memory."""
+    return {name: tuple(parameter.shape) for name, parameter in declare(config).items()}
+
+
 def init(config: LlamaConfig, key: jax.Array) -> dict[str, Float[Array, ...]]:
     """Returns fresh float32 parameters: normal with `initializer_range`, norms 1, biases 0. To be jitted with output
     shardings."""

@@ -31,7 +31,8 @@ def main(argv: list[str] | None = None) -> int:
 
         from data.paths import new_folder, no_pattern
         from model.config import LlamaConfig
-        from trainer.checkpoint.store import own_shapes, save_checkpoint
+        from model.modules import own_shapes
+        from trainer.checkpoint.store import save_checkpoint
         from trainer.huggingface.read import copy_assets, read_hf, resolve_model_path
 
         new_folder(no_pattern(arguments.checkpoint, "CHECKPOINT"))  # before reading all weights, which takes long

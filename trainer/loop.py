@@ -1,4 +1,4 @@
-"""The training loop: restore or begin, step, log, evaluate, save. Knows an objective, not what it is made of."""
+"""The training loop: restores or initializes, trains, logs, evaluates and saves. What is learned is up to the objective."""
 from __future__ import annotations
 
 import contextlib
@@ -6,20 +6,22 @@ import math
 import shutil
 import sys
 import warnings
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
 from data.errors import UserError
-from model.loss import LossSums
 
-from .checkpoint.store import CheckpointStore, own_shapes
+from .checkpoint.store import CheckpointStore
 from .config.load import resolved
 from .config.schema import RunConfig
+from .evaluation import Evaluation
 from .mesh import make_mesh, simulate
-from .objective import Objective
-from .optimizer import split_trainable
+from .objective import BY_SOURCE, DeviceBatch, HostBatch, Objective, Params
 from .reporting.boards import import_wandb
 from .reporting.metrics import Meter, MetricsLog
 from .reporting.profiling import Profiler
@@ -27,210 +29,263 @@ from .run.cluster import barrier, first_then_others, join
 from .run.directory import RunDirectory, check_run, open_run
 from .run.lock import held
 from .run.preemption import Preempted, notices
-from .step import BY_SOURCE, StepBuilder
-from .text import TextObjective
+from .step import StepBuilder, StepMetrics
 
 
-def train(config: RunConfig) -> Path:
-    """Runs (or goes on with) the run that `config` describes, to its last step; gives the newest checkpoint's folder.
+def train(config: RunConfig, make_objective: Callable[[RunConfig, Mesh], Objective],
+          evaluations: Sequence[Evaluation] = ()) -> Path:
+    """Trains the run that `config` describes to its last step, from its newest checkpoint if it has one.
+
+    Args:
+      make_objective: creates the objective, once the devices are known.
+      evaluations: measured during training, in this order.
+
+    Returns:
+      The folder of the last checkpoint.
 
     Raises:
-      UserError, ValueError: what a user can mend, in one line; Preempted: ended by SIGTERM or Ctrl-C, its last step saved.
+      UserError, ValueError: an error that the user can correct, in one line.
+      Preempted: SIGTERM or Ctrl-C ended training; its last step is saved.
     """
     processes = join(config.distributed, simulated=bool(config.mesh.simulate))
     if config.mesh.simulate:
         simulate(config.mesh.simulate, processes)
     if config.logging.wandb:
-        import_wandb()  # found missing now, not after an hour of data
+        import_wandb()  # a missing package is reported now, not after an hour of preparing data
     mesh = make_mesh(config.mesh, schedule=config.attention.schedule)
-    first = jax.process_index() == 0
-    folder = check_run(config, first).folder
-    objective = TextObjective(config, mesh)
-    # The lock is let go of last: leaving the store waits for what is being saved.
+    folder = check_run(config, jax.process_index() == 0).folder
+    objective = make_objective(config, mesh)
+    # The lock is released last: leaving the store waits for a save to finish.
     with contextlib.ExitStack() as lock, CheckpointStore(folder, keep=config.checkpoint.keep) as store:
-        training = _Training(config, objective, store)
+        training = _Training(config, objective, evaluations, store)
         training.compile()
-        # Only now is the folder this run's: after data, a model or a step that is refused, another try may use it.
-        def opened(told: str | None) -> RunDirectory:
-            run = open_run(config, write=told is None)
-            if told is None:
+
+        def open_and_lock(message: str | None) -> RunDirectory:
+            first = message is None
+            run = open_run(config, write=first)
+            if first:
                 lock.enter_context(held(run.lock))
             return run
 
-        run = first_then_others(opened, lambda run: "")
+        # The folder is claimed only now: if the data, the model or the step is refused, another attempt may use it.
+        run = first_then_others(open_and_lock, lambda run: "")
         training.catch_up()
         return training.run(run)
 
 
 class _Training:
-    """One process's part in a run: the arrays, the compiled steps and the place in the data."""
+    """The state of one process in a run: arrays, compiled steps and the number of finished steps.
 
-    def __init__(self, config: RunConfig, objective: Objective, store: CheckpointStore):
-        self.config, self.objective, self.store = config, objective, store
-        model = objective.model
-        self.trained, self.fixed = split_trainable(model.parameters, config.model.trainable)
-        self.builder = StepBuilder.of(config, model, objective.loss, objective.abstract_batch(), objective.sources)
-        self.meter = Meter(model.config, model.mesh.devices.flat, mask=model.mask)
-        self.train_step = None
-        self.step = self._restore()
+    Attributes:
+      trainable, frozen: the parameters that are trained, and the others.
+      optimizer_state: moments and counters.
+      step: number of finished steps.
+      evaluated: whether the evaluations that are due after `step` have been done.
+    """
 
-    def _restore(self) -> int:
-        """Parameters, moments and the step they belong to: from the newest good checkpoint, or fresh."""
-        self.trainable = self.frozen = self.optimizer_state = None  # of an earlier restore: the memory is needed
+    def __init__(self, config: RunConfig, objective: Objective, evaluations: Sequence[Evaluation],
+                 store: CheckpointStore) -> None:
+        self.config, self.objective, self.evaluations, self.store = config, objective, evaluations, store
+        self.builder = StepBuilder.of(config, objective.model, objective.loss, objective.abstract_batch())
+        self.meter = Meter(objective.model.config, objective.model.mesh.devices.flat, mask=objective.model.mask)
+        self.compiled_step: jax.stages.Compiled | None = None
+        self._initialize()
+
+    def _initialize(self) -> None:
+        """Takes parameters and optimizer state from the newest good checkpoint, or begins at step 0."""
+        self.trainable: Params = {}  # frees the arrays of an earlier call
+        self.frozen: Params = {}
+        self.optimizer_state: Any = None
         self.steps_seen = self.store.steps_for_all()
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            latest = self.store.latest_good()
-        for warning in told:
+            newest = self.store.latest_good()
+        for warning in caught:
             print(f"warning: {warning.message}", file=sys.stderr)
-        if latest is None:
-            params = self.objective.read_params()
-            self.optimizer_state = self.builder.init_optimizer({name: params[name] for name in self.trained})
-            self._take({name: jax.device_put(x, self.builder.abstract_params[name].sharding) for name, x in params.items()})
-            self.evaluated = False
-            return 0
-        restored = self.store.restore(latest, self.builder.abstract_params, self.builder.abstract_optimizer)
-        for what, here in self._origins.items():
-            if (there := restored.data.get(what, here)) != here:
-                other = "was trained on other data" if what == "fingerprint" else "began with another model"
-                raise UserError(f"{self.store.path(latest)}: {other} (fingerprint {there}, now {here}); give the files that "
-                                "the run began with, or another --run_dir")
-        self._take(restored.model)
-        self.optimizer_state, self.evaluated = restored.optimizer, restored.data.get("evaluated", True)
-        done = restored.data["step"] >= self.config.train.steps
-        self._say(f"already trained to step {latest}" if done else f"going on from step {latest} ({self.store.path(latest)})")
-        return restored.data["step"]
+        if newest is None:
+            self._begin()
+        else:
+            self._restore(newest)
 
-    def catch_up(self) -> None:
-        """Restores again if another start has saved in this folder since: it may have come and gone before this one had the
-        lock."""
-        if self.store.steps_for_all() != self.steps_seen:
-            self.step = self._restore()
-            self.compile()
+    def _begin(self) -> None:
+        params = self.objective.read_params()
+        self.optimizer_state = self.builder.init_optimizer({name: params[name] for name in self.builder.trainable})
+        self._set_params({name: jax.device_put(x, self.builder.abstract_params[name].sharding) for name, x in params.items()})
+        self.step, self.evaluated = 0, False
+
+    def _restore(self, checkpoint_step: int) -> None:
+        restored = self.store.restore(checkpoint_step, self.builder.abstract_params, self.builder.abstract_optimizer)
+        path, data = self.store.path(checkpoint_step), restored.data or {}
+        self._check_fingerprints(data, path)
+        self._set_params(restored.model)
+        self.optimizer_state = restored.optimizer
+        self.step, self.evaluated = data["step"], data.get("evaluated", True)
+        finished = self.step >= self.config.train.steps
+        self._print(f"already trained to step {checkpoint_step}" if finished
+                    else f"going on from step {checkpoint_step} ({path})")
+
+    def _check_fingerprints(self, saved: dict[str, Any], path: Path) -> None:
+        """Raises UserError if the checkpoint was trained on other data, or began with other parameters."""
+        for name, current in self._fingerprints.items():
+            if saved.get(name, current) != current:
+                difference = "was trained on other data" if name == "fingerprint" else "began with another model"
+                raise UserError(f"{path}: {difference} (fingerprint {saved[name]}, now {current}); give the files that "
+                                "the run began with, or another --run_dir")
 
     @property
-    def _origins(self) -> dict[str, str]:
-        """What a checkpoint tells of the files that its run was made from, wherever these lie."""
+    def _fingerprints(self) -> dict[str, str]:
+        """What a checkpoint records about the contents of the files that the run is made from."""
         return {"fingerprint": self.objective.fingerprint, "model": self.objective.origin}
 
-    def _say(self, text: str) -> None:
-        """A line where there is no progress bar yet."""
+    def _set_params(self, params: Params) -> None:
+        self.trainable = {name: params[name] for name in self.builder.trainable}
+        self.frozen = {name: x for name, x in params.items() if name not in self.trainable}
+
+    def _print(self, text: str) -> None:
+        """Prints a line while there is no progress bar yet."""
         if self.config.logging.console and jax.process_index() == 0:
             print(text, file=sys.stderr)
 
-    def _take(self, params) -> None:
-        self.trainable = {name: params[name] for name in self.trained}
-        self.frozen = {name: params[name] for name in self.fixed}
-
     def compile(self) -> None:
-        """The steps, once; not if the run is at its end already."""
-        if self.step >= self.config.train.steps or self.train_step is not None:
+        """Compiles the training step and prepares the evaluations, unless that is done or no step is left."""
+        if self.step >= self.config.train.steps or self.compiled_step is not None:
             return
         with self.meter.compiling():
-            lowered = self.builder.lower_train()  # what refuses a step speaks here, and within seconds
-            self._say(f"compiling for {self.objective.model.mesh.size} devices")
-            self.train_step = lowered.compile()
-            if self.objective.has_held_out:
-                self.evaluate_step = self.builder.lower_evaluate().compile()
+            lowered = self.builder.lower_train()  # takes seconds, and raises most errors that a configuration can have
+            self._print(f"compiling for {self.objective.model.mesh.size} devices")
+            self.compiled_step = lowered.compile()
+            for evaluation in self.evaluations:
+                evaluation.prepare(self.objective, self.builder)
             barrier("compiled")
 
+    def catch_up(self) -> None:
+        """Restores again if another process has trained in this folder before this one had the lock."""
+        if self.store.steps_for_all() != self.steps_seen:
+            self._initialize()
+            self.compile()
+
     def run(self, run: RunDirectory) -> Path:
-        """Trains to the last step; gives its checkpoint's folder."""
-        config, steps = self.config, self.config.train.steps
-        if self.step >= steps:
+        """Trains to the last step and returns its checkpoint's folder.
+
+        Raises:
+          Preempted: see `train`.
+        """
+        logging = self.config.logging
+        if self.step >= self.config.train.steps:
             return self.store.path(self.step)
-        logging, wandb = config.logging, None
-        if logging.wandb:
-            wandb = {"project": logging.wandb, "name": config.name, "config": resolved(config)}
-        with MetricsLog(run, steps=steps, start_step=self.step, evaluated=self.evaluated,
-                        tensorboard=logging.tensorboard, console=logging.console, write=jax.process_index() == 0,
-                        wandb=wandb) as log, \
-                Profiler(run.profile, logging.profile_steps, self.meter.paused) as profiler, notices() as last:
-            if jax.process_index() == 0:  # once: the files that the model came from may be gone when it is saved
+        with (self._open_log(run) as log,
+              Profiler(run.profile, logging.profile_steps, self.meter.paused) as profiler,
+              notices() as notice_after):
+            if jax.process_index() == 0:  # now, since the files of the initial model may be gone when a checkpoint is saved
                 shutil.rmtree(run.assets, ignore_errors=True)
                 self.objective.write_assets(run.assets)
             if not self.evaluated:
-                self._evaluate(log)
-            batches = self.objective.batches(self.step)
-            self.meter.start()
-            batch = self._next(batches)
-            while self.step < steps:
-                with profiler.step(self.step + 1):
-                    batch = self._train_one(batch, batches, log)
-                self.evaluated = not self._due(config.train.evaluate_every)
-                if (told := last(self.step)) and self.step < steps:
-                    # Before the held-out loss, for which there may be no time: the next start begins with it.
-                    self._save(run)
-                    self.store.wait()
-                    raise Preempted(told, self.store.path(self.step))
-                if not self.evaluated:
-                    with self.meter.paused():
-                        self._evaluate(log)
-                if self._due(config.checkpoint.every):
-                    with self.meter.paused():
-                        self._save(run)
+                # All before the first step; else those that a preempted start had no time for, or all if none is due any more.
+                self._evaluate((self._due_evaluations() if self.step else ()) or self.evaluations, log)
+            for _ in self._steps(profiler, log):
+                self._after_step(run, log, notice_after(self.step))
             self.store.wait()
             log.say(f"saved {self.store.path(self.step)}")
         return self.store.path(self.step)
 
-    def _due(self, every: int) -> bool:
-        """Whether what is done every so many steps, and after the last, is to be done now."""
-        return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
+    def _open_log(self, run: RunDirectory) -> MetricsLog:
+        logging, wandb = self.config.logging, None
+        if logging.wandb:
+            wandb = {"project": logging.wandb, "name": self.config.name, "config": resolved(self.config)}
+        return MetricsLog(run, steps=self.config.train.steps, start_step=self.step, evaluated=self.evaluated,
+                          evaluations=[evaluation.name for evaluation in self.evaluations], tensorboard=logging.tensorboard,
+                          console=logging.console, write=jax.process_index() == 0, wandb=wandb)
 
-    def _place(self, host: dict[str, np.ndarray]) -> dict[str, jax.Array]:
-        return self.objective.to_device(host)
+    def _steps(self, profiler: Profiler, log: MetricsLog) -> Iterator[None]:
+        """Trains step after step to the last one; yields after each."""
+        batches = self.objective.batches(self.step)
+        self.meter.start()
+        batch: DeviceBatch | None = self._next_batch(batches)
+        while batch is not None:
+            with profiler.step(self.step + 1):
+                batch = self._train_step(batch, batches, log)
+            yield
 
-    def _next(self, batches) -> dict[str, jax.Array]:
+    def _next_batch(self, batches: Iterator[HostBatch]) -> DeviceBatch:
         with self.meter.waiting_for_data():
-            host = next(batches)
-        return self._place(host)
+            batch = next(batches)
+        return self.objective.to_device(batch)
 
-    def _train_one(self, batch, batches, log) -> dict[str, jax.Array] | None:
-        """One step; gives the batch of the next, if there is one, which is placed while this step runs."""
-        self.trainable, self.optimizer_state, metrics = self.train_step(
+    def _train_step(self, batch: DeviceBatch, batches: Iterator[HostBatch], log: MetricsLog) -> DeviceBatch | None:
+        """Trains on `batch` and, while the devices compute, fetches and returns the next one; None after the last step."""
+        assert self.compiled_step is not None
+        self.trainable, self.optimizer_state, metrics = self.compiled_step(
             self.trainable, self.frozen, self.optimizer_state, batch, np.int32(self.step))
-        following = self._next(batches) if self.step + 1 < self.config.train.steps else None
-        metrics = {name: float(value) for name, value in metrics.items()}  # waits for the step
-        # 0 / 0 where the step has no target of a source: that source has no loss.
-        metrics = {name: x for name, x in metrics.items() if not (name.startswith(BY_SOURCE) and math.isnan(x))}
+        next_batch = self._next_batch(batches) if self.step + 1 < self.config.train.steps else None
+        metrics = jax.device_get(metrics)  # waits for the step
         self._check_finite(metrics)
         self.meter.count(self.objective.lengths(self.step), self.objective.tokens_per_batch)
         self.step += 1
         if self._due(self.config.train.log_every):
-            row = self.meter.read(self.step, **metrics)
+            row = self.meter.read(self.step, **self._named(metrics))
             log.train(row, self.meter.seconds_left(self.step, self.config.train.steps))
-        return following
+        return next_batch
 
-    def _check_finite(self, metrics) -> None:
-        """Names the step and its records where loss or gradient is not finite; UserError where the run is to stop."""
-        broken = [name for name in ("loss_nats_per_target", "grad_norm") if not math.isfinite(metrics[name])]
-        if not broken:
+    def _named(self, metrics: StepMetrics) -> dict[str, float]:
+        """Returns a step's metrics by the names that the log gives them, without sources that the batch has no target of."""
+        named = {self.objective.loss_name: float(metrics.loss), self.objective.weight_name: float(metrics.weight),
+                 "grad_norm": float(metrics.grad_norm), "learning_rate": float(metrics.learning_rate)}
+        by_source = zip(self.objective.sources, map(float, metrics.loss_by_source), strict=True)
+        return named | {BY_SOURCE + source: loss for source, loss in by_source if not math.isnan(loss)}
+
+    def _check_finite(self, metrics: StepMetrics) -> None:
+        """Reports the step and its records if the loss or the gradient is not finite.
+
+        Raises:
+          UserError: the run is to stop at such a step.
+        """
+        values = {self.objective.loss_name: float(metrics.loss), "grad_norm": float(metrics.grad_norm)}
+        not_finite = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
+        if not not_finite:
             return
-        found = (f"step {self.step + 1}: {' and '.join(f'{name} is {metrics[name]}' for name in broken)}; its records are "
-                 f"{', '.join(self.objective.record_ids(self.step))}")
+        problem = (f"step {self.step + 1}: {' and '.join(not_finite)}; its records are "
+                   f"{', '.join(self.objective.record_ids(self.step))}")
         if self.config.train.non_finite == "stop":
-            raise UserError(f"{found}; the checkpoints before this step are good: mend those records or lower "
+            raise UserError(f"{problem}; the checkpoints before this step are good: mend those records or lower "
                             "optimizer.learning_rate in another --run_dir, or give --train.non_finite skip to leave such steps "
                             "out")
         if jax.process_index() == 0:
-            print(f"warning: {found}; skipped, the parameters are left as they were", file=sys.stderr)
+            print(f"warning: {problem}; skipped, the parameters are left as they were", file=sys.stderr)
 
-    def _evaluate(self, log) -> None:
-        """Held-out loss: a weighted mean over all held-out target tokens, not a mean of batches; that of each source too."""
+    def _after_step(self, run: RunDirectory, log: MetricsLog, notice: Any) -> None:
+        """Evaluates and saves what is due; on notice saves at once.
+
+        Raises:
+          Preempted: on notice, unless the last step is done.
+        """
+        due = self._due_evaluations()
+        self.evaluated = not due
+        if notice and self.step < self.config.train.steps:
+            # There may be no time for evaluations: the next start begins with them.
+            self._save(run)
+            self.store.wait()
+            raise Preempted(notice, self.store.path(self.step))
+        with self.meter.paused():
+            self._evaluate(due, log)
+            if self._due(self.config.checkpoint.every):
+                self._save(run)
+
+    def _due_evaluations(self) -> list[Evaluation]:
+        return [evaluation for evaluation in self.evaluations if self._due(evaluation.every)]
+
+    def _due(self, every: int) -> bool:
+        """Whether a thing that is done every so many steps, and after the last one, is due now."""
+        return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
+
+    def _evaluate(self, evaluations: Sequence[Evaluation], log: MetricsLog) -> None:
+        for evaluation in evaluations:
+            metrics = evaluation.run({**self.trainable, **self.frozen}, self.step)
+            if metrics:
+                log.evaluation(evaluation.name, {"step": self.step, **metrics})
         self.evaluated = True
-        batches = [jax.tree.map(lambda x: np.asarray(x, np.float64), self.evaluate_step(
-            self.trainable, self.frozen, self._place(host))) for host in self.objective.held_out()]
-        if not batches:
-            return
-        sums: LossSums = jax.tree.map(lambda *parts: sum(parts), *batches)
-        if sums.weight:
-            totals, weights = sums.by_source
-            log.held_out({"step": self.step, "held_out_loss_nats_per_target": sums.total / sums.weight,
-                          "held_out_target_tokens": sums.weight,
-                          **{f"held_out_{BY_SOURCE}{name}": totals[i] / weights[i]
-                             for i, name in enumerate(self.objective.sources) if weights[i]}})
 
     def _save(self, run: RunDirectory) -> None:
+        """Starts to save a checkpoint of this step."""
         self.store.save(self.step, model={**self.trainable, **self.frozen}, optimizer=self.optimizer_state,
-                        data={"step": self.step, **self._origins, "evaluated": self.evaluated}, assets=run.assets,
-                        shapes=own_shapes(self.objective.model.config))
+                        data={"step": self.step, **self._fingerprints, "evaluated": self.evaluated}, assets=run.assets,
+                        shapes=self.objective.model.own_shapes)

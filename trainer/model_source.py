@@ -93,13 +93,13 @@ class ModelSource:
         """Loads the model's tokenizer."""
         return Tokenizer.load(self.tokenizer_path)
 
-    def write_assets(self, assets: Path, tokenizer: Tokenizer, chat_template: str, resolved: str) -> None:
+    def write_assets(self, assets: Path, tokenizer: Tokenizer, chat_template: str | None, resolved: str) -> None:
         """Writes the assets of a checkpoint that is trained from this model, so that an export needs no other files.
 
         Args:
           assets: the folder to write.
           tokenizer: the tokenizer that the run uses.
-          chat_template: the jinja template that is exported.
+          chat_template: the jinja template that is exported, None for none.
           resolved: the run's configuration as YAML.
         """
         if self.folder is None:

@@ -24,6 +24,8 @@ DeviceBatch = dict[str, jax.Array]
 """A global batch, by array name, sharded over the mesh."""
 AbstractBatch = Mapping[str, jax.ShapeDtypeStruct]
 """Shapes, dtypes and shardings of a global batch, by array name."""
+BY_SOURCE = "loss_by_source/"
+"""Begins the name of a metric that is one source's loss; the source's name follows."""
 
 
 class TrainableModel(Protocol):
@@ -32,6 +34,10 @@ class TrainableModel(Protocol):
     @property
     def parameters(self) -> Mapping[str, Parameter]:
         """Shape and logical axes of every parameter, as held in memory. Those named `layers.*` are stacked layers."""
+
+    @property
+    def own_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every parameter without the padding that `parameters` has in memory."""
 
     @property
     def specs(self) -> Mapping[str, PartitionSpec]:

@@ -1,150 +1,198 @@
 """The training step and the evaluation step, compiled ahead of time from shapes alone.
 
-A step's rows may be computed in parts, one after the other. What is added up is the *sum* of the weighted losses, and its
-gradient in float32; the division by the sum of weights comes last, so the parts may hold as few or many targets as they like.
+A batch may be computed in parts, one after the other (gradient accumulation). The parts' *sums* of weighted losses and their
+gradients are added up in float32 and divided by the sum of all weights at the end, so that parts may differ in weight.
 """
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int
 
-from model.sharding import BATCH_AXES, OnHost
+from model.loss import LossSums
+from model.memory.options import MemoryConfig
+from model.sharding import OnHost
 
-from .config.schema import RunConfig
-from .optimizer import clipping, learning_rate, make_optimizer, optimizer_shardings, split_trainable
-from .streaming import chosen, in_host_memory, streamed_update
+from .config.schema import OptimizerConfig, RunConfig, TrainConfig
+from .objective import AbstractBatch, DeviceBatch, Params, TrainableModel
+from .optimizer import abstract_state, clipping, learning_rate, make_optimizer, split_trainable
+from .streaming import in_host_memory, keep_unless_finite, streamed_update
 
-# Begins the name of a metric that is one source's; the source's name follows.
-BY_SOURCE = "loss_by_source/"
+
+class StepMetrics(NamedTuple):
+    """What a training step measures; scalars in float32."""
+
+    loss: Float[Array, ""]
+    """The weighted mean of the batch's losses."""
+    weight: Float[Array, ""]
+    """The sum of the weights."""
+    grad_norm: Float[Array, ""]
+    """The global norm of the gradient, before clipping."""
+    learning_rate: Float[Array, ""]
+    loss_by_source: Float[Array, " S"]
+    """The mean loss of each source; not a number for a source without weight in the batch."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StepBuilder:
-    """Everything that the compiled steps are made from.
+    """Builds the compiled steps of a model and a loss.
 
     Attributes:
-      model: has `parameters`, `shardings` and `mesh`; loss: `(params, batch) -> LossSums` of the global batch.
-      trainable: names of the parameters that move.
-      abstract_batch: name -> ShapeDtypeStruct with sharding.
-      accumulation: parts that a batch is computed in; its rows are a multiple of data x fsdp x accumulation.
-      skip_non_finite: whether a step of which loss or gradient is not finite leaves parameters and moments as they were.
-      moments_on_host, parameters_on_host: whether the moments, or the parameters, lie in the host's memory. A layer's are
-        brought over when it is their turn; gradients are on the device.
-      sources: names of the sources that `loss` tells apart, if it does; each has its own loss in the metrics.
+      model: the model whose parameters are trained.
+      loss: the loss of a global batch; see `Objective.loss`.
+      abstract_batch: shapes, dtypes and shardings of a global batch.
+      optimizer_config: the optimizer.
+      train_config: `steps`, which the learning rate depends on; `accumulation`, the number of parts that each device's rows
+        are divided into; `non_finite`: "skip" leaves parameters and moments unchanged in a step whose loss or gradient is not
+        finite.
+      memory_config: whether moments and parameters are in the host's memory; gradients are always on the device.
+      trainable_pattern: regular expression for the names of the parameters that are trained.
     """
 
-    model: object
-    loss: Callable
-    trainable: tuple[str, ...]
-    abstract_batch: dict
-    optimizer_config: object
-    steps: int
-    accumulation: int = 1
-    skip_non_finite: bool = False
-    moments_on_host: bool = False
-    sources: tuple[str, ...] = ()
-    parameters_on_host: bool = False
+    model: TrainableModel
+    loss: Callable[[Mapping[str, Any], DeviceBatch], LossSums]
+    abstract_batch: AbstractBatch
+    optimizer_config: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
+    train_config: TrainConfig = dataclasses.field(default_factory=TrainConfig)
+    memory_config: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
+    trainable_pattern: str = ".*"
 
     @classmethod
-    def of(cls, config: RunConfig, model, loss: Callable, batch: dict, sources: tuple[str, ...] = ()) -> StepBuilder:
-        """As a run's configuration wants it; `batch` as abstract_batch."""
-        trained, _ = split_trainable(model.parameters, config.model.trainable)
-        return cls(model, loss, tuple(trained), batch, config.optimizer, config.train.steps, config.train.accumulation,
-                   config.train.non_finite == "skip", config.memory.moments_on_host, sources, config.memory.parameters_on_host)
+    def of(cls, config: RunConfig, model: TrainableModel, loss: Callable[..., LossSums],
+           abstract_batch: AbstractBatch) -> StepBuilder:
+        """Returns the builder of the steps that a run's configuration describes."""
+        return cls(model, loss, abstract_batch, config.optimizer, config.train, config.memory, config.model.trainable)
 
     @functools.cached_property
-    def optimizer(self):
-        return make_optimizer(self.optimizer_config, self.steps)
+    def trainable(self) -> tuple[str, ...]:
+        """Names of the trained parameters."""
+        return tuple(split_trainable(self.model.parameters, self.trainable_pattern)[0])
+
+    @functools.cached_property
+    def optimizer(self) -> optax.GradientTransformation:
+        """Clipping and AdamW."""
+        return make_optimizer(self.optimizer_config, self.train_config.steps)
 
     @functools.cached_property
     def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """Every parameter, float32 and sharded."""
-        place = in_host_memory if self.parameters_on_host else lambda sharding: sharding
-        return {name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32, sharding=place(self.model.shardings[name]))
+        """All parameters, in float32, with their shardings."""
+        shardings = self.model.shardings
+        if self.memory_config.parameters_on_host:
+            shardings = {name: in_host_memory(sharding) for name, sharding in shardings.items()}
+        return {name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32, sharding=shardings[name])
                 for name, parameter in self.model.parameters.items()}
 
     @property
-    def abstract_trainable(self):
+    def abstract_trainable(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The trained ones of `abstract_params`."""
         return {name: self.abstract_params[name] for name in self.trainable}
 
     @property
-    def abstract_frozen(self):
+    def abstract_frozen(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The others."""
         return {name: x for name, x in self.abstract_params.items() if name not in self.trainable}
 
     @functools.cached_property
-    def abstract_optimizer(self):
-        return optimizer_shardings(self.optimizer, self.abstract_trainable, self.model.mesh, self.moments_on_host)
+    def abstract_optimizer(self) -> Any:
+        """The optimizer's state, with shardings."""
+        return abstract_state(self.optimizer, self.abstract_trainable, self.model.mesh, self.memory_config.moments_on_host)
 
-    def init_optimizer(self, trainable):
-        """Fresh moments, born sharded."""
+    def init_optimizer(self, trainable: Params) -> Any:
+        """Returns a fresh state of the optimizer, created in its shards."""
         shardings = jax.tree.map(lambda x: x.sharding, self.abstract_optimizer)
         return jax.jit(self.optimizer.init, out_shardings=shardings)(trainable)
 
-    def train(self, trainable, frozen, optimizer_state, batch, step):
-        """One step: new parameters, new moments, and scalars. The gradient is taken outside `shard_map`."""
-        def loss(by, part):
-            params = jax.tree.map(OnHost, trainable, by) if self.parameters_on_host else by
-            sums = self.loss({**params, **frozen}, part)
+    def lower_train(self) -> jax.stages.Lowered:
+        """Returns the lowered training step `train`, to be compiled or read. It donates parameters and moments."""
+        step = jax.ShapeDtypeStruct((), jnp.int32)
+        shardings = [jax.tree.map(lambda x: x.sharding, tree) for tree in (self.abstract_trainable, self.abstract_optimizer)]
+        # Without fixed shardings of the results the compiler might choose others, and the second step would compile again.
+        jitted = jax.jit(self.train, donate_argnums=(0, 2), out_shardings=(*shardings, None))
+        return jitted.lower(self.abstract_trainable, self.abstract_frozen, self.abstract_optimizer, self.abstract_batch, step)
+
+    def lower_evaluate(self) -> jax.stages.Lowered:
+        """Returns the lowered evaluation step, from all parameters and a batch to `LossSums`."""
+        def evaluate(params, batch):
+            return self._over_parts(functools.partial(self.loss, params), batch)
+
+        return jax.jit(evaluate).lower(self.abstract_params, self.abstract_batch)
+
+    def train(self, trainable: Params, frozen: Params, optimizer_state: Any, batch: DeviceBatch,
+              step: Int[Array, ""]) -> tuple[Params, Any, StepMetrics]:
+        """Computes one training step.
+
+        Args:
+          trainable, frozen: the parameters that are trained, and the others.
+          batch: a global batch.
+          step: number of finished steps.
+
+        Returns:
+          The new trained parameters, the new state of the optimizer, and what was measured.
+        """
+        sums, gradient = self._over_parts(functools.partial(self._sums_and_gradient, trainable, frozen), batch)
+        loss, gradient = jax.tree.map(lambda x: x / jnp.maximum(sums.weight, 1e-9), (sums.total, gradient))
+        norm = optax.global_norm(gradient)
+        rate = learning_rate(self.optimizer_config, self.train_config.steps, step)
+        by_source = sums.by_source.total / sums.by_source.weight
+        finite = jnp.isfinite(loss) & jnp.isfinite(norm) if self.train_config.non_finite == "skip" else True
+        metrics = StepMetrics(loss, sums.weight, norm, rate, by_source)
+        return *self._update(trainable, optimizer_state, gradient, finite), metrics
+
+    def _update(self, trainable: Params, state: Any, gradient: Params, finite: Bool[Array, ""] | bool) -> tuple[Params, Any]:
+        """Returns the new parameters and the new state of the optimizer; the old ones if the step is not finite."""
+        if self.memory_config.moments_on_host or self.memory_config.parameters_on_host:
+            clipped, _ = clipping(self.optimizer_config).update(gradient, optax.EmptyState())
+            without_clipping = dataclasses.replace(self.optimizer_config, clip_norm=0)
+            elementwise = make_optimizer(without_clipping, self.train_config.steps)
+            return streamed_update(elementwise, clipped, state, trainable, finite)
+        updates, new_state = self.optimizer.update(gradient, state, trainable)
+        return keep_unless_finite(finite, (optax.apply_updates(trainable, updates), new_state), (trainable, state))
+
+    def _sums_and_gradient(self, trainable: Params, frozen: Params, batch: DeviceBatch) -> tuple[LossSums, Params]:
+        """Returns the sums of the loss, and the gradient of their total; it is taken outside of `shard_map`."""
+        on_host = self.memory_config.parameters_on_host
+
+        def total(variables):
+            params = jax.tree.map(OnHost, trainable, variables) if on_host else variables
+            sums = self.loss({**params, **frozen}, batch)
             return sums.total, sums
 
-        def loss_and_gradient(part):
-            by = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), trainable) if self.parameters_on_host else trainable
-            return jax.value_and_grad(loss, has_aux=True)(by, part)
+        # The gradient of a parameter in the host's memory is taken with respect to its placeholder on the device.
+        variables = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), trainable) if on_host else trainable
+        (_, sums), gradient = jax.value_and_grad(total, has_aux=True)(variables)
+        return sums, gradient
 
-        (_, sums), gradient = self._over_parts(loss_and_gradient, batch)
-        value, gradient = jax.tree.map(lambda x: x / jnp.maximum(sums.weight, 1e-9), (sums.total, gradient))
-        norm = optax.global_norm(gradient)
-        metrics = {"loss_nats_per_target": value, "target_tokens": sums.weight, "grad_norm": norm,
-                   "learning_rate": learning_rate(self.optimizer_config, self.steps, step),
-                   **{BY_SOURCE + name: sums.by_source.total[i] / sums.by_source.weight[i]
-                      for i, name in enumerate(self.sources)}}
-        good = jnp.isfinite(value) & jnp.isfinite(norm) if self.skip_non_finite else True
-        if self.moments_on_host or self.parameters_on_host:
-            gradient, _ = clipping(self.optimizer_config).update(gradient, optax.EmptyState())
-            moving = make_optimizer(dataclasses.replace(self.optimizer_config, clip_norm=0), self.steps)
-            return *streamed_update(moving, gradient, optimizer_state, trainable, good), metrics
-        updates, moved_state = self.optimizer.update(gradient, optimizer_state, trainable)
-        moved = optax.apply_updates(trainable, updates), moved_state
-        return *chosen(good, moved, (trainable, optimizer_state)), metrics
-
-    def _over_parts(self, fn, batch):
-        """The sum over a batch's parts of fn(part): a tree of float32 arrays."""
-        if self.accumulation == 1:
+    def _over_parts(self, fn: Callable[[DeviceBatch], Any], batch: DeviceBatch) -> Any:
+        """Returns the sum of fn(part), a tree of float32 arrays, over the parts of a batch."""
+        parts = self.train_config.accumulation
+        if parts == 1:
             return fn(batch)
-        mesh = self.model.mesh
-        shards = mesh.shape["data"] * mesh.shape["fsdp"]
-        where = NamedSharding(mesh, PartitionSpec(None, BATCH_AXES, "sequence"))
 
-        def split(x):
-            # Each device's own rows are divided, so that none moves to another device.
-            rows, length = x.shape
-            parts = x.reshape(shards, self.accumulation, -1, length).swapaxes(0, 1)
-            return lax.with_sharding_constraint(parts.reshape(self.accumulation, rows // self.accumulation, length), where)
+        def split(x: jax.Array, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+            """Splits [B, ...] into [parts, B / parts, ...]: each device's own rows, so that no row moves to another device."""
+            rows, *rest = x.shape
+            row_axes, *other_axes = tuple(abstract.sharding.spec) or (None,)
+            shards = math.prod(self.model.mesh.shape[axis] for axis in _as_tuple(row_axes))
+            x = x.reshape(shards, parts, -1, *rest).swapaxes(0, 1).reshape(parts, rows // parts, *rest)
+            spec = PartitionSpec(None, row_axes, *other_axes)
+            return lax.with_sharding_constraint(x, NamedSharding(self.model.mesh, spec))
 
         def add(sums, part):
             return jax.tree.map(jnp.add, sums, fn(part)), None
 
-        zero = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(fn, batch))
-        return lax.scan(add, zero, jax.tree.map(split, batch))[0]
+        zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(fn, batch))
+        return lax.scan(add, zeros, {name: split(x, self.abstract_batch[name]) for name, x in batch.items()})[0]
 
-    def lower_train(self):
-        """The step, lowered; compile it, or read it. Parameters and moments are donated."""
-        step = jax.ShapeDtypeStruct((), jnp.int32)
-        where = [jax.tree.map(lambda x: x.sharding, tree) for tree in (self.abstract_trainable, self.abstract_optimizer)]
-        # Saying where the results lie keeps the compiler from choosing otherwise, which would cost a compile at step 2.
-        jitted = jax.jit(self.train, donate_argnums=(0, 2), out_shardings=(*where, None))
-        return jitted.lower(self.abstract_trainable, self.abstract_frozen, self.abstract_optimizer, self.abstract_batch, step)
 
-    def lower_evaluate(self):
-        """(trainable, frozen, batch) -> LossSums, lowered."""
-        def evaluate(trainable, frozen, batch):
-            return self._over_parts(lambda part: self.loss({**trainable, **frozen}, part), batch)
-
-        return jax.jit(evaluate).lower(self.abstract_trainable, self.abstract_frozen, self.abstract_batch)
+def _as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    """Returns an entry of a PartitionSpec as a tuple of mesh axes."""
+    return (axes,) if isinstance(axes, str) else axes or ()

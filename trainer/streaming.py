@@ -1,68 +1,94 @@
-"""The optimizer's step where parameters or moments lie in the host's memory: one layer is brought over, moved and sent back at
-a time, so that neither is ever whole on the device."""
+"""The optimizer's update where parameters or moments are in the host's memory: layer by layer, to the device and back."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax import lax
 from jax.sharding import NamedSharding
+from jaxtyping import Array, Bool
 
-HERE = jax.memory.Space.Device
+DEVICE = jax.memory.Space.Device
 
 
 def in_host_memory(sharding: NamedSharding) -> NamedSharding:
-    """The same shards in the host's pinned memory."""
-    there = sharding.with_memory_kind("pinned_host")
-    # A described GPU does not tell its memories, and jax then drops the kind; an abstract mesh keeps it.
-    return there if there.memory_kind else NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind="pinned_host")
+    """Returns the same sharding in the host's pinned memory."""
+    on_host = sharding.with_memory_kind("pinned_host")
+    if on_host.memory_kind:
+        return on_host
+    # A described GPU does not list its memories, and jax then drops the kind. An abstract mesh keeps it.
+    return NamedSharding(sharding.mesh.abstract_mesh, sharding.spec, memory_kind="pinned_host")
 
 
-def chosen(good, new, old):
-    """new; where `good` (True, or a scalar bool) does not hold old, but for counters: the learning rate stays the step's."""
-    if good is True:
-        return new
-    return jax.tree.map(lambda x, y: jnp.where(good, x, y) if jnp.issubdtype(x.dtype, jnp.floating) else x, new, old)
-
-
-def streamed_update(optimizer: optax.GradientTransformation, gradient: dict, state, params: dict, good=True):
-    """`optimizer.update` and its application: new parameters and state, each where it was.
+def keep_unless_finite(finite: Bool[Array, ""] | bool, new: Any, old: Any) -> Any:
+    """Returns `new` where `finite` holds, otherwise `old`, except for counters: the learning rate depends on the step alone.
 
     Args:
-      optimizer: moves every number by itself (no global norm).
-      gradient, params: name -> array; those called `layers.` have the layers on their first axis. state: its dictionaries have
-        the same names.
-      good: see `chosen`.
+      finite: True selects `new` without a test.
+      new, old: trees of the same structure; leaves that are not floating-point are counters.
     """
-    layers = [name for name in params if name.startswith("layers.")]
-    ends = [name for name in params if name not in layers]
+    if finite is True:
+        return new
 
-    def move(names, params, state, take: Callable = lambda x: x, put: Callable = lambda x, new: new):
-        def some(x):
-            return {name: jax.device_put(take(x[name]), HERE) for name in names} if isinstance(x, dict) else x
+    def select(new_leaf, old_leaf):
+        return jnp.where(finite, new_leaf, old_leaf) if jnp.issubdtype(new_leaf.dtype, jnp.floating) else new_leaf
 
-        old = _by_name(some, (params, state))
-        updates, moved = optimizer.update(some(gradient), old[1], old[0])
-        moved = chosen(good, (optax.apply_updates(old[0], updates), moved), old)
-
-        def back(x, new):
-            if not isinstance(x, dict):  # a counter: of all the moves of a step the last one counts
-                return x if names is layers else new
-            return {**x, **{name: put(x[name], jax.device_put(new[name], jax.typeof(x[name]).memory_space)) for name in names}}
-
-        return _by_name(back, (params, state), moved)
-
-    def one_layer(i, carry):
-        return move(layers, *carry, lambda x: lax.dynamic_index_in_dim(x, i, 0, keepdims=False),
-                    lambda x, new: lax.dynamic_update_index_in_dim(x, new, i, 0))
-
-    if layers:
-        params, state = lax.fori_loop(0, params[layers[0]].shape[0], one_layer, (params, state))
-    return move(ends, params, state)
+    return jax.tree.map(select, new, old)
 
 
-def _by_name(fn: Callable, tree, *others):
-    """fn of each dictionary name -> array in a tree (optax keeps one for each moment), and of each leaf outside one."""
-    return jax.tree.map(fn, tree, *others, is_leaf=lambda x: isinstance(x, dict))
+def streamed_update(optimizer: optax.GradientTransformation, gradient: dict[str, jax.Array], state: optax.OptState,
+                    params: dict[str, jax.Array], finite: Bool[Array, ""] | bool = True) -> tuple[dict[str, jax.Array], Any]:
+    """Applies one optimizer step to parameters or moments in the host's memory, of which one layer at a time is on the device.
+
+    Args:
+      optimizer: an elementwise one, without a global norm.
+      gradient: by parameter name, on the device.
+      state: the optimizer's state, whose dictionaries have the same names.
+      params: by name; those called `layers.*` are stacked layers [N, ...].
+      finite: see `keep_unless_finite`.
+
+    Returns:
+      The new parameters and the new state, each in the memory where the old one was.
+    """
+    layer_names = [name for name in params if name.startswith("layers.")]
+    other_names = [name for name in params if name not in layer_names]
+
+    def update(names: Sequence[str], params, state, read: Callable, write: Callable):
+        """Updates the arrays of these names: `read` takes the part to update from an array, `write` puts a new one there."""
+        def fetch(arrays):
+            if not isinstance(arrays, dict):
+                return arrays
+            return {name: jax.device_put(read(arrays[name]), DEVICE) for name in names}
+
+        old_params, old_state = _map_dicts(fetch, (params, state))
+        updates, new_state = optimizer.update(fetch(gradient), old_state, old_params)
+        new = keep_unless_finite(finite, (optax.apply_updates(old_params, updates), new_state), (old_params, old_state))
+
+        def store(arrays, new_arrays):
+            if not isinstance(arrays, dict):  # a counter advances once in a step: with the last update, of the other parameters
+                return arrays if names is layer_names else new_arrays
+            return {**arrays, **{name: write(arrays[name], jax.device_put(new_arrays[name], _memory(arrays[name])))
+                                 for name in names}}
+
+        return _map_dicts(store, (params, state), new)
+
+    def update_layer(i, carry):
+        return update(layer_names, *carry, lambda stacked: lax.dynamic_index_in_dim(stacked, i, 0, keepdims=False),
+                      lambda stacked, layer: lax.dynamic_update_index_in_dim(stacked, layer, i, 0))
+
+    if layer_names:
+        layers = params[layer_names[0]].shape[0]
+        params, state = lax.fori_loop(0, layers, update_layer, (params, state))
+    return update(other_names, params, state, lambda array: array, lambda _, new: new)
+
+
+def _memory(array: jax.Array) -> Any:
+    return jax.typeof(array).memory_space
+
+
+def _map_dicts(fn: Callable, tree: Any, *others: Any) -> Any:
+    """Maps `fn` over the dictionaries of a tree (optax keeps one for each moment) and over the leaves outside of them."""
+    return jax.tree.map(fn, tree, *others, is_leaf=lambda node: isinstance(node, dict))

@@ -40,14 +40,14 @@ def measure(length: int, remat: str) -> dict[str, float]:
     from model.llama import Llama
     from model.memory.options import MemoryConfig
     from planning.compiled import memory
-    from trainer.config.schema import MeshConfig, OptimizerConfig
+    from trainer.config.schema import MeshConfig
     from trainer.mesh import make_mesh, place_batch
     from trainer.step import StepBuilder
     from trainer.text import text_batch
 
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     model = Llama(LlamaConfig.preset("tiny"), mesh, schedule="local", memory=MemoryConfig(remat))
-    builder = StepBuilder(model, model.loss, tuple(model.parameters), text_batch(1, length, mesh), OptimizerConfig(), 10)
+    builder = StepBuilder(model, model.loss, text_batch(1, length, mesh))
     compiled = builder.lower_train().compile()
     planned = memory(compiled)["peak"] * 1024
     params = model.init(0)

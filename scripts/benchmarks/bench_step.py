@@ -52,7 +52,7 @@ def ours(length: int, args) -> dict:
 
     from model.llama import Llama
     from model.memory.options import MemoryConfig
-    from trainer.config.schema import MeshConfig, OptimizerConfig
+    from trainer.config.schema import MeshConfig
     from trainer.devices import peak_flops
     from trainer.mesh import make_mesh
     from trainer.reporting.metrics import peak_device_gib
@@ -61,7 +61,7 @@ def ours(length: int, args) -> dict:
 
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
     model = Llama(preset(args), mesh, dtype=jnp.dtype(args.dtype), memory=MemoryConfig(args.remat))
-    builder = StepBuilder(model, model.loss, tuple(model.parameters), text_batch(1, length, mesh), OptimizerConfig(), 100)
+    builder = StepBuilder(model, model.loss, text_batch(1, length, mesh))
     step = builder.lower_train().compile()
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, length + 1), np.int32)
     index = np.arange(length, dtype=np.int32)[None]
@@ -74,7 +74,7 @@ def ours(length: int, args) -> dict:
     for number in range(args.steps + 1):
         start = time.perf_counter()
         params, moments, metrics = step(params, {}, moments, batch, number)
-        loss = float(metrics["loss_nats_per_target"])
+        loss = float(metrics.loss)
         seconds.append(time.perf_counter() - start)
     a = jnp.ones((2048, 2048), args.dtype)
     multiply = jax.jit(jnp.matmul)

@@ -17,7 +17,6 @@ from trainer.checkpoint.saving import flatten
 from trainer.config import load as config
 from trainer.loop import _Training
 from trainer.mesh import make_mesh
-from trainer.optimizer import split_trainable
 from trainer.reporting.metrics import MEASURED
 from trainer.run.directory import open_run
 from trainer.step import StepBuilder
@@ -35,9 +34,7 @@ def objective(whole_run):
 def final_state(objective):
     """Gives parameters, moments and data state of a run's last checkpoint, as host arrays by name."""
     run_config = objective.config
-    trained, _ = split_trainable(objective.model.parameters, run_config.model.trainable)
-    builder = StepBuilder(objective.model, objective.loss, tuple(trained), objective.abstract_batch(),
-                          run_config.optimizer, run_config.train.steps)
+    builder = StepBuilder.of(run_config, objective.model, objective.loss, objective.abstract_batch())
 
     def read(run):
         restored = checkpoint.restore(run / "checkpoints" / str(small_run.STEPS), builder.abstract_params,

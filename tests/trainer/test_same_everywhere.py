@@ -14,7 +14,7 @@ import pytest
 
 from planning.compiled.transfers import collectives
 from tests.model.build import MESHES, llama, mean_loss, packed_batch, permuted, tiny
-from trainer.config.schema import OptimizerConfig
+from trainer.config.schema import OptimizerConfig, TrainConfig
 from trainer.mesh import place_batch
 from trainer.step import StepBuilder
 from trainer.text import text_batch
@@ -49,8 +49,8 @@ def compiled(mesh, schedule, accumulation, remat, heads=HEADS):
     """A model and its compiled step; the layout is none of its business."""
     config = tiny(num_attention_heads=heads[0], num_key_value_heads=heads[1])
     model = llama(config, MESHES[mesh], schedule=schedule, remat=remat)
-    builder = StepBuilder(model, model.loss, tuple(model.parameters), text_batch(ROWS, LENGTH, model.mesh), OPTIMIZER, STEPS,
-                          accumulation)
+    builder = StepBuilder(model, model.loss, text_batch(ROWS, LENGTH, model.mesh), OPTIMIZER,
+                          TrainConfig(steps=STEPS, accumulation=accumulation))
     return model, builder, builder.lower_train().compile()
 
 
@@ -63,7 +63,7 @@ def curve(mesh, layout, schedule, accumulation, remat, heads=HEADS):
     for number in range(STEPS):
         batch, _ = permuted(packed_batch(model.config, ROWS, LENGTH, seed=number), model, layout)
         params, state, metrics = step(params, {}, state, place_batch(batch, model.mesh), np.int32(number))
-        found.append([float(metrics["loss_nats_per_target"]), float(metrics["grad_norm"])])
+        found.append([float(metrics.loss), float(metrics.grad_norm)])
     return np.array(found)
 
 

@@ -11,9 +11,9 @@ from data.prepare import prepare
 from data.sources import Source
 from data.tokenizer import Tokenizer
 from tests.model.build import ALL_AT_ONCE, MESHES, llama, packed_batch, permuted, tiny
-from trainer.config.schema import DataConfig, OptimizerConfig, RunConfig, SourceConfig
+from trainer.config.schema import DataConfig, RunConfig, SourceConfig, TrainConfig
 from trainer.mesh import place_batch
-from trainer.step import BY_SOURCE, StepBuilder
+from trainer.step import StepBuilder
 from trainer.text import source_names, text_batch
 
 NAMES = ("chats", "books", "never")
@@ -39,21 +39,22 @@ def by_hand() -> tuple[dict[str, float], float]:
 def test_each_sources_loss_is_the_mean_over_its_own_targets():
     """Over the whole mesh and all parts of the batch; a source without a target is not a number, and spoils nothing."""
     model = llama(tiny(), MESHES["fsdp 2 x tensor 2 x sequence 2"], **ALL_AT_ONCE)
-    builder = StepBuilder(model, functools.partial(model.loss, sources=len(NAMES)), tuple(model.parameters),
-                          text_batch(ROWS, LENGTH, model.mesh, with_sources=True), OptimizerConfig(), 10, accumulation=2,
-                          sources=NAMES)
+    builder = StepBuilder(model, functools.partial(model.loss, sources=len(NAMES)),
+                          text_batch(ROWS, LENGTH, model.mesh, with_sources=True),
+                          train_config=TrainConfig(steps=10, accumulation=2))
     batch, _ = permuted(mixed_batch(), model)
     params, placed = model.init(0), place_batch(batch, model.mesh)
-    summed, weight, (sums, weights) = builder.lower_evaluate().compile()(params, {}, placed)
+    summed, weight, (sums, weights) = builder.lower_evaluate().compile()(params, placed)
     _, _, metrics = builder.lower_train().compile()(params, {}, builder.init_optimizer(params), placed, np.int32(0))
-    (means, total), found = by_hand(), {name: float(x) for name, x in metrics.items()}
+    means, total = by_hand()
+    by_source = dict(zip(NAMES, map(float, metrics.loss_by_source), strict=True))
     assert abs(means["chats"] / means["books"] - 1) > 1e-3, "else one mean would serve for the other"
-    assert found["loss_nats_per_target"] == pytest.approx(total, rel=1e-5)
+    assert float(metrics.loss) == pytest.approx(total, rel=1e-5)
     assert float(summed / weight) == pytest.approx(total, rel=1e-5)
     for i, (name, mean) in enumerate(means.items()):
-        assert found[BY_SOURCE + name] == pytest.approx(mean, rel=1e-5)
+        assert by_source[name] == pytest.approx(mean, rel=1e-5)
         assert float(sums[i] / weights[i]) == pytest.approx(mean, rel=1e-5)
-    assert np.isnan(found[BY_SOURCE + "never"]) and np.isfinite(found["grad_norm"])
+    assert np.isnan(by_source["never"]) and np.isfinite(metrics.grad_norm)
 
 
 def test_the_loader_knows_each_tokens_source(tmp_path, repository):

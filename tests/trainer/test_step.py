@@ -10,26 +10,27 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from model.loss import LossSums, SourceSums
+from model.memory.options import MemoryConfig
 from model.sharding import Parameter
 from planning.compiled.transfers import collectives
 from tests.model.build import ALL_AT_ONCE, MESHES, llama, mesh_of, packed_batch, tiny
 from trainer.checkpoint.store import CheckpointStore
-from trainer.config.schema import OptimizerConfig
+from trainer.config.schema import OptimizerConfig, TrainConfig
 from trainer.mesh import place_batch
-from trainer.optimizer import split_trainable
 from trainer.step import StepBuilder
 from trainer.text import text_batch
 
 ROWS, LENGTH = 8, 32
 OPTIMIZER = OptimizerConfig(learning_rate=1e-3, final_fraction=1.0, clip_norm=0.0)
+ON_DEVICE = MemoryConfig()
 
 
 @functools.cache
-def built(mesh="one", trainable=".*", optimizer=OPTIMIZER, **options):
+def built(mesh="one", trainable=".*", optimizer=OPTIMIZER, non_finite="stop", memory=ON_DEVICE):
     """A model, its builder and its compiled step."""
     model = llama(tiny(), MESHES[mesh], **ALL_AT_ONCE)
-    trained, _ = split_trainable(model.parameters, trainable)
-    builder = StepBuilder(model, model.loss, tuple(trained), text_batch(ROWS, LENGTH, model.mesh), optimizer, 20, **options)
+    builder = StepBuilder(model, model.loss, text_batch(ROWS, LENGTH, model.mesh), optimizer,
+                          TrainConfig(steps=20, non_finite=non_finite), memory, trainable)
     return model, builder, builder.lower_train().compile()
 
 
@@ -56,18 +57,18 @@ def test_parts_are_added_in_float32():
     model.shardings = {"w": NamedSharding(model.mesh, PartitionSpec())}
 
     def loss(params, batch):
-        narrow = params["w"].astype(jnp.bfloat16) * batch["tokens"].astype(jnp.bfloat16)
         none = jnp.zeros(0)
+        narrow = params["w"].astype(jnp.bfloat16) * batch["tokens"].astype(jnp.bfloat16)
         return LossSums(jnp.sum(narrow.astype(jnp.float32) * batch["loss_weights"]), jnp.sum(batch["loss_weights"]),
                         SourceSums(none, none))
 
-    builder = StepBuilder(model, loss, ("w",), text_batch(8, 1, model.mesh), OPTIMIZER, 20, accumulation=8)
+    builder = StepBuilder(model, loss, text_batch(8, 1, model.mesh), OPTIMIZER, TrainConfig(steps=20, accumulation=8))
     batch = {name: np.ones((8, 1), x.dtype) for name, x in builder.abstract_batch.items()}
     batch["tokens"][0] = 512
     params = {"w": jnp.ones(1)}
     state = builder.init_optimizer(params)
     _, state, metrics = builder.lower_train().compile()(params, {}, state, place_batch(batch, model.mesh), np.int32(0))
-    assert float(metrics["grad_norm"]) == 519 / 8
+    assert float(metrics.grad_norm) == 519 / 8
     one_by_one = functools.reduce(jnp.add, jnp.asarray(batch["tokens"][:, 0], jnp.bfloat16))
     assert float(one_by_one) == 512
 
@@ -85,7 +86,7 @@ def test_frozen_parameters_have_no_moments_and_no_gradients():
     for name, x in first_moments(state).items():
         assert np.abs(x - expected[name]).max() <= 1e-5 * np.abs(x).max(), name
     norm = np.sqrt(sum((np.float64(10 * expected[name]) ** 2).sum() for name in names))
-    assert abs(float(metrics["grad_norm"]) / norm - 1) <= 1e-5
+    assert abs(float(metrics.grad_norm) / norm - 1) <= 1e-5
     sent = [collectives(step.as_text())["reduce-scatter"] for _, _, step in (everything, some)]
     assert sent == [len(some[0].parameters), len(names)] == [12, 4], "one for each gradient, the layers' in a scan"
 
@@ -100,7 +101,7 @@ def test_bfloat16_moments():
         state = builder.init_optimizer(params)
         for number in range(20):
             params, state, metrics = step(params, {}, state, place_batch(batch, model.mesh), np.int32(number))
-            losses.append(float(metrics["loss_nats_per_target"]))
+            losses.append(float(metrics.loss))
         assert {x.dtype.name for x in jax.tree.leaves(state) if x.ndim} == {dtype}
         assert all(x.dtype == jnp.float32 for x in params.values())
         final[dtype] = losses
@@ -110,19 +111,20 @@ def test_bfloat16_moments():
     assert final["bfloat16"] != final["float32"]
 
 
-@pytest.mark.parametrize("options", [{"moments_on_host": True}, {"moments_on_host": True, "parameters_on_host": True}],
+@pytest.mark.parametrize("memory", [MemoryConfig(moments_on_host=True),
+                                    MemoryConfig(moments_on_host=True, parameters_on_host=True)],
                          ids=["moments", "parameters too"])
-def test_what_lies_on_the_host(tmp_path, options):
+def test_what_lies_on_the_host(tmp_path, memory):
     """It comes back to pinned host memory, but for rounding what it is on the devices, and a checkpoint restores it there.
 
     Two compiled programs: with jax 0.10 they agree to the bit, with 0.12 some numbers differ in their last one. Clipping, which
     looks at all parameters at once, is met.
     """
     batch, optimizer = packed_batch(tiny(), ROWS, LENGTH), dataclasses.replace(OPTIMIZER, clip_norm=0.5, weight_decay=0.1)
-    model, builder, step = built("fsdp 8", optimizer=optimizer, **options)
+    model, builder, step = built("fsdp 8", optimizer=optimizer, memory=memory)
     _, here, state, metrics = one_step(*built("fsdp 8", optimizer=optimizer), batch)
     _, there, host_state, host_metrics = one_step(model, builder, step, batch)
-    assert float(metrics["grad_norm"]) > 0.5
+    assert float(metrics.grad_norm) > 0.5
     for tree, other in ((here, there), (state, host_state), (metrics, host_metrics)):
         for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
             x, y = np.asarray(x), np.asarray(y)
@@ -132,7 +134,7 @@ def test_what_lies_on_the_host(tmp_path, options):
         return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
 
     assert kinds((here, state)) == {"device"} and kinds(host_state) == {"pinned_host"}
-    assert kinds(there) == {"pinned_host" if "parameters_on_host" in options else "device"}
+    assert kinds(there) == {"pinned_host" if memory.parameters_on_host else "device"}
     assets = tmp_path / "assets"
     assets.mkdir()
     with CheckpointStore(tmp_path / "run", keep=1) as store:
@@ -147,11 +149,11 @@ def test_what_lies_on_the_host(tmp_path, options):
 @pytest.mark.parametrize(("skip", "on_host"), [(True, False), (False, False), (True, True)])
 def test_a_step_that_is_not_finite(skip, on_host):
     """Skipped, it leaves parameters and moments bitwise as they were; not skipped, it spoils them."""
-    run = built(skip_non_finite=skip, moments_on_host=on_host, parameters_on_host=on_host)
+    run = built(non_finite="skip" if skip else "stop", memory=MemoryConfig(moments_on_host=on_host, parameters_on_host=on_host))
     batch = packed_batch(tiny(), ROWS, LENGTH)
     broken = {**batch, "loss_weights": np.where(batch["loss_weights"] > 0, np.inf, 0).astype(np.float32)}
     before, after, state, metrics = one_step(*run, broken)
-    assert not np.isfinite(float(metrics["loss_nats_per_target"]))
+    assert not np.isfinite(float(metrics.loss))
     unchanged = [np.array_equal(np.asarray(after[name]), np.asarray(x)) for name, x in before.items()]
     moments = [np.asarray(x) for x in jax.tree.leaves(state) if x.ndim]
     if skip:

@@ -12,10 +12,11 @@ import transformers
 
 import train
 from data.tokenizer import Tokenizer
+from model.modules import own_shapes
 from model.padding import PADDED, logical_axes, vocabulary_axes
 from scripts import export_hf
 from tests.model.build import llama
-from trainer.checkpoint.store import CheckpointStore, own_shapes, restore, restore_model
+from trainer.checkpoint.store import CheckpointStore, restore, restore_model
 from trainer.huggingface.read import copy_assets, read_hf
 from trainer.huggingface.write import write_hf
 from trainer.model_source import open_model

@@ -31,7 +31,7 @@ import tensorstore
 
 from data.paths import new_folder
 from model.config import LlamaConfig
-from model.modules import declare
+from model.modules import own_shapes
 from model.padding import fits
 from trainer.checkpoint.manifest import MANIFEST, DamagedError, ForeignError, read_manifest, verify
 from trainer.checkpoint.saving import CHECKPOINTS, Contents, Saving, flatten, remove, stored_shapes
@@ -173,11 +173,6 @@ def save_checkpoint(
     """
     # Nobody writes into the arrays while we wait, so they need not be copied.
     Saving(new_folder(Path(path).absolute()), Contents(model, Path(assets), optimizer, data, shapes), copy=False).wait()
-
-
-def own_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
-    """Parameter name -> shape without padding."""
-    return {name: tuple(parameter.shape) for name, parameter in declare(config).items()}
 
 
 def _in_first_process(work: Callable[[], int]) -> int:

@@ -11,7 +11,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -174,29 +174,31 @@ def _number(value: Any) -> float | int | None:
 
 
 class MetricsLog:
-    """Writes rows to metrics.jsonl, held_out.jsonl and the boards, and shows a progress bar."""
+    """Writes rows to metrics.jsonl, to a file NAME.jsonl for each evaluation and to the boards, and shows a progress bar."""
 
     def __init__(self, run: RunDirectory, *, steps: int, start_step: int = 0, evaluated: bool = True, tensorboard: bool = True,
-                 console: bool = True, write: bool = True, wandb: dict[str, Any] | None = None) -> None:
+                 console: bool = True, write: bool = True, wandb: dict[str, Any] | None = None,
+                 evaluations: Sequence[str] = ("held_out",)) -> None:
         """Opens the files and boards.
 
         Args:
           steps: of the whole run.
           start_step: the restored step; the files' lines of later steps are removed first.
-          evaluated: the held-out loss of `start_step` is logged already; if not, its line is removed too.
+          evaluated: the evaluations of `start_step` are logged already; if not, their lines are removed too.
           write: with several processes only the first writes.
           wandb: project, name and config of a `WeightsAndBiases`; None for none.
+          evaluations: names of the evaluations.
         """
         self._files: dict[str, Any] = {}
         self._boards: list[Board] = []
         self._bar: ProgressBar | None = None
         if not write:
             return
-        run.cut_back(start_step, evaluated)
+        run.cut_back(start_step, evaluated, evaluations)
         run.folder.mkdir(parents=True, exist_ok=True)
         self._files = {
             name: open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
-            for name, path in (("train", run.metrics), ("held_out", run.held_out))
+            for name, path in (("train", run.metrics), *((name, run.folder / f"{name}.jsonl") for name in evaluations))
         }
         if tensorboard:
             self._boards.append(TensorBoard(run.tensorboard, start_step))
@@ -211,9 +213,9 @@ class MetricsLog:
         if self._bar:
             self._bar.update(row, seconds_left)
 
-    def held_out(self, row: dict[str, Any]) -> None:
-        """Logs one row {"step", "held_out_loss_nats_per_target", "held_out_target_tokens", ...}."""
-        self._write("held_out", row)
+    def evaluation(self, name: str, row: dict[str, Any]) -> None:
+        """Writes one row of an evaluation's metrics, {"step", ...}, to NAME.jsonl and the boards."""
+        self._write(name, row)
         if self._bar and "held_out_loss_nats_per_target" in row:
             self._bar.say(f"step {row['step']}: held-out loss {_short(row['held_out_loss_nats_per_target'])}")
 

@@ -25,6 +25,7 @@ import os
 import pathlib
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from data.errors import UserError
@@ -100,16 +101,19 @@ class RunDirectory:
         """The file that the training process locks."""
         return self.folder / "lock"
 
-    def cut_back(self, step: int, evaluated: bool = True) -> None:
+    def cut_back(self, step: int, evaluated: bool = True, evaluations: Sequence[str] = ("held_out",)) -> None:
         """Removes the logged lines of steps after `step`, from which training continues; 0 removes all.
 
         Those steps are run again and must not be in the files twice. Lines that cannot be read are moved to a file beside the
         log, with a warning.
 
         Args:
-          evaluated: the held-out loss of `step` itself is logged already; if not, its line is removed too.
+          evaluated: the evaluations of `step` itself are logged already; if not, their lines are removed too.
+          evaluations: names of the evaluations, each of which has a file NAME.jsonl.
         """
-        for path, last_step in ((self.metrics, step), (self.held_out, step if evaluated else step - 1)):
+        last_evaluated = step if evaluated else step - 1
+        logs = [(self.metrics, step), *((self.folder / f"{name}.jsonl", last_evaluated) for name in evaluations)]
+        for path, last_step in logs:
             if path.exists():
                 _cut_back(path, last_step)
 

@@ -88,7 +88,7 @@ def test_log_is_there_line_by_line_and_cut_on_resume(tmp_path):
     for step in (1, 2, 3):
         log.train({"step": step, "loss_nats_per_target": np.float32(1 / step), "mfu": None})
         assert len(run.metrics.read_text().splitlines()) == step, "flushed: a kill loses nothing"
-    log.held_out({"step": 3, "held_out_loss_nats_per_target": float("nan")})
+    log.evaluation("held_out", {"step": 3, "held_out_loss_nats_per_target": float("nan")})
     assert json.loads(run.held_out.read_text()) == {"step": 3, "held_out_loss_nats_per_target": None}
     log.close()
     with MetricsLog(run, steps=4, start_step=2, console=False) as log:

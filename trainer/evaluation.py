@@ -1,0 +1,63 @@
+"""What is measured during training beside the loss: the `Evaluation` protocol, and the held-out loss."""
+from __future__ import annotations
+
+from typing import Protocol
+
+import jax
+import numpy as np
+
+from model.loss import LossSums
+
+from .objective import BY_SOURCE, Objective, Params
+from .step import StepBuilder
+
+
+class Evaluation(Protocol):
+    """A measurement that the loop repeats: before the first step, every so many steps, and after the last step.
+
+    Attributes:
+      name: of the file RUN/NAME.jsonl, which gets a line for each measurement, and of its section in TensorBoard.
+      every: number of steps between measurements; 0 measures only before the first and after the last step.
+    """
+
+    name: str
+    every: int
+
+    def prepare(self, objective: Objective, builder: StepBuilder) -> None:
+        """Compiles what `run` needs; called by all processes before the first step. The time counts as compile time."""
+
+    def run(self, params: Params, step: int) -> dict[str, float]:
+        """Measures the parameters after `step` finished steps; called by all processes.
+
+        Returns:
+          Metrics by name; {} if there is nothing to measure, and then no line is written.
+        """
+
+
+class HeldOutLoss:
+    """The loss over all held-out data: the mean weighted by every target, not a mean of batches. Also that of each source."""
+
+    name = "held_out"
+
+    def __init__(self, every: int = 0) -> None:
+        self.every = every
+
+    def prepare(self, objective: Objective, builder: StepBuilder) -> None:
+        """Compiles the evaluation step if there are held-out data."""
+        self._objective = objective
+        self._sums = builder.lower_evaluate().compile() if objective.has_held_out else None
+
+    def run(self, params: Params, step: int) -> dict[str, float]:
+        """Returns the loss, the sum of its weights, and the loss of each source that has any weight."""
+        if self._sums is None:
+            return {}
+        batches = (self._objective.to_device(batch) for batch in self._objective.held_out())
+        batch_sums = [jax.tree.map(lambda x: np.asarray(x, np.float64), self._sums(params, batch)) for batch in batches]
+        sums: LossSums = jax.tree.map(lambda *parts: sum(parts), *batch_sums)
+        if not sums.weight:
+            return {}
+        totals, weights = sums.by_source
+        return {f"held_out_{self._objective.loss_name}": float(sums.total / sums.weight),
+                f"held_out_{self._objective.weight_name}": float(sums.weight),
+                **{f"held_out_{BY_SOURCE}{name}": float(totals[i] / weights[i])
+                   for i, name in enumerate(self._objective.sources) if weights[i]}}
