@@ -4,7 +4,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import numpy as np
@@ -14,10 +14,12 @@ from jaxtyping import Int
 from model.attention import Mask
 from model.config import LlamaConfig
 from model.loss import LossSums
-from model.sharding import Parameter
+from model.sharding import OnHost, Parameter
 
 Params = dict[str, jax.Array]
 """Parameters by name, float32."""
+LossParams = dict[str, jax.Array | OnHost]
+"""Parameters by name as the loss takes them: those in the host's memory may come with a placeholder for their gradient."""
 HostBatch = Mapping[str, np.ndarray]
 """The part of a batch that one process reads, by array name."""
 DeviceBatch = dict[str, jax.Array]
@@ -88,7 +90,7 @@ class Objective(abc.ABC):
     origin: str
 
     @abc.abstractmethod
-    def loss(self, params: Mapping[str, Any], batch: DeviceBatch) -> LossSums:
+    def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:
         """Computes the loss of a global batch, whose `total` is differentiated with respect to `params`.
 
         Returns:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,7 +23,7 @@ from model.memory.options import MemoryConfig
 from model.sharding import OnHost
 
 from .config.schema import OptimizerConfig, RunConfig, TrainConfig
-from .objective import AbstractBatch, DeviceBatch, Params, TrainableModel
+from .objective import AbstractBatch, DeviceBatch, LossParams, Params, TrainableModel
 from .optimizer import abstract_state, clipping, learning_rate, make_optimizer, split_trainable
 from .streaming import in_host_memory, keep_unless_finite, streamed_update
 
@@ -59,7 +59,7 @@ class StepBuilder:
     """
 
     model: TrainableModel
-    loss: Callable[[Mapping[str, Any], DeviceBatch], LossSums]
+    loss: Callable[[LossParams, DeviceBatch], LossSums]
     abstract_batch: AbstractBatch
     optimizer_config: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     train_config: TrainConfig = dataclasses.field(default_factory=TrainConfig)

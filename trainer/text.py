@@ -5,9 +5,9 @@ import dataclasses
 import functools
 import itertools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import TypedDict, cast
 
 import jax
 import numpy as np
@@ -30,7 +30,7 @@ from .config import load as configuration
 from .config.schema import RunConfig
 from .mesh import batch_sharding, part_here, place_batch, wanted
 from .model_source import chat_templates, choose_model, for_templates
-from .objective import DeviceBatch, HostBatch, Objective, Params
+from .objective import DeviceBatch, HostBatch, LossParams, Objective, Params
 from .run.cluster import first_then_others
 
 
@@ -139,7 +139,7 @@ class TextObjective(Objective):
         indices, self.order = wanted(self.part, layout)
         self._local: _LocalPart = {"rows": self.part.rows.tolist(), "indices": indices}
 
-    def loss(self, params: Mapping[str, Any], batch: DeviceBatch) -> LossSums:
+    def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:
         """Returns the sums of the cross-entropy in nats over the targets and of their weights; see `Llama.loss`."""
         return self.model.loss(params, batch, sources=len(self.sources))
 
