@@ -26,7 +26,7 @@ class TokenCoords(NamedTuple):
       start: `index` of the first token of the token's document (`document_starts`); only global tokens need it, else None.
     """
 
-    index: Int[Array, "B T"]
+    index: Int[Array, "B T"]  # type: ignore[assignment]  # hides tuple.index, which nobody calls
     segment_ids: Int[Array, "B T"]
     start: Int[Array, "B T"] | None = None
 
@@ -73,11 +73,16 @@ class Mask:
         return min(shards - 1, -(-(self.window - 1) // tokens))
 
 
-def check_starts(starts: jax.Array | None, mask: Mask) -> None:
-    """ValueError if the mask has global tokens and the starts of the keys' documents are not known (None)."""
-    if mask.global_tokens and starts is None:
+def check_starts(starts: jax.Array | None, mask: Mask) -> jax.Array:
+    """`starts`, or whatever is computed from the starts of the keys' documents, which global tokens need.
+
+    Raises:
+      ValueError: it is None.
+    """
+    if starts is None:
         raise ValueError(f"coords.start: missing, and Mask.global_tokens = {mask.global_tokens} needs it; "
                          "document_starts(index, segment_ids) of whole rows gives it")
+    return starts
 
 
 def visible(q: TokenCoords, kv: TokenCoords, mask: Mask) -> Bool[Array, "B Tq Tk"]:
@@ -90,8 +95,8 @@ def visible(q: TokenCoords, kv: TokenCoords, mask: Mask) -> Bool[Array, "B Tq Tk
     if mask.window is not None:
         near = jnp.abs(q_index - kv_index) < mask.window
         if mask.global_tokens:
-            check_starts(kv.start, mask)
-            near |= (q_index >= kv_index) & ((kv.index - kv.start)[:, None, :] < mask.global_tokens)
+            starts = check_starts(kv.start, mask)
+            near |= (q_index >= kv_index) & ((kv.index - starts)[:, None, :] < mask.global_tokens)
         seen &= near
     return seen
 
@@ -147,8 +152,7 @@ def tile_kind(q: TileBounds, kv: TileBounds, mask: Mask) -> jax.Array:
         earlier = jnp.where(empty, 0, kv.index_min - q.index_max)
         far = later >= mask.window
         if mask.global_tokens:
-            check_starts(kv.offset_min, mask)
-            far &= kv.offset_min >= mask.global_tokens
+            far &= check_starts(kv.offset_min, mask) >= mask.global_tokens
         skip |= far | (earlier >= mask.window)
         full &= (q.index_max - kv.index_min < mask.window) & (kv.index_max - q.index_min < mask.window)
     return jnp.where(skip, SKIP, jnp.where(full, FULL, MASKED)).astype(jnp.int32)

@@ -127,7 +127,8 @@ def attend(op: AttentionOp, queries: Queries, keys: Keys) -> AttentionPartial:
     Raises:
       ValueError: global tokens without the starts of the keys' documents.
     """
-    check_starts(keys.coords.start, op.mask)
+    if op.mask.global_tokens:
+        check_starts(keys.coords.start, op.mask)
     return AttentionPartial(*_attend(op, queries.q, keys.k, keys.v, queries.coords, keys.coords))
 
 

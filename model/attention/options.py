@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from .names import ACCELERATOR_KERNELS, KERNELS, LAYOUTS, SCHEDULES
 
 if TYPE_CHECKING:
-    KernelName = LayoutName = str
+    KernelName = str
+    LayoutName = str
 else:  # what the command line accepts and lists
     KernelName, LayoutName = Literal[KERNELS], Literal[LAYOUTS]
 

@@ -79,7 +79,7 @@ def get_kernel(name: str = "auto", *, query_tile: int = 0, key_tile: int = 0) ->
     Raises:
       ValueError: an unknown name.
     """
-    tiles = {option: size for option, size in (("query_tile", query_tile), ("key_tile", key_tile)) if size}
+    tiles: dict[str, Any] = {option: size for option, size in (("query_tile", query_tile), ("key_tile", key_tile)) if size}
     if name == "reference":
         return ReferenceKernel()
     if name == "xla":

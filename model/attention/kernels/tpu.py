@@ -1,4 +1,4 @@
-"""The TPU kernel: Pallas (Mosaic), skipping hidden tiles before they are fetched. Files tpu_*.py hold its parts."""
+"""The TPU kernel, in Pallas (Mosaic): hidden tiles are not even fetched. The files tpu_*.py have its parts."""
 from __future__ import annotations
 
 import dataclasses
@@ -16,13 +16,12 @@ from .tpu_tiles import LANES, fitting
 
 @dataclasses.dataclass(frozen=True)
 class TpuKernel(Kernel):
-    """The kernel with the tile sizes to aim at. On a mesh of v3, whose matrix units take no bfloat16 from a kernel, tiles are
-    made float32 before they are multiplied.
+    """FlashAttention-2 in tiles. On v3, whose matrix units take no bfloat16 from a kernel, tiles are cast to float32 first.
 
     Attributes:
-      query_tile, key_tile: tokens; rounded to multiples of 128, and less where VMEM asks for it. Lengths that they do not
-        divide are padded inside with tokens of no document.
-      interpret: False on a TPU; True or `pltpu.InterpretParams()` runs the same kernel anywhere, slowly: for tests.
+      query_tile, key_tile: tokens to aim at; rounded to multiples of 128, and reduced until the tiles fit into VMEM. Lengths
+        that they do not divide are padded with tokens of no document.
+      interpret: False on a TPU; True or `pltpu.InterpretParams()` runs the same kernel anywhere, slowly, for tests.
     """
 
     query_tile: int = 1024
@@ -60,11 +59,11 @@ class TpuKernel(Kernel):
     def _options(self, q, kv, mask, scale):
         if mask.global_tokens:
             raise ValueError(f"kernel: 'tpu' does not serve Mask.global_tokens = {mask.global_tokens}; 'auto' and 'xla' do")
-        wide = getattr(jax.sharding.get_abstract_mesh().abstract_device, "device_kind", "") == "TPU v3"
-        query_tile, key_tile = fitting(self.query_tile, self.key_tile, q.shape[3], 4 if wide else q.dtype.itemsize)
+        float32_operands = getattr(jax.sharding.get_abstract_mesh().abstract_device, "device_kind", "") == "TPU v3"
+        query_tile, key_tile = fitting(self.query_tile, self.key_tile, q.shape[3], 4 if float32_operands else q.dtype.itemsize)
         q_tile, kv_tile = tile_size(q.shape[1], query_tile, LANES), tile_size(kv[0].shape[1], key_tile, LANES)
         return q_tile, kv_tile, {"mask": mask, "scale": scale, "interpret": self.interpret, "query_tile": q_tile,
-                                 "key_tile": kv_tile, "wide": wide}
+                                 "key_tile": kv_tile, "float32_operands": float32_operands}
 
 
 def _kv(keys: Keys | StackedKeys):
@@ -73,7 +72,7 @@ def _kv(keys: Keys | StackedKeys):
 
 
 def _heads_first(x, tile: int):
-    """[..., T, H, D] -> [..., H, T, D], T filled up to whole tiles. The compiler lays x out so that nothing moves."""
+    """[..., T, H, D] -> [..., H, T, D], padded to whole tiles. The compiler chooses a layout of x in which nothing moves."""
     return pad(x.swapaxes(-3, -2), tile, -2)
 
 
@@ -86,5 +85,5 @@ def _keys(kv, tile: int):
 
 
 def _coords(coords: TokenCoords, tile: int) -> TokenCoords:
-    """Filled up to whole tiles, without the documents' starts: those are for global tokens."""
+    """Coordinates padded to whole tiles, without the documents' starts, which only global tokens need."""
     return padded(TokenCoords(*coords[:2]), tile)

@@ -1,4 +1,9 @@
-"""What the TPU kernels share: how large tiles are, which of them are met, and the mask of one tile."""
+"""What the TPU kernels share: tile sizes, the ranges of tiles that are computed, and the mask of one tile.
+
+A kernel's grid has one program for each batch row, head, tile that it writes, and step through the tiles that it reads. Which
+tile a step reads is looked up in tables that are prefetched into scalar memory (scalar prefetch), where the index maps, which
+tell the hardware what to fetch before a program runs, can read them. So a tile outside a range is neither fetched nor computed.
+"""
 from __future__ import annotations
 
 import math
@@ -9,21 +14,22 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Int
 
 from ..coords import SKIP, Mask, TileBounds, TokenCoords, tile_bounds, tile_kind
 
 LANES = 128
-# Finite, so that a row that has seen nothing does not make NaN of -inf - -inf; hidden scores themselves are -inf.
+# Instead of -inf as the largest score of a row that has seen no key: -inf - -inf is NaN. Hidden scores themselves are -inf.
 LOWEST = -1e30
 # Of the 16 MiB that the compiler gives a kernel on every generation; the rest is for coordinates.
 VMEM = 15 * 2**20
 
 
 def fitting(query_tile: int, key_tile: int, head_dim: int, itemsize: int) -> tuple[int, int]:
-    """These tiles, or smaller ones that fit into VMEM.
+    """These tile sizes, or smaller ones that fit into VMEM.
 
-    Counted as the hungriest of the three kernels needs it: q, dout, k and v and two float32 results or carries, each twice (one
-    is moved while the other is used), the query tile's statistics, and two tiles of scores.
+    Counted for the kernel that needs most: q, dout, k, v and two float32 results or carries, each twice (one copy is moved
+    while the other is used), the statistics of the query tile, and two tiles of scores.
     """
     head_dim = -(-head_dim // LANES) * LANES
 
@@ -39,81 +45,90 @@ def fitting(query_tile: int, key_tile: int, head_dim: int, itemsize: int) -> tup
     return query_tile, key_tile
 
 
-class Meetings(NamedTuple):
-    """Which tiles a tile meets, int32, prefetched into scalar memory. "Own" tiles are the ones a program writes (queries in
-    the forward and dq kernels, keys in dkv), the "other" ones those that it runs through.
+class TileRanges(NamedTuple):
+    """For each tile that a kernel writes ("own": of queries in the forward and dq kernels, of keys in dkv) the range of tiles
+    that it reads ("other"), with the bounds of all tiles: the tables of the scalar prefetch, int32.
 
-    Two flat tables, because scalar memory is small (16 KiB on v3) and pads rows to pairs.
+    There are two flat tables, because scalar memory is small (16 KiB on v3) and pads rows to pairs.
 
     Attributes:
-      own: [7 B, n], rows by field and batch: the bounds of `TileBounds`, then the first of the other tiles that an own tile
-        needs and the length of the range up to the last one, 0 where it needs none.
+      own: [7 B, n], rows by field and batch row: the five bounds of `TileBounds`, then the first other tile of the range and
+        the length of the range, 0 if no other tile is needed.
       other: [5 B, m], the bounds alone.
     """
 
-    own: jax.Array
-    other: jax.Array
+    own: Int[Array, "7*B n"]
+    other: Int[Array, "5*B m"]
 
     @classmethod
-    def of(cls, own: TokenCoords, other: TokenCoords, own_tile: int, other_tile: int, mask: Mask, own_are_keys: bool):
-        """The meetings, and the longest range of any own tile (at least 1): how far the grid has to go."""
-        own, other = tile_bounds(own, own_tile), tile_bounds(other, other_tile)
-        pair = [jax.tree.map(lambda x: x[:, :, None], own), jax.tree.map(lambda x: x[:, None, :], other)]
-        needed = tile_kind(*(pair[::-1] if own_are_keys else pair), mask) != SKIP
+    def create(cls, own: TokenCoords, other: TokenCoords, own_tile: int, other_tile: int, mask: Mask,
+               own_are_keys: bool) -> tuple[TileRanges, jax.Array]:
+        """The ranges, and the length of the longest one (at least 1), which is the number of steps of the grid."""
+        own_bounds, other_bounds = tile_bounds(own, own_tile), tile_bounds(other, other_tile)
+        pair = [jax.tree.map(lambda x: x[:, :, None], own_bounds), jax.tree.map(lambda x: x[:, None, :], other_bounds)]
+        queries, keys = pair[::-1] if own_are_keys else pair
+        needed = tile_kind(queries, keys, mask) != SKIP
         first = jnp.argmax(needed, -1).astype(jnp.int32)
         last = needed.shape[-1] - 1 - jnp.argmax(needed[..., ::-1], -1).astype(jnp.int32)
         count = jnp.where(needed.any(-1), last - first + 1, 0)
-        own, other = [*jax.tree.leaves(own), first, count], jax.tree.leaves(other)
-        return cls(jnp.concatenate(own), jnp.concatenate(other)), jnp.maximum(count.max(), 1)
+        own_table = jnp.concatenate([*jax.tree.leaves(own_bounds), first, count])
+        return cls(own_table, jnp.concatenate(jax.tree.leaves(other_bounds))), jnp.maximum(count.max(), 1)
 
     def _range(self, row, own):
         fields, batch = self.other.shape[0], (self.own.shape[0] - self.other.shape[0]) // 2
         return self.own[fields + row, own], self.own[fields + batch + row, own]
 
     def tile(self, row, own, step):
-        """The other tile of a step: steps past the range stay on its last tile, so that nothing more is fetched."""
+        """The other tile of a step. Steps past the range stay on its last tile, so that nothing more is fetched."""
         first, count = self._range(row, own)
         return first + jnp.minimum(step, jnp.maximum(count - 1, 0))
 
     def kind(self, row, own, step, mask: Mask, own_are_keys: bool):
-        """SKIP, FULL or MASKED, and SKIP past the range: int32 scalar."""
+        """The kind of the step's pair of tiles, an int32 scalar; SKIP past the range."""
         batch = (self.own.shape[0] - self.other.shape[0]) // 2
-        here, there = (TileBounds(*(bounds[first + row, tile] for first in range(0, self.other.shape[0], batch)))
-                       for bounds, tile in ((self.own, own), (self.other, self.tile(row, own, step))))
-        kind = tile_kind(*((there, here) if own_are_keys else (here, there)), mask)
+        own_bounds, other_bounds = (
+            TileBounds(*(table[first + row, tile] for first in range(0, self.other.shape[0], batch)))
+            for table, tile in ((self.own, own), (self.other, self.tile(row, own, step))))
+        queries, keys = (other_bounds, own_bounds) if own_are_keys else (own_bounds, other_bounds)
+        kind = tile_kind(queries, keys, mask)
         return jnp.where(step < self._range(row, own)[1], kind, SKIP)
 
 
-def coordinate_rows(coords: TokenCoords) -> jax.Array:
-    """Coordinates as a kernel reads them, tokens along the lanes: int32 [B, 2, T]."""
+def coordinate_rows(coords: TokenCoords) -> Int[Array, "B 2 T"]:
+    """Index and segment of each token as a kernel reads them, with the tokens along the lanes."""
     return jnp.stack([coords.index, coords.segment_ids], 1)
 
 
-def key_operands(kv, tile: int, at) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
-    """K and V as a kernel's operands, tiles [tile, D] at the index map `at` of [B, Hkv, T, D].
+def key_operands(kv, tile: int, index_map) -> tuple[list[jax.Array], list[pl.BlockSpec]]:
+    """K and V as operands of a kernel, in tiles [tile, D].
 
-    kv: a pair, or both stacked [2, B, Hkv, T, D] as they travel: passed twice, never sliced (a copy).
+    Args:
+      kv: a pair of [B, Hkv, T, D], or both stacked [2, B, Hkv, T, D] as they travel. The stack is passed twice and each operand
+        reads its half, because slicing it would copy.
+      index_map: grid indices -> the tile of [B, Hkv, T, D].
     """
     if isinstance(kv, tuple):
-        return list(kv), [pl.BlockSpec((None, None, tile, kv[0].shape[-1]), at)] * 2
+        return list(kv), [pl.BlockSpec((None, None, tile, kv[0].shape[-1]), index_map)] * 2
 
-    def of(place):
-        return pl.BlockSpec((None, None, None, tile, kv.shape[-1]), lambda *step: (place, *at(*step)))
+    def half(number):
+        return pl.BlockSpec((None, None, None, tile, kv.shape[-1]), lambda *step: (number, *index_map(*step)))
 
-    return [kv, kv], [of(0), of(1)]
+    return [kv, kv], [half(0), half(1)]
 
 
-class ByQueryTile(NamedTuple):
-    """The grid and the blocks of a kernel that writes query tiles and runs through the key tiles that each of them meets.
+class QueryTileGrid(NamedTuple):
+    """The grid and the blocks of a kernel that writes tiles of queries and steps through the tiles of keys that they see.
 
     Attributes:
-      meetings, steps: see `Meetings.of`; grid: (B, Hq, query tiles, steps).
-      queries, statistics, query_rows, key_rows: blocks of [B, Hq, Tq, D], [B, Hq, 1, Tq] and of coordinates [B, 2, T].
-      keys, key_specs: see `key_operands`; a query head finds its key head by their index map.
+      ranges: the scalar prefetch.
+      grid: (B, Hq, query tiles, steps).
+      queries, statistics: blocks of [B, Hq, Tq, D] and of [B, Hq, 1, Tq].
+      query_rows, key_rows: blocks of the coordinates [B, 2, T].
+      keys, key_specs: of `key_operands`; the index map takes each query head to its key head.
       scratch: two float32 and two int32 columns for the rows of a query tile.
     """
 
-    meetings: Meetings
+    ranges: TileRanges
     grid: tuple
     queries: pl.BlockSpec
     statistics: pl.BlockSpec
@@ -124,43 +139,44 @@ class ByQueryTile(NamedTuple):
     scratch: list
 
     @classmethod
-    def of(cls, q, kv, q_coords: TokenCoords, kv_coords: TokenCoords, query_tile: int, key_tile: int, mask: Mask):
-        """q [B, Hq, Tq, D]; kv two of [B, Hkv, Tk, D] or their stack; lengths are multiples of the tiles."""
+    def create(cls, q, kv, q_coords: TokenCoords, kv_coords: TokenCoords, query_tile: int, key_tile: int,
+               mask: Mask) -> QueryTileGrid:
+        """For q [B, Hq, Tq, D] and kv two of [B, Hkv, Tk, D] or their stack; the tiles divide the lengths."""
         batch, heads, length, head_dim = q.shape
         group = heads // kv[0].shape[1]
-        meetings, steps = Meetings.of(q_coords, kv_coords, query_tile, key_tile, mask, False)
+        ranges, steps = TileRanges.create(q_coords, kv_coords, query_tile, key_tile, mask, False)
 
-        def key_at(b, h, i, step, *refs):
-            return b, lax.div(h, jnp.int32(group)), Meetings(*refs).tile(b, i, step), 0
+        def key_index(b, h, i, step, *refs):
+            return b, lax.div(h, jnp.int32(group)), TileRanges(*refs).tile(b, i, step), 0
 
-        def key_row_at(b, h, i, step, *refs):
-            return b, 0, Meetings(*refs).tile(b, i, step)
+        def key_row_index(b, h, i, step, *refs):
+            return b, 0, TileRanges(*refs).tile(b, i, step)
 
         def columns(dtype):
             return [pltpu.VMEM((query_tile, LANES), dtype)] * 2
 
         return cls(
-            meetings, (batch, heads, length // query_tile, steps),
+            ranges, (batch, heads, length // query_tile, steps),
             pl.BlockSpec((None, None, query_tile, head_dim), lambda b, h, i, step, *_: (b, h, i, 0)),
             pl.BlockSpec((None, None, 1, query_tile), lambda b, h, i, step, *_: (b, h, 0, i)),
             pl.BlockSpec((None, 2, query_tile), lambda b, h, i, step, *_: (b, 0, i)),
-            pl.BlockSpec((None, 2, key_tile), key_row_at),
-            *key_operands(kv, key_tile, key_at), columns(jnp.float32) + columns(jnp.int32))
+            pl.BlockSpec((None, 2, key_tile), key_row_index),
+            *key_operands(kv, key_tile, key_index), columns(jnp.float32) + columns(jnp.int32))
 
 
 def column(row: jax.Array) -> jax.Array:
-    """[1, n] along the lanes -> [n, 128]: the same values along the sublanes, repeated over all lanes."""
+    """A row [1, n] as [n, 128]: the values along the sublanes, each repeated over all lanes."""
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
 def spread(statistics: jax.Array, width: int) -> jax.Array:
-    """[n, 128], each row one value -> [n, width] or what broadcasts to it."""
+    """Columns [n, 128] of `column` as [n, width], or as [n, 1], which broadcasts to it."""
     repeats, rest = divmod(width, LANES)
     return statistics[:, :1] if rest else jnp.tile(statistics, (1, repeats))
 
 
 def seen(q: tuple, kv: tuple, mask: Mask) -> jax.Array:
-    """`coords.visible` for one tile, from (index, segment) of queries and keys that broadcast against each other."""
+    """`coords.visible` of one tile, from (index, segment) of queries and of keys that broadcast against each other."""
     (q_index, q_segment), (kv_index, kv_segment) = q, kv
     visible = (q_segment == kv_segment) & (q_segment > 0)
     if mask.causal:
@@ -170,19 +186,19 @@ def seen(q: tuple, kv: tuple, mask: Mask) -> jax.Array:
     return visible
 
 
-def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, wide: bool) -> jax.Array:
-    """Matrix product over these axes of two matrices, accumulated in float32; wide: from float32 operands."""
-    a, b = (x.astype(jnp.float32) for x in (a, b)) if wide else (a, b)
+def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, float32_operands: bool) -> jax.Array:
+    """The product of two matrices over these axes, accumulated in float32; the operands are cast to float32 first if asked."""
+    a, b = (x.astype(jnp.float32) for x in (a, b)) if float32_operands else (a, b)
     return lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def cost(products: int, q_shape, kv_length: int, mask: Mask, bytes_accessed: int):
-    """What the compiler's scheduler is told, so that it hides transfers behind the kernel: causal work counts half."""
+    """The estimate from which the compiler's scheduler decides what to hide behind the kernel; causal work counts half."""
     batch, heads, length, head_dim = q_shape
     pairs = batch * heads * length * kv_length // (2 if mask.causal else 1)
     return pl.CostEstimate(flops=2 * products * pairs * head_dim, transcendentals=pairs, bytes_accessed=bytes_accessed)
 
 
 def nbytes(*arrays) -> int:
-    """Bytes of these arrays (or shapes)."""
+    """The bytes of these arrays or shapes."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)

@@ -37,6 +37,7 @@ from ..coords import Mask
 from ..kernels.kernel import Kernel
 from ..partial import AttentionPartial
 from . import plan
+from .plan import Block
 from .ranks import Ranks
 from .ring_pass import add
 from .schedule import Context, Schedule
@@ -103,7 +104,7 @@ class Balanced(Schedule):
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
         return plan.Plan(*(tuple(self._plan_rounds(size, block, mask, backward)) for backward in (False, True)))
 
-    def _plan_rounds(self, size: int, block: plan.Block, mask: Mask, backward: bool):
+    def _plan_rounds(self, size: int, block: Block, mask: Mask, backward: bool):
         to_helpers, returned = ("Q", block.queries), ("out, lse", block.out + block.statistics)
         if backward:
             to_helpers = ("Q, dout, lse, delta", 2 * block.queries + 2 * block.statistics)

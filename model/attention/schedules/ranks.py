@@ -68,7 +68,7 @@ class Ranks:
                 received = lax.ppermute(jnp.stack([arrays[number] for number in numbers]), self.axis, pairs)
                 for number, x in zip(numbers, received, strict=True):
                     arrays[number] = x
-        return structure.unflatten(arrays)
+        return jax.tree.unflatten(structure, arrays)
 
     def gather(self, tree, dimension: int):
         """All-gather over the line: every array of the tree, concatenated along `dimension`."""

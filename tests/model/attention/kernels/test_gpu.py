@@ -5,7 +5,7 @@ import pytest
 
 from model.attention import TokenCoords
 from model.attention.coords import FULL, MASKED, SKIP, tile_bounds, tile_kind
-from model.attention.kernels.gpu import GpuKernel, _runs
+from model.attention.kernels.gpu import GpuKernel, _tile_ranges
 
 from .test_tpu import EVERYTHING, MASKS, check_case, check_nothing_to_see, documents
 
@@ -35,7 +35,7 @@ def test_runs_hold_what_is_needed_and_mask_what_is_not_full(mask, transpose):
     """No needed tile lies outside, and no tile that needs a mask lies where none is made: against the rule, tile by tile."""
     coords = TokenCoords(*documents("packed", 2, 500))
     bounds = tile_bounds(coords, 20)
-    runs = np.asarray(_runs(bounds, bounds, mask, transpose))
+    runs = np.asarray(_tile_ranges(bounds, bounds, mask, transpose))
     queries, keys = (jax.tree.map(lambda x, axis=axis: np.expand_dims(x, axis), bounds) for axis in (2, 1))
     kinds = np.asarray(tile_kind(queries, keys, mask))
     for row, tile in np.ndindex(2, 25):
@@ -49,4 +49,4 @@ def test_runs_hold_what_is_needed_and_mask_what_is_not_full(mask, transpose):
 
 
 def test_tiles_are_powers_of_two():
-    assert (Gpu(1024, 100).query_tile, Gpu(1024, 100).key_tile, Gpu(7, 24).query_tile, Gpu(7, 24).key_tile) == (128, 64, 16, 16)
+    assert (GpuKernel(1024, 100).query_tile, GpuKernel(1024, 100).key_tile, GpuKernel(7, 24).query_tile, GpuKernel(7, 24).key_tile) == (128, 64, 16, 16)
