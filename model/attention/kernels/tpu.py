@@ -11,7 +11,7 @@ from ..partial import AttentionPartial
 from . import tpu_backward, tpu_forward
 from .kernel import Kernel
 from .padding import pad, padded, tile_size
-from .tpu_tiles import LANES, fitting
+from .tpu_tiles import LANES, TileOptions, fitting
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,31 +39,33 @@ class TpuKernel(Kernel):
                scale: float) -> AttentionPartial:
         """As of Kernel; the result takes the carry's memory."""
         q, kv = queries.q, _kv(keys)
-        q_tile, kv_tile, options = self._options(q, kv, mask, scale)
+        options = self._options(q, kv, mask, scale)
+        q_tile, kv_tile = options.query_tile, options.key_tile
         if carry is not None:
             carry = AttentionPartial(_heads_first(carry.out, q_tile), pad(carry.lse, q_tile, 2, float("-inf")))
         out, lse = tpu_forward.forward(carry, _heads_first(q, q_tile), _keys(kv, kv_tile), _coords(queries.coords, q_tile),
-                                       _coords(keys.coords, kv_tile), **options)
+                                       _coords(keys.coords, kv_tile), options)
         return AttentionPartial(_heads_last(out, q.shape[1]), lse[:, :, :q.shape[1]])
 
     def gradients(self, carry, queries: Queries, keys: Keys | StackedKeys, saved: Saved, *, mask: Mask, scale: float):
         """As of Kernel; dq takes the carry's memory."""
         q, kv, (dout, lse, delta) = queries.q, _kv(keys), saved
-        q_tile, kv_tile, options = self._options(q, kv, mask, scale)
-        block = (_heads_first(q, q_tile), _keys(kv, kv_tile), _heads_first(dout.astype(q.dtype), q_tile), pad(lse, q_tile, 2),
-                 pad(delta, q_tile, 2), _coords(queries.coords, q_tile), _coords(keys.coords, kv_tile))
-        dkv = tpu_backward.dkv(*block, **options)
-        dq = tpu_backward.dq(None if carry is None else _heads_first(carry, q_tile), *block, **options)
+        options = self._options(q, kv, mask, scale)
+        q_tile, kv_tile = options.query_tile, options.key_tile
+        q_first, kv_first = _heads_first(q, q_tile), _keys(kv, kv_tile)
+        saved = Saved(_heads_first(dout.astype(q.dtype), q_tile), pad(lse, q_tile, 2), pad(delta, q_tile, 2))
+        block = (q_first, kv_first, saved, _coords(queries.coords, q_tile), _coords(keys.coords, kv_tile), options)
+        dkv = tpu_backward.dkv(*block)
+        dq = tpu_backward.dq(None if carry is None else _heads_first(carry, q_tile), *block)
         return _heads_last(dq, q.shape[1]), _heads_last(dkv, kv[0].shape[1])
 
-    def _options(self, q, kv, mask, scale):
+    def _options(self, q, kv, mask: Mask, scale: float) -> TileOptions:
         if mask.global_tokens:
             raise ValueError(f"kernel: 'tpu' does not serve Mask.global_tokens = {mask.global_tokens}; 'auto' and 'xla' do")
         float32_operands = getattr(jax.sharding.get_abstract_mesh().abstract_device, "device_kind", "") == "TPU v3"
         query_tile, key_tile = fitting(self.query_tile, self.key_tile, q.shape[3], 4 if float32_operands else q.dtype.itemsize)
         q_tile, kv_tile = tile_size(q.shape[1], query_tile, LANES), tile_size(kv[0].shape[1], key_tile, LANES)
-        return q_tile, kv_tile, {"mask": mask, "scale": scale, "interpret": self.interpret, "query_tile": q_tile,
-                                 "key_tile": kv_tile, "float32_operands": float32_operands}
+        return TileOptions(mask, scale, q_tile, kv_tile, float32_operands, self.interpret)
 
 
 def _kv(keys: Keys | StackedKeys):

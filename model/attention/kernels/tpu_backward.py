@@ -9,10 +9,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
+from ..blocks import Saved
 from ..coords import FULL, MASKED, Mask, TokenCoords
 from .tpu_tiles import (
     LANES,
     QueryTileGrid,
+    TileOptions,
     TileRanges,
     column,
     coordinate_rows,
@@ -95,22 +97,21 @@ def _dkv_kernel(*refs, mask: Mask, scale: float, float32_operands: bool):
         dkv_ref[0] *= scale
 
 
-def dq(carry, q, kv, dout, lse, delta, q_coords: TokenCoords, kv_coords: TokenCoords, *, mask: Mask, scale: float,
-       query_tile: int, key_tile: int, float32_operands=False, interpret=False) -> jax.Array:
+def dq(carry, q, kv, saved: Saved, q_coords: TokenCoords, kv_coords: TokenCoords, options: TileOptions) -> jax.Array:
     """The gradient of q in float32, [B, Hq, Tq, D], added to `carry`, whose memory it takes.
 
     Args:
-      q, dout: [B, Hq, Tq, D]; kv: two of [B, Hkv, Tk, D], or their stack. The tiles divide the lengths.
-      lse, delta: [B, Hq, Tq].
-      float32_operands: tiles are cast to float32 before they are multiplied.
+      q: [B, Hq, Tq, D]; kv: two of [B, Hkv, Tk, D], or their stack. The tiles divide the lengths.
+      saved: dout [B, Hq, Tq, D], lse and delta [B, Hq, Tq].
     """
-    tiles = QueryTileGrid.create(q, kv, q_coords, kv_coords, query_tile, key_tile, mask)
+    dout, lse, delta = saved
+    tiles = QueryTileGrid.create(q, kv, q_coords, kv_coords, options)
     before = () if carry is None else (carry,)
     inputs = (*tiles.ranges, q, *tiles.keys, dout, lse[:, :, None], delta[:, :, None], coordinate_rows(q_coords),
               coordinate_rows(kv_coords), *before)
     result = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     return pl.pallas_call(
-        functools.partial(_dq_kernel, mask=mask, scale=scale, carried=carry is not None, float32_operands=float32_operands),
+        functools.partial(_dq_kernel, carried=carry is not None, **options.scores),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(tiles.ranges),
             grid=tiles.grid,
@@ -122,21 +123,21 @@ def dq(carry, q, kv, dout, lse, delta, q_coords: TokenCoords, kv_coords: TokenCo
         out_shape=result,
         input_output_aliases={len(inputs) - 1: 0} if before else {},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
-        cost_estimate=cost(3, q.shape, kv[0].shape[2], mask, nbytes(q, *kv, dout, lse, delta, *before, result)),
-        interpret=interpret,
+        cost_estimate=cost(3, q.shape, kv[0].shape[2], options.mask, nbytes(q, *kv, dout, lse, delta, *before, result)),
+        interpret=options.interpret,
         name="attention_dq",
     )(*inputs)
 
 
-def dkv(q, kv, dout, lse, delta, q_coords: TokenCoords, kv_coords: TokenCoords, *, mask: Mask, scale: float,
-        query_tile: int, key_tile: int, float32_operands=False, interpret=False) -> jax.Array:
+def dkv(q, kv, saved: Saved, q_coords: TokenCoords, kv_coords: TokenCoords, options: TileOptions) -> jax.Array:
     """The gradients of k and v in float32, stacked, [2, B, Hkv, Tk, D], summed over the query heads that share a key head.
 
     The grid is (batch row, key head, key tile, query head of the group, step). Arguments as of `dq`.
     """
+    (dout, lse, delta), query_tile, key_tile = saved, options.query_tile, options.key_tile
     batch, kv_heads, kv_length, head_dim = kv[0].shape
     group = q.shape[1] // kv_heads
-    ranges, steps = TileRanges.create(kv_coords, q_coords, key_tile, query_tile, mask, True)
+    ranges, steps = TileRanges.create(kv_coords, q_coords, key_tile, query_tile, options.mask, True)
 
     def query_index(b, h, j, member, step, *refs):
         return b, h * group + member, TileRanges(*refs).tile(b, j, step), 0
@@ -152,7 +153,7 @@ def dkv(q, kv, dout, lse, delta, q_coords: TokenCoords, kv_coords: TokenCoords, 
     keys, key_specs = key_operands(kv, key_tile, lambda b, h, j, *_: (b, h, j, 0))
     result = jax.ShapeDtypeStruct((2, *kv[0].shape), jnp.float32)
     return pl.pallas_call(
-        functools.partial(_dkv_kernel, mask=mask, scale=scale, float32_operands=float32_operands),
+        functools.partial(_dkv_kernel, **options.scores),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(ranges),
             grid=(batch, kv_heads, kv_length // key_tile, group, steps),
@@ -165,7 +166,7 @@ def dkv(q, kv, dout, lse, delta, q_coords: TokenCoords, kv_coords: TokenCoords, 
         out_shape=result,
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "parallel", "arbitrary", "arbitrary")),
-        cost_estimate=cost(4, q.shape, kv_length, mask, nbytes(q, *kv, dout, lse, delta, result)),
-        interpret=interpret,
+        cost_estimate=cost(4, q.shape, kv_length, options.mask, nbytes(q, *kv, dout, lse, delta, result)),
+        interpret=options.interpret,
         name="attention_dkv",
     )(*ranges, q, *keys, dout, lse[:, :, None], delta[:, :, None], coordinate_rows(q_coords), coordinate_rows(kv_coords))

@@ -14,7 +14,19 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..coords import FULL, MASKED, Mask, TokenCoords
 from ..partial import AttentionPartial
-from .tpu_tiles import LOWEST, QueryTileGrid, TileRanges, column, coordinate_rows, cost, nbytes, product, seen, spread
+from .tpu_tiles import (
+    LOWEST,
+    QueryTileGrid,
+    TileOptions,
+    TileRanges,
+    column,
+    coordinate_rows,
+    cost,
+    nbytes,
+    product,
+    seen,
+    spread,
+)
 
 
 def _kernel(*refs, mask: Mask, scale: float, carried: bool, float32_operands: bool):
@@ -64,23 +76,22 @@ def _kernel(*refs, mask: Mask, scale: float, carried: bool, float32_operands: bo
         lse_ref[...] = lse.T[0:1]
 
 
-def forward(carry: AttentionPartial | None, q, kv, q_coords: TokenCoords, kv_coords: TokenCoords, *, mask: Mask, scale: float,
-            query_tile: int, key_tile: int, float32_operands=False, interpret=False) -> AttentionPartial:
+def forward(carry: AttentionPartial | None, q, kv, q_coords: TokenCoords, kv_coords: TokenCoords,
+            options: TileOptions) -> AttentionPartial:
     """Attention of a block of queries over a block of keys, with heads before tokens.
 
     Args:
       carry: out [B, Hq, Tq, D] and lse [B, Hq, Tq] over earlier keys, with which the running softmax starts; the result takes
         its memory.
       q: [B, Hq, Tq, D]; kv: two of [B, Hkv, Tk, D], or their stack. The tiles divide the lengths.
-      float32_operands: tiles are cast to float32 before they are multiplied.
     """
     batch, heads, length, _ = q.shape
-    tiles = QueryTileGrid.create(q, kv, q_coords, kv_coords, query_tile, key_tile, mask)
+    tiles = QueryTileGrid.create(q, kv, q_coords, kv_coords, options)
     before = () if carry is None else (carry.out, carry.lse[:, :, None])
     results = (jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct((batch, heads, 1, length), jnp.float32))
     inputs = (*tiles.ranges, q, *tiles.keys, coordinate_rows(q_coords), coordinate_rows(kv_coords), *before)
     out, lse = pl.pallas_call(
-        functools.partial(_kernel, mask=mask, scale=scale, carried=carry is not None, float32_operands=float32_operands),
+        functools.partial(_kernel, carried=carry is not None, **options.scores),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(tiles.ranges),
             grid=tiles.grid,
@@ -92,8 +103,8 @@ def forward(carry: AttentionPartial | None, q, kv, q_coords: TokenCoords, kv_coo
         out_shape=results,
         input_output_aliases={len(inputs) - 2: 0, len(inputs) - 1: 1} if before else {},
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
-        cost_estimate=cost(2, q.shape, kv[0].shape[2], mask, nbytes(q, *kv, *before, *results)),
-        interpret=interpret,
+        cost_estimate=cost(2, q.shape, kv[0].shape[2], options.mask, nbytes(q, *kv, *before, *results)),
+        interpret=options.interpret,
         name="attention_forward",
     )(*inputs)
     return AttentionPartial(out, lse[:, :, 0])

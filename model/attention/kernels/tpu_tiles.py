@@ -6,8 +6,9 @@ tell the hardware what to fetch before a program runs, can read them. So a tile 
 """
 from __future__ import annotations
 
+import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,30 @@ def fitting(query_tile: int, key_tile: int, head_dim: int, itemsize: int) -> tup
         else:
             query_tile //= 2
     return query_tile, key_tile
+
+
+@dataclasses.dataclass(frozen=True)
+class TileOptions:
+    """What the kernels are compiled for.
+
+    Attributes:
+      mask, scale: as of Kernel.
+      query_tile, key_tile: tokens in a tile; they divide the (padded) lengths.
+      float32_operands: tiles are cast to float32 before they are multiplied.
+      interpret: as of TpuKernel.
+    """
+
+    mask: Mask
+    scale: float
+    query_tile: int
+    key_tile: int
+    float32_operands: bool = False
+    interpret: Any = False
+
+    @property
+    def scores(self) -> dict[str, Any]:
+        """The keyword arguments of a kernel's function."""
+        return {"mask": self.mask, "scale": self.scale, "float32_operands": self.float32_operands}
 
 
 class TileRanges(NamedTuple):
@@ -139,12 +164,11 @@ class QueryTileGrid(NamedTuple):
     scratch: list
 
     @classmethod
-    def create(cls, q, kv, q_coords: TokenCoords, kv_coords: TokenCoords, query_tile: int, key_tile: int,
-               mask: Mask) -> QueryTileGrid:
+    def create(cls, q, kv, q_coords: TokenCoords, kv_coords: TokenCoords, options: TileOptions) -> QueryTileGrid:
         """For q [B, Hq, Tq, D] and kv two of [B, Hkv, Tk, D] or their stack; the tiles divide the lengths."""
         batch, heads, length, head_dim = q.shape
-        group = heads // kv[0].shape[1]
-        ranges, steps = TileRanges.create(q_coords, kv_coords, query_tile, key_tile, mask, False)
+        group, query_tile, key_tile = heads // kv[0].shape[1], options.query_tile, options.key_tile
+        ranges, steps = TileRanges.create(q_coords, kv_coords, query_tile, key_tile, options.mask, False)
 
         def key_index(b, h, i, step, *refs):
             return b, lax.div(h, jnp.int32(group)), TileRanges(*refs).tile(b, i, step), 0

@@ -31,15 +31,15 @@ def test_rows_that_see_nothing():
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
 @pytest.mark.parametrize("transpose", [False, True])
-def test_runs_hold_what_is_needed_and_mask_what_is_not_full(mask, transpose):
-    """No needed tile lies outside, and no tile that needs a mask lies where none is made: against the rule, tile by tile."""
+def test_tile_ranges_have_the_needed_tiles_and_mask_those_that_are_not_full(mask, transpose):
+    """No needed tile lies outside the range, and none that needs a mask lies in its part without one; checked tile by tile."""
     coords = TokenCoords(*documents("packed", 2, 500))
     bounds = tile_bounds(coords, 20)
-    runs = np.asarray(_tile_ranges(bounds, bounds, mask, transpose))
+    ranges = np.asarray(_tile_ranges(bounds, bounds, mask, transpose))
     queries, keys = (jax.tree.map(lambda x, axis=axis: np.expand_dims(x, axis), bounds) for axis in (2, 1))
     kinds = np.asarray(tile_kind(queries, keys, mask))
     for row, tile in np.ndindex(2, 25):
-        first, first_full, last_full, last = runs[row, tile]
+        first, first_full, last_full, last = ranges[row, tile]
         kind = kinds[row, :, tile] if transpose else kinds[row, tile]
         assert (kind[:first] == SKIP).all() and (kind[last:] == SKIP).all()
         assert (kind[first_full:last_full] == FULL).all() and first <= first_full <= last_full <= last
@@ -49,4 +49,5 @@ def test_runs_hold_what_is_needed_and_mask_what_is_not_full(mask, transpose):
 
 
 def test_tiles_are_powers_of_two():
-    assert (GpuKernel(1024, 100).query_tile, GpuKernel(1024, 100).key_tile, GpuKernel(7, 24).query_tile, GpuKernel(7, 24).key_tile) == (128, 64, 16, 16)
+    large, small = GpuKernel(1024, 100), GpuKernel(7, 24)
+    assert (large.query_tile, large.key_tile, small.query_tile, small.key_tile) == (128, 64, 16, 16)
