@@ -35,7 +35,7 @@ DTYPES = {
 }
 
 
-def permute(batch: Batch, order: Int[np.ndarray, "L"]) -> Batch:
+def permute(batch: Batch, order: Int[np.ndarray, " L"]) -> Batch:
     """Returns a new batch whose arrays are all `array[..., order]`.
 
     Since targets are already shifted and `index` records each token's original index, nothing after this needs the order.

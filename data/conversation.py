@@ -50,8 +50,8 @@ class Tokens:
     """A document that is already tokenized; other fields as in Conversation."""
 
     id: str
-    tokens: Int32[np.ndarray, "n"]
-    loss_mask: Bool[np.ndarray, "n"]
+    tokens: Int32[np.ndarray, " n"]
+    loss_mask: Bool[np.ndarray, " n"]
     """Whether token i is trained on as a target."""
     source: int = 0
     record: int = 0

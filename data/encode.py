@@ -30,8 +30,8 @@ BATCH = 64  # records that a process receives at a time
 class TokenDocument(NamedTuple):
     """Token ids and which of them are trained on."""
 
-    tokens: Int32[np.ndarray, "n"]
-    loss_mask: UInt8[np.ndarray, "n"]
+    tokens: Int32[np.ndarray, " n"]
+    loss_mask: UInt8[np.ndarray, " n"]
     """1 where token i is trained on as a target."""
 
 

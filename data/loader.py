@@ -128,7 +128,7 @@ class Loader:
         for number in range(step * self.batch_size, (step + 1) * self.batch_size):
             yield from self._pieces(number)
 
-    def row(self, number: int, indices: Int[np.ndarray, "T"] | None = None) -> Batch:
+    def row(self, number: int, indices: Int[np.ndarray, " T"] | None = None) -> Batch:
         """Returns one row as arrays [L], or only some of its tokens as arrays [T].
 
         Args:
@@ -138,7 +138,7 @@ class Loader:
         """
         return self._row_arrays(self._pieces(number), indices)
 
-    def _row_arrays(self, pieces: Sequence[Piece], indices: Int[np.ndarray, "T"] | None = None) -> Batch:
+    def _row_arrays(self, pieces: Sequence[Piece], indices: Int[np.ndarray, " T"] | None = None) -> Batch:
         indices = np.arange(self.context_length) if indices is None else indices
         row = {name: np.zeros(len(indices), dtype) for name, dtype in self._dtypes.items()}
         row["index"][:] = indices
@@ -153,7 +153,7 @@ class Loader:
                 row["segment_ids"][tokens_of_piece] = segment
         return row
 
-    def _piece_arrays(self, piece: Piece, positions: Int[np.ndarray, "t"]) -> dict[str, np.ndarray | int]:
+    def _piece_arrays(self, piece: Piece, positions: Int[np.ndarray, " t"]) -> dict[str, np.ndarray | int]:
         """Returns the tokens at these positions of a piece, as values for a row's arrays."""
         document = self.documents[piece.document]
         tokens, trained = (x[piece.start : piece.start + piece.length] for x in (document.tokens, document.loss_mask))
@@ -167,7 +167,7 @@ class Loader:
         }
         return {**arrays, "source_ids": document.source} if "source_ids" in self._dtypes else arrays
 
-    def lengths(self, step: int) -> Int64[np.ndarray, "D"]:
+    def lengths(self, step: int) -> Int64[np.ndarray, " D"]:
         """Returns the number of tokens of each document, or piece of one, in the rows of a step (from 0).
 
         Reads the plan only, no document.
@@ -178,7 +178,7 @@ class Loader:
         """Returns the ids of the records in the rows of a step (from 0), in the rows' order, each once."""
         return list(dict.fromkeys(self.documents[piece.document].record_id for piece in self._step_pieces(step)))
 
-    def batch(self, step: int, rows: Sequence[int] | None = None, indices: Int[np.ndarray, "T"] | None = None) -> Batch:
+    def batch(self, step: int, rows: Sequence[int] | None = None, indices: Int[np.ndarray, " T"] | None = None) -> Batch:
         """Returns the rows of a step as arrays [B, L].
 
         Args:
@@ -194,7 +194,7 @@ class Loader:
         start: int = 0,
         ahead: int = 4,
         rows: Sequence[int] | None = None,
-        indices: Int[np.ndarray, "T"] | None = None,
+        indices: Int[np.ndarray, " T"] | None = None,
     ) -> Iterator[Batch]:
         """Returns an endless iterator over batch(start, rows, indices), batch(start + 1, ...), and so on.
 
@@ -208,7 +208,7 @@ class Loader:
         return iter(steps.to_iter_dataset(options))
 
     def epoch_batches(
-        self, epoch: int = 0, rows: Sequence[int] | None = None, indices: Int[np.ndarray, "T"] | None = None
+        self, epoch: int = 0, rows: Sequence[int] | None = None, indices: Int[np.ndarray, " T"] | None = None
     ) -> Iterator[Batch]:
         """Yields every row of one epoch once, in batches, of which the last one is filled up with rows of padding.
 

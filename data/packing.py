@@ -50,11 +50,11 @@ class Plan:
 
 
 def plan(
-    lengths: Sequence[int] | Int[np.ndarray, "D"],
+    lengths: Sequence[int] | Int[np.ndarray, " D"],
     context_length: int,
     seed: int,
     epoch: int,
-    weights: Sequence[float] | Float[np.ndarray, "D"] | None = None,
+    weights: Sequence[float] | Float[np.ndarray, " D"] | None = None,
 ) -> Plan:
     """Packs every token of every document into rows of context_length, once or as often as its document's weight says.
 
@@ -93,7 +93,7 @@ def plan(
 
 
 def _cut(
-    documents: Int64[np.ndarray, "D"], lengths: Int64[np.ndarray, "D"], context_length: int
+    documents: Int64[np.ndarray, " D"], lengths: Int64[np.ndarray, " D"], context_length: int
 ) -> Int64[np.ndarray, "N 3"]:
     """Returns (document, start, length) of consecutive pieces of at most context_length tokens."""
     counts = -(-lengths // context_length)
@@ -129,7 +129,7 @@ def _best_fit(lengths: list[int], context_length: int) -> tuple[list[int], int]:
     return rows, count
 
 
-def _hash(numbers: Int[np.ndarray, "N"], seed: int, epoch: int, purpose: int) -> UInt64[np.ndarray, "N"]:
+def _hash(numbers: Int[np.ndarray, " N"], seed: int, epoch: int, purpose: int) -> UInt64[np.ndarray, " N"]:
     """Returns a pseudorandom number for each number.
 
     By splitmix64, and not by numpy: numpy does not promise the same random stream in all versions, which a resumed run needs.
@@ -140,7 +140,7 @@ def _hash(numbers: Int[np.ndarray, "N"], seed: int, epoch: int, purpose: int) ->
     return value
 
 
-def _splitmix64(value: UInt64[np.ndarray, "N"]) -> UInt64[np.ndarray, "N"]:
+def _splitmix64(value: UInt64[np.ndarray, " N"]) -> UInt64[np.ndarray, " N"]:
     """Returns the output of the generator splitmix64 (Steele et al., 2014) for each state."""
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

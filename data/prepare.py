@@ -42,8 +42,8 @@ WORTH_PROCESSES = 1 << 23  # bytes of a source from which on several processes, 
 class Document:
     """A tokenized document."""
 
-    tokens: Int32[np.ndarray, "n"]
-    loss_mask: Bool[np.ndarray, "n"]
+    tokens: Int32[np.ndarray, " n"]
+    loss_mask: Bool[np.ndarray, " n"]
     """Whether token i is trained on as a target."""
     source: int
     """Number of the source in the recipe."""
@@ -53,13 +53,13 @@ class Document:
 class Documents:
     """The documents of one split, by number; can be pickled, and opens its files when a document is first read."""
 
-    lengths: Int32[np.ndarray, "N"]
+    lengths: Int32[np.ndarray, " N"]
     """Number of tokens of each document."""
-    trained: Int32[np.ndarray, "N"]
+    trained: Int32[np.ndarray, " N"]
     """Number of tokens of each document that are trained on."""
-    sources: Int32[np.ndarray, "N"]
+    sources: Int32[np.ndarray, " N"]
     """Number of each document's source."""
-    weights: Float64[np.ndarray, "N"]
+    weights: Float64[np.ndarray, " N"]
     """Average number of times that each document is used in an epoch."""
     fingerprint: str
     """Changes when any document changes."""
@@ -67,9 +67,9 @@ class Documents:
     def __init__(
         self,
         folder: Path,
-        numbers: Int[np.ndarray, "N"],
-        index: dict[str, Int32[np.ndarray, "D"]],
-        weights: Float64[np.ndarray, "S"],
+        numbers: Int[np.ndarray, " N"],
+        index: dict[str, Int32[np.ndarray, " D"]],
+        weights: Float64[np.ndarray, " S"],
         name: str,
     ):
         """Opens a split.
@@ -265,7 +265,7 @@ class _Index:
             column.append(value)
         return len(self._columns["length"]) - 1
 
-    def arrays(self) -> dict[str, Int32[np.ndarray, "D"]]:
+    def arrays(self) -> dict[str, Int32[np.ndarray, " D"]]:
         """Returns the columns of the index, each with an element for every document."""
         return {name: np.asarray(column, np.int32) for name, column in self._columns.items()}
 

@@ -171,7 +171,7 @@ def _read_text(file: File, source: Source) -> str:
         raise UserError(f"{file}: byte {error.start} is not UTF-8 text; {source.would_work}") from None
 
 
-def _read_npy(file: File, source: Source) -> Iterator[Int[np.ndarray, "n"]]:
+def _read_npy(file: File, source: Source) -> Iterator[Int[np.ndarray, " n"]]:
     """Yields the array [tokens] itself, or the rows of an array [documents, tokens]."""
     try:
         if paths.is_remote(file.path):
@@ -228,7 +228,7 @@ def _parse_tokens(raw: object, source: int, number: int) -> Tokens:
     return Tokens(_record_id(raw, tokens.tobytes()), tokens, mask.astype(bool), source, number)
 
 
-def _int32(values: object, allow_bool: bool = False) -> Int32[np.ndarray, "n"] | None:
+def _int32(values: object, allow_bool: bool = False) -> Int32[np.ndarray, " n"] | None:
     """Returns the values as an array, or None if they are not a non-empty list or array of 32-bit integers."""
     if not isinstance(values, list | np.ndarray) or len(values) == 0:
         return None

@@ -147,7 +147,7 @@ class Tokenizer:
         text = _NONCHARACTERS.sub("\ufffd", text)
         return self._engine.encode(text, beginning)
 
-    def decode(self, ids: Sequence[int] | Int[np.ndarray, "n"], skip_control: bool = True) -> str:
+    def decode(self, ids: Sequence[int] | Int[np.ndarray, " n"], skip_control: bool = True) -> str:
         """Returns the text of ids, without control tokens or with their texts."""
         ids = [int(token) for token in ids]
         texts = {control.id: control.text for control in self.controls.values()}

@@ -165,7 +165,7 @@ class DoesNotFit(Exception):
 
 def compile_step(model: LlamaConfig, devices: Sequence[jax.Device], context: int, *, batch: int = 1,
                  mesh: MeshConfig | None = None, schedule: str | dict | Schedule | None = None, kernel: Kernel | None = None,
-                 recipe: RunConfig = PLAIN, flags: dict[str, str] | None = None, **memory: Any) -> jax.stages.Compiled:
+                 recipe: RunConfig = PLAIN, flags: dict[str, str | bool] | None = None, **memory: Any) -> jax.stages.Compiled:
     """The compiled training step of a model on these devices, by a recipe of which a few things change.
 
     Args:
@@ -185,7 +185,7 @@ def compile_step(model: LlamaConfig, devices: Sequence[jax.Device], context: int
 
 
 def compile_run(run: RunConfig, model: LlamaConfig, devices: Sequence[jax.Device], *, schedule: Schedule | None = None,
-                kernel: Kernel | None = None, flags: dict[str, str] | None = None) -> jax.stages.Compiled:
+                kernel: Kernel | None = None, flags: dict[str, str | bool] | None = None) -> jax.stages.Compiled:
     """The compiled training step that a run would execute on these devices.
 
     Args:

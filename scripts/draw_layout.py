@@ -29,7 +29,7 @@ KINDS = {"full": "#5a5566", "masked": "#e6a04b", "skip": "#eeeeee"}
 DESCRIPTIONS = {"full": "computed without a mask", "masked": "computed with a mask", "skip": "skipped: all keys are later"}
 
 
-def kind(queries: Int[np.ndarray, "Tq"], keys: Int[np.ndarray, "Tk"]) -> str:
+def kind(queries: Int[np.ndarray, " Tq"], keys: Int[np.ndarray, " Tk"]) -> str:
     """Returns the kind of a tile (a key of KINDS) for causal attention in one document, from its tokens' indices."""
     if keys.min() > queries.max():
         return "skip"

@@ -65,9 +65,9 @@ def kinds(layout: str, size: int) -> Int[np.ndarray, "query_tiles key_tiles"]:
 class TileIndices(NamedTuple):
     """The tiles of a kernel call: all pairs of a row and a column."""
 
-    rows: Int[np.ndarray, "R"]
+    rows: Int[np.ndarray, " R"]
     """Indices of the tiles of queries."""
-    columns: Int[np.ndarray, "C"]
+    columns: Int[np.ndarray, " C"]
     """Indices of the tiles of keys."""
 
 
@@ -105,7 +105,7 @@ def _paler(colour: Float[np.ndarray, "3"]) -> Float[np.ndarray, "3"]:
 
 def work(
     round_: Round, tile_kinds: Int[np.ndarray, "query_tiles key_tiles"], size: int
-) -> Float[np.ndarray, "P"]:
+) -> Float[np.ndarray, " P"]:
     """Returns how many tiles each of `size` ranks computes in a round; a tile of 1/n of the heads counts as 1/n."""
     tiles = np.zeros(size)
     for task in round_.tasks:
@@ -163,7 +163,7 @@ class Panel:
     label: str
     """Label of the row of panels, if this is its first panel."""
     image: Float[np.ndarray, "height width 3"]
-    tiles: Float[np.ndarray, "P"]
+    tiles: Float[np.ndarray, " P"]
     """Number of tiles that each rank computes."""
     max_tiles: float
     """Largest number of tiles that any rank computes in any round."""

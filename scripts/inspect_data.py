@@ -64,7 +64,7 @@ def _runs(row: Batch, end: int) -> Iterator[_Run]:
             yield _Run(int(segments[start]), bool(in_loss[start]), int(start), int(stop))
 
 
-def histogram(lengths: Int[np.ndarray, "N"], width: int = 40) -> str:
+def histogram(lengths: Int[np.ndarray, " N"], width: int = 40) -> str:
     """Returns a line for each power of two: the number of documents of that length and their share of all tokens.
 
     Args:

@@ -31,10 +31,10 @@ BUCKETS = 32  # for up to 2^32 - 1 tokens before the target
 class Buckets:
     """Sums over the targets of each bucket; bucket k is for 2^k .. 2^(k+1) - 1 tokens before the target."""
 
-    count: Float[np.ndarray, "K"] = dataclasses.field(default_factory=lambda: np.zeros(BUCKETS))
-    total: Float[np.ndarray, "K"] = dataclasses.field(default_factory=lambda: np.zeros(BUCKETS))
+    count: Float[np.ndarray, " K"] = dataclasses.field(default_factory=lambda: np.zeros(BUCKETS))
+    total: Float[np.ndarray, " K"] = dataclasses.field(default_factory=lambda: np.zeros(BUCKETS))
     """Sum of the losses, in nats."""
-    squares: Float[np.ndarray, "K"] = dataclasses.field(default_factory=lambda: np.zeros(BUCKETS))
+    squares: Float[np.ndarray, " K"] = dataclasses.field(default_factory=lambda: np.zeros(BUCKETS))
     """Sum of the squared losses."""
 
     def add(

@@ -119,7 +119,7 @@ class Objective(abc.ABC):
         """Returns the ids of the records in the whole batch of step `step` (from 0), for messages about it."""
 
     @abc.abstractmethod
-    def lengths(self, step: int) -> Int[np.ndarray, documents]:
+    def lengths(self, step: int) -> Int[np.ndarray, " documents"]:
         """Returns the tokens of each document in the whole batch of step `step` (from 0), from which FLOPs are counted."""
 
     @abc.abstractmethod

@@ -167,7 +167,7 @@ class TextObjective(Objective):
         """See `Loader.record_ids`."""
         return self.loader.record_ids(step)
 
-    def lengths(self, step: int) -> Int[np.ndarray, documents]:
+    def lengths(self, step: int) -> Int[np.ndarray, " documents"]:
         """See `Loader.lengths`."""
         return self.loader.lengths(step)
 
