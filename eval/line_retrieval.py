@@ -111,7 +111,13 @@ def padded_length(length: int, multiple: int) -> int:
 
 
 def evaluate(args: argparse.Namespace) -> list[scoring.Score]:
-    """Answers all cases, writes the report, and returns the scores."""
+    """Answers all cases and returns a score for each source and number of lines.
+
+    Writes results.json, cases.jsonl and line_retrieval.png to args.output.
+
+    Args:
+      args: the parsed flags of this command.
+    """
     cases = gather_cases(args)
     output_folder(args.output)
     # Imported after the checks above, so that a wrong option is reported at once.

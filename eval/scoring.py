@@ -61,7 +61,7 @@ class Score:
 
 
 def last_integer(text: str) -> int | None:
-    """Returns the last run of digits in `text`, or None without one."""
+    """Returns the last run of digits in `text` as an integer without sign ("x-7" gives 7), or None without one."""
     runs = re.findall(r"[0-9]+", text)
     # A model that repeats a digit for long is wrong; its number must not exceed Python's limit for converting strings.
     return int(runs[-1]) if runs and len(runs[-1]) <= 100 else None

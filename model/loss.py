@@ -32,11 +32,11 @@ class LossSums(NamedTuple):
 
 
 def token_losses(logits: Float[Array, "B c V"], targets: Int[Array, "B c"], parallel: Parallel) -> Float[Array, "B c"]:
-    """Returns -log p(target) of each token in nats, float32. Runs inside `shard_map`.
+    """Returns -log p(target) of each token in nats, float32, the same on all tensor ranks. Runs inside `shard_map`.
 
     Args:
       logits: of this tensor rank's part of the vocabulary; V is its size.
-      targets: ids in the whole vocabulary.
+      targets: ids in the whole vocabulary, the same on all tensor ranks.
     """
     logits = logits.astype(jnp.float32)
     maximum = lax.stop_gradient(logits.max(-1))

@@ -147,7 +147,12 @@ def init(config: LlamaConfig, key: jax.Array) -> dict[str, Float[Array, ...]]:
 
 
 def bind(config: LlamaConfig, weights: dict[str, jax.Array]) -> DecoderLayer:
-    """Returns a decoder layer with these weights, named as within the layer; modules without weights must not be called."""
+    """Returns a decoder layer with these weights.
+
+    Args:
+      weights: named as by `declare_layer`: "self_attn.q_proj.weight" becomes `layer.self_attn.q_proj.weight`. Some may be
+        missing, if their modules are not called; names that a layer lacks are ignored.
+    """
     graph, state = _layer_module(config)
     leaves = [(path, leaf.replace(weights[name]) if name in weights else leaf)
               for (path, leaf), name in zip(nnx.to_flat_state(state), _flat(state), strict=True)]

@@ -214,7 +214,15 @@ def compile_run(run: RunConfig, model: LlamaConfig, devices: Sequence[jax.Device
 
 
 def plan(job: Job) -> dict[str, Any]:
-    """A job's plan as a flat dictionary; sizes are GiB a device.
+    """Returns a job's plan, as `python -m scripts.plan` writes it as JSON. Keys that end in `_gib` are GiB on each device.
+
+    Returns:
+      A dictionary, flat but for `mesh` and `communication`:
+        jax, model, topology, devices, context, batch, tokens_per_device, schedule: the question.
+        mesh: the fields of MeshConfig; remat, attention_groups, query_chunks, prefetch, ...: the memory options.
+        compile_seconds, and the compiler's figures: arguments_gib, outputs_gib, temporaries_gib, peak_gib, host_gib, ...
+        device_gib, left_gib: what the device has, and what of it the step leaves; of_it_..._gib: parts of peak_gib.
+        communication: {kind of collective: {times, received_gib, hidden}}, `hidden` a share from 0 to 1.
 
     Raises:
       DoesNotFit: the device's or the host's memory is too small.

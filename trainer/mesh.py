@@ -1,12 +1,14 @@
-"""Devices to mesh: the four axes, what of them lies near and what far apart, and where batches and scalars lie.
+"""The device mesh, and how a batch is placed on it.
 
-The mesh names its axes always in one order; which devices they run along is another question, answered by mesh.order (the last
-axis has the nearest neighbours) and mesh.dcn (the axes that cross from slice to slice, or from host to host).
+A mesh always names its four axes in the same order. Which devices an axis runs along is decided by mesh.order (the last axis
+has the nearest neighbours) and mesh.dcn (the axes that cross from slice to slice, or from host to host).
 """
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Iterable
 
 import jax
 import numpy as np
@@ -19,20 +21,20 @@ from model.sharding import BATCH_AXES, MESH_AXES
 from .config.schema import MeshConfig
 from .placement import ring_placed
 
-# What waits for nothing wants the nearest: tensor's sums before the ring along the sequence, which runs under the kernels.
+# Nothing hides the sums over tensor, so tensor gets the nearest devices; the ring along the sequence runs beside the kernels.
 ORDER = ("data", "fsdp", "sequence", "tensor")
-# Schedules that split the sequence axis in lines.
+# Schedules that split the sequence axis into lines of ranks.
 IN_LINES = ("ulysses", "attention2d")
 
 
 def simulate(devices: int, processes: int = 1) -> None:
-    """Make the CPU look like `devices` devices, those of all processes. Only works before JAX has started its backend.
+    """Makes JAX simulate `devices` CPU devices, counted over all processes; to be called before JAX starts its backend.
 
-    Compiled programs are not kept then: a program of several CPU devices that comes back from the persistent cache has
-    lost the order of its collectives, and deadlocks where two of them do not depend on each other (jaxlib 0.10.2).
+    It also turns off the persistent compilation cache: a program of several CPU devices that is read back from the cache
+    has lost the order of its collectives, and deadlocks if two of them do not depend on each other (jaxlib 0.10.2).
 
     Raises:
-      UserError: JAX has started already, with another number; the processes do not divide it.
+      UserError: JAX has already started with another number of devices, or the processes do not divide the number.
     """
     if devices % processes:
         raise UserError(f"mesh.simulate: found {devices}, which {processes} processes do not divide; "
@@ -48,13 +50,15 @@ def simulate(devices: int, processes: int = 1) -> None:
 
 
 def make_mesh(config: MeshConfig, devices=None, schedule="ring") -> Mesh:
-    """The mesh (data, fsdp, tensor, sequence) over `devices` (all of them unless given), placed by config.order and config.dcn.
+    """Returns the mesh (data, fsdp, tensor, sequence), placed by config.order and config.dcn.
 
-    schedule: what runs along the sequence axis (see `model.attention`). Most pass on to neighbours; those of IN_LINES want the
-    rows and boxes that JAX makes of a slice (v5e's compiler ends the program where groups of a closed walk have no route).
+    Args:
+      devices: all of JAX's devices unless given.
+      schedule: the attention schedule. Most send to neighbours and get a closed walk over the slice; those of IN_LINES get
+        JAX's own rows and boxes (v5e's compiler ends the program if a group of a closed walk has no route).
 
     Raises:
-      UserError: the axes' product is not the number of devices, or that of dcn not the number of slices (of hosts).
+      UserError: the product of the axes is not the number of devices, or that of dcn not the number of slices or hosts.
     """
     devices = jax.devices() if devices is None else devices
     shape = tuple(getattr(config, axis) for axis in MESH_AXES)
@@ -70,29 +74,33 @@ def make_mesh(config: MeshConfig, devices=None, schedule="ring") -> Mesh:
 
 
 def _placed(config: MeshConfig, order: tuple[str, ...], devices, walk: bool = True) -> np.ndarray:
-    """The devices as an array whose axes are `order`'s, the last one's neighbours nearest; walk: see `placement`."""
+    """Returns the devices as an array with the axes of `order`; neighbours on the last axis are nearest.
+
+    walk: place the sequence axis as a closed walk, see `placement`.
+    """
     tpu, slices = devices[0].platform == "tpu", len({getattr(device, "slice_index", 0) for device in devices})
     by_host = slices == 1 and not tpu
-    places, what = (len({device.process_index for device in devices}), "hosts") if by_host else (slices, "slices")
-    across = [config.dcn.get(axis, 1) for axis in order]
-    whole = [getattr(config, axis) for axis in order]
-    left_alone = not config.dcn and (slices == 1 or not tpu)
-    if left_alone or (config.simulate and places == 1):  # one process that simulates them has no slow network
-        return _near(whole, order, devices, walk)
-    if math.prod(across) != places:
-        raise UserError(f"mesh.dcn: found {config.dcn or 'nothing'} for devices of {places} {what}; factors whose product is "
-                        f"{places} would work, such as {{data: {places}}}")
-    inside = [size // factor for size, factor in zip(whole, across, strict=True)]
-    by_place: dict[int, list[jax.Device]] = {}
+    count, kind = (len({device.process_index for device in devices}), "hosts") if by_host else (slices, "slices")
+    factors = [config.dcn.get(axis, 1) for axis in order]
+    sizes = [getattr(config, axis) for axis in order]
+    no_slow_network = not config.dcn and (slices == 1 or not tpu)
+    if no_slow_network or (config.simulate and count == 1):  # a single process that simulates its devices
+        return _placed_near(sizes, order, devices, walk)
+    if math.prod(factors) != count:
+        raise UserError(f"mesh.dcn: found {config.dcn or 'nothing'} for devices of {count} {kind}; factors whose product is "
+                        f"{count} would work, such as {{data: {count}}}")
+    sizes_inside = [size // factor for size, factor in zip(sizes, factors, strict=True)]
+    groups: dict[int, list[jax.Device]] = {}
     for device in devices:
-        by_place.setdefault(device.process_index if by_host else device.slice_index, []).append(device)
-    near = np.array([_near(inside, order, by_place[place], walk) for place in sorted(by_place)]).reshape(*across, *inside)
+        groups.setdefault(device.process_index if by_host else device.slice_index, []).append(device)
+    placed = np.array([_placed_near(sizes_inside, order, groups[number], walk) for number in sorted(groups)])
+    placed = placed.reshape(*factors, *sizes_inside)
     axes = len(order)
-    return near.transpose([i for axis in range(axes) for i in (axis, axes + axis)]).reshape(whole)
+    return placed.transpose([i for axis in range(axes) for i in (axis, axes + axis)]).reshape(sizes)
 
 
-def _near(sizes: list[int], order: tuple[str, ...], devices, walk: bool) -> np.ndarray:
-    """Devices of one slice, or of one host, as an array of these sizes."""
+def _placed_near(sizes: list[int], order: tuple[str, ...], devices, walk: bool) -> np.ndarray:
+    """Returns the devices of one slice, or of one host, as an array of these sizes."""
     if walk and devices[0].platform == "tpu":
         placed = ring_placed(sizes, order.index("sequence"), devices)
         if placed is not None:
@@ -102,51 +110,64 @@ def _near(sizes: list[int], order: tuple[str, ...], devices, walk: bool) -> np.n
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """Rows over data and fsdp, length over sequence."""
+    """Returns the sharding of an array [B, L]: rows over data and fsdp, length over sequence."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES, "sequence"))
 
 
 @dataclasses.dataclass(frozen=True)
-class Part:
-    """The rows and places of a global batch [B, L] that are at hand: both ascending, places those after the permutation."""
+class LocalPart:
+    """The part of a global batch [B, L] that a process makes: its rows and its tokens, both ascending.
+
+    Attributes:
+      shape: B and L.
+      rows: int64 numbers of the rows.
+      tokens: int64 indices into a row, after the permutation into the layout.
+    """
 
     shape: tuple[int, int]
     rows: np.ndarray
-    places: np.ndarray
+    tokens: np.ndarray
 
 
-def part_here(mesh: Mesh, rows: int, length: int) -> Part:
-    """What of a batch [rows, length] lies on this process's devices."""
-    return part_of(batch_sharding(mesh).addressable_devices_indices_map((rows, length)).values(), rows, length)
+def local_part(mesh: Mesh, rows: int, length: int) -> LocalPart:
+    """Returns the part of a batch [rows, length] that lies on this process's devices."""
+    return part_of_slices(batch_sharding(mesh).addressable_devices_indices_map((rows, length)).values(), rows, length)
 
 
-def part_of(held, rows: int, length: int) -> Part:
-    """The rows and places of a batch [rows, length] that these pairs of slices reach."""
-    here = [sorted({x for part in held for x in range(*part[axis].indices(size))}) for axis, size in enumerate((rows, length))]
-    return Part((rows, length), *map(np.array, here))
+def part_of_slices(shards: Iterable[tuple[slice, ...] | None], rows: int, length: int) -> LocalPart:
+    """Returns the part of a batch [rows, length] that these shards cover, each a slice of the rows and one of the tokens."""
+    slices = [shard for shard in shards if shard is not None]
+    covered = [sorted({number for shard in slices for number in range(*shard[axis].indices(size))})
+               for axis, size in enumerate((rows, length))]
+    return LocalPart((rows, length), *map(np.array, covered))
 
 
-def wanted(part: Part, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The places of a row as read that `order` brings to the part's, ascending, and the order that brings these there."""
-    natural = order[part.places]
-    places = np.sort(natural)
-    return places, np.searchsorted(places, natural)
+def local_order(part: LocalPart, order: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns which tokens of a row to read, ascending, and the order that brings them into the layout.
+
+    Args:
+      order: int [L], the whole row's permutation: x[:, order] is in the layout.
+    """
+    natural = order[part.tokens]
+    indices = np.sort(natural)
+    return indices, np.searchsorted(indices, natural)
 
 
-def place_batch(batch: dict[str, np.ndarray], mesh: Mesh, part: Part | None = None) -> dict[str, jax.Array]:
-    """A host batch as global arrays [B, L]; each process places what its devices hold. part: what of it `batch` has (all)."""
+def place_batch(batch: dict[str, np.ndarray], mesh: Mesh, part: LocalPart | None = None) -> dict[str, jax.Array]:
+    """Returns a host batch as global arrays [B, L]; each process provides what its devices hold.
+
+    Args:
+      part: what of the global batch the arrays of `batch` hold; all of it unless given.
+    """
     sharding = batch_sharding(mesh)
 
-    def place(x):
+    def shard_of(x: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
         if part is None:
-            return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+            return x[index]
+        first_row, first_token = (axis.indices(size)[0] for axis, size in zip(index, part.shape, strict=True))
+        row, token = np.searchsorted(part.rows, first_row), np.searchsorted(part.tokens, first_token)
+        rows, tokens = sharding.shard_shape(part.shape)
+        return x[row:row + rows, token:token + tokens]
 
-        def held(index):
-            first = [axis.indices(size)[0] for axis, size in zip(index, part.shape, strict=True)]
-            row, column = np.searchsorted(part.rows, first[0]), np.searchsorted(part.places, first[1])
-            rows, columns = sharding.shard_shape(part.shape)
-            return x[row:row + rows, column:column + columns]
-
-        return jax.make_array_from_callback(part.shape, sharding, held)
-
-    return {name: place(x) for name, x in batch.items()}
+    return {name: jax.make_array_from_callback(part.shape if part else x.shape, sharding, functools.partial(shard_of, x))
+            for name, x in batch.items()}

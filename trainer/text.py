@@ -28,7 +28,7 @@ from model.loss import LossSums
 from .build import build_llama
 from .config import load as configuration
 from .config.schema import RunConfig
-from .mesh import batch_sharding, part_here, place_batch, wanted
+from .mesh import batch_sharding, local_order, local_part, place_batch
 from .model_source import chat_templates, choose_model, for_templates
 from .objective import DeviceBatch, HostBatch, LossParams, Objective, Params
 from .run.cluster import first_then_others
@@ -61,10 +61,12 @@ def prepare_text(config: RunConfig, tokenizer: Tokenizer, progress: bool = True,
 
 
 def source_names(config: RunConfig) -> tuple[str, ...]:
-    """Returns the names by which metrics report each source's loss, in the order of their numbers; () for a single source.
+    """Returns the names by which metrics report each source's loss, in the order of their numbers.
 
-    A source is called like its file without the suffix; a name that is taken already gets a number. The held-out file comes
-    last.
+    There are none, (), for a single source, with or without a held-out file.
+
+    A source is called like its file without the suffix; a name that is taken already gets a number: x, x_2. The held-out file
+    comes last.
     """
     data = config.data
     if len(data.sources) < 2:
@@ -134,9 +136,9 @@ class TextObjective(Objective):
         self._held_out_loader = load(split="held_out") if len(self.prepared.held_out) else None
         self.has_held_out = self._held_out_loader is not None
         self.tokens_per_batch = rows * data.context_length
-        self.part = part_here(self.mesh, rows, data.context_length)
+        self.part = local_part(self.mesh, rows, data.context_length)
         layout = permutation(data.context_length, self.mesh.shape["sequence"], self.config.attention.layout)
-        indices, self.order = wanted(self.part, layout)
+        indices, self.order = local_order(self.part, layout)
         self._local: _LocalPart = {"rows": self.part.rows.tolist(), "indices": indices}
 
     def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:

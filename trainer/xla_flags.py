@@ -82,7 +82,12 @@ def flags(platform: str, generation: str | None = None) -> list[Flag]:
 
 
 def shell_line(platform: str, given: str = "", generation: str | None = None) -> str:
-    """The line that sets the platform's flags in a shell, before those `given` by the user."""
+    """Returns the `export` line that sets a platform's flags in a shell, before those `given` by the user.
+
+    Args:
+      platform: cpu, gpu or tpu.
+      generation: of TPUs, such as v4; None takes the flags that all generations share.
+    """
     words = " ".join([*map(str, flags(platform, generation)), *filter(None, [given])])
     return f"export {VARIABLES[platform]}={shlex.quote(words)}"
 

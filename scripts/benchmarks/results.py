@@ -86,6 +86,8 @@ def save(name: str, result: Result, folder: Path = FOLDER) -> Path:
         if row["verdict"] not in VERDICTS:
             raise ValueError(f"{name}.{row_id}: verdict {row['verdict']!r} is none of {VERDICTS}")
     optional = {"tables", "seconds", "carried", "note", "facts"}
+    if result.seconds is not None:
+        optional.remove("seconds")  # a command of 0.0 seconds was measured too
     fields = {key: value for key, value in dataclasses.asdict(result).items() if value or key not in optional}
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"

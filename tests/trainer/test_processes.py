@@ -28,7 +28,7 @@ from scripts import launch_local
 from tests import small_run
 from trainer.checkpoint import store as checkpoint
 from trainer.config.schema import DistributedConfig, MeshConfig
-from trainer.mesh import batch_sharding, make_mesh, part_of, simulate, wanted
+from trainer.mesh import batch_sharding, local_order, make_mesh, part_of_slices, simulate
 from trainer.reporting.metrics import MEASURED
 from trainer.run import cluster
 
@@ -372,14 +372,14 @@ def test_a_process_makes_what_its_devices_hold_and_nothing_else(prepared, sizes,
     together = {name: np.full_like(x, -1) for name, x in whole.items()}
     for process in range(4):
         held = [where.devices_indices_map((rows, length))[device] for device in jax.devices()[2 * process:2 * process + 2]]
-        part = part_of(held, rows, length)
-        natural, here = wanted(part, order)
+        part = part_of_slices(held, rows, length)
+        natural, here = local_order(part, order)
         batch = permute(loader.batch(1, rows=part.rows, indices=natural), here)
-        share = len(part.rows) * len(part.places)
+        share = len(part.rows) * len(part.tokens)
         assert sum(x.nbytes for x in batch.values()) == 24 * share
         assert share <= 2 * rows * length // (8 // mesh.shape["tensor"]), "no more than two devices' parts"
         for name, x in batch.items():
-            together[name][np.ix_(part.rows, part.places)] = x
+            together[name][np.ix_(part.rows, part.tokens)] = x
     for name, x in whole.items():
         np.testing.assert_array_equal(together[name], x, err_msg=name)
 

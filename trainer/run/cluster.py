@@ -55,7 +55,7 @@ def client() -> Any:
 
 
 def barrier(name: str) -> None:
-    """Waits until every process has called this with the same name, for a day at most.
+    """Waits until every process has called this with the same name, for a day at most; alone it returns at once.
 
     No collective is used: gloo's wait only 30 seconds, and compiling may take one process that much longer than another.
     """

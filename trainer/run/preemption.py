@@ -34,7 +34,7 @@ class Preempted(Exception):
 def notices() -> Iterator[Callable[[int], signal.Signals | None]]:
     """Catches SIGTERM and Ctrl-C while the context lasts.
 
-    Before it, a signal ends a process that is alone at once, since there is nothing to save.
+    Before the context, a signal ends a process that is alone at once, since there is nothing to save.
 
     Yields:
       A function that every process calls after each step with the number of finished steps. It returns the signal if this is

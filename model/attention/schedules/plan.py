@@ -156,7 +156,10 @@ def groups(pairs: Pairs) -> tuple[tuple[int, ...], ...]:
 
 
 def lines(size: int, inner: int) -> tuple[list[range], list[range]]:
-    """(outer, inner) lines of ranks as of `Ranks.split`: neighbours form the inner lines, of `inner` ranks."""
+    """(outer, inner) lines of ranks as of `Ranks.split`: the inner lines are of `inner` neighbours, a divisor of `size`.
+
+    lines(8, 4) has the inner lines 0..3 and 4..7, and the outer lines (0, 4), (1, 5), (2, 6) and (3, 7).
+    """
     return [range(i, size, inner) for i in range(inner)], [range(i, i + inner) for i in range(0, size, inner)]
 
 

@@ -33,7 +33,7 @@ def workspace(monkeypatch, tmp_path):
 def test_only_what_has_changed_is_measured_again(workspace, tmp_path, capfd):
     assert bench.main(["--output", "out"]) == 0
     first = load("size", workspace)
-    assert first.rows["size"]["found"] == "12" and first.seconds and not first.carried
+    assert first.rows["size"]["found"] == "12" and first.seconds is not None and not first.carried
     capfd.readouterr()
     (tmp_path / "other.py").write_text("y = 2\n")
     assert bench.main(["--output", "out"]) == 0 and capfd.readouterr().out == "size: fresh\n"
