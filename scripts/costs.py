@@ -1,9 +1,10 @@
-"""Estimates a training step on machines that are not there: time, exposed communication, model FLOPs utilisation.
+"""Estimates a training step on absent machines: time, exposed communication and model FLOPs utilisation.
 
     python -m scripts.costs --model llama-7b --hardware v4 --context 1048576 --sequence 64 [--schedule ring --layout striped]
 
 Without --schedule it compares all schedules and layouts; with it and --layout, it also shows the rounds of one layer's
-attention. On TPUs what jumps over neighbours (`balanced`, a short ring of `ulysses`) is an upper bound: ranks are a ring.
+attention. On TPUs the ranks are taken for a ring, so that the time of a schedule whose transfers pass over neighbours
+(`balanced`, a short ring within `ulysses`) is an upper bound.
 """
 from __future__ import annotations
 
@@ -27,26 +28,26 @@ SCHEDULES: dict[str, str | dict[str, Any]] = {
 }
 
 
-def told(name: str, job: Job) -> dict:
-    """An estimate as a flat dictionary."""
-    found = estimate(job)
-    return {"schedule": name, "layout": job.layout, "step_seconds": found.seconds,
-            "exposed_seconds": found.step.exposed, "mfu": found.mfu, "tokens_per_second": found.tokens_per_second,
-            "layer_forward_seconds": found.layer_forward.seconds, "layer_backward_seconds": found.layer_backward.seconds,
-            "attention_forward_seconds": found.attention_forward.seconds,
-            "attention_backward_seconds": found.attention_backward.seconds}
+def estimate_row(name: str, job: Job) -> dict[str, Any]:
+    """Returns the estimate of a job, whose schedule is called `name`, as a flat dictionary."""
+    result = estimate(job)
+    return {"schedule": name, "layout": job.layout, "step_seconds": result.seconds,
+            "exposed_seconds": result.step.exposed, "mfu": result.mfu, "tokens_per_second": result.tokens_per_second,
+            "layer_forward_seconds": result.layer_forward.seconds, "layer_backward_seconds": result.layer_backward.seconds,
+            "attention_forward_seconds": result.attention_forward.seconds,
+            "attention_backward_seconds": result.attention_backward.seconds}
 
 
-def rounds(job: Job) -> list[dict]:
-    """The rounds of one layer's attention, forward then backward."""
-    found = estimate(job)
-    return [{"pass": name, "round": number, "seconds": one.seconds, "compute_seconds": one.compute}
-            for name, passes in (("forward", found.forward_rounds), ("backward", found.backward_rounds))
-            for number, one in enumerate(passes)]
+def round_rows(job: Job) -> list[dict[str, Any]]:
+    """Returns the rounds of one layer's attention, those of the forward pass first."""
+    result = estimate(job)
+    return [{"pass": name, "round": number, "seconds": duration.seconds, "compute_seconds": duration.compute}
+            for name, durations in (("forward", result.forward_rounds), ("backward", result.backward_rounds))
+            for number, duration in enumerate(durations)]
 
 
-def main(argv=None) -> int:
-    """Prints a table of schedules and layouts, the fastest first; with --output writes it as JSON."""
+def main(argv: list[str] | None = None) -> int:
+    """Prints a table of schedules and layouts, the fastest first; with --output also writes it as JSON."""
     parser = argparse.ArgumentParser(prog="python -m scripts.costs", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--model", required=True, help="a preset, such as llama-7b")
     parser.add_argument("--hardware", required=True, choices=HARDWARE)
@@ -63,8 +64,8 @@ def main(argv=None) -> int:
     return entry.run(lambda: work(args))
 
 
-def work(args) -> None:
-    """The estimates, and the rounds where there is one schedule and layout."""
+def work(args: argparse.Namespace) -> None:
+    """Prints the estimates, and the rounds if a single schedule and layout is requested."""
     if args.output:
         output_file(args.output)
     job = Job(Sizes.of(LlamaConfig.preset(args.model)), HARDWARE[args.hardware], args.context, args.batch, args.data,
@@ -72,7 +73,7 @@ def work(args) -> None:
     jobs = [(name, dataclasses.replace(job, schedule=SCHEDULES[name], layout=layout))
             for name in ([args.schedule] if args.schedule else SCHEDULES)
             for layout in ([args.layout] if args.layout else LAYOUTS) if name != "local" or args.sequence == 1]
-    rows = sorted((told(*named) for named in jobs), key=lambda row: row["step_seconds"])
+    rows = sorted((estimate_row(*named_job) for named_job in jobs), key=lambda row: row["step_seconds"])
     print(f"{args.model} on {args.hardware}, a training step, the fastest first; exposed: waiting for transfers alone")
     print(f"{'schedule':20} {'layout':11} {'step, s':>10} {'exposed, s':>10} {'MFU, 0..1':>9} {'tokens/s':>12}")
     for row in rows:
@@ -82,13 +83,13 @@ def work(args) -> None:
     if heads % args.sequence and any(row["schedule"] == "ulysses" for row in rows):
         print(f"note: ulysses' {args.sequence} ranks share {heads} heads, which are padded to "
               f"{-(-heads // args.sequence) * args.sequence}: its work grows as much (a smaller degree in USP avoids it)")
-    detail = rounds(jobs[0][1]) if len(jobs) == 1 else []
-    for one in detail:
-        print(f"{one['pass']:8} round {one['round']:3}  {1e3 * one['seconds']:10.3f} ms, of it computing "
-              f"{1e3 * one['compute_seconds']:10.3f}")
+    rounds = round_rows(jobs[0][1]) if len(jobs) == 1 else []
+    for row in rounds:
+        print(f"{row['pass']:8} round {row['round']:3}  {1e3 * row['seconds']:10.3f} ms, of it computing "
+              f"{1e3 * row['compute_seconds']:10.3f}")
     if args.output:
         with open(args.output, "w", encoding="utf-8") as file:
-            json.dump({"estimates": rows, "rounds": detail}, file, indent=2)
+            json.dump({"estimates": rows, "rounds": rounds}, file, indent=2)
 
 
 if __name__ == "__main__":

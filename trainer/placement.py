@@ -1,9 +1,11 @@
-"""Where a mesh's axes lie on a slice of TPUs: the ring along the sequence as a closed walk from neighbour to neighbour.
+"""Places a mesh on a slice of TPUs so that the ring along the sequence is a closed walk from neighbour to neighbour.
 
 On generations with limited routing (v5e, v6e) the compiler makes a permute asynchronous only if all its hops are short and
-straight: in row-major order the ring's hops from row to row are not, and every transfer of it would be exposed. Here each
-dimension of the slice is cut in three: the axes outside of the ring are boxes, in each of which the ring goes from cell to
-cell, and the axes inside of it (tensor, whose sums nothing hides) are the devices of a cell.
+straight. In row-major order the ring's hops from row to row are not, and every transfer of the ring would be exposed.
+
+Each dimension of the slice is therefore cut into three levels. The mesh axes outside of the ring are boxes of cells; within a
+box the ring walks from cell to cell; the mesh axes inside of the ring (tensor, whose sums nothing hides) are the devices of a
+cell.
 """
 from __future__ import annotations
 
@@ -14,47 +16,56 @@ import numpy as np
 
 
 def ring_placed(sizes: list[int], ring: int, devices) -> np.ndarray | None:
-    """TPUs of one slice as an array of these sizes, outer axes first, whose axis `ring` is a closed walk over neighbours.
+    """Returns the TPUs of one slice as an array of these sizes, in which the axis `ring` is a closed walk over neighbours.
 
-    None where the slice is no full box, or has no such walk: fewer than two dimensions or an odd number of cells.
+    Args:
+      sizes: of the mesh axes, those whose devices may be far apart first.
+      ring: which of the axes is the ring.
+
+    Returns:
+      The array, or None if the slice is not a full box or has no such walk (fewer than two dimensions, or an odd number of
+      cells).
     """
     grid = _grid(devices)
     if grid is None:
         return None
-    wanted = math.prod(sizes[:ring]), sizes[ring], math.prod(sizes[ring + 1:])
-    cut = _cut(grid.shape, wanted)
+    level_sizes = math.prod(sizes[:ring]), sizes[ring], math.prod(sizes[ring + 1:])
+    cut = _cut(grid.shape, level_sizes)
     if cut is None:
         return None
     parts = grid.reshape([n for dimension in cut for n in dimension])
     dimensions = len(cut)
     order = [3 * i + level for level in range(3) for i in range(dimensions)]  # outer boxes, cells, devices of a cell
-    placed = parts.transpose(order).reshape(wanted)
+    placed = parts.transpose(order).reshape(level_sizes)
     _, cells, inside = zip(*cut, strict=True)
     placed = placed[:, closed_walk(cells)]
     return placed[:, :, closed_walk(inside) or slice(None)].reshape(sizes)
 
 
 def _grid(devices) -> np.ndarray | None:
-    """Devices by their coordinates, cores of a chip last; None where they are no full box."""
-    places = [(*device.coords, device.core_on_chip) for device in devices]
-    low = np.min(places, axis=0)
-    shape = np.max(places, axis=0) - low + 1
+    """Returns the devices by their coordinates, cores of a chip last, or None if they are not a full box."""
+    coordinates = [(*device.coords, device.core_on_chip) for device in devices]
+    low = np.min(coordinates, axis=0)
+    shape = np.max(coordinates, axis=0) - low + 1
     if math.prod(shape) != len(devices):
         return None
     grid = np.empty(shape, object)
-    for device, place in zip(devices, places, strict=True):
-        grid[tuple(place - low)] = device
+    for device, coordinate in zip(devices, coordinates, strict=True):
+        grid[tuple(coordinate - low)] = device
     return grid
 
 
-def _cut(shape, wanted: tuple[int, int, int]) -> list[tuple[int, int, int]] | None:
-    """Each dimension as (boxes, cells, devices of a cell), whose products are `wanted`: of compact cells, then boxes."""
-    found = []
+def _cut(shape, level_sizes: tuple[int, int, int]) -> list[tuple[int, int, int]] | None:
+    """Returns each dimension as (boxes, cells, devices of a cell), with these products over all dimensions, or None.
+
+    Of several such cuts, that with the most compact cells, then boxes.
+    """
+    candidates = []
     for cut in itertools.product(*(_triples(size) for size in shape)):
         boxes, cells, inside = zip(*cut, strict=True)
-        if (math.prod(boxes), math.prod(cells), math.prod(inside)) == wanted and closed_walk(cells) is not None:
-            found.append((max(inside), sum(inside), max(cells), sum(cells), list(cut)))
-    return min(found)[-1] if found else None
+        if (math.prod(boxes), math.prod(cells), math.prod(inside)) == level_sizes and closed_walk(cells) is not None:
+            candidates.append((max(inside), sum(inside), max(cells), sum(cells), list(cut)))
+    return min(candidates)[-1] if candidates else None
 
 
 def _triples(size: int) -> list[tuple[int, int, int]]:
@@ -64,9 +75,10 @@ def _triples(size: int) -> list[tuple[int, int, int]]:
 
 
 def closed_walk(cells) -> list[int] | None:
-    """Row-major numbers of all cells of a box, each a neighbour of the one before, the last of the first; None where none is.
+    """Returns a closed walk over the cells of a box as their row-major numbers, or None if there is none.
 
-    Down the first column of an even dimension, and back through the rows of the others, which a walk to and fro makes one.
+    Each cell is a neighbour of the previous one, and the last of the first. The walk goes down the first column of an even
+    dimension and returns row by row; the other dimensions are walked to and fro, as if they were one.
     """
     if math.prod(cells) == 1:
         return [0]
@@ -84,8 +96,8 @@ def closed_walk(cells) -> list[int] | None:
 
 
 def _to_and_fro(sizes: list[int]) -> list[tuple[int, ...]]:
-    """All places of a box, each a neighbour of the one before."""
+    """Returns the coordinates of all cells of a box, each a neighbour of the previous one."""
     if not sizes:
         return [()]
     rest = _to_and_fro(sizes[1:])
-    return [(first, *place) for first in range(sizes[0]) for place in (rest if first % 2 == 0 else rest[::-1])]
+    return [(first, *others) for first in range(sizes[0]) for others in (rest if first % 2 == 0 else rest[::-1])]

@@ -1,9 +1,10 @@
 """The compiler's flags for each platform, and why: python -m trainer.xla_flags tpu | gpu | cpu prints them for a shell.
 
-Only the launchers apply them, before Python starts (`eval "$(python -m trainer.xla_flags tpu)"`): an import changes nothing,
-and who starts train.py by hand has the compiler's own defaults. What the user has set already comes last, and so wins. What one
-generation of TPUs needs the compiler refuses for another: the chips of this host say which it is, or --generation. The tests
-compile with each generation's flags; how much time they save is to be measured on the machine at hand.
+Only the launchers apply the flags, before Python starts (`eval "$(python -m trainer.xla_flags tpu)"`). Importing this
+module changes nothing, and train.py started by hand has the compiler's own defaults. Flags that the user has set come
+last, and so win. The compiler refuses for one generation of TPUs what another needs: the chips of this host tell the
+generation, or --generation. The tests compile with each generation's flags; the time that they save has not been
+measured.
 """
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from .devices import TPUS
 
 @dataclass(frozen=True)
 class Flag:
-    """name=value of the compiler, and why we set it; `only` for these generations of TPUs, if any are named."""
+    """A flag of the compiler and why it is set; `only`: the generations of TPUs that get it, all of them if empty."""
 
     name: str
     value: str
@@ -68,7 +69,7 @@ _GOOGLE, _CHIPS = "0x1ae0", {"0x0027": "v3", "0x005e": "v4", "0x0062": "v5p", "0
 
 
 def generation(bus: Path = Path("/sys/bus/pci/devices")) -> str | None:
-    """Of this host's TPUs; None where it has none, or they are not known here."""
+    """Returns the generation of this host's TPUs, or None if it has none that are known."""
     for device in bus.glob("*"):
         vendor, chip = ((device / name).read_text().strip() for name in ("vendor", "device"))
         if vendor == _GOOGLE and chip in _CHIPS:
@@ -77,7 +78,7 @@ def generation(bus: Path = Path("/sys/bus/pci/devices")) -> str | None:
 
 
 def flags(platform: str, generation: str | None = None) -> list[Flag]:
-    """The platform's flags; of a TPU of unknown generation those that all have in common."""
+    """Returns the platform's flags; for an unknown generation of TPUs those that all generations share."""
     return [flag for flag in FLAGS[platform] if not flag.only or generation in flag.only]
 
 
@@ -93,7 +94,7 @@ def shell_line(platform: str, given: str = "", generation: str | None = None) ->
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Prints the line to evaluate, or with --why the table."""
+    """Prints the line to evaluate in a shell, or with --why each flag with its reason."""
     about = __doc__.splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m trainer.xla_flags", description=about, allow_abbrev=False)
     parser.add_argument("platform", choices=sorted(FLAGS))
