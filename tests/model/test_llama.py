@@ -85,9 +85,10 @@ def test_logits_equal_transformers(tmp_path, kind, rope):
         assert np.abs(got - expected[:, order]).max() <= 1e-4 * np.abs(expected).max()
 
 
+@pytest.mark.slow  # minutes, and several GiB, for each
 @pytest.mark.parametrize(("shape", "rope"), [
     ({"sequence": 8}, None), ({"tensor": 2, "sequence": 4}, None),
-    *(pytest.param({"sequence": 8}, rule, marks=pytest.mark.slow) for rule in ("llama3", "linear", "dynamic", "yarn"))],
+    *(({"sequence": 8}, rule) for rule in ("llama3", "linear", "dynamic", "yarn"))],
     ids=["sequence 8", "tensor 2 x sequence 4", "llama3 RoPE", "linear RoPE", "dynamic RoPE", "yarn RoPE"])
 def test_smollm2_equals_transformers_to_position_8191(tmp_path, shape, rope):
     """The real model, 9 heads and 3 key/value heads, on 8 devices: 1e-3 absolute in float32, on this project's own text.
