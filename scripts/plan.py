@@ -43,7 +43,7 @@ def parser() -> argparse.ArgumentParser:
     options.add_argument("--mesh", help="such as fsdp=8,sequence=8 or tensor=8,sequence_parallel=1; "
                          "all devices on sequence unless given")
     options.add_argument("--batch", type=int, help="rows (default 1)")
-    options.add_argument("--schedule", type=partial(parse, where="--schedule"),
+    options.add_argument("--schedule", type=partial(parse, source="--schedule"),
                          help="as a recipe's attention.schedule (default ring)")
     options.add_argument("--layout", choices=typing.get_args(typing.get_type_hints(AttentionConfig)["layout"]),
                          help="(default striped)")
