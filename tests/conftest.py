@@ -9,10 +9,10 @@ import signal
 # compiler, which would otherwise abort because of its lock file.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-# The tests' programs are small and run once: most of their time is the CPU compiler's, which these flags halve. Processes that
-# tests start inherit them; XLA_FLAGS, also an empty one, takes their place.
-os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-                                   " --xla_cpu_use_fusion_emitters=false")
+# The tests' programs are small and run once: most of their time is the CPU compiler's, which these flags halve. XLA_FLAGS of the
+# environment, also an empty one, takes their place.
+FLAGS = os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+                                           " --xla_cpu_use_fusion_emitters=false")
 CACHE = pathlib.Path(os.environ.get("LONGSTRIPE_CACHE") or pathlib.Path.home() / ".cache" / "longstripe")
 
 import jax  # noqa: E402
@@ -29,6 +29,11 @@ from trainer.huggingface.write import write_hf  # noqa: E402
 jax.config.update("jax_num_cpu_devices", 8)
 # Compiled programs for several CPU devices must not be read from a cache: see trainer.mesh.simulate.
 jax.config.update("jax_enable_compilation_cache", False)
+# The CPU's compiler has read its flags once it has devices. The TPU's, which ends the process at a flag that it does not know,
+# must not find them; runs that tests start get them from small_run.
+jax.devices()
+os.environ.pop("XLA_FLAGS")
+small_run.XLA_FLAGS = FLAGS
 
 # A shell lets background processes ignore Ctrl-C; the processes that tests start and interrupt would inherit this.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:

@@ -14,6 +14,7 @@ import yaml
 STEPS = 40
 SAVE_EVERY = 7
 EVALUATE_EVERY = 10
+XLA_FLAGS = ""  # of the processes that `start` starts; conftest sets them
 
 
 def recipe(folder: pathlib.Path, repository: pathlib.Path, conversations: int = 120) -> pathlib.Path:
@@ -55,7 +56,7 @@ def start(repository: pathlib.Path, recipe: pathlib.Path, run: pathlib.Path, *fl
     """Starts train.py as a user does, with its output in RUN.log."""
     command = [sys.executable, str(repository / "train.py"), "--config", str(recipe), "--run_dir", str(run), *flags]
     with open(f"{run}.log", "a", encoding="utf-8") as log:
-        return subprocess.Popen(command, cwd=repository, env={**os.environ, "JAX_PLATFORMS": "cpu"}, stdout=log, stderr=log)
+        return subprocess.Popen(command, cwd=repository, env={"XLA_FLAGS": XLA_FLAGS, **os.environ, "JAX_PLATFORMS": "cpu"}, stdout=log, stderr=log)
 
 
 def finish(process: subprocess.Popen, run: pathlib.Path) -> str:
