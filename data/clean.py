@@ -30,6 +30,7 @@ ROLES = {
 NOT_A_RECORD = "not a record"
 NO_FIELD = "no conversations or messages"
 EMPTY_RECORD = "empty record"
+BROKEN_ID = "an `id` with broken characters"
 BAD_TURN = "a turn without role or text"
 TOOL_CALLS = "a turn with `tool_calls`, which are no text"
 BAD_HISTORY = "`history` that is no list of pairs"
@@ -132,6 +133,7 @@ class Cleaner:
         """
         if not isinstance(record, dict):
             raise Drop(NOT_A_RECORD)
+        record_id = own_id(record)
         turns = _turns(record)
         if not turns:
             raise Drop(EMPTY_RECORD)
@@ -150,10 +152,7 @@ class Cleaner:
             if digest in self._seen:
                 raise Drop(DUPLICATE)
             self._seen.add(digest)
-        record_id = record.get("id")
-        if not isinstance(record_id, (str, int)) or record_id == "":
-            record_id = digest.hex()[:16]
-        return Cleaned(str(record_id), tuple(messages), changes)
+        return Cleaned(record_id or digest.hex()[:16], tuple(messages), changes)
 
     def _message(self, turn: object, changes: set[str]) -> Message:
         """Returns a raw turn as a message, or raises Drop; adds what it changes to `changes`."""
@@ -207,6 +206,17 @@ class Cleaner:
             text = re.sub(r"```.*?(?:```|\Z)", " ", "\n".join(m.content[:2000] for m in messages[:6]), flags=re.DOTALL)
             if text.strip() and _language_classifier()(text[:4000])[0] not in config.languages:
                 raise Drop(OTHER_LANGUAGE)
+
+
+def own_id(record: dict) -> str | None:
+    """Returns a record's field `id`; None if it has none. Raises Drop for one that is not Unicode text."""
+    record_id = record.get("id")
+    if not isinstance(record_id, (str, int)) or record_id == "":
+        return None
+    try:
+        return str(record_id).encode().decode()
+    except UnicodeEncodeError:  # half of a surrogate pair, see Cleaner._message
+        raise Drop(BROKEN_ID) from None
 
 
 def _first_present(fields: dict, *names: str) -> object:

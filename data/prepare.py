@@ -282,7 +282,7 @@ def _build(job: _Job, folder: Path, progress: bool) -> None:
     progress_bar = tqdm(total=size, unit="B", unit_scale=True, desc="preparing data", disable=not progress)
     try:
         with progress_bar, _without_output(tfds), (temporary / DROPPED).open("w", encoding="ascii") as dropped:
-            report = Report(on_drop=lambda record: dropped.write(json.dumps(record._asdict()) + "\n"))
+            report = Report(on_drop=lambda record: dropped.write(record.to_json() + "\n"))
             builder = _builder_class(tfds)(
                 data_dir=str(temporary / "tfds"), documents=lambda: job.documents(report, index, progress_bar)
             )
@@ -294,7 +294,7 @@ def _build(job: _Job, folder: Path, progress: bool) -> None:
         os.rename(builder.data_dir, temporary / "documents")
         shutil.rmtree(temporary / "tfds")
         source_reports = [source_report.to_dict() for source_report in report.sources]
-        (temporary / "report.json").write_text(json.dumps(source_reports, indent=1, ensure_ascii=False))
+        (temporary / "report.json").write_text(json.dumps(source_reports, indent=1), encoding="ascii")
         np.savez(temporary / INDEX, **arrays)
         if folder.exists() and not (folder / INDEX).exists():
             shutil.rmtree(folder)

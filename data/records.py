@@ -12,6 +12,7 @@ from data.report import SourceReport
 CHUNK = 1 << 20  # bytes read at a time
 WHITE_SPACE = " \t\r\n"
 CUT_OFF = "cut off or malformed JSON"
+LONG_NUMBER = "a number with more digits than Python reads"
 WOULD_WORK = "a JSON list of records, or one JSON record a line, would work"
 
 Advance = Callable[[int], object]
@@ -74,9 +75,9 @@ class _MalformedJson(Exception):
 
         That is so within a string, or if at most an escape or a word such as `false` follows the offset of the problem.
         """
-        longest_escape = len("\\uD83D")
+        longest_word = len("-Infinity")
         return self.problem.startswith("Unterminated string") or (
-            self.offset >= len(text.rstrip(WHITE_SPACE)) - longest_escape
+            self.offset >= len(text.rstrip(WHITE_SPACE)) - longest_word
         )
 
 
@@ -113,7 +114,6 @@ def read_records(path: File, report: SourceReport, advance: Advance | None = Non
 
 
 def _read_list(window: _Window, report: SourceReport) -> Iterator[object]:
-    decoder = json.JSONDecoder()
     count = 0
     while True:
         character = window.peek()
@@ -127,7 +127,7 @@ def _read_list(window: _Window, report: SourceReport) -> Iterator[object]:
             report.notes.append(f"the JSON list has no end after record {count}: the file was cut there")
             return
         try:
-            value = _read_value(window, decoder)
+            value = _read_value(window)
         except _MalformedJson as error:
             if not error.is_cut_off(window.text):
                 near = window.text[max(error.offset - 20, window.offset) : error.offset + 20]
@@ -141,24 +141,53 @@ def _read_list(window: _Window, report: SourceReport) -> Iterator[object]:
             report.drop(CUT_OFF, window.text[window.offset : window.offset + CHUNK])
             return
         count += 1
-        yield value
+        if isinstance(value, _LongNumber):
+            report.drop(LONG_NUMBER)
+        else:
+            yield value
 
 
-def _read_value(window: _Window, decoder: json.JSONDecoder) -> object:
+class _LongNumber:
+    """Stands for a record that contains an integer which Python refuses to convert, of more than 4,300 digits."""
+
+
+_DECODER = json.JSONDecoder()
+_WITHOUT_INTEGERS = json.JSONDecoder(parse_int=lambda digits: 0)
+
+
+def _decode(text: str, offset: int) -> tuple[object, int]:
+    """Parses the JSON value at an offset; returns it and the offset after it.
+
+    Raises:
+        json.JSONDecodeError: there is no complete value.
+        RecursionError: the value is nested too deeply.
+    """
+    try:
+        return _DECODER.raw_decode(text, offset)
+    except json.JSONDecodeError:
+        raise
+    except ValueError:  # an integer that is too long; the record is read once more, without integers, for its end
+        _, end = _WITHOUT_INTEGERS.raw_decode(text, offset)
+        return _LongNumber(), end
+
+
+def _read_value(window: _Window) -> object:
     """Parses the JSON value at the window's offset, growing the window until it contains the whole value.
 
     Raises:
-        _MalformedJson: the value is not complete at the end of the file.
+        _MalformedJson: the value is malformed, or not complete at the end of the file.
     """
     size = CHUNK
     while True:
         malformed, value, end = None, None, len(window.text)
         try:
-            value, end = decoder.raw_decode(window.text, window.offset)
+            value, end = _decode(window.text, window.offset)
         except json.JSONDecodeError as error:
             malformed = _MalformedJson(error.msg, error.pos)
         except RecursionError:
             malformed = _MalformedJson("nested too deeply", window.offset)
+        if malformed and not malformed.is_cut_off(window.text):  # more of the file, which may be large, would not help
+            raise malformed
         # A value that ends where the window ends may be a number that goes on in the next chunk.
         if end == len(window.text) and window.grow(size):
             size *= 2  # so that the work for a very long record is linear in its length
@@ -183,12 +212,17 @@ def _read_lines(window: _Window, report: SourceReport) -> Iterator[object]:
         line_number += 1
         if line.strip(WHITE_SPACE):
             try:
-                value = json.loads(line)
+                value, end = _decode(line, len(line) - len(line.lstrip(WHITE_SPACE)))
+                if line[end:].strip(WHITE_SPACE):
+                    raise json.JSONDecodeError("Extra data", line, end)
             except (json.JSONDecodeError, RecursionError):
                 malformed.append(line_number)
                 report.drop(CUT_OFF, line)
+                continue
+            valid += 1
+            if isinstance(value, _LongNumber):
+                report.drop(LONG_NUMBER, line)
             else:
-                valid += 1
                 yield value
     if malformed:
         shown = ", ".join(map(str, malformed[:5])) + (", ..." if len(malformed) > 5 else "")

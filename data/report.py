@@ -1,5 +1,6 @@
 """Counts of each source's records: kept, dropped with their reasons, and repaired."""
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +17,18 @@ class DroppedRecord(NamedTuple):
     """Number of the record in the source, from 1."""
     reason: str
     content: object
-    """The record as JSON, or as far as it could be read; None for token ids."""
+    """The record as read, or as far as it could be read; None for token ids."""
+
+    def to_json(self) -> str:
+        """Returns the line of dropped.jsonl. Values that JSON lacks, such as a table's dates and bytes, become texts."""
+        try:
+            return json.dumps(self._asdict(), default=_as_text)
+        except RecursionError:  # nested almost as deeply as Python can read
+            return json.dumps(self._replace(content=None)._asdict())
+
+
+def _as_text(value: object) -> str:
+    return value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else str(value)
 
 
 OnDrop = Callable[[DroppedRecord], object]

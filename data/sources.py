@@ -1,21 +1,25 @@
 """A recipe's data sources, and readers that yield the records of each format one at a time."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from jaxtyping import Int, Int32
 
 from data import paths
-from data.clean import CleanConfig, Cleaner, Drop
+from data.clean import CleanConfig, Cleaner, Drop, own_id
 from data.conversation import Conversation, Record, Text, Tokens
 from data.errors import UserError
 from data.paths import File
 from data.records import Advance, read_records
 from data.report import Report, SourceReport
+
+if TYPE_CHECKING:
+    import pyarrow
 
 EMPTY_TEXT = "empty text"
 NO_TEXT = "no `text`"
@@ -141,7 +145,7 @@ def _raw_records(
     if not file.exists():
         raise UserError(f"{file}: no such file; {source.would_work}")
     if file.suffix == ".parquet":
-        yield from _read_parquet(file)
+        yield from _read_parquet(file, report)
     elif source.format == "text":
         yield _read_text(file, source)
     else:
@@ -150,17 +154,45 @@ def _raw_records(
         advance(file.size())
 
 
-def _read_parquet(file: File) -> Iterator[dict]:
-    """Yields the rows of a Parquet file, with a few hundred in memory at a time."""
-    import pyarrow
+def _read_parquet(file: File, report: SourceReport) -> Iterator[dict]:
+    """Yields the rows of a Parquet file, with a few hundred in memory at a time.
+
+    Values that Python cannot represent, such as a time in the year 50,000 or text that is not UTF-8, are left out of their
+    rows, with a note in the report for each column that has some.
+    """
     from pyarrow import parquet
 
+    unreadable: Counter[str] = Counter()
     try:
         with file.open() as opened:
             for batch in parquet.ParquetFile(opened).iter_batches(batch_size=256):
-                yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
-        raise UserError(f"{file}: cannot be read as Parquet ({str(error).splitlines()[0]})") from None
+                yield from _rows(batch, unreadable)
+    except UserError:
+        raise
+    except Exception as error:  # a damaged page may raise any of Arrow's errors and of Python's
+        raise UserError(f"{file}: cannot be read as Parquet ({_first_line(error)}); a whole file would work") from None
+    finally:
+        report.notes += [f"{file}: {count} values of the column {name} cannot be read and are left out"
+                         for name, count in unreadable.items()]
+
+
+def _rows(batch: "pyarrow.RecordBatch", unreadable: Counter[str]) -> list[dict]:
+    """Returns the rows of a batch without the values that cannot be read, which are counted by column."""
+    try:
+        return batch.to_pylist()
+    except Exception:  # ValueError, OverflowError, UnicodeDecodeError, ArrowException, ...; now value by value
+        rows: list[dict] = [{} for _ in range(batch.num_rows)]
+    for name, column in zip(batch.schema.names, batch.columns, strict=True):
+        for row, value in zip(rows, column, strict=True):
+            try:
+                row[name] = value.as_py()
+            except Exception:
+                unreadable[name] += 1
+    return rows
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0][:200]
 
 
 def _read_text(file: File, source: Source) -> str:
@@ -247,7 +279,4 @@ def _int32(values: object, allow_bool: bool = False) -> Int32[np.ndarray, " n"] 
 
 def _record_id(raw: object, content: bytes) -> str:
     """Returns the record's own id, or a hash of its content; never a path, since files may be moved."""
-    own_id = raw.get("id") if isinstance(raw, dict) else None
-    if isinstance(own_id, (str, int)) and own_id != "":
-        return str(own_id)
-    return hashlib.sha256(content).hexdigest()[:16]
+    return (own_id(raw) if isinstance(raw, dict) else None) or hashlib.sha256(content).hexdigest()[:16]

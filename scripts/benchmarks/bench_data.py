@@ -78,7 +78,7 @@ def clean(path: Path, dropped: Path) -> dict:
             peaks.append(peak_mib())
 
     with dropped.open("w", encoding="ascii") as file:
-        report = Report(on_drop=lambda record: file.write(json.dumps(record._asdict()) + "\n"))
+        report = Report(on_drop=lambda record: file.write(record.to_json() + "\n"))
         wall, cpu = time.perf_counter(), time.process_time()
         kept = sum(1 for _ in read(Source(str(path)), report, advance=advance))
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu

@@ -1,5 +1,7 @@
 """Reading sources: every record of a malformed dump is counted, and each unusable file gives an error of one line."""
 
+import datetime
+import decimal
 import gzip
 import json
 from collections import Counter
@@ -11,7 +13,7 @@ from pyarrow import parquet
 
 from data.clean import CleanConfig
 from data.errors import UserError
-from data.report import Report
+from data.report import DroppedRecord, Report
 from data.sources import Source, read
 
 
@@ -256,3 +258,83 @@ def test_labels_and_masks_that_are_not_32_bit_integers_are_dropped(tmp_path):
     path.write_text(json.dumps([{"tokens": [5, 6], **mask} for mask in masks]))
     items, report = _read(path, format="tokens")
     assert [item.record for item in items] == [4] and report.dropped == {"`loss_mask` or `labels` unlike its tokens": 3}
+
+
+_CONVERSATION = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
+
+
+def _text_that_is_not_utf8():
+    offsets, text = np.arange(3, dtype=np.int32), pyarrow.py_buffer(b"\xffb")
+    return pyarrow.Array.from_buffers(pyarrow.string(), 2, [None, pyarrow.py_buffer(offsets), text])
+
+
+@pytest.mark.parametrize(
+    ("column", "dropped", "note"),
+    [
+        (pyarrow.array([datetime.date(2020, 1, 2)] * 2), "2020-01-02", None),
+        (pyarrow.array([decimal.Decimal("1.50")] * 2), "1.50", None),
+        (pyarrow.array([b"\xffa"] * 2), "\\xffa", None),
+        (pyarrow.array([10**17] * 2, pyarrow.timestamp("us")), "5138-11-16 09:46:40", None),
+        (pyarrow.array([10**18] * 2, pyarrow.timestamp("us")), None, "2 values of the column x cannot be read"),
+        (pyarrow.array([2**62] * 2, pyarrow.duration("s")), None, "2 values of the column x cannot be read"),
+        (_text_that_is_not_utf8(), "b", "1 values of the column x cannot be read"),
+    ],
+    ids=["date", "decimal", "bytes", "far time", "time out of range", "duration out of range", "not UTF-8"],
+)
+def test_columns_that_json_or_python_lack_end_nothing(tmp_path, column, dropped, note):
+    path, lines = tmp_path / "a.parquet", []
+    parquet.write_table(pyarrow.table({"conversations": [_CONVERSATION, []], "x": column}), path)
+    report = Report(on_drop=lambda record: lines.append(json.loads(record.to_json())))
+    assert len(list(read(Source(str(path)), report))) == 1
+    assert [(line["reason"], line["content"].get("x")) for line in lines] == [("empty record", dropped)]
+    assert len(report.notes) == (note is not None) and (note or "") in "".join(report.notes)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_damaged_parquet_file_is_named(tmp_path, seed):
+    path, generator = tmp_path / "a.parquet", np.random.default_rng(seed)
+    rows = [[{"from": "human", "value": str(generator.random())}, {"from": "gpt", "value": "b"}] for _ in range(200)]
+    parquet.write_table(pyarrow.table({"conversations": rows}), path, use_dictionary=False)
+    data = bytearray(path.read_bytes())
+    start = generator.integers(len(data) - 40)
+    data[start : start + 30] = generator.bytes(30)
+    path.write_bytes(data)
+    try:
+        _, report = _read(path)
+    except UserError as error:
+        assert str(error).startswith(f"{path}: ") and "\n" not in str(error)
+    else:  # damage within a text is not seen by Parquet without checksums
+        assert report.records == 200
+
+
+def test_a_record_with_a_broken_id_or_a_very_long_number_is_dropped(tmp_path):
+    records = [{"id": name, "conversations": [{"from": "human", "value": name}, _CONVERSATION[1]]} for name in "abc"]
+    lines = [json.dumps(record) for record in records]
+    lines[1:1] = [lines[0].replace('"a"', r'"\ud83d"', 1), lines[0].replace('"a"', "9" * 5000, 1)]
+    for name, text in {"a.jsonl": "\n".join(lines), "a.json": "[" + ", ".join(lines) + "]"}.items():
+        (tmp_path / name).write_text(text)
+        kept, report = _read(tmp_path / name)
+        assert [conversation.id for conversation in kept] == ["a", "b", "c"]
+        assert report.dropped == {
+            "an `id` with broken characters": 1, "a number with more digits than Python reads": 1
+        }
+    (tmp_path / "a.jsonl").write_text('{"id": "\\ud83d", "text": "a"}\n{"id": 7, "text": "b"}')
+    kept, report = _read(tmp_path / "a.jsonl", format="text")
+    assert [text.id for text in kept] == ["7"] and report.dropped == {"an `id` with broken characters": 1}
+
+
+def test_a_malformed_list_is_refused_without_reading_on(tmp_path, monkeypatch):
+    monkeypatch.setattr("data.records.CHUNK", 1000)
+    path, read_bytes = tmp_path / "a.json", []
+    path.write_text('[{"text": "a" "b"}' + ", {}" * 100_000 + "]")
+    with pytest.raises(UserError, match="record 1 is malformed"):
+        list(read(Source(str(path)), Report(), advance=read_bytes.append))
+    assert sum(read_bytes) == 1000
+
+
+def test_a_dropped_record_nested_as_deeply_as_python_reads_is_reported():
+    nested = []
+    for _ in range(5000):
+        nested = [nested]
+    line = json.loads(DroppedRecord(0, 7, "not a record", nested).to_json())
+    assert line == {"source": 0, "record": 7, "reason": "not a record", "content": None}
