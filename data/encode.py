@@ -2,8 +2,10 @@
 
 import contextlib
 import multiprocessing
+import os
 import signal
 import tempfile
+import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
@@ -158,7 +160,14 @@ _process_encoder: Encoder | None = None  # the encoder of a process that encode_
 
 def _set_up_process(encoder: Encoder, folder: str, text_tokens: tuple[str, ...]) -> None:
     global _process_encoder
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     _process_encoder = replace(encoder, tokenizer=Tokenizer.load(folder).with_text_tokens(text_tokens))
+
+
+def _end_with_parent() -> None:
+    """Ends this process with the one that started it, which may have been killed: nobody else would end it."""
+    multiprocessing.parent_process().join()
+    os._exit(1)
 
 
 def _encode_batch(batch: list[Record]) -> list[Encoded]:

@@ -2,11 +2,10 @@
 
 import gzip
 import os
-import shutil
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
@@ -14,6 +13,7 @@ from typing import BinaryIO
 import fsspec
 
 from data.errors import UserError
+from data.folders import building
 
 
 def is_remote(path: str | Path) -> bool:
@@ -163,28 +163,23 @@ def local_folder(path: str | Path) -> Path:
     return root / "prepared"
 
 
-def download(remote: str, local: Path, last: str) -> None:
+def download(remote: str, local: Path, last: str, is_whole: Callable[[Path], bool]) -> None:
     """Downloads a complete folder from a store; `local` appears at once, or not at all.
 
     Args:
         remote: the folder in the store.
         local: the folder to create.
         last: name of the file that `upload` writes last; does nothing if the store lacks it.
+        is_whole: whether an existing folder can be used; see `building`.
     """
     with _open_file_system(remote) as (file_system, path):
         if not file_system.isfile(f"{path}/{last}"):
             return
-        local.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{local.name}-", dir=local.parent))
-        try:
+        with building(local, is_whole) as scratch:
             for name in file_system.find(path):
-                target = temporary / PurePosixPath(name).relative_to(path)
+                target = scratch / PurePosixPath(name).relative_to(path)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 file_system.get_file(name, str(target))
-            with suppress(OSError):  # another process was faster
-                os.rename(temporary, local)
-        finally:
-            shutil.rmtree(temporary, ignore_errors=True)
 
 
 def upload(local: Path, remote: str, last: str) -> None:

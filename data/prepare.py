@@ -6,7 +6,7 @@ import io
 import json
 import os
 import shutil
-import tempfile
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -23,6 +23,7 @@ from data.clean import CleanConfig
 from data.conversation import Tokens
 from data.encode import Encoder, encode_all
 from data.errors import UserError
+from data.folders import building
 from data.report import Report, SourceReport
 from data.sources import Source
 from data.templates import jinja_template
@@ -34,7 +35,9 @@ if TYPE_CHECKING:
 
 RULES = "prepare-3"  # to be changed with every change to the documents, so that existing folders are not reused
 DROPPED = "dropped.jsonl"
+REPORT = "report.json"
 INDEX = "index.npz"  # written last: a folder with an index is complete
+HASHED_AT_START = 1 << 24  # bytes; the documents' own format has checksums, which are compared when a document is read
 WORTH_PROCESSES = 1 << 23  # bytes of a source from which on several processes, which take seconds to start, encode it
 
 
@@ -93,16 +96,18 @@ class Documents:
         return len(self._numbers)
 
     def __getitem__(self, number: int) -> Document:
-        record = self._store[int(self._numbers[number])]
+        try:
+            record = self._store[int(self._numbers[number])]
+        except Exception as error:  # array_record and tensorflow-datasets raise RuntimeError and others of their own
+            raise UserError(f"{self.folder}: a document cannot be read ({_first_line(error)}); if this folder is deleted, the "
+                            "same command makes it again") from error
         return Document(
             record["tokens"], record["loss_mask"].astype(bool), int(record["source"]), record["record_id"].decode()
         )
 
     @cached_property
     def _store(self) -> Sequence[dict]:
-        import tensorflow_datasets as tfds
-
-        return tfds.builder_from_directory(str(self.folder / "documents")).as_data_source(split="documents")
+        return _open_documents(self.folder)
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name != "_store"}
@@ -173,9 +178,11 @@ def prepare(
     job = _Job(all_sources, len(sources), tokenizer, context_length, held_out_fraction, clean, train_on)
     name = key or job.key()
     local, shared = paths.local_folder(folder) / name, f"{str(folder).rstrip('/')}/{name}"
-    if not (local / INDEX).exists() and paths.is_remote(folder):
-        paths.download(shared, local, INDEX)
-    if not (local / INDEX).exists():
+    stored = _read_or_warn(local)
+    if stored is None and paths.is_remote(folder):
+        paths.download(shared, local, INDEX, is_whole)
+        stored = _read_or_warn(local)
+    if stored is None:
         if key:
             raise UserError(
                 f"{shared}: not found on this machine, but another process has prepared it; a data.prepared that all "
@@ -184,7 +191,8 @@ def prepare(
         _build(job, local, progress)
         if paths.is_remote(folder):
             paths.upload(local, shared, INDEX)
-    return _open(local, all_sources, context_length)
+        stored = _read(local)
+    return _open(local, stored, all_sources, context_length)
 
 
 @dataclass
@@ -271,16 +279,14 @@ class _Index:
 
 
 def _build(job: _Job, folder: Path, progress: bool) -> None:
-    """Prepares the data in a temporary folder and renames it; if another process was faster, its folder is kept."""
+    """Prepares the data; if another process was faster, its folder is kept."""
     import tensorflow_datasets as tfds
     from tqdm import tqdm
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     index = _Index()
     size = sum(file.size() for source in job.sources for file in source.files())
     progress_bar = tqdm(total=size, unit="B", unit_scale=True, desc="preparing data", disable=not progress)
-    try:
+    with building(folder, is_whole) as temporary:
         with progress_bar, _without_output(tfds), (temporary / DROPPED).open("w", encoding="ascii") as dropped:
             report = Report(on_drop=lambda record: dropped.write(record.to_json() + "\n"))
             builder = _builder_class(tfds)(
@@ -293,15 +299,16 @@ def _build(job: _Job, folder: Path, progress: bool) -> None:
             raise UserError(f"nothing is left to train on: {fraction} took them all; a smaller fraction would work")
         os.rename(builder.data_dir, temporary / "documents")
         shutil.rmtree(temporary / "tfds")
-        source_reports = [source_report.to_dict() for source_report in report.sources]
-        (temporary / "report.json").write_text(json.dumps(source_reports, indent=1), encoding="ascii")
-        np.savez(temporary / INDEX, **arrays)
-        if folder.exists() and not (folder / INDEX).exists():
-            shutil.rmtree(folder)
-        with contextlib.suppress(OSError):  # the folder exists and is not empty: another process has prepared the same
-            os.rename(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _write_index(temporary, arrays, report)
+
+
+def _write_index(folder: Path, arrays: dict[str, Int32[np.ndarray, " D"]], report: Report) -> None:
+    """Writes the report and the index, which also records the size and sha256 of every file that is read again."""
+    source_reports = [source_report.to_dict() for source_report in report.sources]
+    (folder / REPORT).write_text(json.dumps(source_reports, indent=1), encoding="ascii")
+    names = [REPORT, *sorted(path.relative_to(folder).as_posix() for path in (folder / "documents").iterdir())]
+    files = {name: [(folder / name).stat().st_size, _file_hash(folder / name)] for name in names}
+    np.savez(folder / INDEX, **arrays, files=np.array(json.dumps(files)))
 
 
 def _builder_class(tfds: ModuleType) -> "type[tensorflow_datasets.core.GeneratorBasedBuilder]":
@@ -347,13 +354,76 @@ def _without_output(tfds: ModuleType) -> Iterator[None]:
         tfds.enable_progress_bar()
 
 
-def _open(folder: Path, sources: list[Source], context_length: int) -> Prepared:
-    with np.load(folder / INDEX) as stored:
-        index = {name: stored[name] for name in stored.files}
+class _Stored(NamedTuple):
+    """The small files of a prepared folder."""
+
+    index: dict[str, Int32[np.ndarray, " D"]]
+    reports: list[SourceReport]
+
+
+def is_whole(folder: Path) -> bool:
+    """Returns whether a prepared folder is complete and, as far as that is known without reading all of it, undamaged."""
+    try:
+        _read(folder)
+    except UserError:
+        return False
+    return True
+
+
+def _read_or_warn(folder: Path) -> _Stored | None:
+    """Reads a prepared folder; returns None, with a warning if the folder is damaged, if it has to be made."""
+    if not (folder / INDEX).exists():
+        return None
+    try:
+        return _read(folder)
+    except UserError as error:
+        print(f"warning: {error}; it is made again", file=sys.stderr)
+        return None
+
+
+def _read(folder: Path) -> _Stored:
+    """Reads the small files of a prepared folder, and compares its files with the sizes and hashes in the index.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+    name = INDEX
+    try:
+        with np.load(folder / INDEX) as stored:
+            index = {column: stored[column] for column in stored.files}
+        # Earlier releases recorded no files: their documents are opened, so that at least what is missing is found.
+        files = json.loads(str(index.pop("files"))) if "files" in index else None
+        for name, (size, digest) in (files or {}).items():
+            if (folder / name).stat().st_size != size or (size <= HASHED_AT_START and _file_hash(folder / name) != digest):
+                raise ValueError("not as it was written")
+        name = REPORT
+        reports = [SourceReport.from_dict(state) for state in json.loads((folder / REPORT).read_text(encoding="utf-8"))]
+        name = "documents"
+        if files is None:
+            _open_documents(folder)[len(index["length"]) - 1]
+        return _Stored(index, reports)
+    except PermissionError:
+        raise
+    except Exception as error:  # zipfile, zlib, numpy, json and tensorflow-datasets raise a dozen kinds of their own
+        raise UserError(f"{folder}: {name} is damaged ({_first_line(error)})") from error
+
+
+def _first_line(error: BaseException) -> str:
+    text = error.strerror if isinstance(error, OSError) else str(error)
+    return (text or type(error).__name__).splitlines()[0][:200]
+
+
+def _open_documents(folder: Path) -> Sequence[dict]:
+    import tensorflow_datasets as tfds
+
+    return tfds.builder_from_directory(str(folder / "documents")).as_data_source(split="documents")
+
+
+def _open(folder: Path, stored: _Stored, sources: list[Source], context_length: int) -> Prepared:
+    index = stored.index
     held_out = index["held_out"].astype(bool)
     weights = np.asarray([source.weight for source in sources], np.float64)
-    states = json.loads((folder / "report.json").read_text())
-    report = Report([SourceReport.from_dict(state) for state in states], dropped_file=folder / DROPPED)
+    report = Report(stored.reports, dropped_file=folder / DROPPED)
     for number, (source_report, source) in enumerate(zip(report.sources, sources, strict=True)):
         # The same contents may have been prepared from other paths.
         source_report.source, source_report.path = number, str(source.path)
@@ -388,6 +458,11 @@ def _content_hash(source: Source) -> str:
         with file.open() as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()
+
+
+def _file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class SplitCounts(NamedTuple):

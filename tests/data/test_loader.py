@@ -324,3 +324,65 @@ def test_permute_moves_every_array(prepared):
             assert (moved[name][:, index] == array[:, original]).all()
     with pytest.raises(ValueError, match="the order has shape"):
         permute(batch, order[:-1])
+
+
+def _damage(path, kind):
+    content = bytearray(path.read_bytes())
+    path.unlink()
+    if kind == "folder":
+        path.mkdir()
+    elif kind == "flipped":
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content)
+    elif kind in ("emptied", "halved"):
+        path.write_bytes(content[: len(content) // 2 * (kind == "halved")])
+
+
+_PREPARED_FILES = ("report.json", "index.npz", "documents/dataset_info.json", "documents/features.json",
+                   "documents/longstripe-documents.array_record-00000-of-00001")
+
+
+@pytest.mark.parametrize("kind", ["removed", "emptied", "halved", "flipped", "folder"])
+@pytest.mark.parametrize("name", _PREPARED_FILES)
+def test_damaged_prepared_data_is_named_and_made_again(prepared, small, tokenizer, tmp_path, name, kind, capfd):
+    folder = shutil.copytree(prepared.folder, tmp_path / prepared.folder.name)
+    _damage(folder / name, kind)
+    again = prepare([Source(str(small))], tokenizer, LENGTH, tmp_path, **OPTIONS)
+    warned = capfd.readouterr().err
+    if (name, kind) == ("index.npz", "removed"):  # as that of a folder which is not complete
+        assert not warned
+    else:
+        assert warned.startswith(f"warning: {folder}: {name} is damaged (") and warned.endswith("; it is made again\n")
+        assert warned.count("\n") == 1
+    for split in ("train", "held_out"):
+        old, new = getattr(prepared, split), getattr(again, split)
+        assert len(new) == len(old) and all((new[i].tokens == old[i].tokens).all() for i in range(len(new)))
+    assert [path.name for path in tmp_path.iterdir()] == [folder.name]
+
+
+@pytest.mark.parametrize("name", ["documents/dataset_info.json", _PREPARED_FILES[-1]])
+def test_prepared_data_of_earlier_releases_are_read_and_checked_as_far_as_possible(
+    prepared, small, tokenizer, tmp_path, name, capfd
+):
+    folder = shutil.copytree(prepared.folder, tmp_path / prepared.folder.name)
+    with np.load(folder / "index.npz") as stored:
+        np.savez(folder / "index.npz", **{column: stored[column] for column in stored.files if column != "files"})
+    stamp = (folder / "index.npz").stat().st_mtime_ns
+    prepare([Source(str(small))], tokenizer, LENGTH, tmp_path, **OPTIONS)
+    assert (folder / "index.npz").stat().st_mtime_ns == stamp and not capfd.readouterr().err
+    (folder / name).unlink()
+    prepare([Source(str(small))], tokenizer, LENGTH, tmp_path, **OPTIONS)
+    assert f"{folder}: documents is damaged" in capfd.readouterr().err
+
+
+def test_documents_that_were_damaged_since_the_start_are_named(prepared, small, tokenizer, tmp_path, monkeypatch):
+    """Files too large to be hashed at each start have checksums of their own."""
+    monkeypatch.setattr("data.prepare.HASHED_AT_START", 0)
+    folder = shutil.copytree(prepared.folder, tmp_path / prepared.folder.name)
+    path = folder / _PREPARED_FILES[-1]
+    content = bytearray(path.read_bytes())
+    content[len(content) // 4 : len(content) // 2] = bytes(len(content) // 2 - len(content) // 4)
+    path.write_bytes(content)
+    train = prepare([Source(str(small))], tokenizer, LENGTH, tmp_path, **OPTIONS).train
+    with pytest.raises(UserError, match=rf"^{folder}: a document cannot be read \(.*\); if this folder is deleted, the same"):
+        [train[number] for number in range(len(train))]

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import fsspec
 import numpy as np
@@ -113,9 +114,9 @@ def test_a_folder_comes_whole_or_not_at_all(store, tmp_path):
         (tmp_path / "from" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "from" / name).write_text(name)
     paths.upload(tmp_path / "from", "memory://set", "z.npz")
-    paths.download("memory://set", tmp_path / "to", "missing")
+    paths.download("memory://set", tmp_path / "to", "missing", Path.exists)
     assert not (tmp_path / "to").exists()
-    paths.download("memory://set", tmp_path / "to", "z.npz")
+    paths.download("memory://set", tmp_path / "to", "z.npz", Path.exists)
     assert (tmp_path / "to/a/b").read_text() == "a/b" and (tmp_path / "to/z.npz").read_text() == "z.npz"
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["from", "to"]
 

@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from data.folders import sync
+
 MANIFEST = "manifest.json"
 _FORMAT = "longstripe checkpoint"
 _VERSION = 1
@@ -42,9 +44,9 @@ def write_manifest(folder: Path, items: list[str], shapes: Mapping[str, Sequence
     if shapes is not None:
         content["shapes"] = {name: list(shape) for name, shape in shapes.items()}
     (folder / MANIFEST).write_bytes(_serialise(content))
-    _sync(folder / MANIFEST)
+    sync(folder / MANIFEST)
     for path in [*(p for p in folder.rglob("*") if p.is_dir()), folder]:
-        _sync(path)
+        sync(path)
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
@@ -58,9 +60,11 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         data = (folder / MANIFEST).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise ForeignError(f"{folder}: not a checkpoint of this project (no {MANIFEST})") from None
+    except OSError as error:  # such as a folder in its place, or a bad disk
+        raise DamagedError(f"{folder}: {MANIFEST} cannot be read ({error.strerror})") from None
     try:
         content = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         raise DamagedError(f"{folder}: {MANIFEST} is damaged (not JSON)") from None
     if not isinstance(content, dict) or "format" not in content or "files" not in content:
         raise ForeignError(f"{folder}: not a checkpoint of this project (another kind of {MANIFEST})")
@@ -136,17 +140,5 @@ def _digest(path: Path) -> str:
 
 def _seal(path: Path) -> tuple[int, str]:
     """Makes a file durable and returns its size and sha256."""
-    _sync(path)
+    sync(path)
     return path.stat().st_size, _digest(path)
-
-
-def _sync(path: Path) -> None:
-    """Calls fsync on a file or folder; does nothing where the file system has no fsync for folders."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    except OSError:
-        if not path.is_dir():
-            raise
-    finally:
-        os.close(handle)

@@ -16,6 +16,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from data.folders import sync, sync_tree
 from data.paths import new_folder
 from model.attention import Mask
 from model.config import LlamaConfig
@@ -67,7 +68,9 @@ def write_hf(
                         {"_from_model_config": True, **{key: value for key, value in ids.items() if value is not None}})
         if out.exists():
             out.rmdir()
+        sync_tree(scratch)
         scratch.rename(out)
+        sync(out.parent)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -24,11 +24,13 @@ import json
 import os
 import pathlib
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from data.errors import UserError
+from data.folders import sync
 from data.paths import no_pattern
 from trainer.config import load as configuration
 from trainer.config.fields import SECTIONS
@@ -130,12 +132,15 @@ def check_run(config: RunConfig, first: bool = True) -> RunDirectory:
       first: this is process 0, which also looks for a lock and for files that belong to no run.
 
     Raises:
-      UserError: the folder holds another run, or files of no run, or another process is training there.
+      UserError: the folder holds another run, or files of no run; it cannot be written to; or another process is training
+        there.
     """
     run = RunDirectory(config.folder)
     no_pattern(run.folder, "run_dir")
     if run.folder.exists() and not run.folder.is_dir():
         raise UserError(f"{run.folder}: is a file; give another --run_dir")
+    if first:
+        _require_writable(run)
     if run.config.exists():
         _require_same(run, config)
         if first:
@@ -172,6 +177,19 @@ def open_run(config: RunConfig, write: bool = True) -> RunDirectory:
                             "would work")
         time.sleep(1)
     return run
+
+
+def _require_writable(run: RunDirectory) -> None:
+    """Raises UserError unless files can be made in the run's folder, or in the nearest folder above that exists."""
+    folder = next(path for path in (run.folder, *run.folder.absolute().parents) if path.exists())
+    try:
+        for path in (folder, *(path for path in (run.checkpoints, run.assets) if path.is_dir())):
+            tempfile.TemporaryFile(dir=path).close()
+        for path in (run.metrics, run.held_out, run.lock):
+            if path.exists():
+                path.open("ab").close()
+    except OSError as error:
+        raise UserError(f"{path}: cannot write there ({error.strerror}); give another --run_dir") from error
 
 
 def _foreign_files(config: RunConfig) -> list[pathlib.Path]:
@@ -283,4 +301,5 @@ def _replace_file(path: pathlib.Path, text: str) -> None:
     """Replaces a file in one step: after a kill at any moment either the old or the new one is there, whole."""
     scratch = path.with_name(path.name + ".tmp")
     scratch.write_text(text, encoding="utf-8")
+    sync(scratch)
     os.replace(scratch, path)

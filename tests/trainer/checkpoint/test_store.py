@@ -173,6 +173,14 @@ def test_damaged_by_path_and_all_damaged(run):
     restore_model(run / "checkpoints/10")  # what it does not read may be damaged
 
 
+def test_a_folder_in_place_of_the_manifest_is_damage(run):
+    manifest = run / "checkpoints/20/manifest.json"
+    manifest.unlink()
+    manifest.mkdir()
+    with pytest.warns(UserWarning, match=r"checkpoints/20: manifest.json cannot be read \(Is a directory\); using the"):
+        assert CheckpointStore(run).latest_good() == 10
+
+
 def test_a_damaged_one_is_replaced_and_not_counted(run, assets):
     model = placed((2, 4), values())
     (run / "checkpoints/20/assets/config.json").write_text("{ }")

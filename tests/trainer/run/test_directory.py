@@ -23,7 +23,7 @@ from trainer.config.schema import (
     TrainConfig,
 )
 from trainer.run import directory as run_directory
-from trainer.run.directory import identity, open_run
+from trainer.run.directory import check_run, identity, open_run
 
 
 @pytest.fixture
@@ -211,3 +211,14 @@ def test_lines_that_cannot_be_read_are_kept_aside(config, name, capfd):
     run.cut_back(2)
     assert path.read_bytes() == good[0] + b"\n" and aside.read_bytes().splitlines() == [*bad, bad[0]]
     assert capfd.readouterr().err == f"warning: {path}: line 2 cannot be read; moved to {aside.name}\n"
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused_before_the_work(config):
+    nowhere = dataclasses.replace(config, run_dir="/proc/none/run")
+    with pytest.raises(UserError, match=r"^/proc: cannot write there \(.*\); give another --run_dir$"):
+        check_run(nowhere)
+    check_run(nowhere, first=False)
+    run = open_run(config)
+    run.metrics.mkdir()
+    with pytest.raises(UserError, match=rf"^{run.metrics}: cannot write there \(Is a directory\)"):
+        check_run(config)

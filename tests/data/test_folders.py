@@ -1,0 +1,75 @@
+"""Folders that appear whole or not at all: what killed processes leave is removed, and other users can read the result."""
+
+import os
+import stat
+import subprocess
+import sys
+import time
+
+import pytest
+
+from data import folders
+from data.errors import UserError
+from tests.conftest import REPOSITORY
+
+NAME = "0123456789abcdef0123"
+
+
+def is_whole(folder):
+    return (folder / "whole").exists()
+
+
+def build(folder, content="new"):
+    with folders.building(folder, is_whole) as scratch:
+        (scratch / "whole").write_text(content)
+
+
+def test_a_folder_has_the_users_permissions(tmp_path):
+    previous = os.umask(0o027)
+    try:
+        build(tmp_path / NAME)
+    finally:
+        os.umask(previous)
+    assert stat.S_IMODE((tmp_path / NAME).stat().st_mode) == 0o750
+    assert [path.name for path in (tmp_path / NAME).iterdir()] == ["whole"]
+
+
+def test_a_whole_folder_is_kept_and_a_damaged_one_replaced(tmp_path):
+    build(tmp_path / NAME, "first")
+    build(tmp_path / NAME, "second")
+    assert (tmp_path / NAME / "whole").read_text() == "first"
+    (tmp_path / NAME / "whole").rename(tmp_path / NAME / "damaged")
+    build(tmp_path / NAME, "third")
+    assert [path.read_text() for path in (tmp_path / NAME).iterdir()] == ["third"]
+    assert [path.name for path in tmp_path.iterdir()] == [NAME]
+
+
+def test_an_error_leaves_nothing(tmp_path):
+    with pytest.raises(RuntimeError), folders.building(tmp_path / NAME, is_whole) as scratch:
+        (scratch / "a").write_text("a")
+        raise RuntimeError
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_killed_process_left_is_removed_and_what_another_one_builds_is_not(tmp_path):
+    code = ("import os, pathlib, sys, time; from data import folders\n"
+            "with folders.building(pathlib.Path(sys.argv[1]), lambda folder: True) as scratch:\n"
+            "    print(scratch, flush=True); time.sleep(60)")
+    command = [sys.executable, "-c", code, str(tmp_path / NAME)]
+    with subprocess.Popen(command, cwd=REPOSITORY, stdout=subprocess.PIPE, text=True) as process:
+        scratch = process.stdout.readline().strip()
+        build(tmp_path / NAME)
+        assert os.path.isdir(scratch)
+        process.kill()
+    earlier = [tmp_path / f".{NAME}-old_{age}" for age in (1, 8)]  # without a lock, as earlier releases made them
+    for path, days in zip(earlier, (1, 8), strict=True):
+        path.mkdir()
+        os.utime(path, (time.time() - days * 86_400,) * 2)
+    (tmp_path / ".other").mkdir()
+    build(tmp_path / ("f" * 20))
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".other", earlier[0].name, NAME, "f" * 20])
+
+
+def test_a_parent_that_cannot_be_written_to_is_named():
+    with pytest.raises(UserError, match=r"^/proc/none: cannot be written to \("):
+        build(folders.Path("/proc/none") / NAME)
