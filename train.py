@@ -5,8 +5,24 @@ one line that you can mend; 130 stopped by Ctrl-C, 143 by SIGTERM: the running s
 goes on; a second Ctrl-C ends at once.
 """
 import sys
+from typing import TYPE_CHECKING
 
 from trainer import entry
+
+if TYPE_CHECKING:
+    from trainer.config.schema import RunConfig
+    from trainer.objective import Objective
+
+
+def objective_class(config: "RunConfig") -> "type[Objective]":
+    """Returns what the recipe says is learned: actions where it names trajectories, else text."""
+    if config.trajectories.path:
+        from trainer.trajectories import TrajectoryObjective
+
+        return TrajectoryObjective
+    from trainer.text import TextObjective
+
+    return TextObjective
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -16,11 +32,9 @@ def main(argv: list[str] | None = None) -> int:
         from trainer.config import load as configuration
         from trainer.evaluation import HeldOutLoss
         from trainer.loop import train
-        from trainer.text import TextObjective
-
         config = configuration.load(argv)
         entry.keep_compiled(config.compile_cache)
-        train(config, TextObjective, evaluations=[HeldOutLoss(every=config.train.evaluate_every)])
+        train(config, objective_class(config), evaluations=[HeldOutLoss(every=config.train.evaluate_every)])
 
     return entry.run(work)
 

@@ -14,29 +14,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from .attention import AttentionPartial, Keys, Queries, TokenCoords, merge
+from .attention import Keys, Queries, TokenCoords, merge
 from .attention.layout import permutation
-from .attention.partial import per_row
+from .cache import ROWS, merge_over
 from .llama import TOKENS, Batch, Llama
 from .memory.layer_runner import ScanRunner
 from .sharding import BATCH_AXES
 from .weights import Shards
-
-ROWS = PartitionSpec(BATCH_AXES)
-
-
-def merge_over(partial: AttentionPartial, axis: str) -> AttentionPartial:
-    """Returns attention over all keys, on every device of a mesh axis, from each device's part of it."""
-    maximum = lax.pmax(partial.lse, axis)
-    maximum = jnp.where(jnp.isneginf(maximum), 0.0, maximum)
-    weight = jnp.exp(partial.lse - maximum)
-    total = lax.psum(weight, axis)
-    safe = jnp.where(total == 0, 1.0, total)
-    out = lax.psum(partial.out * per_row(weight), axis) / per_row(safe)
-    return AttentionPartial(out, jnp.where(total == 0, -jnp.inf, maximum + jnp.log(safe)))
 
 
 class PrefillRunner(ScanRunner):
@@ -105,7 +91,7 @@ class Generator:
         """Runs inside `shard_map`: returns the new tokens of this device's rows."""
         model = self.model
         coords = model.local_coords(batch)
-        x = model.local_embed(params, batch["tokens"])
+        x = model.local_embed(params, batch)
         prefill = PrefillRunner(model.layer(self._row_length), model.weights)
         x, prompt_kv = prefill.scan(model.weights.of_layers(params), x, batch["index"], coords)
         x = model.parallel.whole(x)
@@ -162,4 +148,5 @@ class Generator:
             attended = merge(prompt, attend(queries, Keys(new_k, new_v, new_coords))).out.astype(x.dtype)
             return decoder_layer.finish(weights, x, attended), (new_k, new_v)
 
-        return lax.scan(run_layer, model.local_embed(params, token), (model.weights.of_layers(params), prompt_kv, new_kv))
+        x = model.local_embed(params, {"tokens": token})
+        return lax.scan(run_layer, x, (model.weights.of_layers(params), prompt_kv, new_kv))

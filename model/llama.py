@@ -1,167 +1,40 @@
-"""The LLaMA transformer: `Llama` runs it on a mesh, from a flat dictionary of sharded arrays that `modules` declares.
-
-Everything between tokens and loss runs inside one `shard_map`: a device has its rows (data, fsdp), its tokens (sequence), and
-its heads, width and vocabulary (tensor).
-"""
+"""The LLaMA language model: `Llama` embeds tokens, runs the layers, and computes the cross-entropy of the next token."""
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable
-from typing import Any
 
-import jax
-import jax.numpy as jnp
-from jax import lax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
-from .attention import AttentionOp, Mask, TokenCoords, document_starts
-from .attention.kernels import Kernel, get_kernel
-from .config import LlamaConfig
+from . import modules
 from .embed_and_head import EmbedAndHead
-from .layer import Layer
 from .loss import LossSums, global_sums
-from .memory.options import MemoryConfig, check_combination
-from .memory.runners import layer_runner
-from .modules import declare, init, own_shapes
-from .padding import pad, sizes_in_memory
-from .sharding import BATCH_AXES, STORAGE_AXES, Parallel, Parameter, Sharding
-from .weights import Shards, Weights
+from .transformer import TOKENS, Batch, Transformer
+from .weights import Shards
 
-TOKENS = PartitionSpec(BATCH_AXES, "sequence")
-# Arrays [B, L] by name: `tokens`, `targets`, `positions`, ... (see ARCHITECTURE.md).
-Batch = dict[str, jax.Array]
+__all__ = ["TOKENS", "Batch", "Llama"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Llama:
-    """A LLaMA on a mesh. Methods called `local_*` run inside `shard_map`, on a device's shards.
-
-    Attributes:
-      schedule, kernel, mask: see `model.attention`.
-      dtype: the compute dtype; parameters stay float32.
-      memory: what is kept for the backward pass, and in what pieces the rest is computed.
-      storage_axes: mesh axes that the storage of parameters is split over.
-      sequence_parallel: Megatron's (`Parallel.split_tokens`): hidden states are split over `tensor` too, along the length.
-        Layers are then not computed in chunks of tokens, the loss still is.
-
-    Raises:
-      ValueError: a schedule that cannot serve the sequence axis; `sequence_parallel` where `tensor` does not split the heads
-        and the feed-forward width; memory options that do not fit the model or each other.
-    """
-
-    config: LlamaConfig
-    mesh: Mesh
-    schedule: Any = "ring"
-    kernel: Kernel = dataclasses.field(default_factory=get_kernel)
-    dtype: Any = jnp.bfloat16
-    memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
-    storage_axes: tuple[str, ...] = STORAGE_AXES
-    sequence_parallel: bool = False
-    mask: Mask = Mask()
-
-    def __post_init__(self) -> None:
-        parallel = self.parallel
-        check_combination(
-            self.memory, layers=self.config.num_hidden_layers, key_heads=parallel.local_key_heads, schedule=self.schedule,
-            sequence=self.mesh.shape["sequence"], sequence_parallel=parallel.split_tokens)
-        if parallel.split_tokens and not (parallel.heads and parallel.mlp):
-            raise ValueError(f"sequence_parallel: tensor = {parallel.tensor} does not divide the heads "
-                             f"({self.config.num_attention_heads}) or the width ({self.config.intermediate_size})")
-
-    # What the model is made of
-
-    @functools.cached_property
-    def sharding(self) -> Sharding:
-        """Where parameters lie."""
-        return Sharding(self.mesh, self.config, self.storage_axes)
+class Llama(Transformer):
+    """A LLaMA on a mesh. A batch holds `tokens`, `targets` and `loss_weights` [B, L] beside the coordinates."""
 
     @property
-    def parallel(self) -> Parallel:
-        """What the tensor axis splits."""
-        return dataclasses.replace(self.sharding.parallel,
-                                   split_tokens=self.sequence_parallel and self.mesh.shape["tensor"] > 1)
-
-    @property
-    def in_memory(self) -> LlamaConfig:
-        """The sizes of `parameters`, padding included (`model.padding`)."""
-        return sizes_in_memory(self.sharding)
-
-    @functools.cached_property
-    def parameters(self) -> dict[str, Parameter]:
-        """Every parameter as it is in memory, padding included."""
-        return declare(self.in_memory)
-
-    @functools.cached_property
-    def own_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shape of every parameter without padding."""
-        return own_shapes(self.config)
-
-    @functools.cached_property
-    def specs(self) -> dict[str, PartitionSpec]:
-        """The spec of each parameter."""
-        return self.sharding.specs(self.parameters)
-
-    @functools.cached_property
-    def shardings(self) -> dict[str, NamedSharding]:
-        """The sharding of each parameter."""
-        return self.sharding.shardings(self.parameters)
-
-    @property
-    def weights(self) -> Weights:
-        """How shards become whole weights."""
-        return Weights(self.config, self.parallel, self.parameters, self.specs, self.dtype)
+    def ends(self) -> modules.EndsModule:
+        """The embedding table, the final norm and the head."""
+        return modules.EmbedAndHead
 
     @property
     def embed_and_head(self) -> EmbedAndHead:
         """What is before and after the layers."""
         return EmbedAndHead(self.config, self.parallel, self.dtype, self.memory.loss_chunk)
 
-    @property
-    def attention(self) -> AttentionOp:
-        """Attention over the shards of the sequence axis."""
-        return AttentionOp.create(self.config.head_dim, schedule=self.schedule, kernel=self.kernel, axis="sequence",
-                                  size=self.mesh.shape["sequence"], mask=self.mask)
-
-    def layer(self, length: int) -> Layer:
-        """Returns one layer, for whole rows of `length` tokens."""
-        return Layer(self.config, self.parallel, self.memory, self.dtype, self.attention, length)
-
-    def init(self, seed: int) -> dict[str, Float[Array, ...]]:
-        """Returns fresh parameters, born sharded. They are drawn at the model's own sizes, so that the mesh changes no
-        number."""
-        def padded(key):
-            return {name: pad(array, self.parameters[name].shape) for name, array in init(self.config, key).items()}
-
-        return jax.jit(padded, out_shardings=self.shardings)(jax.random.key(seed))
-
     # On a device
 
-    def local_coords(self, batch: Batch) -> TokenCoords:
-        """Returns the coordinates of this device's tokens; for global tokens also their documents' starts, from the whole
-        row."""
-        coords = TokenCoords(batch["index"], batch["segment_ids"])
-        if not self.mask.global_tokens:
-            return coords
-        tokens = coords.index.shape[1]
-        rows = (lax.all_gather(x, "sequence", axis=1, tiled=True) for x in (coords.index, coords.segment_ids))
-        offset = lax.axis_index("sequence") * tokens
-        return coords._replace(start=lax.dynamic_slice_in_dim(document_starts(*rows), offset, tokens, 1))
-
-    def local_embed(self, params: Shards, tokens: jax.Array) -> Float[Array, "B T E"]:
+    def local_embed(self, params: Shards, batch: Batch) -> Float[Array, "B T E"]:
         """Returns the first layer's input."""
         ends = self.embed_and_head
-        return ends.embed(self.weights.whole(params, ends.embedding_names), tokens)
-
-    def local_hidden(self, params: Shards, batch: Batch) -> Float[Array, "B T E"]:
-        """Returns the last layer's output."""
-        positions = batch["positions"]
-        layer = self.layer(positions.shape[1] * self.mesh.shape["sequence"])
-        runner = layer_runner(layer, self.weights)
-        x = self.local_embed(params, batch["tokens"])
-        x = runner.run(self.weights.of_layers(params), x, positions, self.local_coords(batch))
-        return self.parallel.whole(x)
+        return ends.embed(self.weights.whole(params, ends.embedding_names), batch["tokens"])
 
     def local_logits(self, params: Shards, x: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """Returns float32 logits of the whole vocabulary, from the last layer's output."""
@@ -199,6 +72,3 @@ class Llama:
             return self.local_logits(params, self.local_hidden(params, batch))
 
         return self._sharded(local, PartitionSpec(*TOKENS, None))(params, batch)
-
-    def _sharded(self, fn: Callable, out_specs: Any) -> Callable:
-        return jax.shard_map(fn, mesh=self.mesh, in_specs=(self.specs, TOKENS), out_specs=out_specs, check_vma=False)

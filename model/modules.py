@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
@@ -101,6 +101,10 @@ class EmbedAndHead(nnx.Module):
                 rngs, (config.hidden_size, config.vocab_size), ("embed", "vocab"), config.initializer_range))
 
 
+# Makes the module of the parameters before and after the layers, from the model's sizes and `rngs`.
+EndsModule = Callable[..., nnx.Module]
+
+
 def _flat(state: Any) -> dict[str, Any]:
     return {".".join(map(str, path)): leaf for path, leaf in nnx.to_flat_state(state)}
 
@@ -119,20 +123,24 @@ def declare_layer(config: LlamaConfig) -> dict[str, Parameter]:
     return _declared(_layer_module(config)[1])
 
 
-def declare(config: LlamaConfig) -> dict[str, Parameter]:
-    """Returns every parameter, by name; those of the layers are stacked on a leading axis."""
-    parameters = _declared(nnx.state(nnx.eval_shape(lambda: EmbedAndHead(config, rngs=nnx.Rngs(0)))))
+def declare(config: LlamaConfig, ends: EndsModule = EmbedAndHead) -> dict[str, Parameter]:
+    """Returns every parameter, by name; those of the layers are stacked on a leading axis.
+
+    Args:
+      ends: makes the module of the parameters before and after the layers.
+    """
+    parameters = _declared(nnx.state(nnx.eval_shape(lambda: ends(config, rngs=nnx.Rngs(0)))))
     for name, parameter in declare_layer(config).items():
         parameters[LAYERS + name] = Parameter((config.num_hidden_layers, *parameter.shape), ("layers", *parameter.axes))
     return dict(sorted(parameters.items()))
 
 
-def own_shapes(config: LlamaConfig) -> dict[str, tuple[int, ...]]:
+def own_shapes(config: LlamaConfig, ends: EndsModule = EmbedAndHead) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every parameter without the padding that a mesh may add in memory."""
-    return {name: tuple(parameter.shape) for name, parameter in declare(config).items()}
+    return {name: tuple(parameter.shape) for name, parameter in declare(config, ends).items()}
 
 
-def init(config: LlamaConfig, key: jax.Array) -> dict[str, Float[Array, ...]]:
+def init(config: LlamaConfig, key: jax.Array, ends: EndsModule = EmbedAndHead) -> dict[str, Float[Array, ...]]:
     """Returns fresh float32 parameters: normal with `initializer_range`, norms 1, biases 0. To be jitted with output
     shardings."""
     ends_key, layers_key = jax.random.split(key)
@@ -142,8 +150,8 @@ def init(config: LlamaConfig, key: jax.Array) -> dict[str, Float[Array, ...]]:
         return {LAYERS + name: leaf[...] for name, leaf in _flat(layer).items()}
 
     layers = jax.vmap(init_layer)(jax.random.split(layers_key, config.num_hidden_layers))
-    ends = {name: leaf[...] for name, leaf in _flat(nnx.state(EmbedAndHead(config, rngs=nnx.Rngs(ends_key)))).items()}
-    return dict(sorted({**ends, **layers}.items()))
+    outside = {name: leaf[...] for name, leaf in _flat(nnx.state(ends(config, rngs=nnx.Rngs(ends_key)))).items()}
+    return dict(sorted({**outside, **layers}.items()))
 
 
 def bind(config: LlamaConfig, weights: dict[str, jax.Array]) -> DecoderLayer:

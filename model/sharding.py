@@ -46,6 +46,9 @@ RULES = {
     "kv_heads": AxisRule(tensor=True, storage=1),
     "mlp": AxisRule(tensor=True, storage=1),
     "head_dim": AxisRule(tensor=False, storage=1),
+    "inputs": AxisRule(tensor=False, storage=None),  # continuous inputs and outputs of a trajectory: a few numbers
+    "actions": AxisRule(tensor=False, storage=None),
+    "kinds": AxisRule(tensor=False, storage=None),
 }
 # The logical axes of the hidden size.
 HIDDEN = tuple(axis for axis, rule in RULES.items() if rule.storage == 0)

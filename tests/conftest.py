@@ -9,8 +9,8 @@ import signal
 # compiler, which would otherwise abort because of its lock file.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-# The tests' programs are small and run once: most of their time is the CPU compiler's, which these flags halve. XLA_FLAGS of the
-# environment, also an empty one, takes their place.
+# The tests' programs are small and run once: most of their time is the CPU compiler's, which these flags halve. XLA_FLAGS of
+# the environment, also an empty one, takes their place.
 FLAGS = os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
                                            " --xla_cpu_use_fusion_emitters=false")
 CACHE = pathlib.Path(os.environ.get("LONGSTRIPE_CACHE") or pathlib.Path.home() / ".cache" / "longstripe")

@@ -56,7 +56,8 @@ def start(repository: pathlib.Path, recipe: pathlib.Path, run: pathlib.Path, *fl
     """Starts train.py as a user does, with its output in RUN.log."""
     command = [sys.executable, str(repository / "train.py"), "--config", str(recipe), "--run_dir", str(run), *flags]
     with open(f"{run}.log", "a", encoding="utf-8") as log:
-        return subprocess.Popen(command, cwd=repository, env={"XLA_FLAGS": XLA_FLAGS, **os.environ, "JAX_PLATFORMS": "cpu"}, stdout=log, stderr=log)
+        environment = {"XLA_FLAGS": XLA_FLAGS, **os.environ, "JAX_PLATFORMS": "cpu"}
+        return subprocess.Popen(command, cwd=repository, env=environment, stdout=log, stderr=log)
 
 
 def finish(process: subprocess.Popen, run: pathlib.Path) -> str:

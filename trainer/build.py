@@ -1,9 +1,12 @@
 """From a run's configuration to the model on its mesh."""
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from model.agentic import AgenticTransformer, TrajectorySizes
 from model.attention import Mask
 from model.attention.kernels import get_kernel
 from model.attention.schedules import get_schedule
@@ -24,11 +27,21 @@ def build_llama(config: RunConfig, model_config: LlamaConfig, mesh: Mesh,
     Raises:
       ValueError: options that do not go together, or not with the mesh.
     """
+    return Llama(model_config, mesh, storage_axes=storage_axes, **_options(config, mesh))
+
+
+def build_agentic(config: RunConfig, model_config: LlamaConfig, mesh: Mesh, sizes: TrajectorySizes,
+                  storage_axes: tuple[str, ...] = STORAGE_AXES) -> AgenticTransformer:
+    """Returns a model of trajectories whose states and actions have these sizes; otherwise as `build_llama`."""
+    return AgenticTransformer(model_config, mesh, storage_axes=storage_axes, sizes=sizes, **_options(config, mesh))
+
+
+def _options(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
+    """Returns how a transformer is computed, by the names of its fields."""
     attention = config.attention
-    return Llama(
-        model_config, mesh,
-        schedule=get_schedule(attention.schedule, mesh.shape.get("sequence", 1), attention.layout),
-        kernel=get_kernel(attention.kernel, query_tile=attention.query_tile, key_tile=attention.key_tile),
-        dtype=jnp.dtype(config.model.compute_dtype), memory=config.memory, storage_axes=storage_axes,
-        sequence_parallel=config.mesh.sequence_parallel,
-        mask=Mask(window=attention.window, global_tokens=attention.global_tokens))
+    return {
+        "schedule": get_schedule(attention.schedule, mesh.shape.get("sequence", 1), attention.layout),
+        "kernel": get_kernel(attention.kernel, query_tile=attention.query_tile, key_tile=attention.key_tile),
+        "dtype": jnp.dtype(config.model.compute_dtype), "memory": config.memory,
+        "sequence_parallel": config.mesh.sequence_parallel,
+        "mask": Mask(window=attention.window, global_tokens=attention.global_tokens)}

@@ -154,7 +154,7 @@ def local_order(part: LocalPart, order: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 
 def place_batch(batch: dict[str, np.ndarray], mesh: Mesh, part: LocalPart | None = None) -> dict[str, jax.Array]:
-    """Returns a host batch as global arrays [B, L]; each process provides what its devices hold.
+    """Returns a host batch as global arrays [B, L, ...]; each process provides what its devices hold.
 
     Args:
       part: what of the global batch the arrays of `batch` hold; all of it unless given.
@@ -164,10 +164,11 @@ def place_batch(batch: dict[str, np.ndarray], mesh: Mesh, part: LocalPart | None
     def shard_of(x: np.ndarray, index: tuple[slice, ...]) -> np.ndarray:
         if part is None:
             return x[index]
-        first_row, first_token = (axis.indices(size)[0] for axis, size in zip(index, part.shape, strict=True))
+        first_row, first_token = (axis.indices(size)[0] for axis, size in zip(index[:2], part.shape, strict=True))
         row, token = np.searchsorted(part.rows, first_row), np.searchsorted(part.tokens, first_token)
         rows, tokens = sharding.shard_shape(part.shape)
         return x[row:row + rows, token:token + tokens]
 
-    return {name: jax.make_array_from_callback(part.shape if part else x.shape, sharding, functools.partial(shard_of, x))
+    return {name: jax.make_array_from_callback((*(part.shape if part else x.shape[:2]), *x.shape[2:]), sharding,
+                                               functools.partial(shard_of, x))
             for name, x in batch.items()}

@@ -6,7 +6,7 @@ import json
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 
@@ -197,15 +197,26 @@ def choose_model(config: ModelConfig) -> ModelSource:
     if not config.tokenizer:
         raise UserError("model.tokenizer: a model from scratch needs a tokenizer; give its folder or .model file")
     tokenizer = Tokenizer.load(config.tokenizer)
+    shape = scratch_config(config, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
+    return ModelSource(shape, "scratch", None, Path(config.tokenizer))
+
+
+def scratch_config(config: ModelConfig, **defaults: Any) -> LlamaConfig:
+    """Returns the shape of a model from scratch that a recipe's section `model` describes.
+
+    Args:
+      defaults: fields of LlamaConfig that `overrides` may replace.
+
+    Raises:
+      UserError, ValueError: a field that LlamaConfig does not have, or a shape that no model has.
+    """
     names = {field.name for field in dataclasses.fields(LlamaConfig)} - {"rope"} | set(POSITIONS)
     unknown = sorted(set(config.overrides) - names)
     if unknown:
         raise UserError(f"model.overrides: unknown field {unknown[0]!r}; valid: {', '.join(sorted(names))}")
-    changes = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id, "pad_token_id": tokenizer.pad_id,
-               **config.overrides}
+    changes = {**defaults, **config.overrides}
     positions = {name: changes.pop(name) for name in POSITIONS if name in changes}
-    shape = LlamaConfig.preset(config.preset or "llama-7b", **changes).with_positions(**positions)
-    return ModelSource(shape, "scratch", None, Path(config.tokenizer))
+    return LlamaConfig.preset(config.preset or "llama-7b", **changes).with_positions(**positions)
 
 
 def for_templates(source: ModelSource, data: DataConfig) -> tuple[ModelSource, Tokenizer]:

@@ -288,9 +288,11 @@ def test_trap_an_often_used_token_has_its_whole_gradient():
     model = llama(tiny(vocab_size=4, hidden_size=8), dtype=jnp.bfloat16)
 
     def ours(table):
-        run = jax.shard_map(lambda w, t: jnp.sum(model.local_embed({"embed_tokens.weight": w}, t).astype(jnp.float32)),
-                            mesh=model.mesh, in_specs=(PartitionSpec(), PartitionSpec()), out_specs=PartitionSpec(),
-                            check_vma=False)
+        def embedded_sum(w, t):
+            return jnp.sum(model.local_embed({"embed_tokens.weight": w}, {"tokens": t}).astype(jnp.float32))
+
+        run = jax.shard_map(embedded_sum, mesh=model.mesh, in_specs=(PartitionSpec(), PartitionSpec()),
+                            out_specs=PartitionSpec(), check_vma=False)
         return run(table, tokens)
 
     assert float(jax.grad(ours)(table)[0, 0]) == 4096

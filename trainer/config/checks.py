@@ -15,8 +15,11 @@ def check(config: RunConfig, source: str = "configuration") -> RunConfig:
       UserError: one line that names the field, what was found and what would work.
     """
     try:
-        _check_model(config.model)
-        _check_data(config.data)
+        if config.trajectories.path:
+            _check_trajectories(config)
+        else:
+            _check_model(config.model)
+            _check_data(config.data)
         _check_sequence(config)
         _check_batch(config)
         _check_profile(config)
@@ -32,6 +35,16 @@ def _check_model(model: ModelConfig) -> None:
                          "model.overrides")
     require(bool(model.path or model.tokenizer), "model.tokenizer", model.tokenizer,
             "a tokenizer's folder for a model from scratch")
+
+
+def _check_trajectories(config: RunConfig) -> None:
+    """A model of trajectories begins from scratch, and reads no text."""
+    require(not config.model.path, "model.path", config.model.path,
+            "to be left out with trajectories: their model begins from scratch, from model.preset or model.overrides")
+    require(bool(config.model.preset or config.model.overrides), "model.preset", config.model.preset,
+            "a shape, here or as model.overrides")
+    require(not config.data.sources, "data.sources", [source.path for source in config.data.sources],
+            "to be left out with trajectories.path; keep one of them")
 
 
 def _check_data(data: DataConfig) -> None:

@@ -11,6 +11,7 @@ import re
 from typing import Any, Literal
 
 from data.clean import CleanConfig
+from data.trajectories.options import TrajectoryConfig
 from model.attention.options import AttentionConfig
 from model.config import POSITIONS
 from model.memory.options import MemoryConfig
@@ -301,6 +302,7 @@ class RunConfig:
     """Name of the run; the recipe's file name where not given."""
     model: ModelConfig = dataclasses.field(default_factory=ModelConfig)
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    trajectories: TrajectoryConfig = dataclasses.field(default_factory=TrajectoryConfig)
     mesh: MeshConfig = dataclasses.field(default_factory=MeshConfig)
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)

@@ -1,0 +1,43 @@
+"""The options of a run that learns from trajectories: the section `trajectories` of a recipe."""
+
+import dataclasses
+from typing import Literal
+
+
+@dataclasses.dataclass(frozen=True)
+class TrajectoryConfig:
+    """Learning from trajectories instead of text: which episodes, and how a context is made of them."""
+
+    path: str | None = None
+    """Folder of episodes, {domain}/{algorithm}/buffer/*.npz below it; where it is given, the run learns actions from them, and
+    of the section data only context_length, prepared, held_out_fraction and seed are read."""
+    task: str = ""
+    """Task whose rewards are learned from, such as walker_walk."""
+    in_context: int = 1
+    """Episodes of the task in a row, by ascending return (Agentic Transformer); 1 is Decision Transformer."""
+    conditioning: Literal["return", "none"] = "return"
+    """What comes with states and actions: the return to go and the reward, or nothing (behaviour cloning)."""
+    best: float = 1.0
+    """Share of the episodes that is trained on, those of the highest returns: 0.1 with conditioning none is the 10% behaviour
+    cloning of the papers."""
+    loss_on: Literal["all", "last"] = "all"
+    """Episodes of a row whose actions are trained on: all, or only the last, best one."""
+    action_repeat: int = 1
+    """Simulator steps that are one decision: its state and action are the first step's, its reward the sum. Exact for data
+    that were collected with actions held as long."""
+    decisions: int = 0
+    """Successive decisions of an episode that a row contains, from a random one on; 0 takes the whole episode."""
+
+    def __post_init__(self) -> None:
+        for name, minimum in (("in_context", 1), ("action_repeat", 1), ("decisions", 0)):
+            if getattr(self, name) < minimum:
+                raise ValueError(f"trajectories.{name}: found {getattr(self, name)}, needs at least {minimum}")
+        if not 0 < self.best <= 1:
+            raise ValueError(f"trajectories.best: found {self.best}, needs a share above 0 and up to 1")
+        if self.path and not self.task:
+            raise ValueError("trajectories.task: missing; give the task whose rewards are learned from, such as walker_walk")
+
+    @property
+    def tokens_per_decision(self) -> int:
+        """Tokens of a decision: return to go, state, action, reward; or state and action."""
+        return 4 if self.conditioning == "return" else 2

@@ -1,0 +1,148 @@
+"""Agentic Transformer: LLaMA's layers over trajectories of continuous states and actions (Liu and Abbeel, Emergent Agentic
+Transformer from Chain of Hindsight Experience; Ring Attention, section 5.3 and appendix D).
+
+A decision is up to four tokens: the return still to come, the state, the action, the reward. Each token is a short vector of
+numbers of one of these kinds. The action is predicted at the state's token.
+"""
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+
+from .config import LlamaConfig
+from .feedforward import RMSNorm, param, rms_norm
+from .loss import LossSums, global_sums
+from .memory.chunked import chunked, chunked_total, product
+from .modules import EndsModule
+from .transformer import TOKENS, Batch, Transformer
+from .weights import Shards
+
+
+class Kind(enum.IntEnum):
+    """What a token of a trajectory is."""
+
+    RETURN_TO_GO = 0
+    STATE = 1
+    ACTION = 2
+    REWARD = 3
+    """The reward and, at a trajectory's end, the flag that it reached the target return."""
+
+
+class TrajectorySizes(NamedTuple):
+    """Numbers in a state and in an action."""
+
+    observation: int
+    action: int
+
+    @property
+    def width(self) -> int:
+        """Numbers in a token: the longest kind's. The others are filled up with zeros."""
+        return max(self.observation, self.action, 2)
+
+
+class TrajectoryEnds(nnx.Module):
+    """The modules before and after the layers: an embedding for each kind of token, the final norm and the action head."""
+
+    def __init__(self, config: LlamaConfig, *, sizes: TrajectorySizes, rngs: nnx.Rngs):
+        hidden, std = config.hidden_size, config.initializer_range
+        self.embed_inputs = nnx.Dict(
+            weight=param(rngs, (len(Kind) * sizes.width, hidden), ("inputs", "embed"), std),
+            bias=param(rngs, (len(Kind), hidden), ("kinds", "embed"), std))
+        self.norm = RMSNorm(config)
+        self.action_head = nnx.Dict(
+            weight=param(rngs, (hidden, sizes.action), ("embed", "actions"), std),
+            bias=nnx.Param(jnp.zeros((sizes.action,), jnp.float32), axes=("actions",)))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AgenticTransformer(Transformer):
+    """Predicts the actions of trajectories, by squared error.
+
+    A batch holds `values` [B, L, W], each token's numbers; `kinds` int32 [B, L], its `Kind`; `targets` [B, L, A], the action
+    that follows a state; and `loss_weights` [B, L], above 0 at states alone; beside the coordinates.
+
+    Attributes:
+      sizes: A and O, from which W follows.
+
+    Raises:
+      ValueError: `sequence_parallel`, which these ends do not serve.
+    """
+
+    sizes: TrajectorySizes
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.parallel.split_tokens:
+            raise ValueError("mesh.sequence_parallel: found true, needs false for trajectories, whose embedding and head are "
+                             "too small to be split")
+
+    @property
+    def ends(self) -> EndsModule:
+        """The embeddings, the final norm and the action head."""
+        return functools.partial(TrajectoryEnds, sizes=self.sizes)
+
+    # On a device
+
+    def local_embed(self, params: Shards, batch: Batch) -> Float[Array, "B T E"]:
+        """Returns the first layer's input: each token's numbers times its kind's matrix, plus its kind's bias."""
+        weights = self.weights.whole(params, ("embed_inputs.weight", "embed_inputs.bias"))
+        with jax.named_scope("embed"):
+            return chunked(functools.partial(_embed, self.dtype), weights, {},
+                           {"values": batch["values"], "kinds": batch["kinds"]}, dtype=self.dtype)
+
+    def local_actions(self, params: Shards, x: Float[Array, "B T E"]) -> Float[Array, "B T A"]:
+        """Returns float32 actions in -1 .. 1, from the last layer's output."""
+        return self._predict(self._head_weights(params), {"x": x}, {})
+
+    def _head_weights(self, params: Shards) -> dict[str, jax.Array]:
+        return self.weights.whole(params, ("norm.weight", "action_head.weight", "action_head.bias"))
+
+    def _predict(self, weights: dict[str, jax.Array], arrays: dict[str, jax.Array], labels: Any) -> Float[Array, "B T A"]:
+        norm = rms_norm(arrays["x"], weights["norm.weight"], self.config.rms_norm_eps)
+        return jnp.tanh(product("bte,ea->bta", norm, weights["action_head.weight"], jnp.float32) + weights["action_head.bias"])
+
+    def local_losses(self, params: Shards, batch: Batch) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
+        """Returns the weighted sum of this device's losses, and each token's, without gradient."""
+        def losses(weights, arrays, labels):
+            return jnp.mean(jnp.square(self._predict(weights, arrays, labels) - labels["targets"]), -1)
+
+        x = self.local_hidden(params, batch)
+        with jax.named_scope("head_and_loss"):
+            return chunked_total(losses, self._head_weights(params), {"x": x}, {"targets": batch["targets"]},
+                                 batch["loss_weights"], dtype=self.dtype, chunk=self.memory.loss_chunk)
+
+    # Of a global batch
+
+    def loss(self, params: Shards, batch: Batch) -> LossSums:
+        """Returns the sums of weighted squared errors and of weights; their quotient is the mean squared error of an action's
+        number."""
+        def local(params, batch):
+            total, losses = self.local_losses(params, batch)
+            return global_sums(total, losses, batch["loss_weights"], None, 0)
+
+        return self._sharded(local, PartitionSpec())(params, batch)
+
+    def actions(self, params: Shards, batch: Batch) -> Float[Array, "B L A"]:
+        """Returns the float32 action predicted at every token; meaningful at states."""
+        def local(params, batch):
+            return self.local_actions(params, self.local_hidden(params, batch))
+
+        return self._sharded(local, PartitionSpec(*TOKENS, None))(params, batch)
+
+
+def _embed(dtype: Any, weights: dict[str, jax.Array], arrays: Any, labels: dict[str, jax.Array]) -> Float[Array, "B T E"]:
+    """Places each token's numbers in its kind's columns, so that one product serves all kinds."""
+    kind = jax.nn.one_hot(labels["kinds"], len(Kind), dtype=dtype)
+    values: Float[Array, "B T W"] = labels["values"].astype(dtype)
+    columns = (kind[..., :, None] * values[..., None, :]).reshape(*kind.shape[:2], -1)
+    embedded = product("bti,ie->bte", columns, weights["embed_inputs.weight"])
+    biases = product("btk,ke->bte", kind, weights["embed_inputs.bias"])
+    return embedded + biases

@@ -1,0 +1,168 @@
+"""A transformer of LLaMA's layers on a mesh, without saying what its inputs and its loss are: `Transformer`.
+
+Everything between inputs and loss runs inside one `shard_map`: a device has its rows (data, fsdp), its tokens (sequence), and
+its heads and width (tensor). Parameters are one flat dictionary of sharded arrays, which `modules` declares.
+"""
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array, Float
+
+from .attention import AttentionOp, Mask, TokenCoords, document_starts
+from .attention.kernels import Kernel, get_kernel
+from .config import LlamaConfig
+from .layer import Layer
+from .memory.options import MemoryConfig, check_combination
+from .memory.runners import layer_runner
+from .modules import EndsModule, declare, init, own_shapes
+from .padding import pad, sizes_in_memory
+from .sharding import BATCH_AXES, STORAGE_AXES, Parallel, Parameter, Sharding
+from .weights import Shards, Weights
+
+# How arrays [B, L, ...] of a batch are split.
+TOKENS = PartitionSpec(BATCH_AXES, "sequence")
+# Arrays [B, L, ...] by name: `positions`, `index`, `segment_ids`, and what a model adds (see ARCHITECTURE.md).
+Batch = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Transformer(abc.ABC):
+    """LLaMA's layers on a mesh; a model adds what is before and after them. Methods called `local_*` run inside `shard_map`,
+    on a device's shards.
+
+    Attributes:
+      schedule, kernel, mask: see `model.attention`.
+      dtype: the compute dtype; parameters stay float32.
+      memory: what is kept for the backward pass, and in what pieces the rest is computed.
+      storage_axes: mesh axes that the storage of parameters is split over.
+      sequence_parallel: Megatron's (`Parallel.split_tokens`): hidden states are split over `tensor` too, along the length.
+        Layers are then not computed in chunks of tokens, the loss still is.
+
+    Raises:
+      ValueError: a schedule that cannot serve the sequence axis; `sequence_parallel` where `tensor` does not split the heads
+        and the feed-forward width; memory options that do not fit the model or each other.
+    """
+
+    config: LlamaConfig
+    mesh: Mesh
+    schedule: Any = "ring"
+    kernel: Kernel = dataclasses.field(default_factory=get_kernel)
+    dtype: Any = jnp.bfloat16
+    memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
+    storage_axes: tuple[str, ...] = STORAGE_AXES
+    sequence_parallel: bool = False
+    mask: Mask = Mask()
+
+    def __post_init__(self) -> None:
+        parallel = self.parallel
+        check_combination(
+            self.memory, layers=self.config.num_hidden_layers, key_heads=parallel.local_key_heads, schedule=self.schedule,
+            sequence=self.mesh.shape["sequence"], sequence_parallel=parallel.split_tokens)
+        if parallel.split_tokens and not (parallel.heads and parallel.mlp):
+            raise ValueError(f"sequence_parallel: tensor = {parallel.tensor} does not divide the heads "
+                             f"({self.config.num_attention_heads}) or the width ({self.config.intermediate_size})")
+
+    # What the model is made of
+
+    @property
+    @abc.abstractmethod
+    def ends(self) -> EndsModule:
+        """Makes the module that declares the parameters before and after the layers."""
+
+    @functools.cached_property
+    def sharding(self) -> Sharding:
+        """Where parameters lie."""
+        return Sharding(self.mesh, self.config, self.storage_axes)
+
+    @property
+    def parallel(self) -> Parallel:
+        """What the tensor axis splits."""
+        return dataclasses.replace(self.sharding.parallel,
+                                   split_tokens=self.sequence_parallel and self.mesh.shape["tensor"] > 1)
+
+    @property
+    def in_memory(self) -> LlamaConfig:
+        """The sizes of `parameters`, padding included (`model.padding`)."""
+        return sizes_in_memory(self.sharding)
+
+    @functools.cached_property
+    def parameters(self) -> dict[str, Parameter]:
+        """Every parameter as it is in memory, padding included."""
+        return declare(self.in_memory, self.ends)
+
+    @functools.cached_property
+    def own_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shape of every parameter without padding."""
+        return own_shapes(self.config, self.ends)
+
+    @functools.cached_property
+    def specs(self) -> dict[str, PartitionSpec]:
+        """The spec of each parameter."""
+        return self.sharding.specs(self.parameters)
+
+    @functools.cached_property
+    def shardings(self) -> dict[str, NamedSharding]:
+        """The sharding of each parameter."""
+        return self.sharding.shardings(self.parameters)
+
+    @property
+    def weights(self) -> Weights:
+        """How shards become whole weights."""
+        return Weights(self.config, self.parallel, self.parameters, self.specs, self.dtype)
+
+    @property
+    def attention(self) -> AttentionOp:
+        """Attention over the shards of the sequence axis."""
+        return AttentionOp.create(self.config.head_dim, schedule=self.schedule, kernel=self.kernel, axis="sequence",
+                                  size=self.mesh.shape["sequence"], mask=self.mask)
+
+    def layer(self, length: int) -> Layer:
+        """Returns one layer, for whole rows of `length` tokens."""
+        return Layer(self.config, self.parallel, self.memory, self.dtype, self.attention, length)
+
+    def init(self, seed: int) -> dict[str, Float[Array, ...]]:
+        """Returns fresh parameters, born sharded. They are drawn at the model's own sizes, so that the mesh changes no
+        number."""
+        def padded(key):
+            arrays = init(self.config, key, self.ends)
+            return {name: pad(array, self.parameters[name].shape) for name, array in arrays.items()}
+
+        return jax.jit(padded, out_shardings=self.shardings)(jax.random.key(seed))
+
+    # On a device
+
+    def local_coords(self, batch: Batch) -> TokenCoords:
+        """Returns the coordinates of this device's tokens; for global tokens also their documents' starts, from the whole
+        row."""
+        coords = TokenCoords(batch["index"], batch["segment_ids"])
+        if not self.mask.global_tokens:
+            return coords
+        tokens = coords.index.shape[1]
+        rows = (lax.all_gather(x, "sequence", axis=1, tiled=True) for x in (coords.index, coords.segment_ids))
+        offset = lax.axis_index("sequence") * tokens
+        return coords._replace(start=lax.dynamic_slice_in_dim(document_starts(*rows), offset, tokens, 1))
+
+    @abc.abstractmethod
+    def local_embed(self, params: Shards, batch: Batch) -> Float[Array, "B T E"]:
+        """Returns the first layer's input."""
+
+    def local_hidden(self, params: Shards, batch: Batch) -> Float[Array, "B T E"]:
+        """Returns the last layer's output."""
+        positions = batch["positions"]
+        layer = self.layer(positions.shape[1] * self.mesh.shape["sequence"])
+        runner = layer_runner(layer, self.weights)
+        x = self.local_embed(params, batch)
+        x = runner.run(self.weights.of_layers(params), x, positions, self.local_coords(batch))
+        return self.parallel.whole(x)
+
+    def _sharded(self, fn: Callable, out_specs: Any) -> Callable:
+        return jax.shard_map(fn, mesh=self.mesh, in_specs=(self.specs, TOKENS), out_specs=out_specs, check_vma=False)

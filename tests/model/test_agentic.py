@@ -1,0 +1,99 @@
+"""The model of trajectories: the same on every mesh, schedule and layout; its loss and embedding against plain numpy."""
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.agentic import AgenticTransformer, Kind, TrajectorySizes
+from model.attention.layout import permutation
+from model.config import LlamaConfig
+from model.memory.options import MemoryConfig
+from tests.model.build import mesh_of
+
+SIZES = TrajectorySizes(observation=5, action=2)
+CONFIG = LlamaConfig(vocab_size=1, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, max_position_embeddings=256)
+ROWS, LENGTH = 2, 64
+
+
+def model_on(axes=None, config=CONFIG, **options):
+    return AgenticTransformer(config, mesh_of(axes or {}), dtype=jnp.float32, sizes=SIZES, **options)
+
+
+def batch_of(rows=ROWS, length=LENGTH, padding=8, seed=0):
+    """Two rows of (return, state, action, reward) tokens, the second row padded."""
+    generator = np.random.default_rng(seed)
+    kinds = np.tile(np.arange(4, dtype=np.int32), (rows, length // 4))
+    index = np.broadcast_to(np.arange(length, dtype=np.int32), (rows, length)).copy()
+    segment_ids = np.ones((rows, length), np.int32)
+    segment_ids[1, length - padding:] = 0
+    weights = ((kinds == Kind.STATE) & (segment_ids > 0)).astype(np.float32)
+    values = generator.normal(size=(rows, length, SIZES.width)).astype(np.float32)
+    targets = generator.uniform(-1, 1, size=(rows, length, SIZES.action)).astype(np.float32)
+    return {"values": values, "kinds": kinds, "targets": targets, "loss_weights": weights, "positions": index.copy(),
+            "index": index, "segment_ids": segment_ids}
+
+
+def permuted(batch, model, layout):
+    order = permutation(LENGTH, model.mesh.shape["sequence"], layout)
+    return {name: array[:, order] for name, array in batch.items()}
+
+
+def loss_and_gradient(model, params, batch):
+    def mean_loss(params):
+        sums = model.loss(params, batch)
+        return sums.total / sums.weight
+
+    return jax.jit(jax.value_and_grad(mean_loss))(params)
+
+
+def test_inputs_of_a_kind_see_their_own_matrix():
+    model, batch = model_on(), batch_of()
+    params = model.init(0)
+    weight = np.asarray(params["embed_inputs.weight"]).reshape(len(Kind), SIZES.width, -1)
+    expected = np.einsum("btw,btwe->bte", batch["values"], weight[batch["kinds"]])
+    expected += np.asarray(params["embed_inputs.bias"])[batch["kinds"]]
+    embed = jax.shard_map(model.local_embed, mesh=model.mesh, in_specs=(model.specs, jax.sharding.PartitionSpec()),
+                          out_specs=jax.sharding.PartitionSpec(), check_vma=False)
+    np.testing.assert_allclose(jax.jit(embed)(params, batch), expected, atol=1e-6)
+
+
+def test_the_loss_is_the_mean_squared_error_at_states():
+    model, batch = model_on(), batch_of()
+    params = model.init(0)
+    predicted = np.asarray(jax.jit(model.actions)(params, batch), np.float64)
+    assert np.abs(predicted).max() < 1
+    errors = np.square(predicted - batch["targets"]).mean(-1)
+    loss, _ = loss_and_gradient(model, params, batch)
+    assert float(loss) == pytest.approx((errors * batch["loss_weights"]).sum() / batch["loss_weights"].sum(), rel=1e-6)
+
+
+def test_an_action_sees_nothing_that_comes_after_its_state():
+    model, batch = model_on(), batch_of()
+    params, actions = model.init(0), jax.jit(model.actions)
+    state = 21
+    assert batch["kinds"][0, state] == Kind.STATE
+    changed = {**batch, "values": batch["values"].copy()}
+    changed["values"][:, state + 1:] += 1
+    np.testing.assert_array_equal(actions(params, changed)[:, :state + 1], actions(params, batch)[:, :state + 1])
+
+
+@pytest.mark.parametrize(("axes", "layout", "schedule", "memory"), [
+    ({"fsdp": 2, "sequence": 4}, "striped", "ring", {}),
+    ({"tensor": 2, "sequence": 2}, "zigzag", "ulysses", {"remat": "save_attention", "loss_chunk": 8}),
+    pytest.param({"fsdp": 2, "tensor": 2, "sequence": 2}, "striped", "all_gather", {"feed_forward_chunk": 8},
+                 marks=pytest.mark.slow),
+])
+def test_loss_and_gradients_are_those_of_one_device(axes, layout, schedule, memory):
+    config = dataclasses.replace(CONFIG, hidden_size=40, head_dim=8) if "tensor" not in axes else CONFIG
+    one_device = model_on(config=config, memory=MemoryConfig(remat="nothing"))
+    sharded = model_on(axes, config, schedule=schedule, memory=MemoryConfig(**memory))
+    params = one_device.init(0)
+    expected_loss, expected = loss_and_gradient(one_device, params, batch_of())
+    loss, gradient = loss_and_gradient(sharded, sharded.init(0), permuted(batch_of(), sharded, layout))
+    assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
+    for name, value in expected.items():
+        own = np.asarray(gradient[name])[tuple(slice(size) for size in value.shape)]
+        np.testing.assert_allclose(own, value, rtol=1e-4, atol=1e-5 * float(jnp.abs(value).max()), err_msg=name)

@@ -1,0 +1,223 @@
+"""The objective of trajectories: the action of every state, by squared error, over several episodes in one context."""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int
+
+from data.errors import UserError
+from data.trajectories.builder import PreparedTrajectories, prepare_trajectories
+from data.trajectories.options import TrajectoryConfig
+from data.trajectories.rows import Decisions, Scales, cut, decisions, relabelled, row
+from data.trajectories.tasks import get_task
+from model.agentic import AgenticTransformer, TrajectorySizes
+from model.attention.layout import permutation
+from model.config import LlamaConfig
+from model.loss import LossSums
+
+from .build import build_agentic
+from .config import load as configuration
+from .config.schema import RunConfig
+from .mesh import batch_sharding, local_part, place_batch
+from .model_source import scratch_config
+from .objective import DeviceBatch, HostBatch, LossParams, Objective, Params
+from .run.cluster import first_then_others
+
+ASSET = "trajectories.json"
+"""File of a checkpoint's assets that says what its inputs are."""
+SAMPLED = 256
+"""Episodes that the scales of states are computed from, at most."""
+
+
+def trajectory_batch(rows: int, length: int, mesh: Mesh, sizes: TrajectorySizes) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shapes, dtypes and shardings of a batch of trajectories; see `model.agentic.AgenticTransformer`."""
+    def array(dtype, *rest):
+        sharding = NamedSharding(mesh, PartitionSpec(*batch_sharding(mesh).spec, *(None for _ in rest)))
+        return jax.ShapeDtypeStruct((rows, length, *rest), dtype, sharding=sharding)
+
+    integers = {name: array(np.int32) for name in ("kinds", "positions", "index", "segment_ids")}
+    return {"values": array(np.float32, sizes.width), "targets": array(np.float32, sizes.action),
+            "loss_weights": array(np.float32), **integers}
+
+
+class Contexts:
+    """Draws the episodes of each row: a function of the seed and the row's number alone.
+
+    Attributes:
+      episodes: numbers of the episodes to draw from.
+    """
+
+    def __init__(self, prepared: PreparedTrajectories, episodes: Int[np.ndarray, " n"], config: TrajectoryConfig, seed: int,
+                 scales: Scales, length: int) -> None:
+        self.prepared, self.episodes, self.config = prepared, episodes, config
+        self.seed, self.scales, self.length = seed, scales, length
+        self._read = functools.lru_cache(maxsize=2048)(self._decisions)
+
+    def _decisions(self, episode: int) -> Decisions:
+        return decisions(self.prepared.episode(episode), self.config.action_repeat)
+
+    def numbers(self, row_number: int) -> list[int]:
+        """Returns the episodes of a row, all different."""
+        drawn = self._generator(row_number).choice(self.episodes, self.config.in_context, replace=False)
+        return [int(episode) for episode in drawn]
+
+    def _generator(self, row_number: int) -> np.random.Generator:
+        return np.random.default_rng((self.seed, row_number))
+
+    def row(self, row_number: int) -> dict[str, np.ndarray]:
+        """Returns a row's arrays [L, ...]; see `data.trajectories.rows.row`."""
+        trajectories = relabelled([self._read(episode) for episode in self.numbers(row_number)])
+        return row([self._cut(trajectory, row_number, place) for place, trajectory in enumerate(trajectories)],
+                   self.scales, self.length, self.config)
+
+    def _cut(self, trajectory: Decisions, row_number: int, place: int) -> Decisions:
+        count = self.config.decisions
+        if not count or count >= len(trajectory.reward):
+            return trajectory
+        generator = np.random.default_rng((self.seed, row_number, place))
+        return cut(trajectory, int(generator.integers(len(trajectory.reward) - count + 1)), count)
+
+
+class TrajectoryObjective(Objective):
+    """In-context reinforcement learning: predicts actions from the returns to go, states and rewards before them.
+
+    Attributes:
+      config: the run's configuration.
+      prepared: the episodes; scales: what their numbers are divided by.
+      contexts: the rows of training.
+    """
+
+    model: AgenticTransformer
+    loss_name = "squared_error_per_action"
+    weight_name = "actions"
+    sources = ()
+    origin = ""
+
+    def __init__(self, config: RunConfig, mesh: Mesh) -> None:
+        """Prepares the episodes, which process 0 does for all, and the model of their sizes.
+
+        Raises:
+          UserError, ValueError: the model or the data cannot be used; one line that says what would work.
+        """
+        self.config, self.mesh = config, mesh
+        options = config.trajectories
+        assert options.path is not None
+        task = get_task(options.task)
+        self.sizes = TrajectorySizes(task.observation_size, task.action_size)
+        self.model = build_agentic(config, self._model_config(), mesh, self.sizes)
+        show = config.logging.console
+        self.prepared = first_then_others(
+            lambda key: prepare_trajectories(options.path, options.task, config.data.prepared, progress=show and key is None),
+            lambda prepared: prepared.key)
+        if jax.process_index() == 0:
+            print(self.prepared.report, flush=True)
+        self._split()
+        self.tokens_per_batch = config.train.batch_size * config.data.context_length
+        self.part = local_part(mesh, config.train.batch_size, config.data.context_length)
+        self.order = permutation(config.data.context_length, mesh.shape["sequence"], config.attention.layout)
+        texts = [self.prepared.key, json.dumps(dataclasses.asdict(dataclasses.replace(options, path=None)), sort_keys=True),
+                 config.data.seed, config.data.context_length, config.train.batch_size, config.data.held_out_fraction]
+        self.fingerprint = hashlib.sha256("\n".join(map(str, texts)).encode()).hexdigest()[:16]
+
+    def _model_config(self) -> LlamaConfig:
+        # There is no vocabulary; a size of 1 keeps it out of the counts of FLOPs.
+        return dataclasses.replace(scratch_config(self.config.model), vocab_size=1).with_length(self.config.data.context_length)
+
+    def _split(self) -> None:
+        """Chooses the episodes of training and those held out, and checks that a row holds its trajectories."""
+        options, data, returns = self.config.trajectories, self.config.data, self.prepared.returns
+        best_first = np.argsort(-returns, kind="stable")
+        chosen = np.sort(best_first[:max(1, round(options.best * len(returns)))])
+        shuffled = np.random.default_rng((data.seed, len(chosen))).permutation(chosen)
+        held_out = round(len(chosen) * data.held_out_fraction)
+        self.has_held_out = held_out >= options.in_context
+        trained = np.sort(shuffled[held_out if self.has_held_out else 0:])
+        if len(trained) < options.in_context:
+            raise UserError(f"trajectories.in_context: found {options.in_context}, but {options.path} has {len(trained)} "
+                            "episodes to train on; a smaller number, or more episodes, would work")
+        counts = self.prepared.lengths[chosen] // options.action_repeat
+        longest = int(min(counts.max(), options.decisions or counts.max())) * options.in_context * options.tokens_per_decision
+        if longest > data.context_length:
+            raise UserError(f"data.context_length: found {data.context_length}, needs at least {longest} for "
+                            f"{options.in_context} episodes of {counts.max()} decisions; a larger action_repeat, fewer "
+                            "decisions or fewer episodes would work too")
+        sample = trained[np.linspace(0, len(trained) - 1, min(SAMPLED, len(trained))).astype(int)]
+        states = np.concatenate([decisions(self.prepared.episode(int(i)), options.action_repeat).state for i in sample])
+        self.target_return = float(returns.max())
+        self.scales = Scales.of(states, self.target_return)
+        draw = functools.partial(Contexts, self.prepared, config=options, scales=self.scales, length=data.context_length)
+        self.contexts = draw(trained, seed=data.seed)
+        self._held_out = draw(np.sort(shuffled[:held_out]), seed=data.seed + 1)
+
+    def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:
+        """Returns the sums of the actions' squared errors and of their weights; see `AgenticTransformer.loss`."""
+        return self.model.loss(params, batch)
+
+    def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """See `trajectory_batch`."""
+        return trajectory_batch(self.config.train.batch_size, self.config.data.context_length, self.mesh, self.sizes)
+
+    def batches(self, step: int) -> Iterator[HostBatch]:
+        """Yields this process's part of each batch from `step` on, in the mesh's layout."""
+        while True:
+            yield self._batch(self.contexts, step)
+            step += 1
+
+    def held_out(self) -> Iterator[HostBatch]:
+        """Yields held-out batches in which each held-out episode comes about once; none if there are too few."""
+        if self.has_held_out:
+            rows = len(self._held_out.episodes) / self.config.trajectories.in_context
+            for number in range(max(1, round(rows / self.config.train.batch_size))):
+                yield self._batch(self._held_out, number)
+
+    def _batch(self, contexts: Contexts, number: int) -> HostBatch:
+        first = number * self.config.train.batch_size
+        rows = [contexts.row(first + int(i)) for i in self.part.rows]
+        tokens = self.order[self.part.tokens]
+        return {name: np.stack([row[name][tokens] for row in rows]) for name in rows[0]}
+
+    def to_device(self, batch: HostBatch) -> DeviceBatch:
+        """Returns the global arrays of which `batch` holds this process's part."""
+        return place_batch(dict(batch), self.mesh, self.part)
+
+    def _episodes(self, step: int) -> list[int]:
+        first, rows = step * self.config.train.batch_size, self.config.train.batch_size
+        return [episode for number in range(first, first + rows) for episode in self.contexts.numbers(number)]
+
+    def record_ids(self, step: int) -> list[str]:
+        """Returns the numbers of the episodes in the batch of a step."""
+        return [f"episode {episode}" for episode in self._episodes(step)]
+
+    def lengths(self, step: int) -> Int[np.ndarray, " rows"]:
+        """Returns the tokens of each row: all of its trajectories attend to each other."""
+        options = self.config.trajectories
+        counts = self.prepared.lengths[self._episodes(step)] // options.action_repeat
+        counts = np.minimum(counts, options.decisions) if options.decisions else counts
+        return counts.reshape(-1, options.in_context).sum(1) * options.tokens_per_decision
+
+    def read_params(self) -> Params:
+        """Draws the parameters."""
+        return self.model.init(self.config.model.seed)
+
+    def write_assets(self, folder: Path) -> None:
+        """Writes config.json, what the inputs are (trajectories.json), and the configuration."""
+        folder.mkdir(parents=True, exist_ok=True)
+        options, returns = self.config.trajectories, self.prepared.returns
+        inputs = {"task": options.task, "sizes": self.sizes._asdict(), "options": dataclasses.asdict(options),
+                  "scales": {"mean": self.scales.mean.tolist(), "std": self.scales.std.tolist(),
+                             "return_scale": self.scales.return_scale},
+                  "target_return": self.target_return,
+                  "data": {"episodes": len(returns), "best": float(returns.max()), "mean": float(returns.mean()),
+                           "key": self.prepared.key}}
+        (folder / ASSET).write_text(json.dumps(inputs, indent=2) + "\n", encoding="utf-8")
+        config = self.model.config.to_hf() | {"architectures": ["AgenticTransformer"], "model_type": "agentic_transformer"}
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        (folder / "run.yaml").write_text(configuration.dump(self.config), encoding="utf-8")
