@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from model.attention.kernels import Kernel, get_kernel
+from model.modules import declare_layer
 from tests.model.build import llama, mean_loss, tiny
 
 ROWS, LENGTH = 1, 1024  # no other size of the model is as large as a device's 256 tokens
@@ -75,3 +76,16 @@ def test_save_attention_never_runs_attention_forward_again(schedule):
     here, all_ = LENGTH // 4, LENGTH
     assert any(all_ in shape or here in shape for shape in shapes)
     assert not [shape for shape in shapes if sum(size in (here, all_, here * 2) for size in shape) >= 2]
+
+
+def test_everything_runs_no_projection_again():
+    """Each of a layer's seven weights is in three products: the forward one, its input's gradient and its own."""
+    weights = {parameter.shape for parameter in declare_layer(tiny()).values() if len(parameter.shape) > 1}
+
+    def products(remat):
+        return sum(equation.primitive.name == "dot_general"
+                   and any(variable.aval.shape in weights for variable in (*equation.invars, *equation.outvars))
+                   for equation in traced("ring", remat, gradient=True))
+
+    assert products("everything") == 3 * 7
+    assert products("save_attention") > 3 * 7
