@@ -1,0 +1,1 @@
+"""Trajectories: from episodes of a simulator to rows of tokens."""

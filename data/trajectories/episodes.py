@@ -1,0 +1,102 @@
+"""Episodes on disk, in the form of ExoRL: {domain}/{algorithm}/buffer/{time}_{index}_{length}.npz."""
+
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Float32, Float64
+
+from data.errors import UserError
+
+from .tasks import Task
+
+
+class Episode(NamedTuple):
+    """An episode of T simulator steps. Row 0 is the reset, whose action and reward mean nothing; row t has the action that led
+    to its observation, and the reward for it.
+
+    Attributes:
+      physics: the simulator's state, from which rewards of other tasks can be computed.
+    """
+
+    observation: Float32[np.ndarray, "T+1 O"]
+    action: Float32[np.ndarray, "T+1 A"]
+    reward: Float32[np.ndarray, "T+1"]
+    discount: Float32[np.ndarray, "T+1"]
+    physics: Float64[np.ndarray, "T+1 P"]
+
+
+def episode_return(reward: Float32[np.ndarray, "T+1"]) -> float:
+    """Returns the sum of an episode's rewards, without the first row's."""
+    return float(np.sum(reward[1:], dtype=np.float64))
+
+
+def read_episode(path: Path, task: Task) -> Episode:
+    """Reads an episode of the task's domain.
+
+    Raises:
+      UserError: the file is damaged, or its arrays are not such an episode's.
+    """
+    try:
+        with np.load(path, allow_pickle=False) as stored:
+            arrays = {name: np.asarray(stored[name]) for name in Episode._fields}
+    except KeyError as missing:
+        raise UserError(f"{path}: has no array {missing.args[0].split()[0]}; needs {', '.join(Episode._fields)}") from None
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError, TypeError):
+        raise UserError(f"{path}: damaged, or not an .npz file of arrays") from None
+    arrays["reward"], arrays["discount"] = (arrays[name].reshape(-1) for name in ("reward", "discount"))
+    lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
+    if len(set(lengths.values())) > 1 or min(lengths.values()) < 2:
+        raise UserError(f"{path}: lengths are {', '.join(f'{name} {length}' for name, length in lengths.items())}; all must be "
+                        "equal and at least 2")
+    for name, size in (("observation", task.observation_size), ("action", task.action_size)):
+        if arrays[name].shape[1:] != (size,):
+            raise UserError(f"{path}: {name} has shape {arrays[name].shape[1:]}; {task.domain}'s is {(size,)}")
+    if arrays["physics"].ndim != 2:
+        raise UserError(f"{path}: physics has {arrays['physics'].ndim} dimensions, needs 2")
+    for name, array in arrays.items():
+        if array.dtype.kind not in "fiu" or not np.isfinite(array[1:]).all():
+            raise UserError(f"{path}: {name} holds what is no finite number")
+    return Episode(*(arrays[name].astype(np.float64 if name == "physics" else np.float32) for name in Episode._fields))
+
+
+def write_episode(folder: Path, name: str, index: int, episode: Episode) -> Path:
+    """Writes {name}_{index}_{length}.npz in one step, so that no half file is ever seen; returns its path."""
+    path = folder / f"{name}_{index}_{len(episode.reward) - 1}.npz"
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=".part", delete=False) as file:
+        np.savez_compressed(file, **episode._asdict())
+        file.flush()
+        os.fsync(file.fileno())
+    os.chmod(file.name, 0o644)
+    os.replace(file.name, path)
+    return path
+
+
+def episode_files(root: Path, task: Task) -> list[Path]:
+    """Returns the files below a folder that may be episodes of the task's domain, in a fixed order.
+
+    Args:
+      root: has {domain}/{algorithm}/buffer below it, or is such a buffer itself.
+
+    Raises:
+      UserError: there are none.
+    """
+    files = sorted(root.glob(f"{task.domain}/*/buffer/*.npz")) or sorted(root.glob("*.npz"))
+    if not files:
+        raise UserError(f"{root}: found no episodes; needs {task.domain}/ALGORITHM/buffer/*.npz below it")
+    return files
+
+
+def read_all(files: list[Path], task: Task, on_drop: Callable[[str], None]) -> "list[tuple[Path, Episode]]":
+    """Returns the episodes that can be used, with their files; calls `on_drop` with the reason for each other."""
+    episodes = []
+    for path in files:
+        try:
+            episodes.append((path, read_episode(path, task)))
+        except UserError as error:
+            on_drop(str(error))
+    return episodes
