@@ -77,13 +77,13 @@ class Inputs:
         from trainer.trajectories import ASSET
 
         if not (assets / ASSET).exists():
-            raise UserError(f"--checkpoint: {assets.parent} holds no model of trajectories; one that train.py made from a recipe "
-                            "with a section trajectories would work")
+            raise UserError(f"--checkpoint: {assets.parent} holds no model of trajectories; one that train.py made from a "
+                            "recipe with a section trajectories would work")
         fields = json.loads((assets / ASSET).read_text(encoding="utf-8"))
-        scales = fields["scales"]
-        return cls(fields["task"], fields["sizes"]["observation"], fields["sizes"]["action"], TrajectoryConfig(**fields["options"]),
+        sizes, scales, data = fields["sizes"], fields["scales"], fields["data"]
+        return cls(fields["task"], sizes["observation"], sizes["action"], TrajectoryConfig(**fields["options"]),
                    Scales(np.array(scales["mean"]), np.array(scales["std"]), scales["return_scale"]), fields["target_return"],
-                   fields["data"]["best"], fields["data"]["mean"])
+                   data["best"], data["mean"])
 
 
 class Agent:

@@ -215,8 +215,8 @@ def run(args: argparse.Namespace) -> None:
                 progress.advance(bar)
             returns = np.array([result[0] for result in results])
             search.update(returns, [result[1:] for result in results])
-            progress.console.print(f"search {search.iteration} of {iterations}: returns {returns.min():.1f} to {returns.max():.1f}, "
-                                   f"mean {returns.mean():.1f}")
+            progress.console.print(f"search {search.iteration} of {iterations}: returns {returns.min():.1f} to "
+                                   f"{returns.max():.1f}, mean {returns.mean():.1f}")
     print(f"{task.name}: {2 * others + iterations * per_iteration} episodes below {Path(args.output) / task.domain}")
 
 
@@ -235,8 +235,8 @@ def _claim(path: Path, about: dict[str, Any]) -> None:
         begun = json.loads(path.read_text(encoding="utf-8"))
         different = [name for name in about if begun.get(name) != about[name]]
         if different:
-            raise UserError(f"{path}: was begun with {different[0]} {begun.get(different[0])}, now {about[different[0]]}; the same "
-                            "options, or another --output, would work")
+            raise UserError(f"{path}: was begun with {different[0]} {begun.get(different[0])}, now {about[different[0]]}; the "
+                            "same options, or another --output, would work")
     else:
         partial = path.with_suffix(".part")
         partial.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")

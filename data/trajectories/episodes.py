@@ -25,12 +25,12 @@ class Episode(NamedTuple):
 
     observation: Float32[np.ndarray, "T+1 O"]
     action: Float32[np.ndarray, "T+1 A"]
-    reward: Float32[np.ndarray, "T+1"]
-    discount: Float32[np.ndarray, "T+1"]
+    reward: Float32[np.ndarray, " T+1"]
+    discount: Float32[np.ndarray, " T+1"]
     physics: Float64[np.ndarray, "T+1 P"]
 
 
-def episode_return(reward: Float32[np.ndarray, "T+1"]) -> float:
+def episode_return(reward: Float32[np.ndarray, " T+1"]) -> float:
     """Returns the sum of an episode's rewards, without the first row's."""
     return float(np.sum(reward[1:], dtype=np.float64))
 

@@ -111,7 +111,7 @@ def physics_state(environment: Any) -> Float64[np.ndarray, " P"]:
 
 
 def relabel(task: Task, physics: Float64[np.ndarray, "T+1 P"], action: Float32[np.ndarray, "T+1 A"],
-            ) -> Float32[np.ndarray, "T+1"]:
+            ) -> Float32[np.ndarray, " T+1"]:
     """Returns the rewards of a task for an episode of any task of its domain; 0 in the first row, which is the reset.
 
     The control is set as well as the state: cartpole's reward depends on it. A step's control is the action before it.

@@ -1,0 +1,185 @@
+"""Prepares episodes once: checked, with the rewards of one task, in array_record files of tensorflow-datasets in RLDS form."""
+
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float64, Int64
+
+from data.errors import UserError
+
+from .episodes import Episode, episode_files, episode_return, read_episode
+from .tasks import Task, get_task, relabel
+
+INDEX = "index.npz"
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparedTrajectories:
+    """The episodes of a task, read at random.
+
+    Attributes:
+      folder: what holds them; key: a hash of the files' contents and the task, which names the folder.
+      returns: of each episode; lengths: its simulator steps.
+      dropped: the reason why a file was left out, for each that was.
+    """
+
+    folder: Path
+    returns: Float64[np.ndarray, " n"]
+    lengths: Int64[np.ndarray, " n"]
+    dropped: tuple[str, ...]
+
+    @property
+    def key(self) -> str:
+        """The name of the folder."""
+        return self.folder.name
+
+    def __len__(self) -> int:
+        return len(self.returns)
+
+    @cached_property
+    def _records(self) -> Any:
+        import tensorflow_datasets as tfds
+
+        return tfds.builder_from_directory(str(self.folder / "episodes")).as_data_source(split="episodes")
+
+    def episode(self, number: int) -> Episode:
+        """Returns an episode, from 0."""
+        steps = self._records[number]["steps"]
+        return Episode(*(np.asarray(steps[name]) for name in Episode._fields))
+
+    @property
+    def report(self) -> str:
+        """The number of episodes, the spread of their returns, and what was left out."""
+        quartiles = np.quantile(self.returns, [0, 0.25, 0.5, 0.75, 1])
+        text = (f"{len(self)} episodes of {self.lengths.min()} to {self.lengths.max()} steps; returns: "
+                f"least {quartiles[0]:.1f}, quartiles {quartiles[1]:.1f} {quartiles[2]:.1f} {quartiles[3]:.1f}, best {quartiles[4]:.1f}, "
+                f"mean {self.returns.mean():.1f}")
+        if self.dropped:
+            text += f"\n{len(self.dropped)} files left out:\n" + "\n".join(f"  {reason}" for reason in self.dropped[:10])
+        return text
+
+
+def prepare_trajectories(path: str | Path, task_name: str, prepared: str | Path, progress: bool = False,
+                         ) -> PreparedTrajectories:
+    """Returns the episodes below `path`, prepared into a folder in `prepared` unless they are there already.
+
+    Rewards are those of the task: computed anew from the stored states unless the folder says that they are the task's own.
+
+    Args:
+      progress: shows a progress bar.
+
+    Raises:
+      UserError: no task of this name, no episode, or none that can be used.
+    """
+    task = get_task(task_name)
+    files = episode_files(Path(path).expanduser(), task)
+    folder = Path(prepared).expanduser() / f"trajectories-{_key(files, task)}"
+    if not (folder / INDEX).exists():
+        _build(files, task, folder, progress)
+    with np.load(folder / INDEX) as index:
+        dropped = json.loads((folder / "dropped.json").read_text(encoding="utf-8"))
+        return PreparedTrajectories(folder, index["returns"], index["lengths"], tuple(dropped))
+
+
+def _key(files: list[Path], task: Task) -> str:
+    digest = hashlib.sha256(task.name.encode())
+    for file in files:
+        digest.update(file.name.encode())
+        with file.open("rb") as opened:
+            digest.update(hashlib.file_digest(opened, "sha256").digest())
+        digest.update(_recorded_task(file).encode())
+    return digest.hexdigest()[:20]
+
+
+def _recorded_task(file: Path) -> str:
+    """Returns the task whose rewards a file's folder says it has; "" if that is not known."""
+    about = file.parent.parent / "collected.json"
+    try:
+        return str(json.loads(about.read_text(encoding="utf-8"))["task"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+
+
+def _build(files: list[Path], task: Task, folder: Path, progress: bool) -> None:
+    """Prepares the episodes in a temporary folder and renames it; if another process was faster, its folder is kept."""
+    import tensorflow_datasets as tfds
+    from tqdm import tqdm
+
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    returns: list[float] = []
+    lengths: list[int] = []
+    dropped: list[str] = []
+
+    def episodes() -> Iterator[tuple[int, dict[str, Any]]]:
+        for file in tqdm(files, desc=f"preparing {task.name}", disable=not progress):
+            try:
+                episode = read_episode(file, task)
+            except UserError as error:
+                dropped.append(str(error))
+                continue
+            if _recorded_task(file) != task.name:
+                episode = episode._replace(reward=relabel(task, episode.physics, episode.action))
+            returns.append(episode_return(episode.reward))
+            lengths.append(len(episode.reward) - 1)
+            yield len(returns) - 1, {"steps": episode._asdict(), "file": "/".join(file.parts[-4:])}
+
+    try:
+        tfds.disable_progress_bar()
+        with contextlib.redirect_stdout(io.StringIO()):
+            builder = _builder_class(tfds, task)(data_dir=str(temporary / "tfds"), episodes=episodes)
+            builder.download_and_prepare()
+        if not returns:
+            raise UserError(f"{files[0].parent}: none of {len(files)} episodes can be used; the first: {dropped[0]}")
+        os.rename(builder.data_dir, temporary / "episodes")
+        shutil.rmtree(temporary / "tfds")
+        (temporary / "dropped.json").write_text(json.dumps(dropped, indent=1), encoding="utf-8")
+        np.savez(temporary / INDEX, returns=np.array(returns), lengths=np.array(lengths))
+        temporary.chmod(0o755)
+        with contextlib.suppress(OSError):
+            os.rename(temporary, folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _builder_class(tfds: Any, task: Task) -> Any:
+    """Returns the dataset builder; a function, since importing tensorflow-datasets takes long."""
+
+    class Trajectories(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+        """Episodes as RLDS names them: `steps`, each field with a leading dimension of time."""
+
+        VERSION = tfds.core.Version("1.0.0")
+
+        def __init__(self, *, episodes, **options):
+            self._episodes = episodes
+            # The only format that tensorflow-datasets reads and writes correctly without tensorflow.
+            super().__init__(file_format="array_record", **options)
+
+        def _info(self):
+            def array(dtype, *shape, **options):
+                return tfds.features.Tensor(shape=(None, *shape), dtype=dtype, **options)
+
+            steps = {"observation": array(np.float32, task.observation_size), "action": array(np.float32, task.action_size),
+                     "reward": array(np.float32), "discount": array(np.float32),
+                     "physics": array(np.float64, None, encoding="zlib")}
+            features = tfds.features.FeaturesDict({"steps": steps, "file": tfds.features.Text()})
+            return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
+
+        def _split_generators(self, download_manager):
+            return {"episodes": self._generate_examples()}
+
+        def _generate_examples(self):
+            return self._episodes()
+
+    return Trajectories
