@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -47,13 +47,13 @@ class Cache(NamedTuple):
 
     k: Float[Array, "N B C H D"]
     v: Float[Array, "N B C H D"]
-    index: Int[Array, "B C"]
+    index: Int[Array, "B C"]  # type: ignore[assignment]  # hides tuple.index, which nothing calls
     segment_ids: Int[Array, "B C"]
 
 
 _KV = PartitionSpec(None, BATCH_AXES, "sequence", "tensor", None)
 _SLOTS = PartitionSpec(BATCH_AXES, "sequence")
-SPECS = Cache(_KV, _KV, _SLOTS, _SLOTS)
+SPECS: Any = Cache(*cast(Any, (_KV, _KV, _SLOTS, _SLOTS)))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +78,7 @@ class CachedModel:
         slots = -(-self.capacity // ranks) * ranks
         heads = model.parallel.local_key_heads * model.mesh.shape["tensor"]
         kv = (model.config.num_hidden_layers, self.rows, slots, heads, model.config.head_dim)
-        shardings = Cache(*(NamedSharding(model.mesh, spec) for spec in SPECS))
+        shardings = jax.tree.map(functools.partial(NamedSharding, model.mesh), SPECS)
 
         def zeros():
             k, index = jnp.zeros(kv, model.dtype), jnp.zeros((self.rows, slots), jnp.int32)

@@ -194,6 +194,7 @@ class _Training:
             wandb = {"project": logging.wandb, "name": self.config.name, "config": resolved(self.config)}
         return MetricsLog(run, steps=self.config.train.steps, start_step=self.step, evaluated=self.evaluated,
                           evaluations=[evaluation.name for evaluation in self.evaluations], tensorboard=logging.tensorboard,
+                          loss_name=self.objective.loss_name,
                           console=logging.console, write=jax.process_index() == 0, wandb=wandb)
 
     def _steps(self, profiler: Profiler, log: MetricsLog) -> Iterator[None]:

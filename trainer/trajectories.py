@@ -109,13 +109,14 @@ class TrajectoryObjective(Objective):
         """
         self.config, self.mesh = config, mesh
         options = config.trajectories
-        assert options.path is not None
+        path = options.path
+        assert path is not None
         task = get_task(options.task)
         self.sizes = TrajectorySizes(task.observation_size, task.action_size)
         self.model = build_agentic(config, self._model_config(), mesh, self.sizes)
         show = config.logging.console
         self.prepared = first_then_others(
-            lambda key: prepare_trajectories(options.path, options.task, config.data.prepared, progress=show and key is None),
+            lambda key: prepare_trajectories(path, options.task, config.data.prepared, progress=show and key is None),
             lambda prepared: prepared.key)
         if jax.process_index() == 0:
             print(self.prepared.report, flush=True)

@@ -63,8 +63,8 @@ class PreparedTrajectories:
         """The number of episodes, the spread of their returns, and what was left out."""
         quartiles = np.quantile(self.returns, [0, 0.25, 0.5, 0.75, 1])
         text = (f"{len(self)} episodes of {self.lengths.min()} to {self.lengths.max()} steps; returns: "
-                f"least {quartiles[0]:.1f}, quartiles {quartiles[1]:.1f} {quartiles[2]:.1f} {quartiles[3]:.1f}, best {quartiles[4]:.1f}, "
-                f"mean {self.returns.mean():.1f}")
+                f"least {quartiles[0]:.1f}, quartiles {quartiles[1]:.1f} {quartiles[2]:.1f} {quartiles[3]:.1f}, "
+                f"best {quartiles[4]:.1f}, mean {self.returns.mean():.1f}")
         if self.dropped:
             text += f"\n{len(self.dropped)} files left out:\n" + "\n".join(f"  {reason}" for reason in self.dropped[:10])
         return text

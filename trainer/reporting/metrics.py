@@ -178,7 +178,7 @@ class MetricsLog:
 
     def __init__(self, run: RunDirectory, *, steps: int, start_step: int = 0, evaluated: bool = True, tensorboard: bool = True,
                  console: bool = True, write: bool = True, wandb: dict[str, Any] | None = None,
-                 evaluations: Sequence[str] = ("held_out",)) -> None:
+                 evaluations: Sequence[str] = ("held_out",), loss_name: str = NAMES[0]) -> None:
         """Opens the files and boards.
 
         Args:
@@ -187,11 +187,12 @@ class MetricsLog:
           evaluated: the evaluations of `start_step` are logged already; if not, their lines are removed too.
           write: with several processes only the first writes.
           wandb: project, name and config of a `WeightsAndBiases`; None for none.
-          evaluations: names of the evaluations.
+          evaluations: names of the evaluations; loss_name: of the metric that the progress bar shows.
         """
         self._files: dict[str, Any] = {}
         self._boards: list[Board] = []
         self._bar: ProgressBar | None = None
+        self._loss_name = loss_name
         if not write:
             return
         run.cut_back(start_step, evaluated, evaluations)
@@ -205,7 +206,7 @@ class MetricsLog:
         if wandb:
             self._boards.append(WeightsAndBiases(run.folder, **wandb))
         if console:
-            self._bar = ProgressBar(steps, start_step)
+            self._bar = ProgressBar(steps, start_step, loss_name=loss_name)
 
     def train(self, row: dict[str, Any], seconds_left: float | None = None) -> None:
         """Logs one row of training metrics, as returned by `Meter.read`."""
@@ -216,8 +217,9 @@ class MetricsLog:
     def evaluation(self, name: str, row: dict[str, Any]) -> None:
         """Writes one row of an evaluation's metrics, {"step", ...}, to NAME.jsonl and the boards."""
         self._write(name, row)
-        if self._bar and "held_out_loss_nats_per_target" in row:
-            self._bar.say(f"step {row['step']}: held-out loss {_short(row['held_out_loss_nats_per_target'])}")
+        loss = row.get(f"held_out_{self._loss_name}")
+        if self._bar and loss is not None:
+            self._bar.say(f"step {row['step']}: held-out loss {_short(loss)}")
 
     def say(self, text: str) -> None:
         """Prints a line above the progress bar; nothing if there is no bar."""
@@ -260,11 +262,12 @@ class ProgressBar:
     run, whichever is sooner.
     """
 
-    def __init__(self, steps: int, start_step: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, steps: int, start_step: int = 0, clock: Callable[[], float] = time.monotonic,
+                 loss_name: str = NAMES[0]) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-        self._steps, self._clock = steps, clock
+        self._steps, self._clock, self._loss_name = steps, clock, loss_name
         self._next_step, self._next_time = 0, 0.0  # when a line is due: at once
         self._console = Console(stderr=True)
         self._live = self._console.is_terminal
@@ -278,7 +281,7 @@ class ProgressBar:
     def update(self, row: dict[str, Any], seconds_left: float | None) -> None:
         """Shows a row of metrics."""
         step = row["step"]
-        text = (f"loss {_short(row.get('loss_nats_per_target'))}  {_short(row.get('tokens_per_second'), 0)} tokens/s  "
+        text = (f"loss {_short(row.get(self._loss_name))}  {_short(row.get('tokens_per_second'), 0)} tokens/s  "
                 f"{_duration(seconds_left)} left")
         self._progress.update(self._task, completed=step, text=text)
         if not self._live and (step >= min(self._steps, self._next_step) or self._clock() >= self._next_time):
