@@ -31,7 +31,7 @@ quickstart: install
 	$(RUN) -m scripts.quickstart
 
 test: $(VENV)/.requirements-test.stamp
-	$(RUN) -m pytest tests
+	$(RUN) -m pytest tests -n 2 --dist loadfile
 
 lint: $(VENV)/.requirements-test.stamp
 	$(RUN) -m ruff check .

@@ -148,21 +148,23 @@ def assert_same(got, expected):
         assert np.abs(got[2][name] - g).max() <= 1e-5 * np.abs(g).max(), name
 
 
-@pytest.mark.parametrize("mesh", [mesh for mesh in MESHES if mesh != "one"])
+@pytest.mark.parametrize("mesh", [
+    mesh if mesh.startswith("fsdp 2 x tensor") else pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES if mesh != "one"])
 def test_every_mesh_gives_the_same_loss_and_gradients(mesh):
     assert_same(loss_and_gradients(mesh), loss_and_gradients("one"))
 
 
 @pytest.mark.parametrize(("layout", "remat", "schedule", "groups", "chunks"), [
-    ("contiguous", "nothing", "ring", 1, 1), ("zigzag", "offload", "all_gather", 2, 1), ("zigzag", "everything", "ring", 1, 1),
-    ("striped", "nothing", "ring", 1, 2), ("zigzag", "offload", "all_gather", 2, 4)])
+    pytest.param("contiguous", "nothing", "ring", 1, 1, marks=pytest.mark.slow),
+    pytest.param("zigzag", "offload", "all_gather", 2, 1, marks=pytest.mark.slow), ("zigzag", "everything", "ring", 1, 1),
+    pytest.param("striped", "nothing", "ring", 1, 2, marks=pytest.mark.slow), ("zigzag", "offload", "all_gather", 2, 4)])
 def test_layout_remat_schedule_groups_of_heads_and_chunks_of_queries_do_not_change_the_result(layout, remat, schedule, groups,
                                                                                               chunks):
     got = loss_and_gradients("sequence 8", layout, remat, schedule, attention_groups=groups, query_chunks=chunks)
     assert_same(got, loss_and_gradients("one"))
 
 
-@pytest.mark.parametrize("chunks", [1, 2])
+@pytest.mark.parametrize("chunks", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_groups_of_a_tensor_ranks_heads_do_not_change_the_result(chunks):
     """Biases too: they and the weights are cut along their heads, the norm before them is shared by the groups."""
     changes = {"num_key_value_heads": 4, "attention_bias": True}
@@ -204,7 +206,7 @@ def test_tokens_split_over_tensor_are_what_is_kept_and_sent():
 
 @pytest.mark.parametrize(("mesh", "remat", "schedule"), [
     ("fsdp 2 x tensor 2 x sequence 2", "nothing", "ring"), ("sequence 8", "save_attention", "two ways"),
-    ("tensor 2 x sequence 4", "offload", "ring")])
+    pytest.param("tensor 2 x sequence 4", "offload", "ring", marks=pytest.mark.slow)])
 def test_prefetched_weights_do_not_change_the_result(mesh, remat, schedule):
     """Biases, which are not split along the hidden axis as the rest is, stay behind."""
     changes = {"num_hidden_layers": 4, "attention_bias": True}
@@ -213,7 +215,7 @@ def test_prefetched_weights_do_not_change_the_result(mesh, remat, schedule):
     assert_same(got, loss_and_gradients("one", **changes))
 
 
-@pytest.mark.parametrize("prefetch", [False, True])
+@pytest.mark.parametrize("prefetch", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_hidden_size_that_the_ranks_do_not_divide_is_filled_up_in_memory(prefetch):
     """60 on 8 ranks are 64 in memory: every parameter is split over all, what fills it up gets a gradient of exactly zero."""
     loss, weight, gradients = loss_and_gradients("sequence 8", remat="nothing", prefetch=prefetch, hidden_size=60)
@@ -238,7 +240,7 @@ def test_prefetch_names_what_does_not_go_with_it(mesh, options, message):
         llama(tiny(), MESHES[mesh], prefetch=True, **options)
 
 
-@pytest.mark.parametrize("remat", ["every_k", "offload_every_k"])
+@pytest.mark.parametrize("remat", [pytest.param("every_k", marks=pytest.mark.slow), "offload_every_k"])
 def test_keeping_every_second_layers_input_does_not_change_the_result(remat):
     got = loss_and_gradients("fsdp 2 x tensor 2 x sequence 2", remat=remat, num_hidden_layers=4)
     assert_same(got, loss_and_gradients("one", num_hidden_layers=4))

@@ -37,12 +37,14 @@ def compiled():
     return compile_step(LlamaConfig.preset("llama-7b"), topology_devices("v4:4x4x4"), CONTEXT, remat="nothing")
 
 
+@pytest.mark.slow
 def test_llama_7b_at_a_million_tokens_fits_in_14_gib(compiled):
     plan = memory(compiled)
     assert plan["peak"] <= 14.0
     assert plan["host"] == 0.0
 
 
+@pytest.mark.slow
 def test_nothing_of_length_times_length_is_kept(compiled):
     """c = 16384 tokens a device. Tiles are 1024 x 1024: no array has two axes of 4096 or more but weights and activations,
     of which the largest other axis is the hidden size 4096, the FFN width or the vocabulary."""
@@ -50,12 +52,14 @@ def test_nothing_of_length_times_length_is_kept(compiled):
     assert not arrays_with(compiled.as_text(), tokens)
 
 
+@pytest.mark.slow
 def test_the_ring_is_the_only_permute_and_no_activation_is_gathered(compiled):
     text = compiled.as_text()
     assert collectives(text)["collective-permute"] > 0
     assert collectives(text)["all-to-all"] == 0
 
 
+@pytest.mark.slow
 def test_what_the_step_sends_and_what_hides_it(compiled):
     """Each layer's ring runs forward twice (remat `nothing`) and backward once; all but the hops home are behind a kernel."""
     found = communication(compiled, 64)
@@ -69,6 +73,7 @@ def test_what_the_step_sends_and_what_hides_it(compiled):
     assert found["all-reduce"]["received_gib"] < 0.1 * found["all-gather"]["received_gib"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [False, True])
 def test_offload_keeps_the_layers_inputs_in_the_hosts_memory(monkeypatch, prefetch):
     """Layers x tokens a device x hidden size in bfloat16, to the byte: 8 x 4096 x 512 x 2; a host of less is refused."""
@@ -150,6 +155,7 @@ def test_what_cannot_be_planned_is_one_line(argv, said, capsys):
     assert len(error) == 1 and said in error[0]
 
 
+@pytest.mark.slow
 def test_parameters_and_moments_on_the_host_are_never_whole_on_a_device():
     """The host holds 12 bytes a parameter beside the layers' inputs, once: what a step moves lies where it lay."""
     sizes = memory(compile_step(SMALL, topology_devices("v5e:2x2"), 4 * 4096, remat="offload", attention_groups=2,

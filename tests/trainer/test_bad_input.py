@@ -118,6 +118,7 @@ def test_cut_json_is_used_as_far_as_it_is_whole(tmp_path, small_recipe, model_co
     assert report.splitlines()[-1].startswith(f"warning: {path}: the file is cut off in record {records} "), "last: it is seen"
 
 
+@pytest.mark.slow
 def test_other_data_are_refused(refused, small_recipe, run_copy, tmp_path):
     records = json.loads((small_recipe.parent / "conversations.json").read_text(encoding="utf-8"))
     said = refused("--data.path", write(tmp_path / "conversations.json", json.dumps(records[:50])), run=run_copy)

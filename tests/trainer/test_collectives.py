@@ -51,7 +51,9 @@ def parameters():
     return layers, others
 
 
-@pytest.fixture(scope="module", params=[("v5e:2x4", "offload"), ("v4:2x2x2", "save_attention")], ids=" ".join)
+@pytest.fixture(scope="module", params=[
+    pytest.param(("v5e:2x4", "offload"), id="v5e:2x4 offload", marks=pytest.mark.slow),
+    pytest.param(("v4:2x2x2", "save_attention"), id="v4:2x2x2 save_attention")])
 def prefetching(request):
     """The collectives of a step whose layers' weights ride the ring."""
     topology, remat = request.param

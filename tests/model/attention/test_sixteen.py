@@ -3,7 +3,10 @@ import json
 import subprocess
 import sys
 
+import pytest
 
+
+@pytest.mark.slow
 def test_bfloat16_error_does_not_grow_with_the_number_of_shards(repository):
     command = [sys.executable, "-m", "tests.model.attention.sixteen"]
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)

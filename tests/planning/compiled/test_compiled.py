@@ -17,7 +17,8 @@ from tests.compiled_text import arrays_with
 BLOCK = Block(batch=1, tokens=1024, query_heads=32, kv_heads=8, head_dim=128)
 SMALL = Block(batch=1, tokens=256, query_heads=8, kv_heads=4, head_dim=128)  # so small that gradients would be all-reduced
 HOPS = [name for name in CASES if name.startswith(("ring", "balanced")) or name.endswith("overlap")]
-COVERING = [*itertools.product(["ring", "ring bidirectional", "balanced split", "attention2d overlap"], (4, 8)),
+COVERING = [*(pytest.param(name, size, marks=pytest.mark.slow) if size == 8 else (name, size) for name, size in
+              itertools.product(["ring", "ring bidirectional", "balanced split", "attention2d overlap"], (4, 8))),
             *itertools.product(["ring window", "ring_self_attention", "all_gather", "ulysses", "attention2d square"], (4,))]
 
 
@@ -73,7 +74,7 @@ HOME = {  # elements of what no kernel hides in a layer, forward and backward
 }
 
 
-@pytest.mark.parametrize("name", [name if name in ("ring", "balanced") else pytest.param(name, marks=pytest.mark.slow)
+@pytest.mark.parametrize("name", [name if name == "ring" else pytest.param(name, marks=pytest.mark.slow)
                                   for name in HOME])
 def test_every_transfer_hides_behind_a_kernel_but_the_hop_home(name):
     """Coordinates, 8 bytes a token, are left out: their first hop ends before the kernel that starts next."""

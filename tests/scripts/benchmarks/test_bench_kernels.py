@@ -49,6 +49,7 @@ def test_every_peer_computes_the_same(peer, kind):
         np.testing.assert_allclose(np.asarray(got)[:, rows], expected[:, rows], atol=1e-5 * np.abs(expected).max())
 
 
+@pytest.mark.slow
 def test_the_table_the_figures_and_the_plot(tmp_path, capsys):
     arguments = ["--lengths", "64", "--blocks", "diagonal", "--peers", "ours", "jax-cudnn", "--heads", "2", "--head_dim", "8",
                  "--rounds", "1", "--repeats", "1", "--output", str(tmp_path)]  # fmt: skip

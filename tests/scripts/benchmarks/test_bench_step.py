@@ -8,6 +8,7 @@ from scripts.benchmarks.bench_step import main
 from trainer.flops import flops_per_step
 
 
+@pytest.mark.slow
 def test_both_sides_of_a_tiny_model(tmp_path, capsys):
     assert main(["--model", "tiny", "--lengths", "128", "--steps", "1", "--turns", "1", "--output", str(tmp_path)]) == 0
     theirs, ours = json.loads((tmp_path / "step.json").read_text())

@@ -48,6 +48,7 @@ def watched_run(tmp_path_factory, small_recipe):
     return folder / "run", wandb
 
 
+@pytest.mark.slow
 def test_the_profile_holds_the_chosen_steps(tmp_path, small_recipe):
     """In a process of its own: where the TPU's compiler has been loaded without a TPU, its profiler does not start."""
     command = [sys.executable, "train.py", "--config", str(small_recipe), "--run_dir", str(tmp_path / "run"), "--train.steps",
