@@ -149,7 +149,8 @@ def assert_same(got, expected):
 
 
 @pytest.mark.parametrize("mesh", [
-    mesh if mesh.startswith("fsdp 2 x tensor") else pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES if mesh != "one"])
+    mesh if mesh.startswith("fsdp 2 x tensor") else pytest.param(mesh, marks=pytest.mark.slow)
+    for mesh in MESHES if mesh != "one"])
 def test_every_mesh_gives_the_same_loss_and_gradients(mesh):
     assert_same(loss_and_gradients(mesh), loss_and_gradients("one"))
 
