@@ -15,6 +15,9 @@ import fsspec
 from data.errors import UserError
 from data.folders import building
 
+STORES = ("gs", "gcs", "s3", "s3a", "hf", "az", "abfs", "abfss", "adl", "oss", "oci", "hdfs", "webhdfs", "sftp", "http",
+          "https", "file", "memory")
+
 
 def is_remote(path: str | Path) -> bool:
     """Returns whether the path is in a remote store."""
@@ -32,8 +35,12 @@ def _open_file_system(path: str | Path) -> Iterator[tuple[fsspec.AbstractFileSys
     if not is_remote(path):  # not through url_to_fs, which would take :: for a chain of file systems
         yield fsspec.filesystem("file"), os.path.abspath(os.path.expanduser(path))
         return
+    protocol = str(path).split("://", 1)[0]
+    if protocol not in STORES:  # fsspec knows others, such as github:// and data:, that read what nobody named as a store
+        raise UserError(f"{path}: {protocol}:// is no store that is read here; {', '.join(STORES)} are")
     try:
-        yield fsspec.core.url_to_fs(str(path))
+        store = fsspec.get_filesystem_class(protocol)  # not through url_to_fs, as above
+        yield store(**store._get_kwargs_from_urls(str(path))), store._strip_protocol(str(path))
     except (UserError, OSError):
         raise
     except Exception as error:  # also for a missing gcsfs or s3fs and an unknown protocol, which the message names

@@ -12,11 +12,17 @@ from data.report import SourceReport
 CHUNK = 1 << 20  # bytes read at a time
 WHITE_SPACE = " \t\r\n"
 CUT_OFF = "cut off or malformed JSON"
+MAX_BYTES = 1 << 30  # of one record, or text file; a small .gz may hold far more than memory does
 LONG_NUMBER = "a number with more digits than Python reads"
 WOULD_WORK = "a JSON list of records, or one JSON record a line, would work"
 
 Advance = Callable[[int], object]
 """Called with the number of bytes that were just read, to advance a progress bar."""
+
+
+def would_fit(parts: str) -> str:
+    """Returns what would work for a text that is too large to be a document."""
+    return f"{parts}, each of which becomes a document, would work"
 
 
 class _Window:
@@ -34,6 +40,8 @@ class _Window:
 
     def grow(self, size: int) -> bool:
         """Discards the text before `offset` and appends `size` bytes of the file; returns False at the end of the file."""
+        if len(self.text) - self.offset + size > MAX_BYTES:
+            raise UserError(f"{self.path}: a record of more than {MAX_BYTES >> 20} MiB; {would_fit('several records')}")
         block = self._file.read(size)
         if not block:
             return False

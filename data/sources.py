@@ -15,7 +15,7 @@ from data.clean import CleanConfig, Cleaner, Drop, own_id
 from data.conversation import Conversation, Record, Text, Tokens
 from data.errors import UserError
 from data.paths import File
-from data.records import Advance, read_records
+from data.records import MAX_BYTES, Advance, read_records, would_fit
 from data.report import Report, SourceReport
 
 if TYPE_CHECKING:
@@ -198,7 +198,10 @@ def _first_line(error: BaseException) -> str:
 def _read_text(file: File, source: Source) -> str:
     try:
         with file.open_decompressed() as opened:
-            return opened.read().decode("utf-8-sig").replace("\r\n", "\n")
+            content = opened.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise UserError(f"{file}: more than {MAX_BYTES >> 20} MiB in one text; {would_fit('several files')}")
+        return content.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise UserError(f"{file}: byte {error.start} is not UTF-8 text; {source.would_work}") from None
 
@@ -211,8 +214,12 @@ def _read_npy(file: File, source: Source) -> Iterator[Int[np.ndarray, " n"]]:
                 array = np.load(opened, allow_pickle=False)
         else:
             array = np.load(Path(file.path).expanduser(), mmap_mode="r", allow_pickle=False)
-    except (ValueError, OSError, EOFError) as error:
-        raise UserError(f"{file}: cannot be read as .npy ({error}); {source.would_work}") from None
+    except UserError:
+        raise
+    except Exception as error:  # numpy raises ValueError, EOFError, SyntaxError and others of its own, and those of zipfile
+        raise UserError(f"{file}: cannot be read as .npy ({_first_line(error)}); {source.would_work}") from None
+    if not isinstance(array, np.ndarray):
+        raise UserError(f"{file}: is an .npz with several arrays; {source.would_work}")
     if array.ndim not in (1, 2):
         raise UserError(f"{file}: has shape {list(array.shape)}; [tokens] or [documents, tokens] would work")
     yield from (array,) if array.ndim == 1 else array

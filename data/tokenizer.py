@@ -54,7 +54,7 @@ class Tokenizer:
         self._set_special_tokens(
             {**engine.special_tokens, **_parse_json(files, "special_tokens_map.json", path), **config}, path
         )
-        self.chat_template = _chat_template(files, config)
+        self.chat_template = _chat_template(files, config, path)
         self.text_tokens = text_tokens
         for text in text_tokens:
             special = {self.bos_token, self.eos_token, self.pad_token}
@@ -64,11 +64,13 @@ class Tokenizer:
             del self.controls[text]
         engine.forbid({control.id for control in self.controls.values()})
 
-    def _set_special_tokens(self, config: dict[str, str | dict | None], path: str) -> None:
+    def _set_special_tokens(self, config: dict[str, object], path: str) -> None:
         """Sets bos_token, bos_id and so on from the names in the tokenizer's files."""
         for name in ("bos", "eos", "pad"):
             text = config.get(f"{name}_token")
             text = text.get("content") if isinstance(text, dict) else text
+            if text is not None and not _is_text(text):
+                raise UserError(f"{path}: its {name}_token is {text!r}, which is no text; the text of a token would work")
             token_id = None if text is None else self._engine.token_to_id(text)
             if text is not None and token_id is None:
                 raise UserError(f"{path}: its {name}_token {text!r} is not in its vocabulary")
@@ -243,22 +245,39 @@ class Tokenizer:
         return _dump_json(config)
 
 
-def _chat_template(files: dict[str, bytes], config: dict) -> str | None:
+def _chat_template(files: dict[str, bytes], config: dict, path: str) -> str | None:
     """Returns the chat template in chat_template.jinja, or otherwise in tokenizer_config.json."""
     if "chat_template.jinja" in files:
-        return files["chat_template.jinja"].decode()
+        try:
+            return files["chat_template.jinja"].decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{path}: byte {error.start} of chat_template.jinja is not UTF-8 text") from None
     template = config.get("chat_template")
     if isinstance(template, list):  # an older form in transformers, with several named templates
-        return {entry.get("name"): entry.get("template") for entry in template}.get("default")
+        entries = [entry for entry in template if isinstance(entry, dict) and entry.get("name") == "default"]
+        template = entries[-1].get("template") if entries else None
+    if template is not None and not _is_text(template):
+        raise UserError(f"{path}: the chat_template in tokenizer_config.json is no text; a Jinja template would work")
     return template
+
+
+def _is_text(value: object) -> bool:
+    """Returns whether a value of a JSON file is a text, and one without half a surrogate pair."""
+    try:
+        return isinstance(value, str) and bool(value.encode() or True)
+    except UnicodeEncodeError:
+        return False
 
 
 def _parse_json(files: dict[str, bytes], name: str, path: str) -> dict:
     """Returns the JSON object of a file, empty if the tokenizer lacks it; `path` names the tokenizer in messages."""
     try:
-        return json.loads(files.get(name, b"{}"))
-    except ValueError as error:
+        content = json.loads(files.get(name, b"{}"))
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: {name} is not JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: {name} is not a JSON object, but {type(content).__name__}")
+    return content
 
 
 def _dump_json(value: dict) -> bytes:

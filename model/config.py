@@ -154,7 +154,7 @@ class LlamaConfig:
             raise ValueError(f"{folder}: no config.json here; a Hugging Face model folder has one") from None
         try:
             return cls.from_hf_dict(json.loads(text))
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ValueError(f"{path}: not valid JSON ({error}); download it again") from None
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
@@ -169,6 +169,8 @@ class LlamaConfig:
         if not isinstance(config, dict):
             raise ValueError(f"a Hugging Face config is a JSON object, found {type(config).__name__}")
         architectures = config.get("architectures") or []
+        if not isinstance(architectures, list):
+            raise ValueError(f"architectures: found {architectures!r}; needs a list")
         if architectures:
             if "LlamaForCausalLM" not in architectures:
                 raise ValueError(f"architectures: found {', '.join(map(str, architectures))}; needs LlamaForCausalLM")
@@ -279,7 +281,8 @@ def _rope_from_hf(config: dict[str, Any], max_position_embeddings: int) -> RopeC
 
 def _rope_from_parameters(key: str, found: dict[str, Any], config: dict[str, Any], max_position: int) -> RopeConfig:
     inner_theta, outer_theta = found.get("rope_theta"), config.get("rope_theta")
-    if inner_theta is not None and outer_theta is not None and float(inner_theta) != float(outer_theta):
+    if inner_theta is not None and outer_theta is not None and (
+            _as_float(f"{key}.rope_theta", inner_theta) != _as_float("rope_theta", outer_theta)):
         raise ValueError(f"rope_theta: {outer_theta} beside {key}.rope_theta {inner_theta}; remove the wrong one")
     theta = next((t for t in (inner_theta, outer_theta) if t is not None), 10000.0)
     if found.get("partial_rotary_factor") not in (None, 1, 1.0):

@@ -12,6 +12,8 @@ from typing import NoReturn
 
 from data.errors import UserError
 
+MAX_MESSAGE = 4000  # characters of an error; the values of a recipe that it names may be of any size
+
 
 def at_least_one(text: str) -> int:
     """The argparse type of a whole number of at least 1, such as devices, rows or tokens."""
@@ -42,6 +44,12 @@ def _out_of_memory(error: RuntimeError) -> str | None:
             "python -m scripts.plan tells beforehand what fits")
 
 
+def _one_line(message: str) -> str:
+    """The message in one line of at most MAX_MESSAGE characters; the middle of a longer one is left out."""
+    line, half = " ".join(message.split("\n")), MAX_MESSAGE // 2
+    return line if len(line) <= MAX_MESSAGE else f"{line[:half]} ... {line[-half:]}"
+
+
 def run(work: Callable[[], object]) -> int:
     """Runs a command's work and returns its exit code.
 
@@ -61,7 +69,7 @@ def run(work: Callable[[], object]) -> int:
         message = _out_of_memory(error) if isinstance(error, RuntimeError) else error
         if message is None or os.environ.get("LONGSTRIPE_TRACEBACK"):
             raise
-        print(f"error: {message}", file=sys.stderr)
+        print(f"error: {_one_line(str(message))}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)

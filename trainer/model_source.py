@@ -117,7 +117,8 @@ class ModelSource:
         settings = assets / "tokenizer_config.json"
         length = self.config.max_position_embeddings
         # Tokenizers cut texts at this length, or warn.
-        if settings.exists() and (json.loads(settings.read_text(encoding="utf-8")).get("model_max_length") or length) < length:
+        shortest = json.loads(settings.read_text(encoding="utf-8")).get("model_max_length") if settings.exists() else None
+        if isinstance(shortest, int | float) and shortest < length:
             _set_fields(settings, model_max_length=length)
         (assets / "run.yaml").write_text(resolved, encoding="utf-8")
 
@@ -176,7 +177,7 @@ def _generation_ends(folder: Path) -> list[int]:
     path = folder / "generation_config.json"
     try:
         ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         raise ValueError(f"{path}: not a JSON object; download it again") from None
     return [id for id in (ends if isinstance(ends, list) else [ends]) if isinstance(id, int)]
 

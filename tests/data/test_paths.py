@@ -131,3 +131,9 @@ def test_a_store_that_cannot_be_reached_is_told_in_one_line(monkeypatch):
     for look in (lambda: Source("memory://a.json").files(), paths.File("memory://a.json").size):
         with pytest.raises(UserError, match=r"^memory://a\.json: Unable to locate credentials$"):
             look()
+
+
+@pytest.mark.parametrize("path", ["github://org:repo@/a.txt", "data:,https://a", "zip://a.txt::memory://a.zip", "reference://a"])
+def test_only_stores_are_read(path):
+    with pytest.raises(UserError, match=r"is no store that is read here; gs, .* are$"):
+        Source(path, "text").files()

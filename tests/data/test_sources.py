@@ -338,3 +338,23 @@ def test_a_dropped_record_nested_as_deeply_as_python_reads_is_reported():
         nested = [nested]
     line = json.loads(DroppedRecord(0, 7, "not a record", nested).to_json())
     assert line == {"source": 0, "record": 7, "reason": "not a record", "content": None}
+
+
+def test_an_npz_is_no_npy(tmp_path):
+    np.savez(tmp_path / "a.npz", a=np.arange(3))
+    (tmp_path / "a.npz").rename(tmp_path / "a.npy")
+    with pytest.raises(UserError, match=r"a\.npy: is an \.npz with several arrays; a \.npy array of integers, or"):
+        _read(tmp_path / "a.npy", format="tokens")
+
+
+@pytest.mark.parametrize(("name", "format"), [("a.txt.gz", "text"), ("a.json.gz", "sharegpt"), ("a.jsonl.gz", "sharegpt")])
+def test_a_text_or_record_beyond_all_memory_is_refused_while_it_is_read(tmp_path, monkeypatch, name, format):
+    monkeypatch.setattr("data.records.CHUNK", 1000)
+    monkeypatch.setattr("data.records.MAX_BYTES", 1 << 20)
+    monkeypatch.setattr("data.sources.MAX_BYTES", 1 << 20)
+    begin = b"" if format == "text" else b'{"a": "' if name == "a.jsonl.gz" else b'[{"a": "'
+    (tmp_path / name).write_bytes(gzip.compress(begin + b"a" * (8 << 20)))
+    read_bytes = []
+    with pytest.raises(UserError, match=r"more than 1 MiB"):
+        list(read(Source(str(tmp_path / name), format), Report(), advance=read_bytes.append))
+    assert sum(read_bytes) <= 1 << 20

@@ -1,12 +1,14 @@
 """Tokens that are added to a vocabulary have the same ids as in transformers, and text becomes none that are control tokens."""
 
 import json
+import shutil
 
 import pytest
 
 from data.errors import UserError
 from data.templates import missing_controls, render
 from data.tokenizer import Tokenizer
+from tests.conftest import REPOSITORY
 from tests.data.test_templates import MODEL, TINY, _ids, _messages
 
 
@@ -89,3 +91,30 @@ def test_text_tokens_are_tokens_where_they_are_typed(tmp_path, kind):
     for wrong in ("<thin>", "</s>"):
         with pytest.raises(UserError, match=f"text_tokens: '{wrong}' is no added token.*</think>, <think> would work"):
             bare.with_text_tokens([wrong])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("tokenizer_config.json", "[]", "tokenizer_config.json is not a JSON object, but list"),
+        ("tokenizer_config.json", "null", "tokenizer_config.json is not a JSON object, but NoneType"),
+        ("special_tokens_map.json", "3", "special_tokens_map.json is not a JSON object, but int"),
+        ("special_tokens_map.json", "[" * 100_000, "special_tokens_map.json is not JSON"),
+        ("tokenizer_config.json", '{"a": ' * 1000 + "1" + "}" * 1000, "tokenizer_config.json is not JSON"),
+        ("tokenizer_config.json", '{"bos_token": 3}', "its bos_token is 3, which is no text"),
+        ("tokenizer_config.json", '{"eos_token": {"content": []}}', "its eos_token is [], which is no text"),
+        ("tokenizer_config.json", '{"pad_token": "\\ud83d"}', "its pad_token is '\\ud83d', which is no text"),
+        ("tokenizer_config.json", '{"chat_template": {"a": 1}}', "the chat_template in tokenizer_config.json is no text"),
+        ("tokenizer_config.json", '{"chat_template": [1, {"name": "default", "template": 3}]}', "is no text"),
+        ("chat_template.jinja", b"\xff", "byte 0 of chat_template.jinja is not UTF-8 text"),
+    ],
+)
+@pytest.mark.parametrize("library", ["tiny_tokenizer/tokenizer.json", "tiny.model"])
+def test_a_file_with_values_of_other_types_is_named(tmp_path, library, name, content, reason):
+    shutil.copy(REPOSITORY / "data/fixtures" / library, tmp_path)
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError) as caught:
+        Tokenizer.load(tmp_path)
+    assert str(caught.value).startswith(f"{tmp_path}: ") and "\n" not in str(caught.value)
+    # The sentencepiece engine reads this file before anything else does.
+    assert reason in str(caught.value) or (library == "tiny.model" and name == "tokenizer_config.json")

@@ -85,3 +85,24 @@ def test_folder_and_preset_errors(tmp_path):
         LlamaConfig.from_hf(tmp_path)
     with pytest.raises(ValueError, match=r"llama-1b.*tiny"):
         LlamaConfig.preset("llama-8b")
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"architectures": 3}, "architectures: found 3; needs a list"),
+        ({"architectures": True}, "architectures: found True; needs a list"),
+        ({"rope_theta": [1e4], "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_theta"),
+        ({"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": [1]}}, "rope_theta"),
+    ],
+)
+def test_values_of_other_types_name_the_field(fields, words):
+    with pytest.raises(ValueError, match=words):
+        LlamaConfig.from_hf_dict({"model_type": "llama", **fields})
+
+
+@pytest.mark.parametrize("depth", [1000, 100_000])
+def test_a_deeply_nested_config_is_named(tmp_path, depth):
+    (tmp_path / "config.json").write_text('{"a": ' * depth + "1" + "}" * depth)
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/config\.json: "):
+        LlamaConfig.from_hf(tmp_path)

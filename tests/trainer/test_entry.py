@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from data.errors import UserError
 from planning.topology import topology_devices
 from trainer import entry
 
@@ -70,3 +71,13 @@ def test_ctrl_c_during_a_commands_imports_is_one_line(command, tmp_path, reposit
     done = subprocess.run([sys.executable, "-m", command], cwd=repository, capture_output=True, text=True, timeout=60,
                           check=False, env={**os.environ, "PYTHONPATH": str(tmp_path)})
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "stopped\n")
+
+
+def test_an_error_is_one_line_of_bounded_length(capfd):
+    def refuse():
+        raise UserError("train.steps: found a\nb" + "x" * 10**6 + ", expects int")
+
+    assert entry.run(refuse) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("error: train.steps: found a bx") and said.endswith("x, expects int\n")
+    assert said.count("\n") == 1 and len(said) < 5000

@@ -1,11 +1,14 @@
 """YAML that a user writes, read strictly: PyYAML keeps only the last of two equal keys, without a word."""
 
+import itertools
+import math
 from typing import Any
 
 import yaml
 
 from data.errors import UserError
 
+MAX_VALUES = 100_000  # in a document, with those that its aliases repeat
 _MERGE = "tag:yaml.org,2002:merge"  # the key `<<`, of which two in one mapping lose nothing
 
 
@@ -35,6 +38,22 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
+def _require_small(root: yaml.Node, source: str) -> None:
+    """Raises UserError for aliases that make a value part of itself, or a few lines into more than MAX_VALUES values."""
+    sizes: dict[yaml.Node, float] = {}  # number of values in a node, inf while it is counted
+
+    def count(node: yaml.Node) -> float:
+        if node not in sizes:
+            sizes[node] = math.inf
+            parts = itertools.chain(*node.value) if isinstance(node, yaml.MappingNode) else node.value
+            sizes[node] = 1 + (0 if isinstance(node, yaml.ScalarNode) else sum(map(count, parts)))
+        return sizes[node]
+
+    if (total := count(root)) > MAX_VALUES:
+        found = "an alias within its own anchor" if total == math.inf else f"aliases that stand for {total:,} values"
+        raise UserError(f"{source}: not a recipe: {found}; the values themselves, without aliases, would work")
+
+
 def parse(text: str, source: str) -> Any:
     """The value of a YAML (or JSON) document.
 
@@ -45,8 +64,13 @@ def parse(text: str, source: str) -> Any:
       InvalidYAML: the text is no YAML.
       UserError: a key is written twice in one mapping, or the document is nested too deeply.
     """
+    loader = _Loader(text)
     try:
-        return yaml.load(text, _Loader)
+        node = loader.get_single_node()
+        if node is None:
+            return None
+        _require_small(node, source)
+        return loader.construct_document(node)
     except _DuplicateKey as duplicate:
         lines = (f"line {duplicate.first}" if duplicate.first == duplicate.second
                  else f"lines {duplicate.first} and {duplicate.second}")
@@ -56,3 +80,5 @@ def parse(text: str, source: str) -> Any:
         raise UserError(f"{source}: not valid YAML: nested too deeply") from None
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2024-13-45
         raise InvalidYAML(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
+    finally:
+        loader.dispose()

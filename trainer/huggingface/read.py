@@ -262,7 +262,7 @@ def _read_index(index_file: Path) -> dict[str, Path]:
     try:
         weight_map = json.loads(index_file.read_text(encoding="utf-8"))["weight_map"]
         indexed = {name: folder / file for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"{index_file}: not a safetensors index ({error!r}); download it again") from None
     outside = sorted(path for path in indexed.values() if path.parent != folder)
     if outside:

@@ -292,3 +292,33 @@ def test_every_recipe_loads_and_opens_with_its_command(repository):
         assert f"configs/{recipe.name}" in head
         for word in ("Command", "Hardware", "Time", "Result"):
             assert f"# {word}" in head, f"{recipe.name} does not tell its {word}"
+
+
+NINE = [f"  x{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level in range(1, 12)]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("model:\n  overrides: &a {x: *a}", "an alias within its own anchor"),
+        ("&a [*a]", "an alias within its own anchor"),
+        ("\n".join(["model:", "  x0: &a0 [a]", *NINE]), "aliases that stand for "),
+        ("model: " + "[" * 1000 + "]" * 1000, "nested too deeply"),
+        ("model: " + "[" * 100_000 + "]" * 100_000, "nested too deeply"),
+    ],
+    ids=["recursive", "recursive list", "bomb", "deep", "very deep"],
+)
+def test_aliases_and_nesting_without_end_are_refused(tmp_path, text, words):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        load(["--config", str(path)])
+    assert str(caught.value).startswith(f"{path}: ") and words in str(caught.value) and len(str(caught.value)) < 500
+
+
+def test_an_alias_is_its_value(tmp_path):
+    from trainer.config.yaml_text import parse
+
+    assert parse("a: &a [1, 2]\nb: *a\nc: {<<: &m {x: 1}, y: 2}\nd: *m", "x") == {
+        "a": [1, 2], "b": [1, 2], "c": {"x": 1, "y": 2}, "d": {"x": 1}}
+    assert parse("", "x") is None
