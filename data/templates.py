@@ -7,7 +7,8 @@ template's own text.
 
 import json
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import groupby
@@ -113,6 +114,9 @@ CONTROLS = {
     "chatml": ("<|im_start|>", "<|im_end|>"),
 }
 TRAIN_ON = ("all", "last")
+# Iterations that a template may make for one conversation; those of published models make a few for each turn.
+STEPS = 1_000_000
+STEPS_PER_TURN = 1_000
 
 
 class TemplateError(UserError):
@@ -306,11 +310,18 @@ class _TemplateText(NamedTuple):
     """The assistant's turn whose content follows the text, if one does."""
 
 
-@lru_cache(maxsize=4096)
 def _layout(
     source: str, roles: tuple[str, ...], specials: tuple[str | None, ...], add_generation_prompt: bool
 ) -> tuple[_Content | _TemplateText, ...]:
-    """Renders a template for turns of these roles; cached, so that Jinja runs once for each sequence of roles.
+    """Returns the result of `_make_layout`, remembered for conversations of up to 64 turns: longer ones are rarely alike."""
+    make = _remembered_layout if len(roles) <= 64 else _make_layout
+    return make(source, roles, specials, add_generation_prompt)
+
+
+def _make_layout(
+    source: str, roles: tuple[str, ...], specials: tuple[str | None, ...], add_generation_prompt: bool
+) -> tuple[_Content | _TemplateText, ...]:
+    """Renders a template for turns of these roles.
 
     Args:
         source: the template in Jinja.
@@ -331,6 +342,10 @@ def _layout(
         own = len(part) - len(prompt) if answer is not None and prompt and part.startswith(prompt) else 0
         layout.append(_TemplateText(part, own, answer))
     return tuple(layout)
+
+
+# Jinja runs once for each sequence of roles.
+_remembered_layout = lru_cache(maxsize=4096)(_make_layout)
 
 
 def _generation_prompt(source: str, roles: tuple[str, ...], specials: tuple[str | None, ...]) -> str | None:
@@ -354,15 +369,18 @@ def _rendered_parts(
     """
     messages = [{"role": role, "content": f"\ufdd0{number}\ufdd1"} for number, role in enumerate(roles)]
     names = zip(("bos_token", "eos_token", "pad_token"), specials, strict=True)
+    compiled = _compile(source)
+    compiled.environment.steps_left = STEPS + STEPS_PER_TURN * len(roles)
     try:
-        text = _compile(source).render(
+        text = compiled.render(
             messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None,
             **{name: token for name, token in names if token is not None},
         )
     except UserError:
         raise
     except Exception as error:  # Jinja's own errors and whatever a template's expressions raise
-        raise TemplateError(f"the chat template refuses turns {', '.join(roles)}: {error}") from None
+        turns = ", ".join(roles[:8]) + ", ..." * (len(roles) > 8)
+        raise TemplateError(f"the chat template refuses turns {turns}: {str(error)[:200]}") from None
     parts: list[str | _Content] = []
     pieces = text.split("\ufdd0")
     if pieces[0]:
@@ -373,9 +391,9 @@ def _rendered_parts(
         parts.append(_Content(int(mark.rstrip('"')), as_json=mark.endswith('"')))
         if following_text:
             parts.append(following_text)
-    turns = [part.turn for part in parts if isinstance(part, _Content)]
+    turns = Counter(part.turn for part in parts if isinstance(part, _Content))
     for number, role in enumerate(roles):
-        if (times := turns.count(number)) != 1:
+        if (times := turns[number]) != 1:
             raise TemplateError(
                 f"the chat template writes turn {number} ({role}) {times} times, not once and without changes"
             )
@@ -388,9 +406,56 @@ def _compile(source: str) -> "Template":
 
     Templates that would print today's date then print their fixed one.
     """
-    from jinja2 import TemplateSyntaxError
+    from jinja2 import TemplateSyntaxError, nodes
     from jinja2.ext import Extension
     from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    class Environment(ImmutableSandboxedEnvironment):
+        """Counts iterations, calls and the sizes of texts, so that no template runs for ever or fills the memory."""
+
+        intercepted_binops = frozenset(["+", "*", "**"])
+        steps_left = 0
+
+        def count(self, steps: int = 1) -> None:
+            self.steps_left -= steps
+            if self.steps_left < 0:
+                raise TemplateError("the chat template goes on and on: too many iterations")
+
+        def _parse(self, *arguments):
+            template = super()._parse(*arguments)
+            for loop in list(template.find_all(nodes.For)):
+                loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
+            for concat in list(template.find_all(nodes.Concat)):
+                concat.nodes = [nodes.Filter(node, "sized", [], [], None, None, lineno=node.lineno) for node in concat.nodes]
+            return template
+
+        def sized(self, value: object) -> object:
+            if isinstance(value, str | list | tuple):
+                self.count(len(value) // 100)
+            return value
+
+        def counted(self, values: Iterable[object]) -> Iterator[object]:
+            for value in values:
+                self.count()
+                yield value
+
+        def range(self, *arguments: int) -> range:
+            numbers = range(*arguments)
+            self.count(len(numbers))
+            return numbers
+
+        def call(self, context, function, *arguments, **options):
+            self.count(20)  # a macro's call takes as long as many iterations
+            return super().call(context, function, *arguments, **options)
+
+        def call_binop(self, context, operator, left, right):
+            both = isinstance(left, int) and isinstance(right, int)
+            if both and operator != "+" and left.bit_length() * (right if operator == "**" else 1) > 10_000:
+                raise TemplateError("the chat template computes a number of thousands of digits")
+            for text, number in ((left, right), (right, left)):
+                if operator == "*" and isinstance(text, str | list | tuple) and isinstance(number, int):
+                    self.count(len(text) * max(number, 0) // 100)
+            return self.sized(super().call_binop(context, operator, left, right))
 
     class Generation(Extension):
         """{% generation %}, which marks the assistant's text for transformers' masks, and has no effect here."""
@@ -408,12 +473,16 @@ def _compile(source: str) -> "Template":
         # A mark in quotes becomes a mark that contains a quote; see _rendered_parts.
         return re.sub('"\ufdd0(\\d+)\ufdd1"', '\ufdd0\\1"\ufdd1', json.dumps(value, ensure_ascii=False, indent=indent))
 
-    environment = ImmutableSandboxedEnvironment(
+    environment = Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
     )
     environment.filters["tojson"] = tojson
+    environment.filters.update(counted=environment.counted, sized=environment.sized)
+    environment.globals["range"] = environment.range
     environment.globals["raise_exception"] = raise_exception
     try:
         return environment.from_string(source)
     except TemplateSyntaxError as error:
         raise UserError(f"the tokenizer's chat template is not Jinja: line {error.lineno}: {error.message}") from None
+    except (RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as error:  # of the compiler, or of constants
+        raise UserError(f"the tokenizer's chat template cannot be compiled ({type(error).__name__})") from None
