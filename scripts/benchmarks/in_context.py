@@ -1,5 +1,5 @@
-"""Trains and evaluates in-context reinforcement learning: behaviour cloning of the best tenth, Decision Transformer, and Agentic
-Transformer with 2 and 8 episodes in a context, on episodes of scripts.collect_trajectories.
+"""Trains and evaluates in-context reinforcement learning: behaviour cloning of the best tenth, Decision Transformer, and
+Agentic Transformer with 2 and 8 episodes in a context, on episodes of scripts.collect_trajectories.
 
     python -m scripts.benchmarks.in_context --tasks cartpole_swingup walker_stand --data trajectories/collected
 
