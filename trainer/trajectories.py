@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh
 from jaxtyping import Int
 
 from data.errors import UserError
@@ -40,8 +40,7 @@ SAMPLED = 256
 def trajectory_batch(rows: int, length: int, mesh: Mesh, sizes: TrajectorySizes) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns shapes, dtypes and shardings of a batch of trajectories; see `model.agentic.AgenticTransformer`."""
     def array(dtype, *rest):
-        sharding = NamedSharding(mesh, PartitionSpec(*batch_sharding(mesh).spec, *(None for _ in rest)))
-        return jax.ShapeDtypeStruct((rows, length, *rest), dtype, sharding=sharding)
+        return jax.ShapeDtypeStruct((rows, length, *rest), dtype, sharding=batch_sharding(mesh))
 
     integers = {name: array(np.int32) for name in ("kinds", "positions", "index", "segment_ids")}
     return {"values": array(np.float32, sizes.width), "targets": array(np.float32, sizes.action),

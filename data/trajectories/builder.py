@@ -134,14 +134,14 @@ def _build(files: list[Path], task: Task, folder: Path, progress: bool) -> None:
             returns.append(episode_return(episode.reward))
             lengths.append(len(episode.reward) - 1)
             yield len(returns) - 1, {"steps": episode._asdict(), "file": "/".join(file.parts[-4:])}
+        if not returns:
+            raise UserError(f"{files[0].parent}: none of {len(files)} episodes can be used; the first: {dropped[0]}")
 
     try:
         tfds.disable_progress_bar()
         with contextlib.redirect_stdout(io.StringIO()):
             builder = _builder_class(tfds, task)(data_dir=str(temporary / "tfds"), episodes=episodes)
             builder.download_and_prepare()
-        if not returns:
-            raise UserError(f"{files[0].parent}: none of {len(files)} episodes can be used; the first: {dropped[0]}")
         os.rename(builder.data_dir, temporary / "episodes")
         shutil.rmtree(temporary / "tfds")
         (temporary / "dropped.json").write_text(json.dumps(dropped, indent=1), encoding="utf-8")

@@ -1,0 +1,72 @@
+"""Rows of tokens, against the sums and the order written out."""
+import numpy as np
+import pytest
+
+from data.trajectories.options import TrajectoryConfig
+from data.trajectories.rows import ACTION, RETURN_TO_GO, REWARD, STATE, Scales, cut, decisions, relabelled, row
+from model.agentic import Kind
+
+from .made import episode
+
+SCALES = Scales(np.zeros(5), np.full(5, 2.0), 10.0)
+
+
+def test_kinds_are_the_models():
+    assert (RETURN_TO_GO, STATE, ACTION, REWARD) == (Kind.RETURN_TO_GO, Kind.STATE, Kind.ACTION, Kind.REWARD)
+
+
+def test_a_decision_is_its_first_state_and_action_and_the_sum_of_its_rewards():
+    whole = episode(3, steps=23)
+    whole.reward[1:] = np.arange(23)
+    trajectory = decisions(whole, action_repeat=5)
+    assert len(trajectory.reward) == 4, "three steps remain"
+    np.testing.assert_array_equal(trajectory.state, whole.observation[[0, 5, 10, 15]])
+    np.testing.assert_array_equal(trajectory.action, whole.action[[1, 6, 11, 16]])
+    np.testing.assert_array_equal(trajectory.reward, [sum(range(first, first + 5)) for first in (0, 5, 10, 15)])
+
+
+def test_trajectories_ascend_and_share_the_best_ones_return():
+    ordered = relabelled([decisions(episode(number)) for number in (4, 2, 3)])
+    np.testing.assert_allclose([trajectory.reward.sum() for trajectory in ordered], [4, 6, 8], rtol=1e-6)
+    assert {round(trajectory.target, 4) for trajectory in ordered} == {8}
+    assert [trajectory.reached for trajectory in ordered] == [False, False, True]
+
+
+@pytest.mark.parametrize("loss_on", ["all", "last"])
+def test_a_rows_tokens(loss_on):
+    steps = 3
+    episodes = [episode(number, steps) for number in (1, 2)]
+    batch = row(relabelled([decisions(one) for one in episodes]), SCALES, 32, TrajectoryConfig(in_context=2, loss_on=loss_on))
+    assert batch["segment_ids"].tolist() == [1] * 24 + [0] * 8
+    assert batch["kinds"][:24].tolist() == [0, 1, 2, 3] * 6
+    target = steps * 0.2
+    for number, one in enumerate(episodes):
+        for step in range(steps):
+            to_go, state, action, reward = batch["values"][4 * (number * steps + step):][:4]
+            assert to_go[0] == pytest.approx((target - step * one.reward[1]) / 10, rel=1e-5)
+            np.testing.assert_allclose(state[:5], one.observation[step] / 2, rtol=1e-6)
+            assert action[0] == one.action[step + 1, 0] and reward[0] == one.reward[step + 1]
+            # The flag is on the last reward of the one that reaches the target, which is the best itself.
+            assert reward[1] == (number == 1 and step == steps - 1)
+            at_state = 4 * (number * steps + step) + 1
+            assert batch["targets"][at_state] == one.action[step + 1]
+            assert batch["loss_weights"][at_state] == (loss_on == "all" or number == 1)
+    assert batch["loss_weights"].sum() == (6 if loss_on == "all" else 3)
+
+
+def test_behaviour_cloning_has_states_and_actions_alone():
+    batch = row([decisions(episode(1, 3))], SCALES, 8, TrajectoryConfig(conditioning="none"))
+    assert batch["kinds"][:6].tolist() == [STATE, ACTION] * 3 and batch["loss_weights"].tolist() == [1, 0] * 3 + [0, 0]
+
+
+def test_a_cut_keeps_the_return_still_to_come():
+    trajectory = relabelled([decisions(episode(1, 10))])[0]
+    whole = row([trajectory], SCALES, 40, TrajectoryConfig())
+    part = row([cut(trajectory, 4, 3)], SCALES, 12, TrajectoryConfig())
+    np.testing.assert_allclose(part["values"][:, 0], whole["values"][16:28, 0], rtol=1e-5)
+    assert not part["values"][:, 1][part["kinds"] == REWARD].any(), "it does not end there"
+
+
+def test_too_many_tokens_are_refused():
+    with pytest.raises(ValueError, match="1 trajectories are 80 tokens, and the row has 64"):
+        row([decisions(episode(1))], SCALES, 64, TrajectoryConfig())

@@ -1,0 +1,114 @@
+"""Acting in context: the tokens and actions of play are those that training has for the same episodes."""
+import json
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from data.errors import UserError
+from data.trajectories.options import TrajectoryConfig
+from data.trajectories.rows import STATE, Decisions, Scales, row
+from eval.in_context import Agent, Inputs, bootstrap, parse, play, summary
+from model.agentic import AgenticTransformer, TrajectorySizes
+from model.config import LlamaConfig
+from tests.model.build import mesh_of
+
+SIZES = TrajectorySizes(observation=3, action=2)
+DECISIONS, EPISODES, REPEAT, TARGET = 4, 2, 2, 5.0
+
+
+class Environment:
+    """A made-up simulator: states are drawn from a seed and moved by the actions; rewards depend on both."""
+
+    def __init__(self, seed):
+        self.random = np.random.default_rng(seed)
+
+    def reset(self):
+        self.steps, self.state = 0, self.random.normal(size=3)
+        return self._time_step(None)
+
+    def step(self, action):
+        self.steps += 1
+        self.state = 0.9 * self.state + np.sum(action)
+        return self._time_step(float(np.tanh(self.state[0])) + 0.1 * self.steps)
+
+    def _time_step(self, reward):
+        last = self.steps == DECISIONS * REPEAT
+        return SimpleNamespace(observation={"state": self.state}, reward=reward, last=lambda: last)
+
+
+def agent_of(axes, conditioning="return"):
+    config = LlamaConfig(vocab_size=1, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                         num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.5)
+    model = AgenticTransformer(config, mesh_of(axes), dtype=jnp.float32, sizes=SIZES)
+    inputs = Inputs("made up", 3, 2, TrajectoryConfig(in_context=EPISODES, action_repeat=REPEAT, conditioning=conditioning),
+                    Scales(np.full(3, 0.1), np.full(3, 1.5), 4.0), TARGET, TARGET, 0.0)
+    return Agent(model, model.init(0), inputs, rows=2, decisions=DECISIONS)
+
+
+@pytest.mark.parametrize(("axes", "conditioning"), [({}, "return"), ({"fsdp": 2, "sequence": 4}, "return"), ({}, "none")])
+def test_actions_are_those_of_the_whole_row(axes, conditioning):
+    """Two environments play two episodes in one context; then the row is built as training builds it, and run at once."""
+    agent, environments = agent_of(axes, conditioning), [Environment(seed) for seed in range(2)]
+    acted, rewarded, act, remember = [], [], agent.act, agent.remember
+
+    def watched_act(observation, to_go):
+        acted.append((observation.copy(), act(observation, to_go)))
+        return acted[-1][1]
+
+    def watched_remember(action, reward, reached):
+        rewarded.append(reward.copy())
+        remember(action, reward, reached)
+
+    agent.act, agent.remember = watched_act, watched_remember
+    returns = np.stack([play(agent, environments, TARGET, DECISIONS) for _ in range(EPISODES)], 1)
+    model, options = agent.cached.model, agent.inputs.options
+    for number in range(2):
+        trajectories = []
+        for episode in range(EPISODES):
+            steps = slice(episode * DECISIONS, (episode + 1) * DECISIONS)
+            reward = np.array([rewards[number] for rewards in rewarded[steps]], np.float32)
+            assert reward.sum() == pytest.approx(returns[number, episode], rel=1e-5)
+            trajectories.append(Decisions(np.stack([state[number] for state, _ in acted[steps]]),
+                                          np.stack([action[number] for _, action in acted[steps]]), reward, TARGET,
+                                          bool(returns[number, episode] >= TARGET)))
+        whole = row(trajectories, agent.inputs.scales, 32, options)
+        batch = {name: np.stack([array] * 2) for name, array in whole.items()}
+        one_device = AgenticTransformer(model.config, mesh_of({}), dtype=jnp.float32, sizes=SIZES)
+        predicted = np.asarray(jax.jit(one_device.actions)(jax.device_put(agent.params, one_device.shardings), batch))[0]
+        states = (whole["kinds"] == STATE) & (whole["segment_ids"] > 0)
+        np.testing.assert_allclose(np.stack([action[number] for _, action in acted]), predicted[states], atol=1e-5)
+
+
+def test_a_policy_replayed_from_its_seed_gives_the_same_return():
+    agent = agent_of({})
+    first = play(agent, [Environment(0), Environment(1)], TARGET, DECISIONS)
+    agent.begin_context()
+    np.testing.assert_array_equal(play(agent, [Environment(0), Environment(1)], TARGET, DECISIONS), first)
+
+
+def test_last_best_and_mean_are_told_apart():
+    scores = summary(np.array([[1.0, 9.0, 2.0], [1.0, 3.0, 8.0]]))
+    assert [scores[name]["mean"] for name in ("last", "best", "mean")] == [5.0, 8.5, 4.0]
+    assert scores["last"]["by_seed"] == [2.0, 8.0] and scores["last"]["interval"] == (2.0, 8.0)
+
+
+def test_the_intervals_width_is_that_of_the_normal_law():
+    values = np.random.default_rng(0).normal(size=400)
+    low, high = bootstrap(values)
+    assert high - low == pytest.approx(2 * 1.96 * values.std() / 20, rel=0.1)
+
+
+def test_another_models_checkpoint_is_named(tmp_path):
+    (tmp_path / "assets").mkdir()
+    (tmp_path / "assets" / "config.json").write_text(json.dumps({}))
+    with pytest.raises(UserError, match="holds no model of trajectories"):
+        Inputs.read(tmp_path / "assets")
+
+
+def test_seeds_that_fsdp_does_not_divide_are_named(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--checkpoint", "x", "--output", "y", "--seeds", "5", "--fsdp", "2"])
+    assert "--seeds: 5 is no multiple of --fsdp 2" in capsys.readouterr().err

@@ -1,0 +1,139 @@
+"""The objective of trajectories, on made-up episodes: its batches, what it refuses, and a run that is gone on with."""
+import dataclasses
+import json
+import shutil
+
+import jax
+import numpy as np
+import pytest
+
+from data.errors import UserError
+from data.trajectories.options import TrajectoryConfig
+from tests.data.trajectories.made import folder_of
+from trainer.checkpoint.store import restore_model
+from trainer.config import load as configuration
+from trainer.config.checks import check
+from trainer.config.schema import (
+    AttentionConfig,
+    CheckpointConfig,
+    DataConfig,
+    LoggingConfig,
+    MeshConfig,
+    ModelConfig,
+    RunConfig,
+    TrainConfig,
+)
+from trainer.evaluation import HeldOutLoss
+from trainer.loop import train
+from trainer.mesh import make_mesh
+from trainer.trajectories import ASSET, TrajectoryObjective
+
+SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
+         "num_key_value_heads": 2, "max_position_embeddings": 256}
+
+
+@pytest.fixture(scope="module")
+def episodes(tmp_path_factory):
+    """Twelve episodes of 20 steps, whose returns are 2, 4, ..., 24."""
+    return folder_of(tmp_path_factory.mktemp("episodes"), count=12)
+
+
+def run_config(episodes, folder, mesh=None, train_config=None, **options):
+    options = {"in_context": 2, "action_repeat": 2, **options}
+    tokens = options["in_context"] * (options.get("decisions") or 10) * (4 if options.get("conditioning") != "none" else 2)
+    return RunConfig(
+        name="made", run_dir=str(folder / "run"), model=ModelConfig(overrides=SHAPE, compute_dtype="float32"),
+        data=DataConfig(context_length=tokens, prepared=str(folder / "prepared"), held_out_fraction=0.25),
+        trajectories=TrajectoryConfig(path=str(episodes), task="cartpole_swingup", **options), mesh=MeshConfig(**(mesh or {})),
+        attention=AttentionConfig(layout="striped" if mesh else "contiguous"),
+        train=TrainConfig(**{"steps": 3, "batch_size": 4, **(train_config or {})}),
+        logging=LoggingConfig(tensorboard=False, console=False))
+
+
+def objective_of(config):
+    return TrajectoryObjective(config, make_mesh(config.mesh, jax.devices()[:config.mesh.devices]))
+
+
+def test_rows_are_different_episodes_by_ascending_return(episodes, tmp_path):
+    objective = objective_of(run_config(episodes, tmp_path, in_context=3))
+    batch = next(objective.batches(0))
+    returns = np.where(batch["kinds"] == 3, batch["values"][..., 0], 0).reshape(4, 3, -1).sum(2)
+    assert (np.diff(returns) > 0).all()
+    targets = batch["values"][:, ::40, 0] * objective.scales.return_scale
+    np.testing.assert_allclose(targets, np.repeat(returns.max(1, keepdims=True), 3, 1), rtol=1e-4)
+
+
+def test_batches_depend_on_the_step_alone(episodes, tmp_path):
+    objective = objective_of(run_config(episodes, tmp_path))
+    batches = objective.batches(0)
+    third = [next(batches) for _ in range(3)][2]
+    for name, array in next(objective.batches(2)).items():
+        np.testing.assert_array_equal(array, third[name])
+    assert any((next(objective.batches(1))[name] != third[name]).any() for name in third)
+
+
+def test_held_out_episodes_are_never_trained_on(episodes, tmp_path):
+    objective = objective_of(run_config(episodes, tmp_path))
+    trained = {tuple(state) for step in range(20) for batch in [next(objective.batches(step))]
+               for state in batch["values"][batch["kinds"] == 1]}
+    held_out = {tuple(state) for batch in objective.held_out() for state in batch["values"][batch["kinds"] == 1]}
+    assert held_out and not trained & held_out
+
+
+def test_cloning_takes_the_best(episodes, tmp_path):
+    objective = objective_of(run_config(episodes, tmp_path, in_context=1, conditioning="none", best=0.25))
+    assert sorted(objective.prepared.returns[objective.contexts.episodes])[0] >= 20 - 1e-3
+    assert set(np.unique(next(objective.batches(0))["kinds"])) == {1, 2}
+
+
+def test_flops_are_counted_by_the_tokens_that_attend_to_each_other(episodes, tmp_path):
+    assert objective_of(run_config(episodes, tmp_path, decisions=4)).lengths(0).tolist() == [2 * 4 * 4] * 4
+
+
+def test_a_mesh_changes_no_token(episodes, tmp_path):
+    """Every device's tokens together are those of one device, in the layout's order."""
+    one, many = (objective_of(run_config(episodes, tmp_path, mesh)) for mesh in ({}, {"fsdp": 2, "sequence": 4}))
+    whole, sharded = next(one.batches(5)), many.to_device(next(many.batches(5)))
+    for name, array in sharded.items():
+        assert array.sharding == many.abstract_batch()[name].sharding
+        np.testing.assert_array_equal(np.asarray(array), whole[name][:, many.order])
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"in_context": 13}, "trajectories.in_context: found 13, but .* has 12 episodes to train on"),
+    ({"action_repeat": 1, "in_context": 2}, "data.context_length: found 80, needs at least 160 for 2 episodes of 20 decisions"),
+])
+def test_what_does_not_go_together_is_named(episodes, tmp_path, changes, message):
+    with pytest.raises(UserError, match=message):
+        objective_of(run_config(episodes, tmp_path, **changes))
+
+
+def test_a_recipe_that_says_too_much_is_refused(episodes, tmp_path):
+    config = run_config(episodes, tmp_path)
+    assert check(config) is config
+    with pytest.raises(UserError, match=r"model.path: found 'x', needs to be left out with trajectories"):
+        check(dataclasses.replace(config, model=ModelConfig(path="x")))
+    with pytest.raises(ValueError, match=r"trajectories.task: missing"):
+        TrajectoryConfig(path="x")
+
+
+def test_stopped_and_continued_it_is_the_same_run(episodes, tmp_path):
+    """Trained at once, and gone on with from the checkpoint of the second step."""
+    def run(folder):
+        config = run_config(episodes, tmp_path, {"fsdp": 4, "sequence": 2})
+        config = dataclasses.replace(config, run_dir=str(folder), checkpoint=CheckpointConfig(every=1, keep=3))
+        newest = train(config, TrajectoryObjective, [HeldOutLoss()])
+        return newest, [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+    whole, rows = run(tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "again")
+    shutil.rmtree(tmp_path / "again/checkpoints/3")
+    again, rows_again = run(tmp_path / "again")
+    for name, array in restore_model(whole).items():
+        np.testing.assert_array_equal(restore_model(again)[name], array)
+    losses = [[row["squared_error_per_action"] for row in run_rows] for run_rows in (rows, rows_again)]
+    assert losses[0] == losses[1] and [row["actions"] for row in rows] == [4 * 2 * 10] * 3
+    inputs = json.loads((whole / "assets" / ASSET).read_text())
+    assert inputs["task"] == "cartpole_swingup" and inputs["target_return"] == pytest.approx(24)
+    assert configuration.load(["--config", str(whole / "assets/run.yaml")]).trajectories.in_context == 2
+    assert "held_out_squared_error_per_action" in (tmp_path / "whole/held_out.jsonl").read_text()
