@@ -117,6 +117,7 @@ def test_a_recipe_that_says_too_much_is_refused(episodes, tmp_path):
         TrajectoryConfig(path="x")
 
 
+@pytest.mark.slow
 def test_stopped_and_continued_it_is_the_same_run(episodes, tmp_path):
     """Trained at once, and gone on with from the checkpoint of the second step."""
     def run(folder):
