@@ -12,17 +12,23 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
+from data.trajectories.tasks import get_task
+from model.agentic import AgenticTransformer, TrajectorySizes
 from model.attention.kernels import Kernel
 from model.attention.schedules import Schedule, get_schedule
 from model.config import LlamaConfig
+from model.llama import Llama
 from model.sharding import MESH_AXES, Parallel
-from trainer.build import build_llama
+from trainer.build import build_agentic, build_llama
 from trainer.config.checks import check
 from trainer.config.schema import DataConfig, MemoryConfig, MeshConfig, ModelConfig, RunConfig, SourceConfig
 from trainer.mesh import make_mesh
+from trainer.objective import AbstractBatch
 from trainer.step import StepBuilder
 from trainer.text import text_batch
+from trainer.trajectories import trajectory_batch
 
 from . import costs
 from .compiled import memory
@@ -198,19 +204,29 @@ def compile_run(run: RunConfig, model: LlamaConfig, devices: Sequence[jax.Device
     """
     check(run, "plan")
     mesh = make_mesh(run.mesh, devices, schedule or run.attention.schedule)
-    llama = build_llama(run, model, mesh)
+    transformer, batch = _model_and_batch(run, model, mesh)
     if schedule is not None:
-        llama = dataclasses.replace(llama, schedule=get_schedule(schedule, run.mesh.sequence, run.attention.layout))
+        schedule = get_schedule(schedule, run.mesh.sequence, run.attention.layout)
+        transformer = dataclasses.replace(transformer, schedule=schedule)
     if kernel is not None:
-        llama = dataclasses.replace(llama, kernel=kernel)
-    batch = text_batch(run.train.batch_size, run.data.context_length, mesh)
-    builder = StepBuilder.of(run, llama, llama.loss, batch)
+        transformer = dataclasses.replace(transformer, kernel=kernel)
+    builder = StepBuilder.of(run, transformer, transformer.loss, batch)
     try:
         return builder.lower_train().compile(compiler_options=flags)
     except jax.errors.JaxRuntimeError as error:
         if error.error_code_string != "RESOURCE_EXHAUSTED":
             raise
         raise DoesNotFit(*refused_gib(str(error))) from None
+
+
+def _model_and_batch(run: RunConfig, model: LlamaConfig, mesh: Mesh) -> tuple[Llama | AgenticTransformer, AbstractBatch]:
+    """Returns the model that the run trains, of text or of trajectories, and a batch's shapes."""
+    rows, length = run.train.batch_size, run.data.context_length
+    if not run.trajectories.path:
+        return build_llama(run, model, mesh), text_batch(rows, length, mesh)
+    task = get_task(run.trajectories.task)
+    sizes = TrajectorySizes(task.observation_size, task.action_size)
+    return build_agentic(run, model, mesh, sizes), trajectory_batch(rows, length, mesh, sizes)
 
 
 def plan(job: Job) -> dict[str, Any]:

@@ -115,19 +115,34 @@ def _recipe(args: argparse.Namespace) -> RunConfig:
             if getattr(args, option) is None:
                 raise UserError(f"--{option}: missing; only a recipe (--config) goes without")
         return PLAIN
-    # A recipe may leave the data and the model to the command line, and a plan needs no data.
-    flags = ["--data.path", "any", *(["--model.path", "any"] if args.model else [])]
     try:
-        return load(["--config", args.config, *flags])
+        if _learns_from_trajectories(args.config):
+            return load(["--config", args.config])
+        # A recipe may leave the data and the model to the command line, and a plan needs no data.
+        return load(["--config", args.config, "--data.path", "any", *(["--model.path", "any"] if args.model else [])])
     except UserError as error:
         raise UserError(str(error).replace("--model.path HF_DIR", "--model with a preset or a model's folder")) from None
+
+
+def _learns_from_trajectories(path: str) -> bool:
+    """Whether the file is a recipe with a section `trajectories`; False also where it cannot be read, which `load` reports."""
+    from data.errors import UserError
+
+    try:
+        recipe = parse(Path(path).read_text(encoding="utf-8"), path)
+    except (OSError, ValueError, UserError):
+        return False
+    return isinstance(recipe, dict) and "trajectories" in recipe
 
 
 def _model(args: argparse.Namespace, recipe: RunConfig) -> LlamaConfig:
     """The shape of the model that --model or the recipe names. Raises UserError, ValueError."""
     from model.config import LlamaConfig
     from trainer.model_source import choose_model, open_model
+    from trainer.trajectories import trajectory_model
 
+    if recipe.trajectories.path:
+        return trajectory_model(recipe)
     if args.model is None:
         return choose_model(recipe.model).config
     return open_model(args.model).config if Path(args.model).expanduser().is_dir() else LlamaConfig.preset(args.model)

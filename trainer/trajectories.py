@@ -47,6 +47,14 @@ def trajectory_batch(rows: int, length: int, mesh: Mesh, sizes: TrajectorySizes)
             "loss_weights": array(np.float32), **integers}
 
 
+def trajectory_model(config: RunConfig) -> LlamaConfig:
+    """Returns the transformer's shape: that of the section `model`, for the run's context.
+
+    There is no vocabulary; a size of 1 keeps it out of the counts of FLOPs and of memory.
+    """
+    return dataclasses.replace(scratch_config(config.model), vocab_size=1).with_length(config.data.context_length)
+
+
 class Contexts:
     """Draws the episodes of each row: a function of the seed and the row's number alone.
 
@@ -112,7 +120,7 @@ class TrajectoryObjective(Objective):
         assert path is not None
         task = get_task(options.task)
         self.sizes = TrajectorySizes(task.observation_size, task.action_size)
-        self.model = build_agentic(config, self._model_config(), mesh, self.sizes)
+        self.model = build_agentic(config, trajectory_model(config), mesh, self.sizes)
         show = config.logging.console
         self.prepared = first_then_others(
             lambda key: prepare_trajectories(path, options.task, config.data.prepared, progress=show and key is None),
@@ -126,10 +134,6 @@ class TrajectoryObjective(Objective):
         texts = [self.prepared.key, json.dumps(dataclasses.asdict(dataclasses.replace(options, path=None)), sort_keys=True),
                  config.data.seed, config.data.context_length, config.train.batch_size, config.data.held_out_fraction]
         self.fingerprint = hashlib.sha256("\n".join(map(str, texts)).encode()).hexdigest()[:16]
-
-    def _model_config(self) -> LlamaConfig:
-        # There is no vocabulary; a size of 1 keeps it out of the counts of FLOPs.
-        return dataclasses.replace(scratch_config(self.config.model), vocab_size=1).with_length(self.config.data.context_length)
 
     def _split(self) -> None:
         """Chooses the episodes of training and those held out, and checks that a row holds its trajectories."""
