@@ -11,7 +11,7 @@ import yaml
 from trainer.config.load import dump, load, resolved
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
-RECIPES = sorted((REPOSITORY / "configs").glob("*.yaml"))
+RECIPES = sorted((REPOSITORY / "configs").rglob("*.yaml"))
 # Plans of whole recipes; other folders hold searches.
 EVIDENCE = [path for recipe in RECIPES if (path := REPOSITORY / "docs/plans" / recipe.stem / "plan.json").exists()]
 GOLDEN = pathlib.Path(__file__).parent / "golden"
@@ -21,7 +21,8 @@ def resolved_recipe(recipe: pathlib.Path) -> str:
     """The recipe's resolved configuration as YAML; what it leaves to the command line gets a placeholder."""
     given = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     flags = [] if {"path", "preset", "overrides"} & given["model"].keys() else ["--model.path", "HF_DIR"]
-    flags += [] if given["data"].get("sources") or given["data"].get("path") else ["--data.path", "FILE.json"]
+    has_data = "trajectories" in given or given["data"].get("sources") or given["data"].get("path")
+    flags += [] if has_data else ["--data.path", "FILE.json"]
     return dump(load(["--config", str(recipe), *flags]))
 
 

@@ -280,16 +280,18 @@ def test_help_documents_every_field(repository):
 
 
 def test_every_recipe_loads_and_opens_with_its_command(repository):
-    recipes = sorted((repository / "configs").glob("*.yaml"))
+    recipes = sorted((repository / "configs").rglob("*.yaml"))
     assert recipes
     for recipe in recipes:
         given = yaml.safe_load(recipe.read_text())
-        model = [] if given["model"].get("path") or given["model"].get("tokenizer") else ["--model.path", "hf"]
-        data = [] if given["data"].get("sources") else ["--data.path", "conversations.json"]
+        is_text = "trajectories" not in given
+        has_model = given["model"].get("path") or given["model"].get("tokenizer")
+        model = ["--model.path", "hf"] if is_text and not has_model else []
+        data = ["--data.path", "conversations.json"] if is_text and not given["data"].get("sources") else []
         config = load(["--config", str(recipe), *model, *data])
         assert config.name == recipe.stem
         head = recipe.read_text().split("\n\n")[0]
-        assert f"configs/{recipe.name}" in head
+        assert recipe.relative_to(repository).as_posix() in head
         for word in ("Command", "Hardware", "Time", "Result"):
             assert f"# {word}" in head, f"{recipe.name} does not tell its {word}"
 
