@@ -177,9 +177,9 @@ def run(args: argparse.Namespace) -> None:
     """Collects what is missing."""
     task = get_task(args.task)
     make_environment(task, 0)  # a missing simulator is reported by this process
-    folders = {policy: Path(args.output).expanduser() / task.domain / name / "buffer" for policy, name in ALGORITHMS.items()}
-    # Tasks of one body share its folder; their searches differ, and so do their files.
-    folders["search"] = folders["search"].parents[1] / f"{ALGORITHMS['search']}_{task.task}" / "buffer"
+    # Tasks of one body share its folder, but have algorithms' folders of their own.
+    folders = {policy: Path(args.output).expanduser() / task.domain / f"{name}_{task.task}" / "buffer"
+               for policy, name in ALGORITHMS.items()}
     for folder in folders.values():
         folder.mkdir(parents=True, exist_ok=True)
     search_config = SearchConfig()
@@ -190,7 +190,8 @@ def run(args: argparse.Namespace) -> None:
              "episodes": {"random": others, "ou": others, "search": iterations * per_iteration},
              "search": dataclasses.asdict(search_config),
              "versions": {name: importlib.metadata.version(name) for name in ("dm_control", "mujoco", "numpy")}}
-    _claim(folders["search"].parent / "collected.json", about)
+    for folder in folders.values():
+        _claim(folder.parent / "collected.json", about)
     search = Search(search_config, (task.action_size, task.observation_size), args.seed,
                     folders["search"].parent / "search.npz")
     context = multiprocessing.get_context("spawn")

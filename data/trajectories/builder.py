@@ -22,6 +22,8 @@ from .episodes import Episode, episode_files, episode_return, read_episode
 from .tasks import Task, get_task, relabel
 
 INDEX = "index.npz"
+RULES = 1
+"""Number of the rules that episodes are prepared by; a new one prepares them anew."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,7 +95,7 @@ def prepare_trajectories(path: str | Path, task_name: str, prepared: str | Path,
 
 
 def _key(files: list[Path], task: Task) -> str:
-    digest = hashlib.sha256(task.name.encode())
+    digest = hashlib.sha256(f"{RULES} {task.name}".encode())
     for file in files:
         digest.update(file.name.encode())
         with file.open("rb") as opened:

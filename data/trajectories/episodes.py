@@ -1,9 +1,8 @@
 """Episodes on disk, in the form of ExoRL: {domain}/{algorithm}/buffer/{time}_{index}_{length}.npz."""
 
 import os
-import tempfile
 import zipfile
-from collections.abc import Callable
+import zlib
 from pathlib import Path
 from typing import NamedTuple
 
@@ -46,20 +45,23 @@ def read_episode(path: Path, task: Task) -> Episode:
             arrays = {name: np.asarray(stored[name]) for name in Episode._fields}
     except KeyError as missing:
         raise UserError(f"{path}: has no array {missing.args[0].split()[0]}; needs {', '.join(Episode._fields)}") from None
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, AttributeError, TypeError):
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, AttributeError, TypeError):
         raise UserError(f"{path}: damaged, or not an .npz file of arrays") from None
     arrays["reward"], arrays["discount"] = (arrays[name].reshape(-1) for name in ("reward", "discount"))
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}
     if len(set(lengths.values())) > 1 or min(lengths.values()) < 2:
         raise UserError(f"{path}: lengths are {', '.join(f'{name} {length}' for name, length in lengths.items())}; all must be "
                         "equal and at least 2")
-    for name, size in (("observation", task.observation_size), ("action", task.action_size)):
+    promised = path.stem.rpartition("_")[2]
+    if promised.isdigit() and int(promised) != lengths["reward"] - 1:
+        raise UserError(f"{path}: has {lengths['reward'] - 1} steps, but its name says {promised}")
+    sizes = {"observation": task.observation_size, "action": task.action_size, "physics": task.physics_size}
+    for name, size in sizes.items():
         if arrays[name].shape[1:] != (size,):
             raise UserError(f"{path}: {name} has shape {arrays[name].shape[1:]}; {task.domain}'s is {(size,)}")
-    if arrays["physics"].ndim != 2:
-        raise UserError(f"{path}: physics has {arrays['physics'].ndim} dimensions, needs 2")
     for name, array in arrays.items():
-        if array.dtype.kind not in "fiu" or not np.isfinite(array[1:]).all():
+        first = 1 if name in ("action", "reward", "discount") else 0  # those of the reset mean nothing
+        if array.dtype.kind not in "fiu" or not np.isfinite(array[first:]).all():
             raise UserError(f"{path}: {name} holds what is no finite number")
     return Episode(*(arrays[name].astype(np.float64 if name == "physics" else np.float32) for name in Episode._fields))
 
@@ -67,12 +69,12 @@ def read_episode(path: Path, task: Task) -> Episode:
 def write_episode(folder: Path, name: str, index: int, episode: Episode) -> Path:
     """Writes {name}_{index}_{length}.npz in one step, so that no half file is ever seen; returns its path."""
     path = folder / f"{name}_{index}_{len(episode.reward) - 1}.npz"
-    with tempfile.NamedTemporaryFile(dir=folder, prefix=".", suffix=".part", delete=False) as file:
+    partial = folder / f".{path.name}.part"  # of one name, so that what a killed process left is written over
+    with partial.open("wb") as file:
         np.savez_compressed(file, **episode._asdict())
         file.flush()
         os.fsync(file.fileno())
-    os.chmod(file.name, 0o644)
-    os.replace(file.name, path)
+    os.replace(partial, path)
     return path
 
 
@@ -89,14 +91,3 @@ def episode_files(root: Path, task: Task) -> list[Path]:
     if not files:
         raise UserError(f"{root}: found no episodes; needs {task.domain}/ALGORITHM/buffer/*.npz below it")
     return files
-
-
-def read_all(files: list[Path], task: Task, on_drop: Callable[[str], None]) -> "list[tuple[Path, Episode]]":
-    """Returns the episodes that can be used, with their files; calls `on_drop` with the reason for each other."""
-    episodes = []
-    for path in files:
-        try:
-            episodes.append((path, read_episode(path, task)))
-        except UserError as error:
-            on_drop(str(error))
-    return episodes

@@ -5,6 +5,7 @@ dm_control is imported where it is needed: learning from prepared trajectories d
 
 import dataclasses
 import difflib
+import functools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +15,8 @@ from jaxtyping import Float32, Float64
 
 from data.errors import UserError
 
-REACH_TARGET = (-0.09, 0.09, 0.05)
-"""Where the hand of jaco_reach_top_left is to go, in metres from the middle of the table: fixed beforehand."""
+REACH_CORNER = (-0.09, 0.09, 0.001)
+"""Where the brick of jaco_reach_top_left stands, in metres from the middle of the table and above it: fixed beforehand."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Task:
     Attributes:
       name: {domain}_{task}; domain: the body, whose states and actions all of its tasks share.
       observation_size, action_size: numbers in a state and in an action; actions are in -1 .. 1.
+      physics_size: numbers that the simulator is set to a state by.
       episode_steps: simulator steps of an episode.
     """
 
@@ -32,6 +34,7 @@ class Task:
     domain: str
     observation_size: int
     action_size: int
+    physics_size: int
     episode_steps: int
 
     @property
@@ -41,12 +44,12 @@ class Task:
 
 
 TASKS = {task.name: task for task in (
-    Task("walker_stand", "walker", 24, 6, 1000),
-    Task("walker_walk", "walker", 24, 6, 1000),
-    Task("walker_run", "walker", 24, 6, 1000),
-    Task("cheetah_run", "cheetah", 17, 6, 1000),
-    Task("cartpole_swingup", "cartpole", 5, 1, 1000),
-    Task("jaco_reach_top_left", "jaco", 45, 9, 250),
+    Task("walker_stand", "walker", 24, 6, 18, 1000),
+    Task("walker_walk", "walker", 24, 6, 18, 1000),
+    Task("walker_run", "walker", 24, 6, 18, 1000),
+    Task("cheetah_run", "cheetah", 17, 6, 18, 1000),
+    Task("cartpole_swingup", "cartpole", 5, 1, 4, 1000),
+    Task("jaco_reach_top_left", "jaco", 55, 9, 31, 250),
 )}
 
 
@@ -80,20 +83,27 @@ def make_environment(task: Task, seed: int) -> Any:
 
 
 def _reach_environment(task: Task, seed: int) -> Any:
-    """Returns the Jaco arm over a table, rewarded for its hand being at REACH_TARGET."""
+    """Returns the Jaco arm over a table, rewarded for its hand being at a brick that always stands at REACH_CORNER.
+
+    options = observations.make_options(features, observations.FREEPROP_OBSERVABLES)
+    brick = props.Duplo(observable_options=options)
+    at a corner; they are not in its suite.
+    """
     import collections
 
     from dm_control import composer
+    from dm_control.entities import props
     from dm_control.manipulation import reach
     from dm_control.manipulation.shared import arenas, constants, observations, robots, workspaces
     from dm_control.suite.wrappers import action_scale
 
     features = observations.PERFECT_FEATURES
     workspace = collections.namedtuple("Workspace", ["target_bbox", "tcp_bbox", "arm_offset"])(
-        target_bbox=workspaces.BoundingBox(REACH_TARGET, REACH_TARGET),
+        target_bbox=workspaces.BoundingBox(REACH_CORNER, REACH_CORNER),
         tcp_bbox=workspaces.BoundingBox((-0.1, -0.1, 0.2), (0.1, 0.1, 0.4)), arm_offset=robots.ARM_OFFSET)
     arena, arm, hand = arenas.Standard(), robots.make_arm(features), robots.make_hand(features)
-    reaching = reach.Reach(arena=arena, arm=arm, hand=hand, prop=None, obs_settings=features, workspace=workspace,
+    brick = props.Duplo(observable_options=observations.make_options(features, observations.FREEPROP_OBSERVABLES))
+    reaching = reach.Reach(arena=arena, arm=arm, hand=hand, prop=brick, obs_settings=features, workspace=workspace,
                            control_timestep=constants.CONTROL_TIMESTEP)
     environment = composer.Environment(reaching, time_limit=task.episode_steps * constants.CONTROL_TIMESTEP - 1e-6,
                                        random_state=seed)
@@ -119,8 +129,7 @@ def relabel(task: Task, physics: Float64[np.ndarray, "T+1 P"], action: Float32[n
     Args:
       physics, action: of an `Episode`.
     """
-    environment = make_environment(task, seed=0)
-    environment.reset()
+    environment = _relabelling_environment(task)
     simulator, rewards = environment.physics, np.zeros(len(physics), np.float32)
     for row in range(1, len(physics)):
         with simulator.reset_context():
@@ -128,6 +137,14 @@ def relabel(task: Task, physics: Float64[np.ndarray, "T+1 P"], action: Float32[n
             simulator.set_control(_control(environment, action[row]))
         rewards[row] = environment.task.get_reward(simulator)
     return rewards
+
+
+@functools.cache
+def _relabelling_environment(task: Task) -> Any:
+    """Returns a simulator whose states are set from outside; making one takes longer than computing an episode's rewards."""
+    environment = make_environment(task, seed=0)
+    environment.reset()
+    return environment
 
 
 def _control(environment: Any, action: Float32[np.ndarray, " A"]) -> np.ndarray:

@@ -32,12 +32,20 @@ def test_the_first_rows_reward_does_not_count():
     ({"observation": np.zeros((21, 24), np.float32)}, r"observation has shape \(24,\); cartpole's is \(5,\)"),
     ({"action": np.zeros((21, 6), np.float32)}, r"action has shape \(6,\); cartpole's is \(1,\)"),
     ({"reward": np.array(["a"] * 21)}, "reward holds what is no finite number"),
-    ({"physics": np.zeros(21)}, "physics has 1 dimensions"),
+    ({"physics": np.zeros((21, 3))}, r"physics has shape \(3,\); cartpole's is \(4,\)"),
+    ({"observation": np.full((21, 5), np.inf, np.float32)}, "observation holds what is no finite number"),
 ])
 def test_what_is_wrong_is_named(tmp_path, change, message):
     np.savez(tmp_path / "x.npz", **{**episode(1)._asdict(), **change})
     with pytest.raises(UserError, match=message):
         read_episode(tmp_path / "x.npz", TASK)
+
+
+def test_fewer_steps_than_the_name_says(tmp_path):
+    path = write_episode(tmp_path, "made", 1, episode(1))
+    path = path.rename(tmp_path / "made_1_500.npz")
+    with pytest.raises(UserError, match="has 20 steps, but its name says 500"):
+        read_episode(path, TASK)
 
 
 def test_an_array_that_is_missing_is_named(tmp_path):
