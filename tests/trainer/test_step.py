@@ -111,10 +111,10 @@ def test_bfloat16_moments():
     assert final["bfloat16"] != final["float32"]
 
 
-@pytest.mark.parametrize("memory", [
-    # Bitwise only with the compiler's default flags, which soak uses.
-    pytest.param(MemoryConfig(moments_on_host=True), id="moments", marks=pytest.mark.slow),
-    pytest.param(MemoryConfig(moments_on_host=True, parameters_on_host=True), id="parameters too")])
+@pytest.mark.slow  # equal to the bit only with the compiler's default flags, which soak uses
+@pytest.mark.parametrize("memory", [MemoryConfig(moments_on_host=True),
+                                    MemoryConfig(moments_on_host=True, parameters_on_host=True)],
+                         ids=["moments", "parameters too"])
 def test_what_lies_on_the_host(tmp_path, memory):
     """It comes back to pinned host memory, but for rounding what it is on the devices, and a checkpoint restores it there.
 
