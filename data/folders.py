@@ -3,12 +3,14 @@
 import contextlib
 import errno
 import fcntl
+import hashlib
+import json
 import os
 import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
@@ -16,9 +18,27 @@ from data.errors import UserError
 
 _LOCK = "lock"
 # Unfinished folders of prepared data, .HASH-RANDOM, also as earlier releases named them.
-_UNFINISHED = re.compile(r"\.[0-9a-f]{20}-\w+")
+_UNFINISHED = re.compile(r"\.(trajectories-)?[0-9a-f]{20}-\w+")
 _ABANDONED_SECONDS = 7 * 24 * 3600  # an unfinished folder without a lock, as earlier releases made them, is left for so long
+HASHED_AT_START = 1 << 24  # bytes; array_record has checksums of its own, which are compared when a record is read
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def no_room(error: BaseException) -> str | None:
+    """Returns the operating system's words for a full disk if that is what an error says; libraries in C++ quote them."""
+    words = [os.strerror(code) for code in _NO_ROOM]
+    return next((problem for problem in words if problem in str(error)), None)
+
+
+@contextlib.contextmanager
+def named_errors(folder: Path) -> Iterator[None]:
+    """Raises UserError, naming the folder that is written to, for an error of a full disk that names no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_ROOM or error.filename is not None:
+            raise
+        raise UserError(f"{folder}: {error.strerror}; with more room there the same command goes on") from error
 
 
 def sync(path: Path) -> None:
@@ -31,6 +51,36 @@ def sync(path: Path) -> None:
             raise
     finally:
         os.close(handle)
+
+
+def record_files(folder: Path, names: Sequence[str]) -> str:
+    """Returns the sizes and hashes of these files, and of those in the folders among them, for `check_files`."""
+    paths = [path for name in names for path in sorted([folder / name, *(folder / name).rglob("*")]) if path.is_file()]
+    return json.dumps({path.relative_to(folder).as_posix(): [path.stat().st_size, file_hash(path)] for path in paths})
+
+
+def check_files(folder: Path, recorded: str) -> None:
+    """Compares the files with the result of `record_files`; the hashes of large ones are left to who reads them.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+    for name, (size, digest) in json.loads(recorded).items():
+        try:
+            same = (folder / name).stat().st_size == size
+            same = same and (size > HASHED_AT_START or file_hash(folder / name) == digest)
+        except PermissionError:
+            raise
+        except OSError as error:
+            raise UserError(f"{folder}: {name} is damaged ({error.strerror})") from error
+        if not same:
+            raise UserError(f"{folder}: {name} is damaged (not as it was written)")
+
+
+def file_hash(path: Path) -> str:
+    """Returns the sha256 of a file's contents."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync_tree(folder: Path) -> None:
@@ -67,11 +117,11 @@ def building(folder: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
             (scratch / _LOCK).unlink()
             sync_tree(scratch)
             _publish(scratch, folder, is_whole)
-    except OSError as error:
-        if error.errno not in _NO_ROOM:
+    except Exception as error:
+        if (problem := no_room(error)) is None:
             raise
-        raise UserError(f"{folder.parent}: {error.strerror} while {folder.name} was written; more room there, or another "
-                        "folder, would work") from error
+        raise UserError(f"{folder.parent}: {problem} while {folder.name} was written; more room there, or another folder, "
+                        "would work") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

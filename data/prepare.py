@@ -23,7 +23,7 @@ from data.clean import CleanConfig
 from data.conversation import Tokens
 from data.encode import Encoder, encode_all
 from data.errors import UserError
-from data.folders import building
+from data.folders import building, check_files, record_files
 from data.report import Report, SourceReport
 from data.sources import Source
 from data.templates import jinja_template
@@ -37,7 +37,6 @@ RULES = "prepare-3"  # to be changed with every change to the documents, so that
 DROPPED = "dropped.jsonl"
 REPORT = "report.json"
 INDEX = "index.npz"  # written last: a folder with an index is complete
-HASHED_AT_START = 1 << 24  # bytes; the documents' own format has checksums, which are compared when a document is read
 WORTH_PROCESSES = 1 << 23  # bytes of a source from which on several processes, which take seconds to start, encode it
 
 
@@ -306,9 +305,7 @@ def _write_index(folder: Path, arrays: dict[str, Int32[np.ndarray, " D"]], repor
     """Writes the report and the index, which also records the size and sha256 of every file that is read again."""
     source_reports = [source_report.to_dict() for source_report in report.sources]
     (folder / REPORT).write_text(json.dumps(source_reports, indent=1), encoding="ascii")
-    names = [REPORT, *sorted(path.relative_to(folder).as_posix() for path in (folder / "documents").iterdir())]
-    files = {name: [(folder / name).stat().st_size, _file_hash(folder / name)] for name in names}
-    np.savez(folder / INDEX, **arrays, files=np.array(json.dumps(files)))
+    np.savez(folder / INDEX, **arrays, files=np.array(record_files(folder, [REPORT, "documents"])))
 
 
 def _builder_class(tfds: ModuleType) -> "type[tensorflow_datasets.core.GeneratorBasedBuilder]":
@@ -392,17 +389,16 @@ def _read(folder: Path) -> _Stored:
         with np.load(folder / INDEX) as stored:
             index = {column: stored[column] for column in stored.files}
         # Earlier releases recorded no files: their documents are opened, so that at least what is missing is found.
-        files = json.loads(str(index.pop("files"))) if "files" in index else None
-        for name, (size, digest) in (files or {}).items():
-            if (folder / name).stat().st_size != size or (size <= HASHED_AT_START and _file_hash(folder / name) != digest):
-                raise ValueError("not as it was written")
+        files = str(index.pop("files")) if "files" in index else None
+        if files is not None:
+            check_files(folder, files)
         name = REPORT
         reports = [SourceReport.from_dict(state) for state in json.loads((folder / REPORT).read_text(encoding="utf-8"))]
         name = "documents"
         if files is None:
             _open_documents(folder)[len(index["length"]) - 1]
         return _Stored(index, reports)
-    except PermissionError:
+    except (PermissionError, UserError):
         raise
     except Exception as error:  # zipfile, zlib, numpy, json and tensorflow-datasets raise a dozen kinds of their own
         raise UserError(f"{folder}: {name} is damaged ({_first_line(error)})") from error
@@ -458,11 +454,6 @@ def _content_hash(source: Source) -> str:
         with file.open() as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
     return digest.hexdigest()
-
-
-def _file_hash(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 class SplitCounts(NamedTuple):

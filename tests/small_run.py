@@ -52,12 +52,13 @@ def recipe(folder: pathlib.Path, repository: pathlib.Path, conversations: int = 
     return path
 
 
-def start(repository: pathlib.Path, recipe: pathlib.Path, run: pathlib.Path, *flags: str) -> subprocess.Popen:
-    """Starts train.py as a user does, with its output in RUN.log."""
+def start(repository: pathlib.Path, recipe: pathlib.Path, run: pathlib.Path, *flags: str,
+          log: pathlib.Path | None = None) -> subprocess.Popen:
+    """Starts train.py as a user does, with its output in `log`, or else in RUN.log."""
     command = [sys.executable, str(repository / "train.py"), "--config", str(recipe), "--run_dir", str(run), *flags]
-    with open(f"{run}.log", "a", encoding="utf-8") as log:
+    with open(log or f"{run}.log", "a", encoding="utf-8") as file:
         environment = {"XLA_FLAGS": XLA_FLAGS, **os.environ, "JAX_PLATFORMS": "cpu"}
-        return subprocess.Popen(command, cwd=repository, env=environment, stdout=log, stderr=log)
+        return subprocess.Popen(command, cwd=repository, env=environment, stdout=file, stderr=file)
 
 
 def finish(process: subprocess.Popen, run: pathlib.Path) -> str:

@@ -2,10 +2,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
+import logging
 import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -60,6 +63,10 @@ def run(work: Callable[[], object]) -> int:
 
     # A Ctrl-C within a callback, from which Python lets no exception escape, is sent again a moment later.
     unraisable, sys.unraisablehook = sys.unraisablehook, _interrupt_again
+    # These stay when the work has ended, since the threads of a failed save may end later.
+    threading.excepthook = _in_one_line
+    for library in ("absl", "asyncio"):
+        logging.getLogger(library).addFilter(_without_traceback)
     try:
         work()
     except Preempted as notice:
@@ -68,8 +75,10 @@ def run(work: Callable[[], object]) -> int:
     except (UserError, ValueError, OSError, RuntimeError) as error:
         message = _out_of_memory(error) if isinstance(error, RuntimeError) else error
         if message is None or os.environ.get("LONGSTRIPE_TRACEBACK"):
+            _leave_others(error, 1)
             raise
-        print(f"error: {_one_line(str(message))}", file=sys.stderr)
+        print(f"error: {_one_line(str(message))}", file=sys.stderr, flush=True)
+        _leave_others(error, 2)
         return 2
     except KeyboardInterrupt:
         print("stopped", file=sys.stderr)
@@ -88,9 +97,40 @@ def leave(code: int) -> NoReturn:
     sys.exit(code)
 
 
+def _leave_others(error: BaseException, code: int) -> None:
+    """Calls `cluster.leave_others` if this process may have joined a cluster; prints the traceback of an error of ours."""
+    cluster = sys.modules.get("trainer.run.cluster")  # a command without JAX does not import it
+    if cluster is not None and cluster.client() is not None:
+        if code == 1:
+            traceback.print_exception(error)
+        cluster.leave_others(error, code)
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """The filter of Orbax's log, which prints the traceback of an error that it also raises."""
+    if not os.environ.get("LONGSTRIPE_TRACEBACK"):
+        record.msg, record.args, record.exc_info = _one_line(record.getMessage()), (), None
+    return True
+
+
+def _in_one_line(error: threading.ExceptHookArgs) -> None:
+    """The hook for errors that end a thread: one line, as the main thread learns of them when it waits for the thread."""
+    if os.environ.get("LONGSTRIPE_TRACEBACK") or error.thread is None:
+        threading.__excepthook__(error)
+    else:
+        print(_one_line(f"warning: thread {error.thread.name}: {error.exc_value}"), file=sys.stderr)
+
+
 def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
-    """The hook for exceptions that Python cannot raise: repeats a Ctrl-C shortly after, and prints any other."""
+    """The hook for exceptions that Python cannot raise: repeats a Ctrl-C shortly after, and prints any other in one line."""
     if isinstance(unraisable.exc_value, KeyboardInterrupt):
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
-    else:
+    elif os.environ.get("LONGSTRIPE_TRACEBACK"):
         sys.__unraisablehook__(unraisable)
+    else:
+        _warn_once(f"warning: {unraisable.err_msg or unraisable.exc_type.__name__}: {unraisable.exc_value}")
+
+
+@functools.lru_cache(maxsize=1000)
+def _warn_once(text: str) -> None:
+    print(_one_line(text), file=sys.stderr)

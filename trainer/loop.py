@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from data.errors import UserError
+from data.folders import named_errors
 
 from .checkpoint.store import CheckpointStore
 from .config.load import resolved
@@ -68,9 +69,10 @@ def train(config: RunConfig, make_objective: Callable[[RunConfig, Mesh], Objecti
             return run
 
         # The folder is claimed only now: if the data, the model or the step is refused, another attempt may use it.
-        run = first_then_others(open_and_lock, lambda run: "")
-        training.catch_up()
-        return training.run(run)
+        with named_errors(folder):
+            run = first_then_others(open_and_lock, lambda run: "")
+            training.catch_up()
+            return training.run(run)
 
 
 class _Training:

@@ -7,7 +7,7 @@ import io
 import json
 import os
 import shutil
-import tempfile
+import sys
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float64, Int64
 
 from data.errors import UserError
+from data.folders import building, check_files, record_files
 
 from .episodes import Episode, episode_files, episode_return, read_episode
 from .tasks import Task, get_task, relabel
@@ -87,11 +88,35 @@ def prepare_trajectories(path: str | Path, task_name: str, prepared: str | Path,
     task = get_task(task_name)
     files = episode_files(Path(path).expanduser(), task)
     folder = Path(prepared).expanduser() / f"trajectories-{_key(files, task)}"
-    if not (folder / INDEX).exists():
-        _build(files, task, folder, progress)
-    with np.load(folder / INDEX) as index:
-        dropped = json.loads((folder / "dropped.json").read_text(encoding="utf-8"))
-        return PreparedTrajectories(folder, index["returns"], index["lengths"], tuple(dropped))
+    if (folder / INDEX).exists():
+        try:
+            return _read(folder)
+        except UserError as error:
+            print(f"warning: {error}; it is made again", file=sys.stderr)
+    _build(files, task, folder, progress)
+    return _read(folder)
+
+
+def _read(folder: Path) -> PreparedTrajectories:
+    """Reads a prepared folder. Raises UserError if it is damaged, as far as that is known without reading all of it."""
+    try:
+        with np.load(folder / INDEX) as index:
+            if "files" in index:  # earlier releases recorded none
+                check_files(folder, str(index["files"]))
+            dropped = json.loads((folder / "dropped.json").read_text(encoding="utf-8"))
+            return PreparedTrajectories(folder, index["returns"], index["lengths"], tuple(dropped))
+    except (PermissionError, UserError):
+        raise
+    except Exception as error:  # zipfile, zlib, numpy and json raise a dozen kinds of their own
+        raise UserError(f"{folder}: {INDEX} is damaged ({str(error) or type(error).__name__})") from error
+
+
+def _is_whole(folder: Path) -> bool:
+    try:
+        _read(folder)
+    except UserError:
+        return False
+    return True
 
 
 def _key(files: list[Path], task: Task) -> str:
@@ -114,12 +139,10 @@ def _recorded_task(file: Path) -> str:
 
 
 def _build(files: list[Path], task: Task, folder: Path, progress: bool) -> None:
-    """Prepares the episodes in a temporary folder and renames it; if another process was faster, its folder is kept."""
+    """Prepares the episodes; if another process was faster, its folder is kept."""
     import tensorflow_datasets as tfds
     from tqdm import tqdm
 
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     returns: list[float] = []
     lengths: list[int] = []
     dropped: list[str] = []
@@ -139,7 +162,7 @@ def _build(files: list[Path], task: Task, folder: Path, progress: bool) -> None:
         if not returns:
             raise UserError(f"{files[0].parent}: none of {len(files)} episodes can be used; the first: {dropped[0]}")
 
-    try:
+    with building(folder, _is_whole) as temporary:
         tfds.disable_progress_bar()
         with contextlib.redirect_stdout(io.StringIO()):
             builder = _builder_class(tfds, task)(data_dir=str(temporary / "tfds"), episodes=episodes)
@@ -147,12 +170,8 @@ def _build(files: list[Path], task: Task, folder: Path, progress: bool) -> None:
         os.rename(builder.data_dir, temporary / "episodes")
         shutil.rmtree(temporary / "tfds")
         (temporary / "dropped.json").write_text(json.dumps(dropped, indent=1), encoding="utf-8")
-        np.savez(temporary / INDEX, returns=np.array(returns), lengths=np.array(lengths))
-        temporary.chmod(0o755)
-        with contextlib.suppress(OSError):
-            os.rename(temporary, folder)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+        np.savez(temporary / INDEX, returns=np.array(returns), lengths=np.array(lengths),
+                 files=np.array(record_files(temporary, ["dropped.json", "episodes"])))
 
 
 def _builder_class(tfds: Any, task: Task) -> Any:

@@ -70,6 +70,18 @@ def test_what_a_killed_process_left_is_removed_and_what_another_one_builds_is_no
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([".other", earlier[0].name, NAME, "f" * 20])
 
 
+def test_a_full_disk_is_named(tmp_path):
+    with pytest.raises(UserError, match=rf"^{tmp_path}: No space left on device; with more room"), \
+            folders.named_errors(tmp_path), open("/dev/full", "w") as full:
+        full.write("a")
+    words = rf"^{tmp_path}: No space left on device while {NAME} was written"
+    with pytest.raises(UserError, match=words), folders.building(tmp_path / NAME, is_whole):
+        raise RuntimeError("write() failed: No space left on device; writing a")  # as array_record says it
+    with pytest.raises(FileNotFoundError), folders.named_errors(tmp_path):
+        open(tmp_path / "none").close()
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_parent_that_cannot_be_written_to_is_named():
     with pytest.raises(UserError, match=r"^/proc/none: cannot be written to \("):
         build(folders.Path("/proc/none") / NAME)

@@ -377,7 +377,7 @@ def test_prepared_data_of_earlier_releases_are_read_and_checked_as_far_as_possib
 
 def test_documents_that_were_damaged_since_the_start_are_named(prepared, small, tokenizer, tmp_path, monkeypatch):
     """Files too large to be hashed at each start have checksums of their own."""
-    monkeypatch.setattr("data.prepare.HASHED_AT_START", 0)
+    monkeypatch.setattr("data.folders.HASHED_AT_START", 0)
     folder = shutil.copytree(prepared.folder, tmp_path / prepared.folder.name)
     path = folder / _PREPARED_FILES[-1]
     content = bytearray(path.read_bytes())

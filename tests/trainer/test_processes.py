@@ -161,6 +161,38 @@ def test_a_lost_process_ends_the_other_within_a_minute_without_the_launcher(smal
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_fails_alone_ends_all_with_its_line(small_recipe, tmp_path, repository, victim):
+    address, running = f"127.0.0.1:{launch_local.free_port()}", []
+    for number in range(2):
+        flags = ["--distributed.coordinator", address, "--distributed.process_id", str(number), "--distributed.num_processes",
+                 "2", *(["--model.tokenizer", "/missing"] if number == victim else [])]
+        running.append(small_run.start(repository, small_recipe, tmp_path / "run", *flags, log=tmp_path / f"log{number}"))
+    start = time.monotonic()
+    assert [process.wait(120) for process in running] == [2, 2] and time.monotonic() - start < 60
+    said = [(tmp_path / f"log{number}").read_text().splitlines() for number in range(2)]
+    assert [len(lines) for lines in said] == [1, 1]
+    assert said[victim][0].startswith("error: /missing: no such file or folder")
+    assert said[1 - victim][0].startswith(f"error: process {victim} of 2 failed: /missing: no such file or folder")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_process_that_stands_still_for_20_seconds_is_waited_for(small_recipe, whole_run, tmp_path, victim):
+    running = launch_local.start(2, ["--config", str(small_recipe), "--run_dir", str(tmp_path / "run")])
+    try:
+        wait_for(lambda: small_run.steps_logged(tmp_path / "run") >= 2, running)
+        running[victim].send_signal(signal.SIGSTOP)
+        time.sleep(20)
+        running[victim].send_signal(signal.SIGCONT)
+        assert launch_local.wait(running) == 0
+    finally:
+        running[victim].send_signal(signal.SIGCONT)
+        launch_local.end(running)
+    agree(small_run.rows(tmp_path / "run/metrics.jsonl"), small_run.rows(whole_run / "metrics.jsonl"))
+
+
+@pytest.mark.slow
 def test_one_of_two_killed_ten_times_is_the_run_that_never_was(small_recipe, tmp_path, monkeypatch):
     """kill -9 of either process, one to three steps (by a fixed seed) after the last, ten times over: each time the other
     ends by itself within a minute, and the last start ends with what two processes give that nobody stopped, bitwise."""

@@ -112,6 +112,8 @@ class Saving:
                     self.after(self.target)
         except BaseException as error:
             self.error = error
+            if jax.process_index() == 0:
+                shutil.rmtree(self.scratch, ignore_errors=True)  # the disk may be full
         finally:
             self._close()
 

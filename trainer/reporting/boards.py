@@ -1,6 +1,10 @@
 """The boards that show a run's metrics: TensorBoard, and Weights & Biases if asked for."""
 
+import contextlib
+import os
+import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -22,19 +26,41 @@ class TensorBoard:
     """Writes rows as scalars `KIND/NAME` to event files, and hides rows that an earlier start logged after `start_step`."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
-        from tensorboardX import SummaryWriter
+        # Not tensorboardX's SummaryWriter: its thread ends with the first error of the disk, and the queue to it then fills.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
 
-        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1, flush_secs=10)
+        self._folder, self._event = folder, Event
+        with self._named_errors():
+            folder.mkdir(parents=True, exist_ok=True)
+            self._writer = EventsWriter(str(folder / "events"), f".{os.getpid()}")
+            self._writer.write_event(Event(step=start_step + 1, session_log=SessionLog(status=SessionLog.START)))
+            self._writer.flush()
 
     def add(self, kind: str, row: dict[str, Any]) -> None:
         """Adds one row, as in `Board`."""
-        for name, value in row.items():
-            if name != "step" and value is not None:
-                self._writer.add_scalar(f"{kind}/{name}", value, row["step"])
+        from tensorboardX.summary import scalar
+
+        with self._named_errors():
+            for name, value in row.items():
+                if name != "step" and value is not None:
+                    summary = scalar(f"{kind}/{name}", value)
+                    self._writer.write_event(self._event(wall_time=time.time(), step=row["step"], summary=summary))
+            self._writer.flush()
+
+    @contextlib.contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """Raises UserError, naming the folder, for an error of the disk."""
+        try:
+            yield
+        except OSError as error:
+            raise UserError(f"{self._folder}: cannot be written ({error.strerror}); --logging.tensorboard false would work, or "
+                            "the same command once it can") from error
 
     def close(self) -> None:
         """Closes the event files."""
-        self._writer.close()
+        with contextlib.suppress(OSError):  # every row was flushed, or raised its error
+            self._writer.close()
 
 
 class WeightsAndBiases:

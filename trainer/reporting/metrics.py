@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from data.errors import UserError
 from model.attention import Mask
 from model.config import LlamaConfig
 from trainer.devices import peak_flops
@@ -230,8 +231,16 @@ class MetricsLog:
         if not self._files:
             return
         row = {key: _number(value) for key, value in row.items()}
-        self._files[name].write(json.dumps(row, allow_nan=False) + "\n")
-        self._files[name].flush()  # after every line, so that a killed run keeps it
+        file = self._files[name]
+        try:
+            file.write(json.dumps(row, allow_nan=False) + "\n")
+            file.flush()  # after every line, so that a killed run keeps it
+        except OSError as error:
+            self._files.pop(name)
+            with contextlib.suppress(OSError):  # closing tries to write once more
+                file.close()
+            raise UserError(f"{file.name}: cannot be written ({error.strerror}); once it can, the same command goes on from "
+                            "the last checkpoint") from error
         for board in self._boards:
             board.add(name, row)
 

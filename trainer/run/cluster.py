@@ -4,17 +4,23 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
+import sys
+import threading
+import time
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import jax
 from jax._src import distributed, xla_bridge  # as Orbax does: the public API has no barrier and no view of the backends
 
 from data.errors import UserError
 from trainer.config.schema import DistributedConfig
+from trainer.run.rendezvous import meet
 
-# A process without a heartbeat for so long is taken for dead, and JAX ends the others with a message of its own.
-HEARTBEAT_SECONDS = 30
+# A process without a heartbeat for so long is taken for dead, and JAX ends the others with a message of its own. Heartbeats are
+# half of it apart, so that a process which stands still for 20 seconds is not lost.
+HEARTBEAT_SECONDS = 45
 # A process that ends by an error waits no longer than this for the others, which may be waiting for it.
 SHUTDOWN_SECONDS = 30
 # The limit of every wait: another process may have hours of data to prepare. A dead one ends the wait much sooner.
@@ -22,6 +28,11 @@ WAIT_MILLISECONDS = 24 * 3_600_000
 
 # Numbers the calls of `first_then_others`, alike in every process, so that each call has a key of its own.
 _calls = itertools.count()
+
+# Key of the error of the first process that failed alone, and how often the others look for it.
+_FAILURE = "failure"
+_LOOK_SECONDS = 1
+_leaving = threading.Event()
 
 T = TypeVar("T")
 
@@ -38,6 +49,8 @@ def join(config: DistributedConfig, simulated: bool) -> int:
       The number of processes that the configuration names; 1 if it names none.
     """
     if config.num_processes is not None:
+        if not jax.distributed.is_initialized():
+            meet(cast(str, config.coordinator), cast(int, config.process_id), config.num_processes)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         _initialize(coordinator_address=config.coordinator, process_id=config.process_id,
                     num_processes=config.num_processes, cluster_detection_method="deactivate")
@@ -110,3 +123,37 @@ def _message(error: BaseException) -> str:
 def _initialize(**arguments: Any) -> None:
     jax.distributed.initialize(
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=SHUTDOWN_SECONDS, **arguments)
+    if distributed.global_state.num_processes > 1:
+        threading.Thread(target=_end_with_others, name=_end_with_others.__name__, daemon=True).start()
+
+
+def leave_others(error: BaseException, code: int) -> None:
+    """Ends this process with an exit code after telling the others of its error, which ends them too.
+
+    JAX would wait for them at the end, in vain, and then abort. In a process that has joined no others, nothing happens.
+    """
+    state = distributed.global_state
+    if state.client is None or state.num_processes == 1:
+        return
+    _leaving.set()
+    # All may have failed by the same error: the first to say so is enough.
+    with contextlib.suppress(Exception):
+        state.client.key_value_set(
+            _FAILURE, f"process {state.process_id} of {state.num_processes} failed: {' '.join(_message(error).split())[:2000]}")
+    if state.process_id == 0:
+        time.sleep(4 * _LOOK_SECONDS)  # for the others to read it: this process has the key-value store
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _end_with_others() -> None:
+    """Ends this process with exit code 2 when another one has failed, wherever this one waits for it."""
+    while not _leaving.wait(_LOOK_SECONDS):
+        try:
+            failure = client().key_value_try_get(_FAILURE)
+        except Exception:  # not found; or the cluster has ended, of which this thread has nothing to say
+            continue
+        if not _leaving.wait(_LOOK_SECONDS):  # this process may be about to report the same error itself
+            print(f"error: {failure}", file=sys.stderr, flush=True)
+            os._exit(2)

@@ -1,0 +1,53 @@
+"""A disk that is full at any moment of a run: one line that names the file or folder, and the same command goes on later."""
+
+import shutil
+import subprocess
+
+import pytest
+
+from tests import small_run
+
+KIB = (4, 40, 300, 520, 650, 800, 1000)  # a whole run needs more
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk of its own, whose size the test sets; only root may make one."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+
+    def resize(kib, *options):
+        command = ["mount", "-t", "tmpfs", "-o", ",".join([*options, f"size={kib}k"]), "tmpfs", str(folder)]
+        return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+    if not resize(4):
+        pytest.skip("needs root, to mount a small disk")
+    yield folder, lambda kib: resize(kib, "remount")
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensorboard", ["false", "true"])
+def test_a_full_disk_is_one_line_and_the_run_goes_on_with_more_room(
+    small_recipe, repository, small_disk, whole_run, tensorboard
+):
+    disk, resize = small_disk
+    run, log = disk / "run", disk.with_name("run.log")
+    flags = ("--data.prepared", str(disk / "prepared"), "--logging.tensorboard", tensorboard)
+    said = []
+    for kib in (*KIB, 100_000):
+        resize(kib)
+        process = small_run.start(repository, small_recipe, run, *flags, log=log)
+        code = process.wait(timeout=300)
+        output, _ = log.read_text(), log.unlink()
+        errors = [line for line in output.splitlines() if line.startswith("error: ")]
+        said.append((kib, code, errors))
+        print(*said[-1])
+        assert "Traceback" not in output, output
+        assert all(str(disk) in line for line in errors), errors
+        assert (code, len(errors)) == ((2, 1) if kib < 100_000 else (0, 0)), output
+        assert not list((disk / "prepared").glob(".*"))
+    found, expected = (small_run.rows(folder / "metrics.jsonl") for folder in (run, whole_run))
+    assert [(row["step"], row["loss_nats_per_target"]) for row in found] == [
+        (row["step"], row["loss_nats_per_target"]) for row in expected]
+    shutil.rmtree(run)
