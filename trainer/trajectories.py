@@ -82,14 +82,14 @@ class Contexts:
     def row(self, row_number: int) -> dict[str, np.ndarray]:
         """Returns a row's arrays [L, ...]; see `data.trajectories.rows.row`."""
         trajectories = relabelled([self._read(episode) for episode in self.numbers(row_number)])
-        return row([self._cut(trajectory, row_number, place) for place, trajectory in enumerate(trajectories)],
+        return row([self._cut(trajectory, row_number, rank) for rank, trajectory in enumerate(trajectories)],
                    self.scales, self.length, self.config)
 
-    def _cut(self, trajectory: Decisions, row_number: int, place: int) -> Decisions:
+    def _cut(self, trajectory: Decisions, row_number: int, rank: int) -> Decisions:
         count = self.config.decisions
         if not count or count >= len(trajectory.reward):
             return trajectory
-        generator = np.random.default_rng((self.seed, row_number, place))
+        generator = np.random.default_rng((self.seed, row_number, rank))
         return cut(trajectory, int(generator.integers(len(trajectory.reward) - count + 1)), count)
 
 

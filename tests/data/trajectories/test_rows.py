@@ -36,21 +36,22 @@ def test_trajectories_ascend_and_share_the_best_ones_return():
 def test_a_rows_tokens(loss_on):
     steps = 3
     episodes = [episode(number, steps) for number in (1, 2)]
-    batch = row(relabelled([decisions(one) for one in episodes]), SCALES, 32, TrajectoryConfig(in_context=2, loss_on=loss_on))
+    options = TrajectoryConfig(in_context=2, loss_on=loss_on)
+    batch = row(relabelled([decisions(whole) for whole in episodes]), SCALES, 32, options)
     assert batch["segment_ids"].tolist() == [1] * 24 + [0] * 8
     assert batch["kinds"][:24].tolist() == [0, 1, 2, 3] * 6
     target = steps * 0.2
-    for number, one in enumerate(episodes):
+    for number, whole in enumerate(episodes):
         for step in range(steps):
             to_go, state, action, reward = batch["values"][4 * (number * steps + step):][:4]
-            assert to_go[0] == pytest.approx((target - step * one.reward[1]) / 10, rel=1e-5)
-            np.testing.assert_allclose(state[:5], one.observation[step] / 2, rtol=1e-6)
-            assert action[0] == one.action[step + 1, 0] and reward[0] == one.reward[step + 1]
+            assert to_go[0] == pytest.approx((target - step * whole.reward[1]) / 10, rel=1e-5)
+            np.testing.assert_allclose(state[:5], whole.observation[step] / 2, rtol=1e-6)
+            assert action[0] == whole.action[step + 1, 0] and reward[0] == whole.reward[step + 1]
             # The flag is on the last reward of the one that reaches the target, which is the best itself.
             assert reward[1] == (number == 1 and step == steps - 1)
-            at_state = 4 * (number * steps + step) + 1
-            assert batch["targets"][at_state] == one.action[step + 1]
-            assert batch["loss_weights"][at_state] == (loss_on == "all" or number == 1)
+            index = 4 * (number * steps + step) + 1
+            assert batch["targets"][index] == whole.action[step + 1]
+            assert batch["loss_weights"][index] == (loss_on == "all" or number == 1)
     assert batch["loss_weights"].sum() == (6 if loss_on == "all" else 3)
 
 
