@@ -13,6 +13,9 @@ os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
 # the environment, also an empty one, takes their place.
 FLAGS = os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
                                            " --xla_cpu_use_fusion_emitters=false")
+# torch, which many tests compare with, may compute a function's first call on several threads to a few digits only
+# (github.com/pytorch/pytorch/issues/188792). Tests run two files at a time anyway.
+os.environ["OMP_NUM_THREADS"] = "1"
 CACHE = pathlib.Path(os.environ.get("LONGSTRIPE_CACHE") or pathlib.Path.home() / ".cache" / "longstripe")
 
 import jax  # noqa: E402
