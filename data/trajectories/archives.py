@@ -1,0 +1,149 @@
+"""ExoRL's public archives: one for each domain and exploration algorithm, with the episodes in its folder `buffer`.
+
+Yarats et al., Don't Change the Algorithm, Change the Data: Exploratory Data for Offline Reinforcement Learning. Their own
+script, download.sh in github.com/denisyarats/exorl, names the address and the algorithms.
+"""
+
+import json
+import os
+import shutil
+import stat
+import zipfile
+import zlib
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from data.download import download_file, exclusive
+from data.errors import UserError
+from data.folders import named_errors, sync, sync_tree
+
+from .tasks import TASKS
+
+ADDRESS = "https://dl.fbaipublicfiles.com/exorl"
+ALGORITHMS = ("aps", "diayn", "disagreement", "icm", "icm_apt", "proto", "random", "rnd", "smm")
+DOMAINS = tuple(dict.fromkeys(task.domain for task in TASKS.values()))
+RECORD = "downloaded.json"
+"""File beside the buffer that says where the episodes are from."""
+
+
+def archive_folder(root: Path, domain: str, algorithm: str) -> Path:
+    """Returns the folder that an archive is unpacked into: {root}/{domain}/{algorithm}.
+
+    Raises:
+        UserError: there is no archive of this domain or algorithm.
+    """
+    if domain not in DOMAINS:
+        raise UserError(f"--domain: found {domain!r}, needs one of {', '.join(DOMAINS)}")
+    if algorithm not in ALGORITHMS:
+        raise UserError(f"--algorithm: found {algorithm!r}, needs some of {', '.join(ALGORITHMS)}")
+    return root / domain / algorithm
+
+
+def download_archive(domain: str, algorithm: str, root: Path, address: str = ADDRESS,
+                     **options: Any) -> int | None:
+    """Downloads an archive and unpacks its episodes into {root}/{domain}/{algorithm}/buffer, unless they are there already.
+
+    Interrupted at any moment, it goes on where it was: the download with the bytes that have arrived, unpacking from its
+    beginning. The folder appears whole; the archive is removed then.
+
+    Args:
+        address: what {domain}/{algorithm}.zip is appended to.
+        options: of `data.download.download_file`.
+
+    Returns:
+        The number of episodes; None if the folder existed.
+
+    Raises:
+        UserError: no such archive, no connection, no room, or an archive that is damaged.
+    """
+    folder = archive_folder(root, domain, algorithm)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    archive = folder.with_name(f"{algorithm}.zip")
+    with exclusive(folder.with_name(f".{algorithm}.lock")):
+        if folder.exists():
+            if not (folder / RECORD).exists():
+                raise UserError(f"{folder}: exists, and was not made by this command; move it away, or use it as it is")
+            return None
+        url = f"{address.rstrip('/')}/{domain}/{algorithm}.zip"
+        if not archive.exists():
+            download_file(url, archive, **options)
+        count = unpack_archive(archive, folder, {"url": url, "bytes": archive.stat().st_size})
+        archive.unlink()
+        return count
+
+
+def unpack_archive(archive: Path, folder: Path, about: dict[str, object]) -> int:
+    """Unpacks an archive's episodes into `folder`/buffer and returns their number; its videos are left out.
+
+    Args:
+        folder: appears whole, or not at all.
+        about: is written to `folder`/downloaded.json, with the number of episodes.
+
+    Raises:
+        UserError: the archive is damaged, is none of episodes, has a path that leads out of it, or the disk is too small.
+    """
+    # A level deeper than the buffers that `episode_files` looks for, so that no half folder is read.
+    scratch = folder.with_name(f"{folder.name}.unpacking")
+    shutil.rmtree(scratch, ignore_errors=True)
+    inner = scratch / "whole"
+    with named_errors(folder.parent):
+        (inner / "buffer").mkdir(parents=True)
+        try:
+            with zipfile.ZipFile(archive) as opened:
+                members = _episodes(archive, opened)
+                _check_room(archive, folder.parent, sum(member.file_size for member in members.values()))
+                for name, member in members.items():
+                    _unpack_member(archive, opened, member, inner / "buffer" / name)
+        except zipfile.BadZipFile as error:
+            raise UserError(f"{archive}: half an archive, or none ({error}); remove it, and the same command downloads it again"
+                            ) from None
+        except NotImplementedError as error:  # a compression method or a version that zipfile does not know
+            raise UserError(f"{archive}: cannot be unpacked ({error})") from None
+        (inner / RECORD).write_text(json.dumps(about | {"episodes": len(members)}, indent=2) + "\n", encoding="utf-8")
+        sync_tree(inner)
+        os.rename(inner, folder)
+        sync(folder.parent)
+    shutil.rmtree(scratch, ignore_errors=True)
+    return len(members)
+
+
+def _episodes(archive: Path, opened: zipfile.ZipFile) -> dict[str, zipfile.ZipInfo]:
+    """Returns the archive's episodes by their files' names.
+
+    Raises:
+        UserError: there are none, two have one name, or a path leads out of the archive.
+        zipfile.BadZipFile: the end of the archive is missing.
+    """
+    # Episodes are zip files themselves: in half an archive zipfile finds the directory of the last whole one.
+    if min((member.header_offset for member in opened.infolist()), default=0) > 0:
+        raise zipfile.BadZipFile("its directory is missing")
+    members: dict[str, zipfile.ZipInfo] = {}
+    for member in opened.infolist():
+        path = PurePosixPath(member.filename)
+        if path.is_absolute() or ".." in path.parts or "\\" in member.filename or stat.S_ISLNK(member.external_attr >> 16):
+            raise UserError(f"{archive}: has {member.filename!r} in it, a link or a path that leads out of the folder; nothing "
+                            "was unpacked")
+        if member.is_dir() or path.parent.name != "buffer" or path.suffix != ".npz":
+            continue
+        if path.name in members:
+            raise UserError(f"{archive}: has two episodes called {path.name}; nothing was unpacked")
+        members[path.name] = member
+    if not members:
+        raise UserError(f"{archive}: has no episodes (buffer/*.npz) among its {len(opened.namelist())} files")
+    return members
+
+
+def _check_room(archive: Path, folder: Path, needed: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise UserError(f"{archive}: its episodes need {needed:,} bytes, and the disk of {folder} has {free:,} left; with more "
+                        "room there the same command goes on")
+
+
+def _unpack_member(archive: Path, opened: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path) -> None:
+    try:
+        with opened.open(member) as source, path.open("wb") as target:
+            shutil.copyfileobj(source, target, 1 << 20)
+    except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # RuntimeError: an encrypted member
+        raise UserError(f"{archive}: {member.filename} in it is damaged ({str(error) or type(error).__name__}); remove the "
+                        "archive, and the same command downloads it again") from None
