@@ -129,6 +129,19 @@ def _key(files: list[Path], task: Task) -> str:
     return digest.hexdigest()[:20]
 
 
+def read_with_rewards(file: Path, task: Task) -> Episode:
+    """Reads an episode with the rewards of the task: those of the file if its folder says that they are the task's, or else
+    computed anew from the stored states.
+
+    Raises:
+      UserError: as of `read_episode`.
+    """
+    episode = read_episode(file, task)
+    if _recorded_task(file) == task.name:
+        return episode
+    return episode._replace(reward=relabel(task, episode.physics, episode.action))
+
+
 def _recorded_task(file: Path) -> str:
     """Returns the task whose rewards a file's folder says it has; "" if that is not known."""
     about = file.parent.parent / "collected.json"
@@ -150,12 +163,10 @@ def _build(files: list[Path], task: Task, folder: Path, progress: bool) -> None:
     def episodes() -> Iterator[tuple[int, dict[str, Any]]]:
         for file in tqdm(files, desc=f"preparing {task.name}", disable=not progress):
             try:
-                episode = read_episode(file, task)
+                episode = read_with_rewards(file, task)
             except UserError as error:
                 dropped.append(str(error))
                 continue
-            if _recorded_task(file) != task.name:
-                episode = episode._replace(reward=relabel(task, episode.physics, episode.action))
             returns.append(episode_return(episode.reward))
             lengths.append(len(episode.reward) - 1)
             yield len(returns) - 1, {"steps": episode._asdict(), "file": "/".join(file.parts[-4:])}

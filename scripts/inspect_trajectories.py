@@ -1,0 +1,133 @@
+"""Shows the episodes below a folder: how many each algorithm has, how their returns are spread, and which files are left out.
+
+    python -m scripts.inspect_trajectories trajectories/exorl --task walker_walk --plot returns.png
+
+Returns are those of the task: episodes that were collected for another task of the body are rewarded anew from their states,
+which takes a fraction of a second each.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+from data.errors import UserError
+from data.paths import output_file
+from data.trajectories.builder import read_with_rewards
+from data.trajectories.episodes import episode_files, episode_return
+from data.trajectories.tasks import TASKS, Task, get_task
+from trainer import entry
+
+QUANTILES = {"min": 0.0, "25%": 0.25, "median": 0.5, "75%": 0.75, "max": 1.0}
+BINS = 40
+TABLE_WIDTH = 100  # characters
+NAMED = 10  # files left out that the terminal names
+
+
+def spread(returns: Float[np.ndarray, " n"]) -> dict[str, float]:
+    """Returns the number of episodes, the quantiles of their returns, and the mean."""
+    quantiles = np.quantile(returns, list(QUANTILES.values())).tolist()
+    return {"episodes": len(returns), **dict(zip(QUANTILES, quantiles, strict=True)), "mean": float(returns.mean())}
+
+
+def read_returns(files: Sequence[Path], task: Task) -> tuple[dict[str, Float[np.ndarray, " n"]], list[str]]:
+    """Returns the returns of each algorithm's episodes, and for every file that cannot be used the reason."""
+    from rich.progress import track
+
+    returns: dict[str, list[float]] = {}
+    left_out = []
+    for file in track(files, f"reading {task.name}", transient=True):
+        algorithm = file.parent.parent.name if file.parent.name == "buffer" else file.parent.name
+        try:
+            returns.setdefault(algorithm, []).append(episode_return(read_with_rewards(file, task).reward))
+        except UserError as error:
+            left_out.append(str(error))
+    return {algorithm: np.array(values) for algorithm, values in returns.items() if values}, left_out
+
+
+def show(task: Task, algorithms: Mapping[str, Mapping[str, float]], left_out: Sequence[str]) -> None:
+    """Prints the table, and the files that are left out."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=f"returns of {task.name}", title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("algorithm")
+    for column in ("episodes", *QUANTILES, "mean"):
+        table.add_column(column, justify="right")
+    for algorithm, numbers in algorithms.items():
+        table.add_row(algorithm, str(numbers["episodes"]), *(f"{numbers[name]:.1f}" for name in (*QUANTILES, "mean")))
+    # The names of algorithms are long, and are cut off in a table that is too narrow.
+    console = Console(highlight=False, width=max(Console().width, TABLE_WIDTH))
+    console.print(table)
+    if left_out:
+        print(f"{len(left_out)} files left out:")
+        for reason in left_out[:NAMED]:
+            print(f"  {reason}")
+        if len(left_out) > NAMED:
+            print(f"  and {len(left_out) - NAMED} more, which --json lists")
+
+
+def draw(task: Task, returns: Mapping[str, Float[np.ndarray, " n"]], path: Path) -> None:
+    """Draws a histogram of returns for each algorithm, over one axis."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6.4, 1.0 + 1.1 * len(returns)), layout="constrained")
+    panels = figure.subplots(len(returns), 1, sharex=True, squeeze=False)[:, 0]
+    ends = np.concatenate(list(returns.values()))
+    bins = np.linspace(min(0.0, float(ends.min())), max(float(ends.max()), 1e-6), BINS + 1)
+    for axes, (algorithm, values) in zip(panels, returns.items(), strict=True):
+        axes.hist(values, bins=bins, color="tab:blue")
+        axes.axvline(float(np.median(values)), color="black", linestyle="--", linewidth=1)
+        axes.set_title(f"{algorithm}: {len(values)} episodes, median {np.median(values):.1f}", loc="left", fontsize="small")
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[-1].set_xlabel(f"return of {task.name}")
+    figure.supylabel("episodes", fontsize="medium")
+    figure.savefig(path, dpi=120)
+
+
+def inspect(args: argparse.Namespace) -> dict[str, Any]:
+    """Runs the command; returns what --json writes.
+
+    Raises:
+      UserError: no task of this name, or no episode that can be used.
+    """
+    task = get_task(args.task)
+    outputs = [output_file(path) for path in (args.plot, args.json) if path]
+    files = episode_files(Path(args.path).expanduser(), task)
+    returns, left_out = read_returns(files, task)
+    if not returns:
+        raise UserError(f"{args.path}: none of {len(files)} episodes can be used; the first: {left_out[0]}")
+    algorithms = {name: spread(values) for name, values in returns.items()}
+    if len(returns) > 1:
+        algorithms["all"] = spread(np.concatenate(list(returns.values())))
+    show(task, algorithms, left_out)
+    result = {"path": str(args.path), "task": task.name, "algorithms": algorithms,
+              "returns": {name: values.tolist() for name, values in returns.items()}, "left_out": left_out}
+    if args.plot:
+        draw(task, returns, Path(args.plot))
+    if args.json:
+        Path(args.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if outputs:
+        print("wrote " + " and ".join(map(str, outputs)))
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.inspect_trajectories", description=__doc__.splitlines()[0],
+                                     allow_abbrev=False)
+    parser.add_argument("path", help="folder with {domain}/{algorithm}/buffer/*.npz below it, or one of these buffers")
+    parser.add_argument("--task", required=True, help=f"out of {', '.join(TASKS)}")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw a histogram of the returns of each algorithm")
+    parser.add_argument("--json", metavar="FILE.json", help="write the numbers, every return and all files that are left out")
+    args = parser.parse_args(argv)
+    return entry.run(lambda: inspect(args))
+
+
+if __name__ == "__main__":
+    entry.leave(main())
