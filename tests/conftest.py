@@ -1,9 +1,12 @@
 """Fixtures for all tests: 8 simulated CPU devices, a folder that is kept between runs, a small run and a small model."""
 
+import contextlib
+import fcntl
 import json
 import os
 import pathlib
 import signal
+from collections.abc import Iterator
 
 # Before jax is imported: tests must not use a GPU or TPU of the machine, and several processes must be able to load the TPU
 # compiler, which would otherwise abort because of its lock file.
@@ -66,17 +69,33 @@ def cache() -> pathlib.Path:
 
 
 @pytest.fixture(scope="session")
-def small_recipe(tmp_path_factory, repository):
-    """Returns the recipe of a very small run."""
-    return small_run.recipe(tmp_path_factory.mktemp("small"), repository)
+def small_recipe(tmp_path_factory, repository, worker_id):
+    """Returns the recipe of a very small run: the same one in all processes that run tests."""
+    base = tmp_path_factory.getbasetemp()
+    folder = (base if worker_id == "master" else base.parent) / "small"
+    with only_one_process(folder.with_suffix(".lock")):
+        if not folder.exists():
+            folder.mkdir()
+            small_run.recipe(folder, repository)
+    return folder / "recipe.yaml"
 
 
 @pytest.fixture(scope="session")
 def whole_run(small_recipe, repository):
     """Returns the folder of that run without interruption; tests copy what they change."""
     run = small_recipe.parent / "whole"
-    small_run.finish(small_run.start(repository, small_recipe, run), run)
+    with only_one_process(run.with_suffix(".lock")):
+        if not run.exists():
+            small_run.finish(small_run.start(repository, small_recipe, run), run)
     return run
+
+
+@contextlib.contextmanager
+def only_one_process(path: pathlib.Path) -> Iterator[None]:
+    """Waits until no other process is in a block of this lock file."""
+    with open(path, "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -82,7 +82,8 @@ def test_an_action_sees_nothing_that_comes_after_its_state():
 
 @pytest.mark.parametrize(("axes", "layout", "schedule", "memory"), [
     ({"fsdp": 2, "sequence": 4}, "striped", "ring", {}),
-    ({"tensor": 2, "sequence": 2}, "zigzag", "ulysses", {"remat": "save_attention", "loss_chunk": 8}),
+    pytest.param({"tensor": 2, "sequence": 2}, "zigzag", "ulysses", {"remat": "save_attention", "loss_chunk": 8},
+                 marks=pytest.mark.slow),
     pytest.param({"fsdp": 2, "tensor": 2, "sequence": 2}, "striped", "all_gather", {"feed_forward_chunk": 8},
                  marks=pytest.mark.slow),
 ])

@@ -165,7 +165,8 @@ def test_layout_remat_schedule_groups_of_heads_and_chunks_of_queries_do_not_chan
     assert_same(got, loss_and_gradients("one"))
 
 
-@pytest.mark.parametrize("chunks", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.slow
+@pytest.mark.parametrize("chunks", [1, 2])
 def test_groups_of_a_tensor_ranks_heads_do_not_change_the_result(chunks):
     """Biases too: they and the weights are cut along their heads, the norm before them is shared by the groups."""
     changes = {"num_key_value_heads": 4, "attention_bias": True}

@@ -53,7 +53,7 @@ def parameters():
 
 @pytest.fixture(scope="module", params=[
     pytest.param(("v5e:2x4", "offload"), id="v5e:2x4 offload", marks=pytest.mark.slow),
-    pytest.param(("v4:2x2x2", "save_attention"), id="v4:2x2x2 save_attention")])
+    pytest.param(("v4:2x2x2", "save_attention"), id="v4:2x2x2 save_attention", marks=pytest.mark.slow)])
 def prefetching(request):
     """The collectives of a step whose layers' weights ride the ring."""
     topology, remat = request.param

@@ -36,6 +36,12 @@ from trainer.run import cluster
 SMALLER = ("--mesh.tensor", "1", "--mesh.simulate", "4", "--attention.kernel", "reference")
 
 
+@pytest.fixture(autouse=True)
+def compiled_as_the_tests_programs(monkeypatch):
+    """The launched processes compile with the tests' flags, as the runs do that they are compared with."""
+    monkeypatch.setenv("XLA_FLAGS", small_run.XLA_FLAGS)
+
+
 def test_two_processes_train_as_one_does_and_what_they_saved_one_goes_on_with(whole_run, small_recipe, repository):
     """8 devices in 2 processes, fsdp 2 x tensor 2 x sequence 2; one of them prepares the data; process 1 is killed after the
     first checkpoint."""
@@ -64,6 +70,7 @@ def test_two_processes_train_as_one_does_and_what_they_saved_one_goes_on_with(wh
     agree(small_run.rows(run / "metrics.jsonl"), alone)
 
 
+@pytest.mark.slow
 def test_ctrl_c_to_one_process_saves_the_same_step_on_all(whole_run, small_recipe, tmp_path, capfd):
     """Process 1 alone is told; one process, with all 8 devices, goes on from what the two saved."""
     run = tmp_path / "run"

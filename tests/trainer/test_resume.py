@@ -115,7 +115,8 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_goes_on_wit
     assert_same_run(run, whole_run, final_state)
 
 
-@pytest.mark.parametrize("words", ["already trained to step 40", "going on from step 35"])
+@pytest.mark.parametrize("words", [pytest.param("already trained to step 40", marks=pytest.mark.slow),
+                                   "going on from step 35"])
 def test_a_start_that_another_overtook_goes_on_from_what_that_one_saved(
     tmp_path, monkeypatch, repository, small_recipe, whole_run, final_state, capfd, words,
 ):

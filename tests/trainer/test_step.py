@@ -147,7 +147,8 @@ def test_what_lies_on_the_host(tmp_path, memory):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
-@pytest.mark.parametrize(("skip", "on_host"), [(True, False), (False, False), (True, True)])
+@pytest.mark.parametrize(("skip", "on_host"), [
+    (True, False), pytest.param(False, False, marks=pytest.mark.slow), pytest.param(True, True, marks=pytest.mark.slow)])
 def test_a_step_that_is_not_finite(skip, on_host):
     """Skipped, it leaves parameters and moments bitwise as they were; not skipped, it spoils them."""
     run = built(non_finite="skip" if skip else "stop", memory=MemoryConfig(moments_on_host=on_host, parameters_on_host=on_host))

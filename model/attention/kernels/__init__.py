@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -51,7 +52,7 @@ class PlatformKernel(Kernel):
 
     def _call(self, method: str, *blocks: Any, mask: Mask, scale: float) -> Any:
         def of(kernel):
-            return functools.partial(getattr(kernel, method), mask=mask, scale=scale)
+            return _traced_once(kernel, method, mask, scale)
 
         # Which masks and head sizes an accelerator's kernel refuses does not depend on the platform; that it costs speed does.
         refused = "global tokens" if mask.global_tokens else _refused_head_dim(blocks)
@@ -60,6 +61,13 @@ class PlatformKernel(Kernel):
                 warnings.warn(f"attention kernel: {refused} are served by xla, not by {jax.default_backend()}", stacklevel=2)
             return of(self.other)(*blocks)
         return lax.platform_dependent(*blocks, tpu=of(self.tpu), cuda=of(self.gpu), default=of(self.other))
+
+
+@functools.cache
+def _traced_once(kernel: Kernel, method: str, mask: Mask, scale: float) -> Callable[..., Any]:
+    """A kernel's method that is traced once for each shape: a ring pass calls it up to three times in each direction, and
+    tracing it is most of what tracing a small training step takes."""
+    return jax.jit(functools.partial(getattr(kernel, method), mask=mask, scale=scale), inline=True)
 
 
 def _refused_head_dim(blocks) -> str:

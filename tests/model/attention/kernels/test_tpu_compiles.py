@@ -89,6 +89,7 @@ SMALL = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_
                     num_key_value_heads=2)
 
 
+@pytest.mark.slow
 def test_a_bfloat16_step_compiles_for_v3():
     """Its kernels take no bfloat16 operands: tiles, which come as bfloat16, are made float32 inside."""
     text = compile_step(SMALL, topology_devices("v3:2x2"), 8 * 1536).as_text()
