@@ -1,7 +1,5 @@
 """Downloads of large files over HTTP that resume where they were interrupted."""
 
-import contextlib
-import fcntl
 import http.client
 import json
 import os
@@ -10,7 +8,7 @@ import ssl
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
@@ -26,24 +24,6 @@ _CONTENT_RANGE = re.compile(r"bytes (?:(\d+)-\d+|\*)/(\d+)")
 
 class _Interrupted(Exception):
     """The connection or the server failed in a way that a later attempt may not."""
-
-
-@contextlib.contextmanager
-def exclusive(path: Path) -> Iterator[None]:
-    """Holds a lock on `path`, a file of its own that is made if it is missing and stays.
-
-    Raises:
-        UserError: another process holds it.
-    """
-    with path.open("a", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"{path.parent}: another process downloads {path.stem.lstrip('.')} into it; wait until it has "
-                            "ended") from None
-        except OSError:  # a file system without locks
-            pass
-        yield
 
 
 def download_file(url: str, path: Path, attempts: int = 8, first_wait: float = 1.0,

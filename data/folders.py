@@ -41,6 +41,26 @@ def named_errors(folder: Path) -> Iterator[None]:
         raise UserError(f"{folder}: {error.strerror}; with more room there the same command goes on") from error
 
 
+@contextlib.contextmanager
+def exclusive(path: Path, work: str) -> Iterator[None]:
+    """Holds a lock on `path`, a file of its own that is made if it is missing and stays.
+
+    Args:
+        work: what the holder does, for the message.
+
+    Raises:
+        UserError: another process holds it.
+    """
+    with path.open("a", encoding="utf-8") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"{path.parent}: another process {work}; wait until it has ended, or name another folder") from None
+        except OSError:  # a file system without locks
+            pass
+        yield
+
+
 def sync(path: Path) -> None:
     """Calls fsync on a file or folder; does nothing where the file system has no fsync for folders."""
     handle = os.open(path, os.O_RDONLY)

@@ -2,21 +2,28 @@
 
     python -m scripts.collect_trajectories --task walker_walk --output trajectories/collected [--episodes 400]
 
-A tenth of the episodes acts at random, a tenth by Ornstein-Uhlenbeck noise, and the others are those of an augmented random
+Of all episodes a tenth acts at random, a tenth by Ornstein-Uhlenbeck noise, and the others are those of an augmented random
 search (Mania et al., Simple random search of static linear policies is competitive for reinforcement learning, Algorithm 2),
-every one of them kept, so that returns spread from nothing to what a linear policy reaches. Stopped at any moment, the same
-command goes on and ends with the same files.
+every one of them kept, so that returns spread from nothing to what a linear policy reaches. With --policy some of the three are
+collected, in the same proportion. Stopped at any moment, the same command goes on and ends with the same files; with a larger
+number of episodes it adds to them.
 """
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import functools
 import importlib.metadata
 import json
 import multiprocessing
+import multiprocessing.connection
 import os
-from collections.abc import Iterator, Sequence
+import signal
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -25,23 +32,37 @@ from jaxtyping import Float
 from rich.progress import Progress
 
 from data.errors import UserError
+from data.folders import exclusive, sync
 from data.trajectories.episodes import Episode, episode_return, write_episode
 from data.trajectories.tasks import TASKS, flatten_observation, get_task, make_environment, physics_state
 from trainer import entry
 
 ALGORITHMS = {"random": "random", "ou": "ou_noise", "search": "augmented_random_search"}
-"""Policy -> the folder of its episodes."""
+"""Policy -> its name on the command line and in the folder of its episodes. Seeds depend on the order."""
+SHARES = {"random": 1, "ou": 1, "search": 8}
+"""Policy -> parts of all episodes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class SearchConfig:
-    """Augmented random search: directions tried in an iteration, the best ones that are followed, the length of a step, and how
-    far from the policy is tried."""
+    """Augmented random search.
+
+    Attributes:
+      directions: tried in an iteration, each on both sides of the policy; best: how many of them are followed.
+      step: length of a step; noise: how far from the policy is tried.
+      paired: whether both episodes of a direction start from the same state. Folders that do not say so are not paired.
+    """
 
     directions: int = 16
     best: int = 8
     step: float = 0.1
     noise: float = 0.1
+    paired: bool = False
+
+    @property
+    def episodes(self) -> int:
+        """The episodes of an iteration."""
+        return 2 * self.directions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,56 +190,155 @@ class Search:
             self.count += count
         self.iteration += 1
         partial = self.path.with_suffix(".part.npz")
-        np.savez(partial, iteration=self.iteration, count=self.count, weights=self.weights, sums=self.sums)
+        with partial.open("wb") as file:
+            np.savez(file, iteration=self.iteration, count=self.count, weights=self.weights, sums=self.sums)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(partial, self.path)
+        sync(self.path.parent)
+
+
+class Collection:
+    """What is collected for a task: the folders, what they have to hold, and the processes that play.
+
+    Attributes:
+      counts: policy -> number of its episodes, for the policies that are collected.
+      folders: policy -> the folder of its files.
+    """
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        """Makes the folders, or compares them with what they were begun with.
+
+        Raises:
+          UserError: they were begun with other options.
+        """
+        self.args, self.task = args, get_task(args.task)
+        self.search_config = SearchConfig(paired=args.paired)
+        policies = [policy for policy, name in ALGORITHMS.items() if name in args.policy]
+        self.counts = episode_counts(args.episodes, policies, self.search_config.episodes)
+        # Tasks of one body share its folder, but have algorithms' folders of their own.
+        body = Path(args.output).expanduser() / self.task.domain
+        self.folders = {policy: body / f"{ALGORITHMS[policy]}_{self.task.task}" / "buffer" for policy in policies}
+        for policy, folder in self.folders.items():
+            folder.mkdir(parents=True, exist_ok=True)
+            claim(folder.parent / "collected.json", self._description(policy))
+
+    def _description(self, policy: str) -> dict[str, Any]:
+        versions = {name: importlib.metadata.version(name) for name in ("dm_control", "mujoco", "numpy")}
+        search = {"search": dataclasses.asdict(self.search_config)} if policy == "search" else {}
+        return {"collected with": "dm_control", "task": self.task.name, "seed": self.args.seed,
+                "action_repeat": self.args.action_repeat, "episodes": {policy: self.counts[policy]}, **search,
+                "versions": versions}
+
+    def order(self, policy: str, index: int, **linear: Any) -> Order:
+        """Returns the order of an episode."""
+        start = index - index % 2 if policy == "search" and self.search_config.paired else index
+        return Order(self.task.name, policy, index, _seed(self.args.seed, policy, start), self.args.action_repeat,
+                     self.folders[policy], **linear)
+
+    def collect_unguided(self, executor: Executor, on_episode: Callable[[int], object]) -> None:
+        """Collects what is missing of the policies that do not learn."""
+        orders = [self.order(policy, index) for policy in self.folders if policy != "search"
+                  for index in range(self.counts[policy])]
+        missing = [order for order in orders if not list(order.folder.glob(f"collected_{order.index}_*.npz"))]
+        on_episode(len(orders) - len(missing))
+        for finished in as_completed([executor.submit(collect, order) for order in missing]):
+            finished.result()
+            on_episode(1)
+
+    def collect_search(self, executor: Executor, on_episode: Callable[[int], object], on_iteration: Callable[[str], object],
+                       ) -> None:
+        """Plays the iterations of the search that are missing.
+
+        Raises:
+          UserError: an episode of an earlier iteration is missing, whose policy is no longer known.
+        """
+        folder, size = self.folders["search"], self.search_config.episodes
+        search = Search(self.search_config, (self.task.action_size, self.task.observation_size), self.args.seed,
+                        folder.parent / "search.npz")
+        _check_episodes(folder, search.iteration * size)
+        iterations = self.counts["search"] // size
+        on_episode(min(search.iteration, iterations) * size)
+        while search.iteration < iterations:
+            policies = [search.weights + sign * self.search_config.noise * direction
+                        for direction in search.directions() for sign in (1, -1)]
+            orders = [self.order("search", search.iteration * size + i, weights=weights, mean=search.mean, std=search.std)
+                      for i, weights in enumerate(policies)]
+            results = []
+            for result in executor.map(collect, orders):
+                results.append(result)
+                on_episode(1)
+            returns = np.array([result[0] for result in results])
+            sync(folder)  # the episodes outlive a loss of power before the state that no longer knows their policies
+            search.update(returns, [result[1:] for result in results])
+            on_iteration(f"search {search.iteration} of {iterations}: returns {returns.min():.1f} to {returns.max():.1f}, "
+                         f"mean {returns.mean():.1f}")
+
+
+def episode_counts(episodes: int, policies: Sequence[str], iteration: int) -> dict[str, int]:
+    """Returns about how many episodes each of the policies has, by their SHARES.
+
+    Args:
+      iteration: episodes of an iteration of the search, whose number is rounded up to whole ones.
+    """
+    parts = sum(SHARES[policy] for policy in policies)
+    counts = {policy: max(1, episodes * SHARES[policy] // parts) for policy in policies}
+    if "search" in counts:
+        rest = episodes - sum(count for policy, count in counts.items() if policy != "search")
+        counts["search"] = max(1, -(-rest // iteration)) * iteration
+    return counts
 
 
 def run(args: argparse.Namespace) -> None:
-    """Collects what is missing."""
+    """Collects what is missing.
+
+    Raises:
+      UserError: the folder was begun with other options, another process collects into it, or a worker was killed.
+    """
     task = get_task(args.task)
     make_environment(task, 0)  # a missing simulator is reported by this process
-    # Tasks of one body share its folder, but have algorithms' folders of their own.
-    folders = {policy: Path(args.output).expanduser() / task.domain / f"{name}_{task.task}" / "buffer"
-               for policy, name in ALGORITHMS.items()}
-    for folder in folders.values():
-        folder.mkdir(parents=True, exist_ok=True)
-    search_config = SearchConfig()
-    per_iteration = 2 * search_config.directions
-    others = max(1, args.episodes // 10)
-    iterations = max(1, -(-(args.episodes - 2 * others) // per_iteration))
-    about = {"collected with": "dm_control", "task": task.name, "seed": args.seed, "action_repeat": args.action_repeat,
-             "episodes": {"random": others, "ou": others, "search": iterations * per_iteration},
-             "search": dataclasses.asdict(search_config),
-             "versions": {name: importlib.metadata.version(name) for name in ("dm_control", "mujoco", "numpy")}}
-    for folder in folders.values():
-        _claim(folder.parent / "collected.json", about)
-    search = Search(search_config, (task.action_size, task.observation_size), args.seed,
-                    folders["search"].parent / "search.npz")
-    context = multiprocessing.get_context("spawn")
-    with context.Pool(args.workers) as pool, Progress(transient=False) as progress:
-        bar = progress.add_task(f"collecting {task.name}", total=2 * others + iterations * per_iteration)
-        orders = [Order(task.name, policy, index, _seed(args.seed, policy, index), args.action_repeat, folders[policy])
-                  for policy in ("random", "ou") for index in range(others)]
-        missing = [order for order in orders if not list(order.folder.glob(f"collected_{order.index}_*.npz"))]
-        progress.advance(bar, len(orders) - len(missing))
-        for _ in pool.imap_unordered(collect, missing):
-            progress.advance(bar)
-        progress.advance(bar, search.iteration * per_iteration)
-        while search.iteration < iterations:
-            first = search.iteration * per_iteration
-            policies = [search.weights + sign * search_config.noise * direction
-                        for direction in search.directions() for sign in (1, -1)]
-            orders = [Order(task.name, "search", first + i, _seed(args.seed, "search", first + i), args.action_repeat,
-                            folders["search"], weights, search.mean, search.std) for i, weights in enumerate(policies)]
-            results = []
-            for result in pool.imap(collect, orders):
-                results.append(result)
-                progress.advance(bar)
-            returns = np.array([result[0] for result in results])
-            search.update(returns, [result[1:] for result in results])
-            progress.console.print(f"search {search.iteration} of {iterations}: returns {returns.min():.1f} to "
-                                   f"{returns.max():.1f}, mean {returns.mean():.1f}")
-    print(f"{task.name}: {2 * others + iterations * per_iteration} episodes below {Path(args.output) / task.domain}")
+    body = Path(args.output).expanduser() / task.domain
+    body.mkdir(parents=True, exist_ok=True)
+    with exclusive(body / f".{task.name}.lock", f"collects {task.name} into it"):
+        collection = Collection(args)
+        total = sum(collection.counts.values())
+        with _workers(args.workers) as executor, Progress(transient=False) as progress:
+            bar = progress.add_task(f"collecting {task.name}", total=total)
+            on_episode = functools.partial(progress.advance, bar)
+            collection.collect_unguided(executor, on_episode)
+            if "search" in collection.folders:
+                collection.collect_search(executor, on_episode, functools.partial(progress.console.print, highlight=False))
+    print(f"{task.name}: {total} episodes below {body}")
+
+
+@contextlib.contextmanager
+def _workers(count: int) -> Iterator[Executor]:
+    """Yields processes that play episodes; after an error those that have begun are finished, and no others.
+
+    Raises:
+      UserError: one of the processes was killed.
+    """
+    executor = ProcessPoolExecutor(count, multiprocessing.get_context("spawn"), _begin_worker)
+    try:
+        yield executor
+    except BrokenProcessPool:
+        raise UserError("a process that played an episode was killed, perhaps for want of memory; the same command goes on, "
+                        "and a smaller --workers takes less") from None
+    finally:
+        executor.shutdown(cancel_futures=True)
+
+
+def _begin_worker() -> None:
+    """Leaves Ctrl-C to the main process, and ends this one when the main process is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def end_with_parent():
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
 
 
 def _seed(seed: int, policy: str, index: int) -> int:
@@ -226,22 +346,39 @@ def _seed(seed: int, policy: str, index: int) -> int:
     return int(np.random.SeedSequence((seed, list(ALGORITHMS).index(policy), index)).generate_state(1)[0])
 
 
-def _claim(path: Path, about: dict[str, Any]) -> None:
-    """Writes what is collected, or compares with what the folder's collection was begun with.
+def _check_episodes(folder: Path, count: int) -> None:
+    """Raises UserError unless the first `count` episodes of the search are there."""
+    present = {int(path.stem.split("_")[1]) for path in folder.glob("collected_*_*.npz")}
+    if missing := sorted(set(range(count)) - present):
+        raise UserError(f"{folder}: episode {missing[0]} of the search is missing, and {len(missing) - 1} more; remove "
+                        f"{folder.parent / 'search.npz'}, and the same command plays the whole search again")
+
+
+def claim(path: Path, description: dict[str, Any]) -> None:
+    """Writes what a folder holds, or compares it with what the folder was begun with; episodes may become more.
 
     Raises:
       UserError: it was begun with other options.
     """
-    if path.exists():
-        begun = json.loads(path.read_text(encoding="utf-8"))
-        different = [name for name in about if begun.get(name) != about[name]]
-        if different:
-            raise UserError(f"{path}: was begun with {different[0]} {begun.get(different[0])}, now {about[different[0]]}; the "
-                            "same options, or another --output, would work")
-    else:
-        partial = path.with_suffix(".part")
-        partial.write_text(json.dumps(about, indent=2) + "\n", encoding="utf-8")
-        os.replace(partial, path)
+    try:
+        begun = json.loads(path.read_text(encoding="utf-8")) if path.exists() else description
+    except ValueError:
+        raise UserError(f"{path}: is no JSON, so what the folder holds is not known; another --output would work") from None
+    if "search" in description:
+        begun["search"] = {"paired": False} | begun["search"]  # earlier releases had no pairs
+    different = [name for name in description if name != "episodes" and begun.get(name) != description[name]]
+    if different:
+        name = different[0]
+        raise UserError(f"{path}: was begun with {name} {begun.get(name)}, now {description[name]}; the same options, or "
+                        "another --output, would work")
+    [(policy, count)] = description["episodes"].items()
+    if path.exists() and begun["episodes"].get(policy, 0) >= count:
+        return
+    begun["episodes"] = begun["episodes"] | {policy: count}
+    partial = path.with_suffix(".part")
+    partial.write_text(json.dumps(begun, indent=2) + "\n", encoding="utf-8")
+    sync(partial)
+    os.replace(partial, path)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -250,7 +387,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                                      allow_abbrev=False)
     parser.add_argument("--task", required=True, help=f"out of {', '.join(TASKS)}")
     parser.add_argument("--output", required=True, help="folder, which gets {domain}/{algorithm}/buffer/*.npz")
-    parser.add_argument("--episodes", type=entry.at_least_one, default=400, help="about how many (default 400)")
+    parser.add_argument("--episodes", type=entry.at_least_one, default=400, help="about how many (default 400); with more than "
+                        "before, the folder gets the others")
+    parser.add_argument("--policy", nargs="+", choices=ALGORITHMS.values(), default=list(ALGORITHMS.values()),
+                        help="(default: all, in the proportion 1 : 1 : 8)")
+    parser.add_argument("--paired", action="store_true", help="start both episodes of a direction of the search from the same "
+                        "state, so that their difference is that of the policies; a folder stays as it was begun")
     parser.add_argument("--action-repeat", type=entry.at_least_one, default=5,
                         help="simulator steps that an action is held for (default 5); every step is recorded")
     parser.add_argument("--workers", type=entry.at_least_one, default=2, help="processes (default 2)")

@@ -13,9 +13,9 @@ import zlib
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from data.download import download_file, exclusive
+from data.download import download_file
 from data.errors import UserError
-from data.folders import named_errors, sync, sync_tree
+from data.folders import exclusive, named_errors, sync, sync_tree
 
 from .tasks import TASKS
 
@@ -59,7 +59,7 @@ def download_archive(domain: str, algorithm: str, root: Path, address: str = ADD
     folder = archive_folder(root, domain, algorithm)
     folder.parent.mkdir(parents=True, exist_ok=True)
     archive = folder.with_name(f"{algorithm}.zip")
-    with exclusive(folder.with_name(f".{algorithm}.lock")):
+    with exclusive(folder.with_name(f".{algorithm}.lock"), f"downloads {algorithm} into it"):
         if folder.exists():
             if not (folder / RECORD).exists():
                 raise UserError(f"{folder}: exists, and was not made by this command; move it away, or use it as it is")

@@ -4,7 +4,7 @@ import socket
 import numpy as np
 import pytest
 
-from data.download import download_file, exclusive
+from data.download import download_file
 from data.errors import UserError
 
 from .loopback import serving
@@ -103,11 +103,3 @@ def test_nobody_answers(tmp_path):
 def test_no_address(tmp_path, address):
     with pytest.raises(UserError, match=f"{address}: is no address"):
         download_file(address, tmp_path / "file")
-
-
-def test_two_processes_do_not_write_the_same_file(tmp_path):
-    lock = tmp_path / ".proto.lock"
-    with exclusive(lock), pytest.raises(UserError, match="another process downloads proto"), exclusive(lock):
-        pass
-    with exclusive(lock):
-        pass

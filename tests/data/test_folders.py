@@ -85,3 +85,19 @@ def test_a_full_disk_is_named(tmp_path):
 def test_a_parent_that_cannot_be_written_to_is_named():
     with pytest.raises(UserError, match=r"^/proc/none: cannot be written to \("):
         build(folders.Path("/proc/none") / NAME)
+
+
+def test_two_processes_do_not_write_into_one_folder(tmp_path):
+    """The lock is gone with the process that held it."""
+    lock = tmp_path / ".lock"
+    code = ("import sys, time; from pathlib import Path; from data.folders import exclusive\n"
+            f"with exclusive(Path({str(lock)!r}), 'collects'): print('locked', flush=True); time.sleep(60)")
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "locked\n"
+    refused = pytest.raises(UserError, match=f"{tmp_path}: another process collects; wait until it has ended")
+    with refused, folders.exclusive(lock, "collects"):
+        pass
+    process.kill()
+    process.wait()
+    with folders.exclusive(lock, "collects"):
+        pass

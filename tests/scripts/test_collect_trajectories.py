@@ -1,19 +1,25 @@
 """Collecting episodes: each is a function of its seed, the search improves, and what was stopped ends with the same files."""
+import contextlib
+import dataclasses
+import functools
 import hashlib
 import json
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from data.errors import UserError
 from data.trajectories.episodes import episode_return, read_episode
-from data.trajectories.tasks import get_task, relabel
-from scripts.collect_trajectories import Order, Search, SearchConfig, _claim, collect
+from data.trajectories.tasks import TASKS, get_task, relabel
+from scripts import collect_trajectories
+from scripts.collect_trajectories import Order, Search, SearchConfig, collect
 
 TASK = get_task("cartpole_swingup")
 
@@ -69,27 +75,171 @@ def test_statistics_are_those_of_all_states(tmp_path):
     np.testing.assert_allclose(search.std, states.std(0), rtol=1e-10)
 
 
-def test_another_collection_in_the_folder_is_named(tmp_path):
-    _claim(tmp_path / "collected.json", {"seed": 0, "task": TASK.name})
-    _claim(tmp_path / "collected.json", {"seed": 0, "task": TASK.name})
-    with pytest.raises(UserError, match="was begun with seed 0, now 1"):
-        _claim(tmp_path / "collected.json", {"seed": 1, "task": TASK.name})
+class ThisProcess(Executor):
+    """Plays episodes at once, in the process of the test."""
+
+    def submit(self, work, order):
+        future = Future()
+        future.set_result(work(order))
+        return future
+
+
+@pytest.fixture
+def collected(monkeypatch):
+    """Collects into a folder with a search of 4 episodes an iteration, as the command does, but in this process."""
+    monkeypatch.setattr(collect_trajectories, "SearchConfig", functools.partial(SearchConfig, directions=2, best=1))
+    monkeypatch.setattr(collect_trajectories, "_workers", lambda count: contextlib.nullcontext(ThisProcess()))
+    # Shorter episodes, to save time.
+    short = dataclasses.replace(TASK, episode_steps=50)
+    monkeypatch.setitem(TASKS, TASK.name, short)
+
+    def collect_into(folder, *options):
+        status = collect_trajectories.main(["--task", TASK.name, "--output", str(folder), *options])
+        return hashes(folder) if status == 0 else status
+
+    return collect_into
+
+
+def test_a_larger_number_of_episodes_adds_to_a_folder(collected, tmp_path):
+    few = collected(tmp_path / "grown", "--episodes", "10")
+    grown = collected(tmp_path / "grown", "--episodes", "30")
+    assert len(few) == 1 + 1 + 8 + 1 and len(grown) == 3 + 3 + 24 + 1, "random, noise, search and its state"
+    assert all(grown[name] == few[name] for name in few if "search.npz" not in name)
+    assert collected(tmp_path / "whole", "--episodes", "30") == grown
+    assert collected(tmp_path / "grown", "--episodes", "10") == grown, "fewer than there are change nothing"
+    about = json.loads((tmp_path / "grown/cartpole/random_swingup/collected.json").read_text())
+    assert about["episodes"] == {"random": 3} and about["task"] == TASK.name
+
+
+def test_policies_that_are_collected_alone_are_the_same(collected, tmp_path):
+    everything = collected(tmp_path / "all", "--episodes", "20")
+    assert collected(tmp_path / "parts", "--episodes", "2", "--policy", "random").keys() == {
+        f"cartpole/random_swingup/buffer/collected_{index}_50.npz" for index in range(2)}
+    collected(tmp_path / "parts", "--episodes", "18", "--policy", "ou_noise", "augmented_random_search")
+    assert collected(tmp_path / "parts", "--episodes", "20") == everything
+
+
+def test_a_folder_of_an_earlier_release_goes_on(collected, tmp_path):
+    """Its records list all policies, and its search knows no pairs."""
+    collected(tmp_path, "--episodes", "10")
+    for record in tmp_path.glob("cartpole/*/collected.json"):
+        about = json.loads(record.read_text())
+        about["episodes"] = {"random": 1, "ou": 1, "search": 8}
+        about["search"] = {"directions": 2, "best": 1, "step": 0.1, "noise": 0.1}
+        record.write_text(json.dumps(about))
+    assert len(collected(tmp_path, "--episodes", "20")) == 2 + 2 + 16 + 1
+    record = json.loads((tmp_path / "cartpole/random_swingup/collected.json").read_text())
+    assert record["episodes"] == {"random": 2, "ou": 1, "search": 8}
+
+
+def test_pairs_start_from_the_same_state(collected, tmp_path):
+    starts = {}
+    for name, options in (("paired", ["--paired"]), ("apart", [])):
+        collected(tmp_path / name, "--episodes", "10", *options)
+        files = [next(tmp_path.glob(f"{name}/cartpole/augmented*/buffer/collected_{index}_*.npz")) for index in range(8)]
+        starts[name] = [read_episode(file, TASK).physics[0] for file in files]
+    for index in range(0, 8, 2):
+        assert (starts["paired"][index] == starts["paired"][index + 1]).all()
+        assert (starts["apart"][index] != starts["apart"][index + 1]).any()
+    assert (starts["paired"][0] != starts["paired"][2]).any()
+
+
+def test_other_options_and_missing_episodes_are_named(collected, tmp_path, capsys):
+    collected(tmp_path, "--episodes", "10")
+    for options, message in ((["--seed", "1"], "was begun with seed 0, now 1; the same options"),
+                             (["--paired"], "'paired': True}; the same options"),
+                             (["--action-repeat", "2"], "action_repeat 5, now 2")):
+        assert collected(tmp_path, "--episodes", "10", *options) == 2
+        assert message in capsys.readouterr().err
+    next(tmp_path.glob("cartpole/augmented*/buffer/collected_5_*")).unlink()
+    assert collected(tmp_path, "--episodes", "10") == 2
+    assert "episode 5 of the search is missing, and 0 more; remove" in capsys.readouterr().err
+    (tmp_path / "cartpole/random_swingup/collected.json").write_text("{")
+    assert collected(tmp_path, "--episodes", "10") == 2 and "is no JSON" in capsys.readouterr().err
+
+
+def test_a_learned_policy_replayed_from_its_seed_gives_the_same_return(tmp_path):
+    """In a process that plays for the first time, and in one that has played other episodes: to the last bit of every state."""
+    task = get_task("walker_walk")
+    weights = np.random.default_rng(3).normal(size=(task.action_size, task.observation_size))
+    search = Search(SearchConfig(directions=1, best=1), weights.shape, 0, tmp_path / "search.npz")
+    search.update(np.array([2.0, 1.0]), [(np.ones(weights.shape[1]), np.full(weights.shape[1], 4.0), 7)])
+    orders = [Order(task.name, "search", number, 11, 5, tmp_path, search.weights, search.mean, search.std)
+              for number in range(3)]
+    first = collect(orders[0])[0]
+    collect(dataclasses.replace(orders[1], seed=12))
+    again = collect(orders[1])[0]
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as executor:
+        elsewhere = executor.submit(collect, orders[2]).result()[0]
+    assert first == again == elsewhere
+    files = [(tmp_path / f"collected_{number}_1000.npz").read_bytes() for number in range(3)]
+    assert files[0] == files[1] == files[2]
+
+
+def command(folder, *options):
+    return [sys.executable, "-m", "scripts.collect_trajectories", "--task", TASK.name, "--output", str(folder), *options]
+
+
+def started(folder, repository, *options):
+    return subprocess.Popen(command(folder, *options), cwd=repository, stderr=subprocess.PIPE, text=True)
+
+
+def players(process):
+    """Returns the ids of the processes that play, once they have written an episode; the first child tracks resources."""
+    for child in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split():
+        if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text():
+            yield int(child)
+
+
+def until(condition, seconds=60):
+    """Waits for a condition."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds processes in /proc")
+def test_killed_processes_are_noticed(repository, tmp_path):
+    """A worker that is killed ends the command with one line; a command that is killed ends its workers."""
+    process = started(tmp_path, repository, "--policy", "random", "--episodes", "500")
+    until(lambda: list(tmp_path.rglob("*.npz")))
+    os.kill(next(players(process)), signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 2 and errors.splitlines()[-1].startswith("error: a process that played an episode was killed")
+    assert "Traceback" not in errors
+    process = started(tmp_path, repository, "--policy", "random", "--episodes", "500")
+    count = len(list(tmp_path.rglob("*.npz")))
+    until(lambda: len(list(tmp_path.rglob("*.npz"))) > count)
+    workers = list(players(process))
+    assert len(workers) == 2
+    busy = subprocess.run(process.args, cwd=repository, capture_output=True, text=True)
+    assert busy.returncode == 2 and f"another process collects {TASK.name} into it" in busy.stderr
+    process.kill()
+    process.communicate()
+    until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), 10)
 
 
 @pytest.mark.slow
-def test_killed_and_started_again_it_ends_with_the_same_files(repository, tmp_path):
-    def command(folder):
-        return [sys.executable, "-m", "scripts.collect_trajectories", "--task", TASK.name, "--output", str(tmp_path / folder),
-                "--episodes", "80"]
-
-    subprocess.run(command("whole"), cwd=repository, check=True)
-    for seconds in (4, 9, 14):
-        process = subprocess.Popen(command("killed"), cwd=repository, start_new_session=True)
-        time.sleep(seconds)
+def test_killed_at_random_instants_it_ends_with_the_same_files(repository, tmp_path):
+    """The command alone, or with its workers, at instants drawn over the time that it takes without interruption."""
+    options = ["--episodes", "80"]
+    start = time.monotonic()
+    subprocess.run(command(tmp_path / "whole", *options), cwd=repository, check=True)
+    seconds = time.monotonic() - start
+    generator = np.random.default_rng(int.from_bytes(os.urandom(4)))
+    kills = 0
+    for _ in range(12):
+        process = subprocess.Popen(command(tmp_path / "killed", *options), cwd=repository, start_new_session=True)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(float(generator.uniform(0.5, 0.6 * seconds)))
         if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
+            kills += 1
+            (os.killpg if generator.integers(2) else os.kill)(process.pid, signal.SIGKILL)
         process.wait()
-    subprocess.run(command("killed"), cwd=repository, check=True)
+    assert kills >= 3
+    subprocess.run(command(tmp_path / "killed", *options), cwd=repository, check=True)
     assert hashes(tmp_path / "whole") == hashes(tmp_path / "killed")
+    assert not list(tmp_path.rglob("*.part*"))
     about = json.loads((tmp_path / "whole/cartpole/augmented_random_search_swingup/collected.json").read_text())
     assert about["collected with"] == "dm_control" and about["task"] == TASK.name
