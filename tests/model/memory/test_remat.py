@@ -1,4 +1,6 @@
-"""With every schedule: `save_attention` never runs attention forward again, and nothing of length x length is kept."""
+"""What each remat policy keeps and runs again; no schedule runs attention forward again, or keeps length x length, under
+`save_attention`."""
+import collections
 import dataclasses
 import functools
 
@@ -7,6 +9,8 @@ import jax.numpy as jnp
 import pytest
 
 from model.attention.kernels import Kernel, get_kernel
+from model.memory.options import MemoryConfig
+from model.memory.policies import POLICIES
 from model.modules import declare_layer
 from tests.model.build import llama, mean_loss, tiny
 
@@ -78,14 +82,42 @@ def test_save_attention_never_runs_attention_forward_again(schedule):
     assert not [shape for shape in shapes if sum(size in (here, all_, here * 2) for size in shape) >= 2]
 
 
-def test_everything_runs_no_projection_again():
-    """Each of a layer's seven weights is in three products: the forward one, its input's gradient and its own."""
+# Policy -> the products with weights in a layer's gradient, and what the scan over layers stacks beside the coordinates.
+# Each of a layer's seven weights is in three products: the forward one, its input's gradient and its own, 21 together. Chunks
+# run all seven again inside their own backward pass, and attention's needs q, k and v once more: 31. Where layers are
+# grouped, a group runs again first: 38.
+INPUT, OUT, LSE = "layer input", "attention output", "lse"
+PRODUCTS_AND_STACKED = {
+    "nothing": (31, {INPUT: 1}),
+    "save_attention": (31, {INPUT: 1, OUT: 1, LSE: 1}),
+    "offload": (31, {INPUT + " on the host": 1}),
+    "every_k": (38, {INPUT: 1}),
+    "offload_every_k": (38, {INPUT + " on the host": 1}),
+    # q has the shape of attention's output. The layer's input, and the input of the feed-forward.
+    "everything": (21, {INPUT: 2, OUT: 2, LSE: 1, "key or value": 2, "feed-forward": 2}),
+}
+
+
+def stacked_by_the_forward_pass(equations, layers):
+    """What the outermost scan over this many layers keeps of each, by its shape; integers are coordinates."""
+    config, tokens = tiny(), LENGTH // 4
+    names = {(tokens, config.hidden_size): INPUT, (tokens, config.num_attention_heads, config.head_dim): OUT,
+             (config.num_attention_heads, tokens): LSE, (tokens, config.num_key_value_heads, config.head_dim): "key or value",
+             (tokens, config.intermediate_size): "feed-forward"}
+    scan = next(equation for equation in equations if equation.primitive.name == "scan" and equation.params["length"] == layers
+                and len(equation.outvars) > equation.params["num_carry"])
+    kept = [variable.aval for variable in scan.outvars[scan.params["num_carry"]:]]
+    return collections.Counter(names[aval.shape[2:]] + " on the host" * (aval.memory_space == jax.memory.Space.Host)
+                               for aval in kept if aval.dtype == jnp.float32)
+
+
+@pytest.mark.parametrize("remat", POLICIES)
+def test_a_policy_keeps_what_it_says_and_runs_the_rest_again(remat):
+    """Read from the program of the gradient: equal losses would not show a product that runs again."""
     weights = {parameter.shape for parameter in declare_layer(tiny()).values() if len(parameter.shape) > 1}
-
-    def products(remat):
-        return sum(equation.primitive.name == "dot_general"
+    gradient = traced("ring", remat, gradient=True)
+    products = sum(equation.primitive.name == "dot_general"
                    and any(variable.aval.shape in weights for variable in (*equation.invars, *equation.outvars))
-                   for equation in traced("ring", remat, gradient=True))
-
-    assert products("everything") == 3 * 7
-    assert products("save_attention") > 3 * 7
+                   for equation in gradient)
+    groups = tiny().num_hidden_layers // MemoryConfig.every_k if POLICIES[remat].every_k else tiny().num_hidden_layers
+    assert (products, stacked_by_the_forward_pass(gradient, groups)) == PRODUCTS_AND_STACKED[remat]
