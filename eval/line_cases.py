@@ -7,16 +7,21 @@ A case asks for the number in one line of a long record. Every line has a key, o
 - "short", for models with a tiny vocabulary: a short word and a number of two digits, with the lines in the order of their
   keys. Generated cases may occur in the training data; held-out ones for the quickstart's model are in
   data/fixtures/line_cases.jsonl.
+
+The wording of generated cases is our own, which makes another test than LongChat's, or that of a given file.
 """
 
 import dataclasses
 import itertools
 import json
 import pathlib
+import re
 
 import numpy as np
 
 from data.errors import UserError
+from data.synthetic import words
+from data.synthetic.split import draw_values
 
 FORM = 'a case is one line of JSON: {"prompt": "...", "expected_number": 7, "num_lines": 20, "correct_line": "..."}'
 KEY_STYLES = ("adjective_noun", "noun_noun", "short")
@@ -31,30 +36,8 @@ SHORT_HEAD = "Remember these lines.\n\n"
 SHORT_LINE = "line {key}: {number}\n"
 SHORT_TAIL = "\nNow the record is over. Tell me what is the number in line {key}? I need the number."
 
+MOST_LINES = 44_999  # that 50,000 numbers suffice for
 SHORT_KEYS = "bee cat dog elk fox hen owl pig".split()  # noqa: SIM905
-ADJECTIVES = """
-able amber ancient bitter blue brave brief bright broad calm clean clear clever cold cool crisp curly damp dark
-deep dim dry dull eager early easy faint fair fast fierce fine firm flat fresh gentle glad golden grand gray
-great green happy hard harsh heavy high hollow honest huge humble icy jolly keen kind large late lazy lean light
-little lively lone long loud low lucky mellow mild misty modest narrow neat new noble odd old open pale patient
-plain polite proud quick quiet rapid rare raw red rich ripe rough round royal rusty sandy sharp shiny short shy
-silent silver simple sleepy slim slow small smart smooth soft solid sour spare stark steady steep stern still
-strong subtle sunny sweet swift tall tame tender thick thin tidy tiny tired vast vivid warm weak wet white wide
-wild windy wise young
-""".split()  # noqa: SIM905 - a list of quoted words is hard to read
-NOUNS = """
-acorn anchor apple arrow badge barn basin basket beach bell bench birch boat bottle bowl branch bread brick
-bridge brook broom bucket button cabin cable candle canoe canyon card carpet castle cave cedar chair chalk chest
-circle cliff clock cloud coast coin comet copper coral cotton cradle crane creek crown curtain daisy desert desk
-dock door dove dragon drum eagle engine falcon feather fence fern field flame flute forest fountain fox garden
-gate glacier glove goose grape hammer harbor hat hawk hedge helmet heron hill honey horn horse house island
-ivory jacket jar jewel kettle key kite ladder lake lamp lantern leaf lemon letter lily lion lock magnet maple
-marble market meadow melon mill mirror moon mountain needle nest oak ocean orchard otter owl paddle palace paper
-path pearl pebble pencil piano pillow pine pipe planet plum pond pumpkin quilt rabbit raft rain raven ribbon
-ridge ring river road robin rocket roof rope rose saddle sail salmon scarf shadow shell ship shovel spoon spring
-star stone stove stream sun swan table teapot temple tent thread tower trail train tree trumpet tulip tunnel
-turtle valley vase village violin wagon wall walnut water wave wheel whistle willow window wolf wood
-""".split()  # noqa: SIM905 - a list of quoted words is hard to read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,8 +55,13 @@ class LineCase:
     """One of KEY_STYLES, or empty if the file does not say."""
 
     @property
+    def depth(self) -> float:
+        """Where in the prompt the line in question begins, from 0 to 1; 0 also where it does not occur."""
+        return max(self.prompt.find(self.correct_line), 0) / max(len(self.prompt), 1)
+
+    @property
     def family(self) -> str:
-        """The kind of keys and prompt; accuracies of different families are not comparable."""
+        """The kind of keys and wording; accuracies of different families are not comparable."""
         if self.key_style:
             return self.key_style
         return "adjective-noun keys" if self.num_lines <= 680 else "other keys, from 700 lines"
@@ -123,44 +111,110 @@ def write(cases: list[LineCase], path: str | pathlib.Path) -> None:
     pathlib.Path(path).write_text("".join(lines), encoding="utf-8")
 
 
-def generate(lines: int, count: int, seed: int = 0, key_style: str = "adjective_noun") -> list[LineCase]:
+@dataclasses.dataclass(frozen=True)
+class Wording:
+    """The text around keys and numbers.
+
+    Attributes:
+      head: before the lines; line: of one {key} and {number}; tail: the question about a {key}.
+      name: of what the wording is taken from; accuracies of different wordings are not comparable.
+    """
+
+    head: str
+    line: str
+    tail: str
+    name: str = ""
+
+
+SHORT = Wording(SHORT_HEAD, SHORT_LINE, SHORT_TAIL)
+
+
+def wording_like(path: str | pathlib.Path) -> Wording:
+    """Returns the wording of the first case of a file in LongChat's form: its header, its lines and its question.
+
+    Raises:
+        UserError: the file cannot be read, or its first case does not show the form of its lines.
+    """
+    case = read(path)[0]
+    lines = re.findall(r"[^\n]*\n|[^\n]+\Z", case.prompt)
+    before, number, after = case.correct_line.rpartition(str(case.expected_number))
+    record = [line for line in lines if _number_in(line, after) is not None]
+    begins = [line[:line.rindex(str(_number_in(line, after)))] for line in record]
+    if case.correct_line not in record or len(record) < 3 or not number:
+        raise UserError(f"{path}: the lines of its first case cannot be told from the rest; cases of at least 3 lines that "
+                        "end like their correct_line would work")
+    start = re.sub(r"[\w-]*$", "", _common_prefix(begins))
+    end = re.sub(r"^[\w-]*", "", _common_prefix([begin[::-1] for begin in begins])[::-1])
+    key = before[len(start):len(before) - len(end)]
+    first, last = lines.index(record[0]), len(lines) - lines[::-1].index(record[-1])
+    tail = "".join(lines[last:])
+    if not key or key not in tail or lines[first:last] != record:
+        raise UserError(f"{path}: the question of its first case does not name the key {key!r} after the lines; another file, "
+                        "or no --like, would work")
+    line = _escape(start) + "{key}" + _escape(end) + "{number}" + _escape(after)
+    return Wording("".join(lines[:first]), line, _escape(tail).replace(_escape(key), "{key}"), pathlib.Path(path).name)
+
+
+def _common_prefix(texts: list[str]) -> str:
+    letters = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
+    return "".join(first for first, *_ in letters)
+
+
+def _number_in(line: str, after: str) -> str | None:
+    """The digits of a line before `after`, which ends it; None for other lines."""
+    match = re.search(r"([0-9]+)" + re.escape(after) + r"\Z", line)
+    return match[1] if match and match.start() else None
+
+
+def _escape(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}")
+
+
+def generate(lines: int, count: int, seed: int = 0, key_style: str = "adjective_noun", wording: Wording | None = None,
+             questions: int = 1) -> list[LineCase]:
     """Generates cases, as a pure function of the arguments.
 
     Within a case all keys are distinct, and so are all numbers, so that a right answer identifies one line. Over the cases, the
-    index in the record of the line in question is uniformly distributed.
+    index in the record of the line in question is uniformly distributed. But for the style "short", no line has a key and a
+    number that occur together in generated training data.
 
     Args:
         lines: number of lines of each case.
         count: number of cases.
         seed: seed of the keys, numbers and lines in question.
         key_style: one of KEY_STYLES.
+        wording: of another test than our own.
+        questions: number of cases that ask about the same lines.
 
     Raises:
-        UserError: the style is unknown, or has too few keys for so many lines.
+        UserError: the style is unknown, or has too few keys or numbers for so many lines.
     """
     if key_style not in KEY_STYLES:
         raise UserError(f"key_style {key_style!r} is not known; valid: {', '.join(KEY_STYLES)}")
     short = key_style == "short"
-    keys = _keys(key_style)
-    if not 1 <= lines <= len(keys):
-        raise UserError(f"{lines} lines cannot be generated; {key_style} has keys for 1 to {len(keys)} lines")
-    head, line, tail = (SHORT_HEAD, SHORT_LINE, SHORT_TAIL) if short else (HEAD, LINE, TAIL)
-    tail += " " if key_style == "adjective_noun" else ""
-    lowest, highest = (10, 100) if short else (1, 50_000)
+    most = len(SHORT_KEYS) if short else MOST_LINES
+    if not 1 <= lines <= most:
+        raise UserError(f"{lines} lines cannot be generated; {key_style} has keys for 1 to {most} lines")
+    if not 1 <= questions <= lines:
+        raise UserError(f"--questions: {questions} about {lines} lines cannot be generated; 1 to {lines} would work")
+    keys = SHORT_KEYS if short else words.keys(key_style, lines)
+    family = key_style + (f", worded as {wording.name}" if wording else "")
+    own = Wording(HEAD, LINE, TAIL + (" " if key_style == "adjective_noun" else ""))
+    wording = wording or (SHORT if short else own)
     rng = np.random.default_rng([seed, lines, KEY_STYLES.index(key_style)])
-    cases = []
-    for correct in rng.permutation(np.arange(count) * lines // max(count, 1)):
-        numbers_of_keys = rng.choice(len(keys), size=lines, replace=False)
-        case_keys = [keys[number] for number in (sorted(numbers_of_keys) if short else numbers_of_keys)]
-        numbers = rng.choice(np.arange(lowest, highest), size=lines, replace=False).tolist()
-        record = [line.format(key=key, number=number) for key, number in zip(case_keys, numbers, strict=True)]
-        prompt = head + "".join(record) + tail.format(key=case_keys[correct])
-        cases.append(LineCase(prompt, numbers[correct], lines, record[correct], key_style=key_style))
+    cases: list[LineCase] = []
+    records = -(-count // questions)
+    for first in rng.permutation(np.arange(records) * lines // max(records, 1)):
+        chosen = rng.choice(len(keys), size=lines, replace=False)
+        case_keys = [keys[number] for number in (sorted(chosen) if short else chosen)]
+        if short:
+            numbers = rng.choice(np.arange(10, 100), size=lines, replace=False).tolist()
+        else:
+            numbers = draw_values(rng, case_keys, 1, 50_000, evaluation=True)
+        record = [wording.line.format(key=key, number=number) for key, number in zip(case_keys, numbers, strict=True)]
+        head = wording.head + "".join(record)
+        for question in range(min(questions, count - len(cases))):
+            asked = (int(first) + question * lines // questions) % lines
+            prompt = head + wording.tail.format(key=case_keys[asked])
+            cases.append(LineCase(prompt, numbers[asked], lines, record[asked], key_style=family))
     return cases
-
-
-def _keys(key_style: str) -> list[str]:
-    if key_style == "short":
-        return SHORT_KEYS
-    first = ADJECTIVES if key_style == "adjective_noun" else NOUNS
-    return [f"{word}-{noun}" for word, noun in itertools.product(first, NOUNS) if word != noun]

@@ -1,4 +1,4 @@
-"""The report of a line-retrieval evaluation: a table, result files, and plots against lines and against tokens."""
+"""The report of a line-retrieval evaluation: a table, result files, and plots against lines, tokens and depth."""
 
 import dataclasses
 import itertools
@@ -8,34 +8,75 @@ import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from eval.scoring import Outcome, Score, score
+from data.errors import UserError
+from eval.scoring import Outcome, Score, score, wilson
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from rich.console import Console
 
+DEPTHS = 5  # equal parts of a prompt, in which errors are counted
 
-def write(outcomes: list[Outcome], output: str | pathlib.Path, about: dict[str, Any]) -> list[Score]:
+
+def read(folder: str | pathlib.Path) -> list[Score]:
+    """Returns the scores in another evaluation's folder.
+
+    Raises:
+        UserError: it has no results of line retrieval.
+    """
+    path = pathlib.Path(folder) / "results.json"
+    try:
+        results = json.loads(path.read_text(encoding="utf-8"))
+        fields = [field.name for field in dataclasses.fields(Score)]
+        rows = results["within_trained_length"] + results["beyond_trained_length"]
+        return [Score(**{field: row[field] for field in fields}) for row in rows]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: no results of line retrieval ({type(error).__name__}: {error}); a folder that "
+                        "eval.line_retrieval wrote would work") from None
+
+
+def write(outcomes: list[Outcome], output: str | pathlib.Path, about: dict[str, Any],
+          others: dict[str, list[Score]] | None = None) -> list[Score]:
     """Writes the report into a folder, prints its table, and returns the scores.
 
     Args:
         outcomes: the answered cases.
-        output: the folder, which receives results.json, cases.jsonl and line_retrieval.png.
+        output: the folder, which receives results.json, cases.jsonl, line_retrieval.png and line_depth.png.
         about: what was evaluated and how (checkpoint, trained length, seed, ...), for results.json and the plot's title.
+        others: scores of other evaluations, by name, for the plot.
     """
     folder = pathlib.Path(output)
     folder.mkdir(parents=True, exist_ok=True)
     scores = score(outcomes)
-    (folder / "results.json").write_text(json.dumps(as_json(scores, about), indent=2) + "\n", encoding="utf-8")
+    depths = by_depth(outcomes)
+    (folder / "results.json").write_text(json.dumps(as_json(scores, about, depths), indent=2) + "\n", encoding="utf-8")
     with open(folder / "cases.jsonl", "w", encoding="utf-8") as file:
         for outcome in outcomes:
             file.write(json.dumps(_outcome_json(outcome)) + "\n")
-    plot(scores, folder / "line_retrieval.png", str(about.get("checkpoint", "")))
+    title = str(about.get("checkpoint", ""))
+    plot({title: scores, **(others or {})} if others else scores, folder / "line_retrieval.png", title)
+    plot_depths(depths, folder / "line_depth.png", title)
     print_table(scores)
     return scores
 
 
-def as_json(scores: list[Score], about: dict[str, Any]) -> dict[str, Any]:
+def by_depth(outcomes: list[Outcome]) -> list[dict[str, Any]]:
+    """Returns the accuracy, with its 95% Wilson interval, by family, number of lines and depth: the part of the prompt, from
+    depth_from to depth_to of it, in which the line in question begins."""
+    groups: dict[tuple[str, int, int], list[Outcome]] = {}
+    for outcome in outcomes:
+        part = min(int(outcome.case.depth * DEPTHS), DEPTHS - 1)
+        groups.setdefault((outcome.case.family, outcome.case.num_lines, part), []).append(outcome)
+    rows = []
+    for (family, lines, part), group in sorted(groups.items()):
+        right = sum(outcome.right for outcome in group)
+        low, high = wilson(right, len(group))
+        rows.append({"family": family, "num_lines": lines, "depth_from": part / DEPTHS, "depth_to": (part + 1) / DEPTHS,
+                     "cases": len(group), "right": right, "accuracy": right / len(group), "low": low, "high": high})
+    return rows
+
+
+def as_json(scores: list[Score], about: dict[str, Any], depths: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the contents of results.json, in which lengths within and beyond the trained one are separate."""
     rows = [dataclasses.asdict(item) | {"chance": item.chance, "above_chance": item.above_chance} for item in scores]
     return {
@@ -43,6 +84,7 @@ def as_json(scores: list[Score], about: dict[str, Any]) -> dict[str, Any]:
         "scoring": "last integer of the generated text equals the expected one; 95% Wilson interval",
         "within_trained_length": [row for row in rows if not row["beyond_trained_length"]],
         "beyond_trained_length": [row for row in rows if row["beyond_trained_length"]],
+        "by_depth": depths,
     }
 
 
@@ -79,15 +121,45 @@ def curves(scores: list[Score]) -> dict[tuple[str, bool], list[Score]]:
     return groups
 
 
-def plot(scores: list[Score], path: str | pathlib.Path, title: str = "") -> None:
+def plot_depths(rows: list[dict[str, Any]], path: str | pathlib.Path, title: str = "") -> None:
+    """Plots the accuracy, with its interval, against the depth of the line in question; a curve for each number of lines."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(6, 4.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for family, lines in dict.fromkeys((row["family"], row["num_lines"]) for row in rows):
+        group = [row for row in rows if (row["family"], row["num_lines"]) == (family, lines)]
+        errors = [[row["accuracy"] - row["low"] for row in group], [row["high"] - row["accuracy"] for row in group]]
+        axes.errorbar([(row["depth_from"] + row["depth_to"]) / 2 for row in group], [row["accuracy"] for row in group],
+                      yerr=[[max(error, 0) for error in side] for side in errors], capsize=3, marker="o",
+                      label=f"{family}, {lines:,} lines")
+    axes.set(xlabel="depth of the line in the prompt", ylabel="accuracy (95% Wilson interval)", xlim=(0, 1), ylim=(-0.03, 1.03))
+    axes.grid(alpha=0.3)
+    if rows:
+        axes.legend(fontsize="small")
+    axes.set_title("\n".join(textwrap.wrap(f"Line retrieval by depth  {title}".strip(), 72)), fontsize="medium")
+    figure.savefig(path, dpi=120)
+
+
+def plot(scores: list[Score] | dict[str, list[Score]], path: str | pathlib.Path, title: str = "") -> None:
     """Plots accuracies with their intervals and chance into a file.
 
     One panel is against the number of lines and, if there are several, a second one against the number of tokens. Each family
-    of keys is a curve of its own.
+    of keys is a curve of its own. Scores of several evaluations come by their names, which the curves are labelled with.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    if isinstance(scores, dict):
+        title = "  and  ".join(scores)
+        scores = [dataclasses.replace(score, family=f"{name}: {score.family}") for name, group in scores.items()
+                  for score in group]
+        note = []
+    else:
+        families = {item.family for item in scores}
+        note = ["curves differ in their keys and prompt's end: not one curve"] if len(families) > 1 else []
     panels = {"lines": lambda item: item.num_lines, "prompt tokens (mean)": lambda item: round(item.mean_prompt_tokens)}
     single_point = len({item.num_lines for item in scores}) <= 1
     if single_point:
@@ -101,8 +173,6 @@ def plot(scores: list[Score], path: str | pathlib.Path, title: str = "") -> None
     all_axes[0].set_ylabel("accuracy (95% Wilson interval)")
     handles, labels = all_axes[-1].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(panels), fontsize="small")
-    families = {item.family for item in scores}
-    note = ["curves differ in their keys and prompt's end: not one curve"] if len(families) > 1 else []
     lines = [*textwrap.wrap(f"Line retrieval  {title}".strip(), 12 * width), *note]
     figure.suptitle("\n".join(lines), fontsize="medium")
     figure.savefig(path, dpi=120)
@@ -141,6 +211,7 @@ def _outcome_json(outcome: Outcome) -> dict[str, Any]:
         "source": outcome.case.source,
         "num_lines": outcome.case.num_lines,
         "correct_line": outcome.case.correct_line,
+        "depth": outcome.case.depth,
         "expected_number": outcome.case.expected_number,
         "answer": outcome.answer,
         "right": outcome.right,

@@ -1,40 +1,53 @@
-"""A key/value cache that is split over the sequence axis, and the layers run on a few new tokens against it.
+"""A key/value cache that is split over the sequence axis, and the layers run on new tokens against it.
 
-Token i of a row is kept by device i mod P of the sequence axis: whatever the row's length, all devices hold equally many tokens
-and do equal work, prompt or generated. A new token's query attends to every device's part of the cache; the partial results are
-merged over the axis. Coordinates carry the mask, so rows may be of different lengths.
+Token i of a row is kept by device i mod P of the sequence axis: whatever the row's length, all devices hold equally many
+tokens and do equal work, prompt or generated. A few new tokens are computed by every device (`extend`); many are split over the
+axis as in training (`prefill`). Their queries visit every device's part of the cache, and the partial results are merged:
+queries and outputs travel, never the cache. Coordinates carry the mask, so rows may be of different lengths.
 """
 from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from .attention import AttentionPartial, Keys, Queries, TokenCoords
+from .attention import AttentionPartial, Keys, Queries, TokenCoords, merge
+from .attention.layout import permutation
 from .attention.partial import per_row
 from .sharding import BATCH_AXES
-from .transformer import Batch, Transformer
+from .transformer import TOKENS, Batch, Transformer
 from .weights import Shards
 
 ROWS = PartitionSpec(BATCH_AXES)
 
 
-def merge_over(partial: AttentionPartial, axis: str) -> AttentionPartial:
-    """Returns attention over all keys, on every device of a mesh axis, from each device's part of it."""
+def merge_over(partial: AttentionPartial, axis: str, scatter: bool = False) -> AttentionPartial:
+    """Returns attention over all keys, from the part of it that each device of a mesh axis has computed.
+
+    Args:
+      scatter: returns only this device's share of the queries, instead of all of them on every device.
+    """
     maximum = lax.pmax(partial.lse, axis)
     maximum = jnp.where(jnp.isneginf(maximum), 0.0, maximum)
     weight = jnp.exp(partial.lse - maximum)
-    total = lax.psum(weight, axis)
+    out = partial.out * per_row(weight)
+    if scatter:
+        out = lax.psum_scatter(out, axis, scatter_dimension=1, tiled=True)
+        total = lax.psum_scatter(weight, axis, scatter_dimension=2, tiled=True)
+        maximum = lax.dynamic_slice_in_dim(maximum, lax.axis_index(axis) * total.shape[2], total.shape[2], 2)
+    else:
+        out, total = lax.psum(out, axis), lax.psum(weight, axis)
     safe = jnp.where(total == 0, 1.0, total)
-    out = lax.psum(partial.out * per_row(weight), axis) / per_row(safe)
-    return AttentionPartial(out, jnp.where(total == 0, -jnp.inf, maximum + jnp.log(safe)))
+    return AttentionPartial(out / per_row(safe), jnp.where(total == 0, -jnp.inf, maximum + jnp.log(safe)))
 
 
 class Cache(NamedTuple):
@@ -61,33 +74,63 @@ class CachedModel:
     """Runs a transformer on new tokens against a cache of one shape.
 
     Attributes:
-      model: computes on its mesh.
+      model: computes on its mesh. Megatron's sequence parallelism, which cannot split a single token, is left out.
       head: from the model, its shards and the last layer's output [B, n, E] on a device to the result [B, n, ...], such as
         `Llama.local_logits`.
       rows: B, a multiple of data x fsdp; capacity: C, rounded up to a multiple of the sequence axis.
     """
 
     model: Transformer
-    head: Callable[[Transformer, Shards, Float[Array, "B n E"]], Float[Array, "B n ..."]]
+    head: Callable[[Any, Shards, Float[Array, "B n E"]], Float[Array, "B n ..."]]
     rows: int
     capacity: int
 
+    @property
+    def ranks(self) -> int:
+        """Devices of the sequence axis."""
+        return self.model.mesh.shape["sequence"]
+
+    @functools.cached_property
+    def shapes(self) -> Any:
+        """Shape and dtype of each array of the cache."""
+        model, slots = self.model, -(-self.capacity // self.ranks) * self.ranks
+        heads = model.parallel.local_key_heads * model.mesh.shape["tensor"]
+        k = jax.ShapeDtypeStruct((model.config.num_hidden_layers, self.rows, slots, heads, model.config.head_dim), model.dtype)
+        index = jax.ShapeDtypeStruct((self.rows, slots), jnp.int32)
+        return Cache(*cast(Any, (k, k, index, index)))
+
+    @property
+    def shardings(self) -> Any:
+        """How the arrays of the cache are split."""
+        return jax.tree.map(functools.partial(NamedSharding, self.model.mesh), SPECS)
+
+    @property
+    def bytes_per_device(self) -> int:
+        """Bytes of the cache on each device."""
+        arrays = zip(self.shapes, self.shardings, strict=True)
+        return sum(math.prod(sharding.shard_shape(array.shape)) * array.dtype.itemsize for array, sharding in arrays)
+
     def empty(self) -> Cache:
         """Returns a cache without tokens."""
-        model, ranks = self.model, self.model.mesh.shape["sequence"]
-        slots = -(-self.capacity // ranks) * ranks
-        heads = model.parallel.local_key_heads * model.mesh.shape["tensor"]
-        kv = (model.config.num_hidden_layers, self.rows, slots, heads, model.config.head_dim)
-        shardings = jax.tree.map(functools.partial(NamedSharding, model.mesh), SPECS)
+        return self._empty()
 
-        def zeros():
-            k, index = jnp.zeros(kv, model.dtype), jnp.zeros((self.rows, slots), jnp.int32)
-            return Cache(k, k, index, index)
+    @functools.cached_property
+    def _empty(self) -> Callable:
+        return jax.jit(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), self.shapes), out_shardings=self.shardings)
 
-        return jax.jit(zeros, out_shardings=shardings)()
+    def truncate(self, cache: Cache, lengths: Int[np.ndarray, " B"]) -> Cache:
+        """Forgets the tokens of each row from its length on; keys and values are neither moved nor copied."""
+        return cache._replace(segment_ids=self._truncate(cache.index, cache.segment_ids, lengths))
+
+    @functools.cached_property
+    def _truncate(self) -> Callable:
+        def truncate(index, segment_ids, lengths):
+            return jnp.where(index < lengths[:, None], segment_ids, 0)
+
+        return jax.jit(truncate, out_shardings=self.shardings.segment_ids, donate_argnums=1)
 
     def extend(self, params: Shards, cache: Cache, batch: Batch) -> tuple[Cache, Float[Array, "B n ..."]]:
-        """Appends n tokens to each row. The old cache's memory is reused: do not read it again.
+        """Appends n tokens to each row, which every device computes. The old cache's memory is reused: do not read it again.
 
         Args:
           batch: what the model embeds, and `index` and `segment_ids` [B, n]: a token's index in its row, at which it is kept,
@@ -100,36 +143,92 @@ class CachedModel:
 
     @functools.cached_property
     def _extend(self) -> Callable:
-        extend = jax.shard_map(self._local, mesh=self.model.mesh, in_specs=(self.model.specs, SPECS, ROWS),
+        extend = jax.shard_map(self.local_extend, mesh=self.model.mesh, in_specs=(self.model.specs, SPECS, ROWS),
                                out_specs=(SPECS, ROWS), check_vma=False)
         return jax.jit(extend, donate_argnums=1)
 
-    def _local(self, params: Shards, cache: Cache, batch: Batch) -> tuple[Cache, Float[Array, "B n ..."]]:
-        """Runs inside `shard_map`."""
-        model, index, segment_ids = self.model, batch["index"], batch["segment_ids"]
+    def prefill(self, params: Shards, cache: Cache, batch: Batch) -> Cache:
+        """Appends n tokens to each row, split over the sequence axis. The old cache's memory is reused: do not read it again.
+
+        The tokens attend to each other by the model's schedule, and to the cache as those of `extend` do.
+
+        Args:
+          batch: as of `extend`, in natural order; n and each row's first index are multiples of the sequence axis. Tokens that
+            are in the cache already come as padding.
+        """
+        order = permutation(batch["index"].shape[1], self.ranks, "striped")  # so that each device computes what it keeps
+        return self._prefill(params, cache, {name: np.ascontiguousarray(array[:, order]) for name, array in batch.items()})
+
+    @functools.cached_property
+    def _prefill(self) -> Any:
+        def local(params, cache, batch):
+            return self._run(params, cache, batch, self._attend_split)[0]
+
+        prefill = jax.shard_map(local, mesh=self.model.mesh, in_specs=(self.model.specs, SPECS, TOKENS), out_specs=SPECS,
+                                check_vma=False)
+        return jax.jit(prefill, donate_argnums=1)
+
+    # On a device, inside `shard_map`
+
+    def local_extend(self, params: Shards, cache: Cache, batch: Batch) -> tuple[Cache, Float[Array, "B n ..."]]:
+        """`extend` on this device's shards."""
+        cache, x = self._run(params, cache, batch, self._attend_whole)
+        return cache, self.head(self._model, params, x)
+
+    @functools.cached_property
+    def _model(self) -> Transformer:
+        return dataclasses.replace(self.model, sequence_parallel=False)
+
+    def _attend(self, queries: Queries, keys: Keys) -> AttentionPartial:
+        """Attention over this device's part of the cache."""
+        return self._model.kernel.forward(queries, keys, mask=self._model.mask, scale=self._model.config.head_dim ** -0.5)
+
+    def _attend_whole(self, queries: Queries, new: Keys, cached: Keys, before: TokenCoords) -> Float[Array, "B n Hq D"]:
+        return merge_over(self._attend(queries, cached), "sequence").out
+
+    def _attend_split(self, queries: Queries, new: Keys, cached: Keys, before: TokenCoords) -> Float[Array, "B n Hq D"]:
+        every = jax.tree.map(lambda x: lax.all_gather(x, "sequence", axis=1, tiled=True), queries)
+        past = merge_over(self._attend(every, cached._replace(coords=before)), "sequence", scatter=True)
+        return merge(self._model.attention.forward(queries, new), past).out
+
+    def _run(self, params: Shards, cache: Cache, batch: Batch, attend: Callable) -> tuple[Cache, Float[Array, "B n E"]]:
+        """Runs the layers on new tokens and keeps their keys and values.
+
+        Args:
+          attend: attention's output from the new tokens' queries and keys, all keys that this device then has, and the
+            coordinates that leave the new ones among these out.
+        """
+        model, index, segment_ids = self._model, batch["index"], batch["segment_ids"]
         write = self._writer(cache, index, segment_ids)
-        slots = TokenCoords(write(cache.index, index), write(cache.segment_ids, segment_ids), jnp.zeros_like(cache.index))
+        # A row of the cache is one document, which starts at 0.
+        before = TokenCoords(cache.index, cache.segment_ids, jnp.zeros_like(cache.index))
+        slots = TokenCoords(write(cache.index, index), write(cache.segment_ids, segment_ids), before.start)
         coords = TokenCoords(index, segment_ids, jnp.zeros_like(index))
-        attend = functools.partial(model.kernel.forward, mask=model.mask, scale=model.config.head_dim ** -0.5)
         # With the RoPE rule `dynamic` all tokens have one embedding, that of a full cache, so that cached keys stay valid.
         layer = model.layer(self.capacity)
 
-        def run_layer(x, of_layer):
-            shards, k, v = of_layer
+        # The cache is in the carry, where it is changed in place; stacked anew it would be in memory twice.
+        def run_layer(carry, of_layer):
+            x, k, v = carry
+            shards, number = of_layer
             weights = model.weights.layer(shards)
             q, new_k, new_v = layer.project(weights, x, index)
-            k, v = write(k, new_k), write(v, new_v)
-            attended = merge_over(attend(Queries(q, coords), Keys(k, v, slots)), "sequence")
-            return layer.finish(weights, x, attended.out.astype(x.dtype)), (k, v)
+            k, v = write(k, new_k, number), write(v, new_v, number)
+            attended = attend(Queries(q, coords), Keys(new_k, new_v, coords), Keys(k[number], v[number], slots), before)
+            return (layer.finish(weights, x, attended.astype(x.dtype)), k, v), None
 
-        x = model.local_embed(params, batch)
-        x, (k, v) = lax.scan(run_layer, x, (model.weights.of_layers(params), cache.k, cache.v))
-        return Cache(k, v, slots.index, slots.segment_ids), self.head(model, params, x)
+        layers = (model.weights.of_layers(params), jnp.arange(model.config.num_hidden_layers))
+        (x, k, v), _ = lax.scan(run_layer, (model.local_embed(params, batch), cache.k, cache.v), layers)
+        return Cache(k, v, slots.index, slots.segment_ids), x
 
     def _writer(self, cache: Cache, index: Int[Array, "B n"], segment_ids: Int[Array, "B n"]) -> Callable:
-        """Returns a function that writes new tokens [B, n, ...] to those of their slots that this device has."""
-        ranks = self.model.mesh.shape["sequence"]
-        is_local = (index % ranks == lax.axis_index("sequence")) & (segment_ids > 0)
-        slot = jnp.where(is_local, index // ranks, cache.index.shape[1])  # a slot after the last one is not written
+        """Returns a function that writes new tokens [B, n, ...] to those of their slots that this device has, of one layer's
+        part of an array if it is passed a layer."""
+        is_local = (index % self.ranks == lax.axis_index("sequence")) & (segment_ids > 0)
+        slot = jnp.where(is_local, index // self.ranks, cache.index.shape[1])  # a slot after the last one is not written
         rows = jnp.arange(index.shape[0])[:, None]
-        return lambda old, new: old.at[rows, slot].set(new.astype(old.dtype), mode="drop")
+
+        def write(old, new, *layer):
+            return old.at[(*layer, rows, slot)].set(new.astype(old.dtype), mode="drop")
+
+        return write

@@ -1,152 +1,216 @@
-"""Greedy decoding: prefill through the distributed attention, then one token a step against the sharded cache.
+"""Decoding: prompts are prefilled in chunks through the model's attention schedule, then tokens are generated one a step.
 
-Each device keeps the keys and values of the prompt tokens that it already has; nothing is gathered. A new token's query attends
-to every device's part of the prompt (one partial result each, merged over the sequence axis), and to the few new tokens' own
-keys, of which every device has a copy. Coordinates carry the mask, so prompts of different lengths, striped or not, need no
-special case.
+Prompt and generated tokens are kept in one cache, which is split over the sequence axis (`model.cache`). What two successive
+prompts of a row have in common at their beginning stays in the cache, so that many questions to one context cost one prefill.
 """
 from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from .attention import Keys, Queries, TokenCoords, merge
-from .attention.layout import permutation
-from .cache import ROWS, merge_over
-from .llama import TOKENS, Batch, Llama
-from .memory.layer_runner import ScanRunner
+from .cache import ROWS, SPECS, Cache, CachedModel
+from .llama import Llama
 from .sharding import BATCH_AXES
 from .weights import Shards
 
-
-class PrefillRunner(ScanRunner):
-    """Runs the layers on the prompts, and keeps every layer's keys and values [N, B, T, Hkv, D]."""
-
-    def run_layer(self, weights, x, positions, coords):
-        q, k, v = self.layer.project(weights, x, positions)
-        return self.layer.finish(weights, x, self.layer.attend(q, k, v, coords)), (k, v)
+SMALLEST_CHUNK = 16  # tokens of a rank; the last chunk of a prompt is cut down to this at most
 
 
 @dataclasses.dataclass(frozen=True)
-class Generator:
-    """Greedy decoding of one compiled shape: `rows` prompts of at most `length` tokens, `new_tokens` more.
+class Sampling:
+    """How the next token is chosen.
 
     Attributes:
-      model: computes on its mesh; `length` is a multiple of the sequence axis, `rows` of data x fsdp.
-      stop_ids: ids that end a row.
+      temperature: divides the logits; 0 takes the most likely token.
+      top_p: tokens are drawn from the most likely ones whose probabilities first reach this sum (nucleus sampling, Holtzman et
+        al. 2020).
+      seed: equal seeds, prompts and order of prompts give equal tokens, on any mesh.
+
+    Raises:
+      ValueError: a negative temperature, or a top_p that is not in (0, 1].
     """
 
-    model: Llama
-    layout: str
-    rows: int
-    length: int
-    new_tokens: int
-    stop_ids: tuple[int, ...]
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature: found {self.temperature}; needs 0 (the most likely token) or more")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p: found {self.top_p}; needs more than 0 and at most 1")
+
+    def choose(self, logits: Float[Array, "B V"], draws: Int[Array, " B"], step: Int[Array, ""]) -> Int[Array, " B"]:
+        """Returns the next token of each row.
+
+        Args:
+          draws: numbers that tell apart all prompts that are answered with this seed.
+        """
+        if not self.temperature:
+            return jnp.argmax(logits, -1).astype(jnp.int32)
+        logits = logits / self.temperature
+        if self.top_p < 1:
+            ordered = jnp.sort(logits, -1, descending=True)
+            probabilities = jax.nn.softmax(ordered, -1)
+            is_kept = jnp.cumsum(probabilities, -1) - probabilities < self.top_p
+            logits = jnp.where(logits >= jnp.min(jnp.where(is_kept, ordered, jnp.inf), -1, keepdims=True), logits, -jnp.inf)
+        fold = jax.random.fold_in
+        keys = jax.vmap(lambda draw: fold(fold(jax.random.key(self.seed), draw), step))(draws)
+        return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
+
+
+class Generator:
+    """Continues prompts; compiled for `rows` at a time, which with their continuations have at most `capacity` tokens.
+
+    Attributes:
+      model: computes on its mesh; `rows` is a multiple of data x fsdp.
+      new_tokens: most tokens of a continuation; stop_ids: ids that end it.
+      chunk: tokens that a prefill step computes at once, over all devices of the sequence axis.
+      prefilled: tokens that were computed as parts of prompts so far, those that the cache had already not among them.
+    """
+
+    def __init__(self, model: Llama, *, rows: int, capacity: int, new_tokens: int, stop_ids: Sequence[int], chunk: int = 4096,
+                 sampling: Sampling = Sampling()) -> None:
+        self.model, self.rows, self.capacity, self.new_tokens = model, rows, capacity, new_tokens
+        self.stop_ids, self.sampling = tuple(stop_ids), sampling
+        self.cached = CachedModel(model, type(model).local_logits, rows, capacity)
+        self.chunk = -(-chunk // self.cached.ranks) * self.cached.ranks
+        self.prefilled = self.draws = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Frees the cache; to be called before parameters are passed that differ from those of the last call."""
+        self._cache: Cache | None = None
+        self._tokens: list[list[int]] = [[] for _ in range(self.rows)]  # whose keys and values are in the cache
 
     def __call__(self, params: Shards, prompts: list[list[int]]) -> list[list[int]]:
-        """Returns the greedy continuations of prompts (token ids, at most `rows` of them), without the stop id.
+        """Returns the continuations of prompts (token ids, at most `rows` of them), without the stop id.
+
+        Of a prompt only the part is computed in which it differs from the last one of its row.
 
         Raises:
           ValueError: too many prompts, one that is empty, or one that is too long.
         """
+        self.check(prompts)
+        prompts = [*prompts, *([] for _ in range(self.rows - len(prompts)))]
+        cache = self._prefill(params, prompts)
+        self._cache = None  # its memory is reused
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        last = np.array([prompt[-1:] or [0] for prompt in prompts], np.int32)
+        draws = self.draws + np.arange(self.rows, dtype=np.int32)
+        self._cache, generated = self._generate(params, cache, last, lengths, draws)
+        self.draws += self.rows
+        self._tokens = prompts
+        answers = np.asarray(generated).tolist()
+        return [self._until_stop(answer) for answer, prompt in zip(answers, prompts, strict=True) if prompt]
+
+    def check(self, prompts: list[list[int]]) -> None:
+        """Raises ValueError if the prompts cannot be continued: too many, an empty one, or one that is too long."""
         if len(prompts) > self.rows:
             raise ValueError(f"prompts: found {len(prompts)}, compiled for {self.rows} rows")
+        longest = self.capacity - self.new_tokens
         for prompt in prompts:
-            if not 0 < len(prompt) <= self.length:
-                raise ValueError(f"prompt: found {len(prompt)} tokens; needs 1 to {self.length}")
-        tokens = np.zeros((self.rows, self.length), np.int32)
-        lengths = np.zeros(self.rows, np.int32)  # 0 for a row without a prompt
-        for row, prompt in enumerate(prompts):
-            tokens[row, :len(prompt)] = prompt
-            lengths[row] = len(prompt)
-        index = np.broadcast_to(np.arange(self.length, dtype=np.int32), tokens.shape)
-        order = permutation(self.length, self.model.mesh.shape["sequence"], self.layout)
-        batch = {"tokens": tokens, "index": index, "segment_ids": (index < lengths[:, None]).astype(np.int32)}
-        batch = {name: np.ascontiguousarray(x[:, order]) for name, x in batch.items()}
-        generated = np.asarray(self._compiled(params, batch, lengths))
-        return [self._until_stop(row.tolist()) for row in generated[:len(prompts)]]
+            if not 0 < len(prompt) <= longest:
+                raise ValueError(f"prompt: found {len(prompt)} tokens; needs 1 to {longest}")
 
     def _until_stop(self, ids: list[int]) -> list[int]:
         stops = [i for i, token in enumerate(ids) if token in self.stop_ids]
         return ids[:stops[0]] if stops else ids
 
-    @property
-    def _row_length(self) -> int:
-        """Prompt and new tokens: with the RoPE rule `dynamic` all have one embedding, so that cached keys stay valid."""
-        return self.length + self.new_tokens
+    # Prefill
+
+    def _prefill(self, params: Shards, prompts: list[list[int]]) -> Cache:
+        """Returns a cache with all but the last token of each prompt, which the first step of decoding computes."""
+        cache = self.cached.empty() if self._cache is None else self._cache
+        done = np.array([_common(*pair) for pair in zip(self._tokens, prompts, strict=True)])
+        ends = np.maximum([len(prompt) - 1 for prompt in prompts], 0)
+        done = np.minimum(done, ends)
+        cache = self.cached.truncate(cache, done.astype(np.int32))
+        self._cache = None
+        while (done < ends).any():
+            batch, done = self._next_chunk(prompts, done, ends)
+            self.prefilled += int(batch["segment_ids"].sum())
+            cache = self.cached.prefill(params, cache, batch)
+        return cache
+
+    def _next_chunk(self, prompts: list[list[int]], done: np.ndarray, ends: np.ndarray) -> tuple[dict, np.ndarray]:
+        """Returns the next tokens of each prompt as `CachedModel.prefill` takes them, and how far the prompts then are."""
+        first = done // self.cached.ranks * self.cached.ranks
+        size, missing = self.chunk, int(np.max(np.where(done < ends, ends - first, 0)))
+        while size % (2 * self.cached.ranks) == 0 and size // 2 >= max(missing, SMALLEST_CHUNK * self.cached.ranks):
+            size //= 2
+        index = first[:, None] + np.arange(size)
+        is_new = (index >= done[:, None]) & (index < ends[:, None])
+        tokens = np.zeros((self.rows, size), np.int32)
+        for row, prompt in enumerate(prompts):
+            tokens[row, is_new[row]] = prompt[done[row]:min(first[row] + size, ends[row])]
+        batch = {"tokens": tokens, "index": index.astype(np.int32), "segment_ids": is_new.astype(np.int32)}
+        return batch, np.where(done < ends, np.minimum(first + size, ends), done)
+
+    # Decoding
 
     @functools.cached_property
-    def _compiled(self):
-        batch = dict.fromkeys(("tokens", "index", "segment_ids"), TOKENS)
-        return jax.jit(jax.shard_map(self._local, mesh=self.model.mesh, in_specs=(self.model.specs, batch, ROWS),
-                                     out_specs=ROWS, check_vma=False))
+    def _generate(self) -> Callable:
+        generate = jax.shard_map(self._local, mesh=self.model.mesh, in_specs=(self.model.specs, SPECS, ROWS, ROWS, ROWS),
+                                 out_specs=(SPECS, PartitionSpec()), check_vma=False)
+        return jax.jit(generate, donate_argnums=1)
 
-    def _local(self, params: Shards, batch: Batch, lengths: Int[Array, " B"]) -> Int[Array, "B new_tokens"]:
-        """Runs inside `shard_map`: returns the new tokens of this device's rows."""
-        model = self.model
-        coords = model.local_coords(batch)
-        x = model.local_embed(params, batch)
-        prefill = PrefillRunner(model.layer(self._row_length), model.weights)
-        x, prompt_kv = prefill.scan(model.weights.of_layers(params), x, batch["index"], coords)
-        x = model.parallel.whole(x)
-        # The last prompt token is on one device of the sequence axis: the others add zeros.
-        last = (batch["index"] == lengths[:, None] - 1)[..., None]
-        x = lax.psum(jnp.sum(jnp.where(last, x, 0).astype(jnp.float32), 1, keepdims=True), "sequence").astype(x.dtype)
-        first = self._choose(params, x)
-        rows, kv_heads = first.shape[0], prompt_kv[0].shape[3]
-        shape = (model.config.num_hidden_layers, rows, self.new_tokens, kv_heads, model.config.head_dim)
-        new_kv = (jnp.zeros(shape, x.dtype), jnp.zeros(shape, x.dtype))
+    def _local(self, params: Shards, cache: Cache, last: Int[Array, "B 1"], lengths: Int[Array, " B"],
+               draws: Int[Array, " B"]) -> tuple[Cache, Int[Array, "rows new_tokens"]]:
+        """Runs inside `shard_map`: returns the cache, and the new tokens of all rows.
 
-        def write(generated, is_active, token, step):
-            stops = functools.reduce(jnp.logical_or, [token[:, 0] == stop for stop in self.stop_ids], jnp.bool_(False))
-            return lax.dynamic_update_slice_in_dim(generated, token, step, 1), is_active & ~stops
-
+        Args:
+          last: each prompt's last token; lengths: its length, 0 for a row without a prompt.
+        """
         def unfinished(state):
-            step, _, _, is_active = state
+            step, _, _, _, is_active = state
             # All devices must stop at the same step, since every step has collectives.
-            return (step < self.new_tokens - 1) & (lax.psum(is_active.sum(), BATCH_AXES) > 0)
+            return (step < self.new_tokens) & (lax.psum(is_active.sum(), BATCH_AXES) > 0)
 
         def generate_one(state):
-            step, new_kv, generated, is_active = state
-            token = lax.dynamic_slice_in_dim(generated, step, 1, 1)
-            x, new_kv = self._token(params, token, lengths[:, None] + step, step, coords, prompt_kv, new_kv)
-            return step + 1, new_kv, *write(generated, is_active, self._choose(params, x), step + 1)
+            step, cache, token, generated, is_active = state
+            batch = {"tokens": token, "index": jnp.maximum(lengths - 1, 0)[:, None] + step,
+                     "segment_ids": is_active.astype(jnp.int32)[:, None]}
+            cache, logits = self.cached.local_extend(params, cache, batch)
+            token = self.sampling.choose(logits[:, -1], draws, step)[:, None]
+            stops = functools.reduce(jnp.logical_or, [token[:, 0] == stop for stop in self.stop_ids], jnp.bool_(False))
+            return step + 1, cache, token, lax.dynamic_update_slice_in_dim(generated, token, step, 1), is_active & ~stops
 
-        first_write = write(jnp.zeros((rows, self.new_tokens), jnp.int32), lengths > 0, first, 0)
-        return lax.while_loop(unfinished, generate_one, (jnp.int32(0), new_kv, *first_write))[2]
+        nothing = jnp.zeros((last.shape[0], self.new_tokens), jnp.int32)
+        _, cache, _, generated, _ = lax.while_loop(unfinished, generate_one, (jnp.int32(0), cache, last, nothing, lengths > 0))
+        return cache, lax.all_gather(generated, BATCH_AXES, tiled=True)  # so that each of several processes has all rows
 
-    def _choose(self, params: Shards, x: Float[Array, "B 1 E"]) -> Int[Array, "B 1"]:
-        """The most likely next token."""
-        return jnp.argmax(self.model.local_logits(params, x), -1).astype(jnp.int32)
+    # Memory
 
-    def _token(self, params, token, index, step, coords, prompt_kv, new_kv):
-        """Runs one new token [B, 1] at `index` through all layers; its keys and values are written to new_kv at `step`."""
-        model = dataclasses.replace(self.model, sequence_parallel=False)  # one token cannot be split
-        rows = token.shape[0]
-        new_index = index - step + jnp.arange(self.new_tokens)[None]
-        written = jnp.broadcast_to(jnp.arange(self.new_tokens)[None] <= step, (rows, self.new_tokens))
-        # A prompt is one document, which starts at 0.
-        new_coords = TokenCoords(new_index, written.astype(jnp.int32), jnp.zeros_like(new_index))
-        token_coords = TokenCoords(index, jnp.ones_like(index), jnp.zeros_like(index))
-        attend = functools.partial(model.kernel.forward, mask=model.mask, scale=model.config.head_dim ** -0.5)
-        decoder_layer = model.layer(self._row_length)
+    def longest_prompt(self, limit: int) -> int:
+        """Returns how many tokens a prompt may have for parameters, cache and the prefill of a chunk to fit in `limit` bytes of
+        each device. It is told from the memory of two prefills, one with a cache of half the size, which are compiled."""
+        half = self.capacity // 2
+        small, large = (self._prefill_bytes(dataclasses.replace(self.cached, capacity=size)) for size in (half, self.capacity))
+        per_token = max(large - small, 1) / (self.capacity - half)
+        return max(int(self.capacity + (limit - large) / per_token) - self.new_tokens, 0)
 
-        def run_layer(x, of_layer):
-            shards, (prompt_k, prompt_v), (new_k, new_v) = of_layer
-            weights = model.weights.layer(shards)
-            q, k, v = decoder_layer.project(weights, x, index)
-            new_k = lax.dynamic_update_slice_in_dim(new_k, k, step, 1)
-            new_v = lax.dynamic_update_slice_in_dim(new_v, v, step, 1)
-            queries = Queries(q, token_coords)
-            prompt = merge_over(attend(queries, Keys(prompt_k, prompt_v, coords)), "sequence")
-            attended = merge(prompt, attend(queries, Keys(new_k, new_v, new_coords))).out.astype(x.dtype)
-            return decoder_layer.finish(weights, x, attended), (new_k, new_v)
+    def _prefill_bytes(self, cached: CachedModel) -> int:
+        """Returns the bytes that a prefill takes on each device: parameters, cache and what the compiler adds."""
+        params = {name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32, sharding=self.model.shardings[name])
+                  for name, parameter in self.model.parameters.items()}
+        cache = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+                             cached.shapes, cached.shardings)
+        batch = dict.fromkeys(("tokens", "index", "segment_ids"), jax.ShapeDtypeStruct((self.rows, self.chunk), jnp.int32))
+        memory = cached._prefill.lower(params, cache, batch).compile().memory_analysis()
+        return memory.argument_size_in_bytes + memory.temp_size_in_bytes
 
-        x = model.local_embed(params, {"tokens": token})
-        return lax.scan(run_layer, x, (model.weights.of_layers(params), prompt_kv, new_kv))
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Returns how many tokens two prompts have in common at their beginning."""
+    shorter = min(len(a), len(b))
+    differs = np.flatnonzero(np.asarray(a[:shorter]) != np.asarray(b[:shorter]))
+    return int(differs[0]) if len(differs) else shorter

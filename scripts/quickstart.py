@@ -53,14 +53,13 @@ def newest_checkpoint(folder: pathlib.Path) -> pathlib.Path:
 
 
 def evaluation_command(config: RunConfig, checkpoint: pathlib.Path, output: pathlib.Path) -> list[str]:
-    """Returns the command that evaluates a checkpoint with the mesh, layout and precision of its recipe."""
+    """Returns the command that evaluates a checkpoint with the mesh and precision of its recipe."""
     mesh = config.mesh
     return [
         *("-m", "eval.line_retrieval", "--checkpoint", str(checkpoint), "--output", str(output)),
         *("--cases", *config.evaluate.line_cases, "--max-new-tokens", str(config.evaluate.max_new_tokens)),
         *("--rows", str(ROWS), "--simulate", str(mesh.simulate), "--compute-dtype", config.model.compute_dtype),
         *("--fsdp", str(mesh.fsdp), "--tensor", str(mesh.tensor), "--sequence", str(mesh.sequence)),
-        *("--layout", config.attention.layout),
     ]
 
 

@@ -38,7 +38,7 @@ def test_transformers_generates_the_same(trained, repository):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     from eval.line_cases import read
-    from eval.line_retrieval import padded_length, prompt_ids, stop_ids
+    from eval.runner import Prompt, prompt_ids, stop_ids
     from model.decode import Generator
     from trainer.build import build_llama
     from trainer.config.schema import MeshConfig, ModelConfig, RunConfig
@@ -49,13 +49,14 @@ def test_transformers_generates_the_same(trained, repository):
     source = open_model(str(run))
     tokenizer = source.tokenizer()
     cases = read(repository / "data/fixtures/line_cases.jsonl")[:ROWS - 1]
-    prompts = [prompt_ids(case, tokenizer, "tokenizer") for case in cases]
+    prompts = [prompt_ids(Prompt(case.prompt, NEW_TOKENS), tokenizer, "tokenizer") for case in cases]
     prompts.append(tokenizer.encode("Who are you?"))  # shorter, so that this row ends in padding
     mesh = make_mesh(MeshConfig(fsdp=2, tensor=2, sequence=2))
     model = build_llama(RunConfig(model=ModelConfig(compute_dtype="float32")), source.config, mesh)
-    length = padded_length(max(map(len, prompts)), 128)
     stops = stop_ids(source.config, tokenizer, "tokenizer")
-    ours = Generator(model, "striped", ROWS, length, NEW_TOKENS, stops)(source.read(model), prompts)
+    generator = Generator(model, rows=ROWS, capacity=max(map(len, prompts)) + NEW_TOKENS, new_tokens=NEW_TOKENS, stop_ids=stops,
+                          chunk=128)
+    ours = generator(source.read(model), prompts)
 
     theirs = transformers.AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
     for prompt, expected in zip(prompts, ours, strict=True):

@@ -6,7 +6,8 @@ import re
 import pytest
 
 from data.errors import UserError
-from eval.line_cases import KEY_STYLES, LineCase, generate, read, write
+from data.synthetic.split import is_evaluation
+from eval.line_cases import KEY_STYLES, LineCase, Wording, generate, read, wording_like, write
 from eval.scoring import last_integer
 
 
@@ -54,6 +55,63 @@ def test_our_own_fixture(repository):
     assert len(skeletons) == 1, "the short style has the same wording as the fixtures"
 
 
+STRANGE = Wording("Learn {this}\u2028by heart:\n\n", "* {{{key}}} = {number};\n", "\nSay what {{{key}}} is.  ", "strange.jsonl")
+
+
+@pytest.mark.parametrize("wording", [None, STRANGE], ids=["own", "strange"])
+def test_wording_is_taken_from_a_file(tmp_path, wording):
+    """Head, lines and question, to the letter; keys and numbers are others."""
+    write(generate(12, 2, seed=1, wording=wording), tmp_path / "strange.jsonl")
+    taken = wording_like(tmp_path / "strange.jsonl")
+    first, = generate(7, 1, seed=5, wording=wording)
+    again, = generate(7, 1, seed=5, wording=taken)
+    assert (again.prompt, again.correct_line) == (first.prompt, first.correct_line)
+    assert again.family == "adjective_noun, worded as strange.jsonl"
+    if wording:
+        assert taken == STRANGE
+
+
+@pytest.mark.parametrize("name", ["200_lines.jsonl", "400_lines.jsonl", "700_lines.jsonl"])
+def test_wording_of_longchat_s_files(repository, name):
+    path = repository.parent / "shared/data/longeval_lines" / name
+    if not path.exists():
+        pytest.skip(f"{path} is not here")
+    wording, (case, *_) = wording_like(path), read(path)
+    assert wording.line == "line {key}: REGISTER_CONTENT is <{number}>\n"
+    assert wording.head.startswith("Below is a record of lines I want you to remember.") and wording.head.endswith("start:\n\n")
+    assert case.prompt.startswith(wording.head)
+    key = case.correct_line.removeprefix("line ").split(":")[0]
+    assert case.prompt.endswith(wording.tail.format(key=key)) and "{key}" in wording.tail
+
+
+def test_a_file_that_does_not_show_its_wording_is_refused(tmp_path):
+    path = tmp_path / "odd.jsonl"
+    write([LineCase("Remember.\nline a: 7\nline b: 8\nline c: 9\nWhich?", 8, 3, "line b: 8\n")], path)
+    with pytest.raises(UserError, match="does not name the key 'b' after the lines"):
+        wording_like(path)
+    write([LineCase("line a: 7\nline a?", 7, 1, "line a: 7\n")], path)
+    with pytest.raises(UserError, match="cases of at least 3 lines"):
+        wording_like(path)
+
+
+def test_several_questions_have_the_same_lines():
+    cases = generate(20, 10, questions=4)
+    heads = [case.prompt[:case.prompt.index("\nNow")] for case in cases]
+    assert heads == [heads[0]] * 4 + [heads[4]] * 4 + [heads[8]] * 2 and len(set(heads)) == 3
+    assert len({case.correct_line for case in cases[:4]}) == 4
+    with pytest.raises(UserError, match="--questions: 21 about 20 lines"):
+        generate(20, 1, questions=21)
+
+
+def test_a_million_tokens():
+    """At about 24 tokens a line; no pair of key and number is one of training's."""
+    case, = generate(42_000, 1)
+    record = re.findall(r"^line (\S+): REGISTER_CONTENT is <(\d+)>$", case.prompt, re.MULTILINE)
+    assert len(record) == len({key for key, _ in record}) == len({number for _, number in record}) == 42_000
+    assert all(is_evaluation(*pair) for pair in record[::100])
+    assert case.depth == case.prompt.index(case.correct_line) / len(case.prompt)
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -79,6 +137,8 @@ def test_impossible_cases_are_errors():
         read("gone.jsonl")
     with pytest.raises(UserError, match="short has keys for 1 to"):
         generate(5000, 1, key_style="short")
+    with pytest.raises(UserError, match="adjective_noun has keys for 1 to 44999"):
+        generate(45_000, 1)
     with pytest.raises(UserError, match="valid: adjective_noun"):
         generate(5, 1, key_style="verb")
     assert LineCase("", 1, 200, "").family == LineCase("", 1, 680, "").family

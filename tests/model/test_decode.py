@@ -6,7 +6,7 @@ import torch
 
 from model.attention.kernels.counted import counted_kernel
 from model.config import LlamaConfig
-from model.decode import Generator
+from model.decode import Generator, Sampling
 from trainer.huggingface.read import read_hf
 
 from .build import llama, tiny
@@ -29,9 +29,15 @@ def test_tokens_equal_transformers_until_each_prompt_has_met_a_stop(tmp_path, sh
     stops = tuple({answer[place] for answer, place in zip(answers, (3, 6, 8), strict=True)})
     ends = [min(answer.index(stop) for stop in stops if stop in answer) for answer in answers]
     model = llama(config, shape)
-    generator = Generator(model, "striped", rows=4, length=64, new_tokens=12, stop_ids=stops)
-    compiled, computed = generator._compiled, []
-    vars(generator)["_compiled"] = lambda *given: computed.append(np.asarray(compiled(*given))) or computed[0]
+    generator = Generator(model, rows=4, capacity=76, new_tokens=12, stop_ids=stops, chunk=32)
+    compiled, computed = generator._generate, []
+
+    def generate(*arguments):
+        cache, tokens = compiled(*arguments)
+        computed.append(np.asarray(tokens))
+        return cache, tokens
+
+    vars(generator)["_generate"] = generate
     found = generator(read_hf(tmp_path, config, model.shardings), prompts)
     assert found == [answer[:end] for answer, end in zip(answers, ends, strict=True)] and len(set(ends)) > 1
     # With the last of them all decoding has ended: the fourth row, which no prompt fills, does not hold it up.
@@ -46,7 +52,7 @@ def test_tokens_are_those_of_one_forward_over_the_whole_row(tmp_path, rule):
     config = LlamaConfig.from_hf(tmp_path)
     prompts = [np.random.default_rng(length).integers(3, 128, length).tolist() for length in PROMPTS]
     model = llama(config, {"sequence": 2, "tensor": 2})
-    answers = Generator(model, "striped", rows=4, length=64, new_tokens=12, stop_ids=())(
+    answers = Generator(model, rows=4, capacity=76, new_tokens=12, stop_ids=(), chunk=32)(
         read_hf(tmp_path, config, model.shardings), prompts)
     for prompt, answer in zip(prompts, answers, strict=True):
         row = np.zeros((1, 64 + 12), np.int64)
@@ -58,13 +64,13 @@ def test_no_token_is_computed_that_is_not_asked_for():
     """Of 3 new tokens the prompt's last one gives the first, and the third is never run through the layers."""
     seen = set()
     model = llama(tiny(), kernel=counted_kernel(lambda rank, query, key: seen.add(int(query)), 16, 16))
-    Generator(model, "striped", rows=1, length=32, new_tokens=3, stop_ids=())(model.init(0), [[5] * 32])
+    Generator(model, rows=1, capacity=35, new_tokens=3, stop_ids=())(model.init(0), [[5] * 32])
     jax.effects_barrier()
-    assert seen == {0, 16, 32, 33}
+    assert seen == {0, 16, 31, 32, 33}
 
 
 def test_prompts_that_do_not_fit_are_refused():
-    generator = Generator(llama(tiny()), "striped", rows=1, length=64, new_tokens=4, stop_ids=(2,))
+    generator = Generator(llama(tiny()), rows=1, capacity=68, new_tokens=4, stop_ids=(2,))
     with pytest.raises(ValueError, match="found 65 tokens; needs 1 to 64"):
         generator({}, [[1] * 65])
     with pytest.raises(ValueError, match="found 2, compiled for 1 rows"):
@@ -74,3 +80,127 @@ def test_prompts_that_do_not_fit_are_refused():
 def test_devices_are_eight():
     """What every test here takes for granted."""
     assert len(jax.devices()) == 8
+
+
+def answers_on(axes, config, params_of, prompts, new_tokens=8, **options):
+    """Returns the generator on a mesh, and its continuations of the prompts."""
+    model = llama(config, axes, **options.pop("model", {}))
+    generator = Generator(model, **{"rows": len(prompts), "capacity": max(map(len, prompts)) + new_tokens, "stop_ids": (),
+                                    "new_tokens": new_tokens, **options})
+    return generator, generator(params_of(model), prompts)
+
+
+def check_against_transformers(truth, prompts, answers, within=1e-3):
+    """Asserts that each token is transformers' most likely one, but where its two best logits are within 1e-3."""
+    decided = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        logits = transformers_logits(truth, np.array([prompt + answer]))[0, len(prompt) - 1:-1]
+        second, best = np.sort(logits, -1)[:, -2:].T
+        clear = best - second > within
+        assert (logits.argmax(-1) == answer)[clear].all()
+        decided += clear.sum()
+    assert decided > 0.9 * sum(map(len, answers))
+
+
+@pytest.mark.parametrize(("schedule", "lengths"), [
+    ("ring", (300, 37, 1)),
+    pytest.param("all_gather", (300, 37, 1), marks=pytest.mark.slow),
+    pytest.param("balanced", (300, 37, 1), marks=pytest.mark.slow),
+    pytest.param({"name": "ulysses"}, (300, 37, 1), marks=pytest.mark.slow),
+    pytest.param({"name": "attention2d"}, (300, 37, 1), marks=pytest.mark.slow),
+    pytest.param("ring", (8192, *range(7000, 8191, 63)), marks=pytest.mark.slow),
+], ids=str)
+def test_eight_devices_give_the_tokens_of_one_and_of_transformers(tmp_path, schedule, lengths):
+    """Prompts of different lengths together, prefilled in several chunks; 20 of up to 8,192 tokens in soak."""
+    truth = saved_by_transformers(tmp_path, tiny(max_position_embeddings=8300), None).eval()
+    config = LlamaConfig.from_hf(tmp_path)
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(3, 128, length).tolist() for length in lengths]
+    chunk = 64 if max(lengths) < 1000 else 1024
+
+    def params_of(model):
+        return read_hf(tmp_path, config, model.shardings)
+
+    eight, answers = answers_on({"sequence": 8}, config, params_of, prompts, chunk=chunk, model={"schedule": schedule})
+    _, expected = answers_on({}, config, params_of, prompts, chunk=chunk)
+    assert answers == expected and eight.prefilled == sum(lengths) - len(lengths)
+    check_against_transformers(truth, prompts, answers)
+
+
+def test_questions_to_one_context_prefill_it_once(tmp_path):
+    config, rng = tiny(), np.random.default_rng(0)
+    model = llama(config, {"sequence": 4})
+    params = model.init(0)
+    context = rng.integers(3, 128, 200).tolist()
+    questions = [context + rng.integers(3, 128, length).tolist() for length in (9, 1, 30, 9)] + [context[:100], context]
+    generator = Generator(model, rows=1, capacity=240, new_tokens=6, stop_ids=(), chunk=64)
+    answers, costs = [], []
+    for question in questions:
+        before = generator.prefilled
+        answers += generator(params, [question])
+        costs.append(generator.prefilled - before)
+    # All but the last token, which decoding computes; from token 100 on they were forgotten when the shorter prompt came.
+    assert costs == [208, 0, 29, 8, 0, 99]
+    expected = []
+    for question in questions:
+        generator.forget()
+        expected += generator(params, [question])
+    assert answers == expected and len({tuple(answer) for answer in answers}) > 1
+
+
+def test_each_device_keeps_its_share_of_the_cache():
+    """Of 2 layers, 2 key heads of 8 numbers in float32 a token takes 256 bytes, and 8 for its coordinates."""
+    sizes = []
+    for devices in (1, 2, 4, 8):
+        cached = Generator(llama(tiny(), {"sequence": devices}), rows=2, capacity=1024, new_tokens=4, stop_ids=()).cached
+        sizes.append(cached.bytes_per_device)
+        shards = [array.addressable_shards[0].data.nbytes for array in cached.empty()]
+        assert sum(shards) == sizes[-1] == 2 * 1024 // devices * (2 * 2 * 2 * 8 * 4 + 8)
+    assert sizes == [sizes[0], sizes[0] // 2, sizes[0] // 4, sizes[0] // 8]
+
+
+def test_the_longest_prompt_is_that_whose_prefill_takes_the_memory():
+    """Told from a short capacity; the truth is what the compiler says of a prefill with a cache of the answer's size."""
+    model = llama(tiny(), {"sequence": 2})
+
+    def bytes_of(capacity):
+        generator = Generator(model, rows=1, capacity=capacity, new_tokens=10, stop_ids=(), chunk=64)
+        cached = generator.cached
+        shapes = [jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), arrays, shardings)
+                  for arrays, shardings in ((jax.eval_shape(lambda: model.init(0)), model.shardings),
+                                            (cached.shapes, cached.shardings))]
+        batch = {name: np.zeros((1, 64), np.int32) for name in ("tokens", "index", "segment_ids")}
+        memory = cached._prefill.lower(*shapes, batch).compile().memory_analysis()
+        return generator, memory.argument_size_in_bytes + memory.temp_size_in_bytes
+
+    generator, _ = bytes_of(2048)
+    _, limit = bytes_of(20_000)
+    assert generator.longest_prompt(limit) == pytest.approx(20_000, rel=0.02)
+    assert generator.longest_prompt(1000) == 0
+
+
+def test_sampling_draws_from_the_distribution():
+    logits = np.log(np.array([[0.5, 0.25, 0.15, 0.1]], np.float32)).repeat(4000, 0)
+
+    def shares(**options):
+        tokens = Sampling(seed=1, **options).choose(jax.numpy.asarray(logits), np.arange(4000), jax.numpy.int32(3))
+        return np.bincount(np.asarray(tokens), minlength=4) / 4000
+
+    np.testing.assert_allclose(shares(temperature=1.0), [0.5, 0.25, 0.15, 0.1], atol=0.03)
+    squares = np.array([0.25, 0.0625, 0.0225, 0.01])
+    np.testing.assert_allclose(shares(temperature=0.5), squares / squares.sum(), atol=0.03)
+    np.testing.assert_allclose(shares(temperature=1.0, top_p=0.7), [2 / 3, 1 / 3, 0, 0], atol=0.03)
+    assert shares(temperature=1.0, top_p=0.1)[0] == shares()[0] == 1
+    for wrong in ({"temperature": -1}, {"top_p": 0}, {"top_p": 1.5}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            Sampling(**wrong)
+
+
+def test_sampled_tokens_are_those_of_any_mesh():
+    config, prompts = tiny(), [[5, 9, 77], [8] * 40]
+    sampling = Sampling(temperature=1.0, seed=3)
+    whole = llama(config).init(0)
+    _, answers = answers_on({}, config, lambda model: whole, prompts, sampling=sampling)
+    _, others = answers_on({"fsdp": 2, "sequence": 2}, config, lambda model: jax.device_put(whole, model.shardings), prompts,
+                           sampling=sampling)
+    assert answers == others and answers[0] != answers[1]

@@ -63,7 +63,7 @@ def test_decoding_sees_what_training_sees(model_of, mask):
     window leaves the prompts behind."""
     truth, model, params = model_of(mask, {"sequence": 4})
     prompts = [np.random.default_rng(length).integers(3, 128, length).tolist() for length in (2, 31, 52)]
-    answers = Generator(model, "striped", rows=3, length=52, new_tokens=12, stop_ids=())(params, prompts)
+    answers = Generator(model, rows=3, capacity=64, new_tokens=12, stop_ids=(), chunk=16)(params, prompts)
     rows, index = np.zeros((3, 64), np.int32), np.broadcast_to(np.arange(64, dtype=np.int32), (3, 64))
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         rows[row, :len(prompt) + 12] = prompt + answer

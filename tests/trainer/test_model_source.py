@@ -8,7 +8,7 @@ import pytest
 
 from data.tokenizer import Tokenizer
 from eval.line_cases import generate
-from eval.line_retrieval import prompt_ids, stop_ids
+from eval.runner import Prompt, prompt_ids, stop_ids
 from model.config import LlamaConfig
 from trainer.config.schema import DataConfig, ModelConfig, SourceConfig
 from trainer.model_source import choose_model, for_templates, open_model
@@ -113,6 +113,6 @@ def test_line_retrieval_asks_and_stops_as_the_template_says(base):
     tokenizer, config = Tokenizer.load(base), LlamaConfig.from_hf(base)
     case, = generate(2, 1, key_style="short")
     assert stop_ids(config, tokenizer, "chatml") == (2, 1025) and stop_ids(config, tokenizer, "vicuna_v1.1") == (2,)
-    chat, plain = (prompt_ids(case, tokenizer, template) for template in ("chatml", None))
+    chat, plain = (prompt_ids(Prompt(case.prompt, 1), tokenizer, template) for template in ("chatml", None))
     assert tokenizer.decode(chat, skip_control=False) == f"<|im_start|>user\n{case.prompt}<|im_end|>\n<|im_start|>assistant\n"
     assert plain == [1, *tokenizer.encode(case.prompt)] and stop_ids(config, tokenizer, None) == (2,)

@@ -41,11 +41,12 @@ def test_train_runs_it_and_its_checkpoint_says_so(run):
 def test_line_retrieval_answers_under_the_same_mask(run, tmp_path, monkeypatch):
     seen = []
 
-    def generator(llama, layout, rows, length, new_tokens, stop_ids):
-        seen.append(llama.mask)
-        return lambda params, prompts: [[5]] * len(prompts)
+    class Generator(model.decode.Generator):
+        def __call__(self, params, prompts):
+            seen.append(self.model.mask)
+            return [[5]] * len(prompts)
 
-    monkeypatch.setattr(model.decode, "Generator", generator)
+    monkeypatch.setattr(model.decode, "Generator", Generator)
     monkeypatch.setattr(entry, "keep_compiled", lambda: None)
     line_retrieval.evaluate(line_retrieval.parse(
         ["--checkpoint", str(run), "--lines", "2", "--count", "1", "--sequence", "8", "--output", str(tmp_path / "found")]))

@@ -1,0 +1,368 @@
+"""What evaluations that ask a model questions share: flags, the model, prompts, answers that survive an interruption."""
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from data.conversation import Message
+from data.errors import UserError
+from data.templates import NAMES, end_ids, render
+from data.tokenizer import Tokenizer
+from model.attention.names import SCHEDULES
+from model.config import LlamaConfig
+from trainer import entry
+
+if TYPE_CHECKING:
+    from model.decode import Generator, Sampling
+    from model.llama import Llama
+
+JOURNAL = "answers.jsonl"
+
+
+def add_flags(parser: argparse.ArgumentParser, new_tokens: int | None = 100) -> None:
+    """Adds the flags that all evaluations share.
+
+    Args:
+      new_tokens: default of --max-new-tokens; None for a test that says itself how long its answers are.
+    """
+    parser.add_argument("--checkpoint", required=True, help="checkpoint, run folder, Hugging Face folder or org/name")
+    parser.add_argument("--output", required=True, help="folder for the results; the same command again continues an "
+                        "evaluation that was interrupted")
+    parser.add_argument("--template", choices=NAMES, help="chat template of the question (default: the model's own; plain text "
+                        "for a model without one)")
+    parser.add_argument("--rows", type=int, default=1, help="number of prompts in a batch (default 1)")
+    if new_tokens is not None:
+        parser.add_argument("--max-new-tokens", type=entry.at_least_one, default=new_tokens,
+                            help=f"number of tokens of the longest answer (default {new_tokens})")
+    for axis in ("fsdp", "tensor", "sequence"):
+        parser.add_argument(f"--{axis}", type=entry.at_least_one, default=1, help=f"number of devices along {axis}")
+    parser.add_argument("--simulate", type=int, default=0, help="simulate this many devices on the CPU; 0 uses the machine's")
+    parser.add_argument("--compute-dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--schedule", default="ring", choices=sorted(SCHEDULES), help="attention schedule of the prefill")
+    parser.add_argument("--chunk", type=entry.at_least_one, default=4096, help="tokens of a prompt that are computed at once, "
+                        "over all devices (default 4096)")
+    parser.add_argument("--memory-gib", type=float, help="memory of a device that may be used (default: all that it has)")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the most likely token (default); above it, "
+                        "tokens are sampled")
+    parser.add_argument("--top-p", type=float, default=1.0, help="sample from the most likely tokens of this total probability")
+    parser.add_argument("--sample-seed", type=int, default=0, help="seed of the sampling")
+    parser.add_argument("--replicate", action="store_true", help="keep a copy of all weights on every device; if the model "
+                        "fits, this is much faster, since decoding gathers no weights")
+
+
+def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
+    """Returns the options of the command line, and as `command` the whole line."""
+    args = parser.parse_args(argv)
+    args.command = [*parser.prog.split(), *(sys.argv[1:] if argv is None else argv)]
+    return args
+
+
+def check_flags(args: argparse.Namespace) -> None:
+    """Raises UserError if the shared flags contradict each other."""
+    if args.rows < 1 or args.rows % args.fsdp:
+        next_multiple = max(-(-args.rows // args.fsdp), 1) * args.fsdp
+        raise UserError(f"--rows: {args.rows} is no multiple of --fsdp {args.fsdp}; {next_multiple} would work")
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """A question as text.
+
+    Attributes:
+      text: of the user's turn, or all turns so far.
+      new_tokens: most tokens of the answer.
+      prefix: beginning of the answer, which the model continues.
+    """
+
+    text: str | tuple[Message, ...]
+    new_tokens: int
+    prefix: str = ""
+
+    @property
+    def key(self) -> str:
+        """A hash by which its answer is found again."""
+        turns = [("user", self.text)] if isinstance(self.text, str) else [(turn.role, turn.content) for turn in self.text]
+        return hashlib.sha256(json.dumps([turns, self.new_tokens, self.prefix]).encode()).hexdigest()[:32]
+
+
+@dataclasses.dataclass(frozen=True)
+class Answer:
+    """The generated text, and the number of tokens of its prompt."""
+
+    generated: str
+    prompt_tokens: int
+
+
+class Journal:
+    """The answers so far, in a file to which each is added at once; of a line that was cut off by a crash nothing counts.
+
+    Raises:
+      UserError: the file holds answers of another model, or to other settings; the first difference is named.
+    """
+
+    def __init__(self, path: Path, about: dict[str, Any]) -> None:
+        self.path = path
+        self.answers: dict[str, Answer] = {}
+        whole, offset = _whole_lines(path)
+        if whole:
+            _check_about(path, whole[0], about)
+            self.answers = {line["key"]: Answer(line["generated"], line["prompt_tokens"]) for line in whole[1:]}
+        self._file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115 - open as long as the evaluation
+        self._file.truncate(offset)
+        self._file.seek(offset)
+        if not whole:
+            self._write(about)
+
+    def add(self, key: str, answer: Answer) -> None:
+        """Adds an answer."""
+        self.answers[key] = answer
+        self._write({"key": key, **dataclasses.asdict(answer)})
+
+    def _write(self, line: dict[str, Any]) -> None:
+        self._file.write(json.dumps(line).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+
+def _whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Returns the lines of a journal up to the first that is not whole, and the bytes that they take."""
+    lines, offset = [], 0
+    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            break
+        if not line.endswith(b"\n"):
+            return lines[:-1], offset
+        offset += len(line)
+    return lines, offset
+
+
+def _check_about(path: Path, saved: dict[str, Any], about: dict[str, Any]) -> None:
+    for name, value in about.items():
+        if saved.get(name) != value:
+            raise UserError(f"{path}: has answers with {name} = {saved.get(name)!r}, now it is {value!r}; another --output, or "
+                            "removing this file, would work")
+
+
+def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, template: str | None) -> list[int]:
+    """Returns the ids of a prompt: its turns in the chat template, or plain text without a template."""
+    prefix = tokenizer.encode(prompt.prefix) if prompt.prefix else []
+    turns = (Message("user", prompt.text),) if isinstance(prompt.text, str) else prompt.text
+    if template:
+        segments = render(list(turns), template, tokenizer, add_generation_prompt=True)
+        return [token for segment in segments for token in segment.ids] + prefix
+    text = "\n\n".join(turn.content for turn in turns)
+    return [*([tokenizer.bos_id] if tokenizer.bos_id is not None else []), *tokenizer.encode(text), *prefix]
+
+
+def stop_ids(config: LlamaConfig, tokenizer: Tokenizer, template: str | None) -> tuple[int, ...]:
+    """Returns the ids that end an answer: the model's and the tokenizer's EOS, and the template's end of a turn."""
+    eos = config.eos_token_id if isinstance(config.eos_token_id, tuple) else (config.eos_token_id,)
+    ends = end_ids(template, tokenizer) if template else ()
+    return tuple(sorted({int(i) for i in (*eos, *ends, tokenizer.eos_id) if i is not None and i >= 0}))
+
+
+def padded_length(length: int, multiple: int) -> int:
+    """Returns the length to compile for: a multiple of `multiple`, rounded up so that few lengths need to be compiled.
+
+    For lengths that are large compared with `multiple`, at most an eighth is added.
+    """
+    step = max(multiple, 2 ** max(length.bit_length() - 4, 0) // multiple * multiple)
+    return -(-length // step) * step
+
+
+@dataclasses.dataclass(frozen=True)
+class Respondent:
+    """A model that answers questions.
+
+    Attributes:
+      template: of chats; None asks in plain text.
+      rows, chunk, sampling: see `model.decode.Generator`.
+      trained_length: tokens of the contexts that it was trained on.
+      limit: bytes of a device that may be used; None if that is not known.
+    """
+
+    model: Llama
+    tokenizer: Tokenizer
+    template: str | None
+    stops: tuple[int, ...]
+    trained_length: int
+    rows: int
+    chunk: int
+    sampling: Sampling
+    limit: int | None = None
+
+    def ids(self, prompt: Prompt) -> list[int]:
+        """Returns the ids of a prompt."""
+        return prompt_ids(prompt, self.tokenizer, self.template)
+
+    def count(self, text: str) -> int:
+        """Returns the number of tokens of a user's turn of this text."""
+        return len(self.ids(Prompt(text, 1)))
+
+    def answer(self, params: dict, prompts: Sequence[Prompt], journal: Journal | None = None,
+               on_answer: Callable[[int], None] = lambda count: None) -> list[Answer]:
+        """Returns the answer to each prompt.
+
+        Prompts of similar lengths are answered together, those with a common beginning one after the other, so that it is
+        computed once.
+
+        Args:
+          params: the model's parameters.
+          journal: answers that are there already, and receives the others.
+          on_answer: called with the number of prompts that have just been answered.
+
+        Raises:
+          UserError: a prompt is longer than what fits in memory.
+        """
+        answers = dict(journal.answers) if journal else {}
+        on_answer(sum(prompt.key in answers for prompt in prompts))
+        waiting = {prompt.key: prompt for prompt in prompts if prompt.key not in answers}
+        ids = {key: self.ids(prompt) for key, prompt in waiting.items()}
+        repeats = collections.Counter(prompt.key for prompt in prompts)
+        generator: Generator | None = None
+        for capacity, new_tokens, keys in self._batches(waiting, ids):
+            if generator is None or (generator.capacity, generator.new_tokens) != (capacity, new_tokens):
+                generator = self._generator(params, capacity, new_tokens, max(len(ids[key]) for key in ids))
+            for key, generated in zip(keys, generator(params, [ids[key] for key in keys]), strict=True):
+                answers[key] = Answer(self.tokenizer.decode(generated), len(ids[key]))
+                if journal:
+                    journal.add(key, answers[key])
+                on_answer(repeats[key])
+        return [answers[prompt.key] for prompt in prompts]
+
+    def _batches(self, prompts: dict[str, Prompt], ids: dict[str, list[int]]) -> Iterator[tuple[int, int, list[str]]]:
+        """Yields capacity, new tokens, and the keys of at most `rows` prompts.
+
+        Neighbours in the order of their ids have the longest common beginnings; each row of the batches gets a run of them.
+        """
+        groups: dict[tuple[int, int], list[str]] = {}
+        for key, prompt in prompts.items():
+            capacity = padded_length(len(ids[key]) + prompt.new_tokens, 64 * self.model.mesh.shape["sequence"])
+            groups.setdefault((capacity, prompt.new_tokens), []).append(key)
+        for (capacity, new_tokens), keys in sorted(groups.items()):
+            keys.sort(key=ids.__getitem__)
+            run = -(-len(keys) // self.rows)
+            for number in range(run):
+                yield capacity, new_tokens, keys[number::run]
+
+    def _generator(self, params: dict, capacity: int, new_tokens: int, longest: int) -> Generator:
+        from model.decode import Generator
+
+        generator = Generator(self.model, rows=self.rows, capacity=capacity, new_tokens=new_tokens, stop_ids=self.stops,
+                              chunk=min(self.chunk, capacity), sampling=self.sampling)
+        needed = generator.cached.bytes_per_device + sum(x.addressable_shards[0].data.nbytes for x in params.values())
+        if self.limit is not None and 2 * needed > self.limit:  # else there is no doubt, and no need to compile for it
+            fitting = generator.longest_prompt(self.limit)
+            if fitting + new_tokens < capacity:
+                raise UserError(f"prompts: the longest has {longest:,} tokens; in the {self.limit / 2**30:.1f} GiB of a device "
+                                f"{fitting:,} tokens would fit, with {self.rows} rows at a time; fewer --rows, a smaller "
+                                "--chunk or more devices along --sequence make room")
+        return generator
+
+
+def memory_limit(device: Any, devices: int, gib: float | None) -> int | None:
+    """Returns the bytes of a device that may be used: `gib`, else what its runtime says; on a CPU its share of the machine."""
+    if gib is not None:
+        return int(gib * 2**30)
+    if limit := (device.memory_stats() or {}).get("bytes_limit"):
+        return int(limit)
+    if device.platform == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices
+    return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A model that a command line names, ready to answer, with its parameters, and what results.json says about it."""
+
+    respondent: Respondent
+    params: dict
+    about: dict[str, Any]
+
+    def answer(self, prompts: Sequence[Prompt], output: str | Path) -> list[Answer]:
+        """Returns the answer to each prompt, and shows the progress; answers in the folder `output` are not asked for again."""
+        names = ("model", "template", "compute_dtype", "sampling")
+        journal = Journal(Path(output) / JOURNAL, {name: self.about[name] for name in names})
+        try:
+            with _progress(len(prompts), sum(prompt.key in journal.answers for prompt in prompts)) as advance:
+                return self.respondent.answer(self.params, prompts, journal, advance)
+        finally:
+            journal.close()
+
+
+class _progress:
+    """Shows how many answers there are: a bar on a terminal, elsewhere a line each half minute."""
+
+    def __init__(self, total: int, done: int) -> None:
+        self.total, self.done, self.printed = total, 0, time.monotonic()
+        self.bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
+                            TimeRemainingColumn(), disable=not sys.stdout.isatty())
+        if done:
+            print(f"{done} of {total} answers are there already")
+
+    def __enter__(self) -> Callable[[int], None]:
+        self.bar.start()
+        self.task = self.bar.add_task("answering", total=self.total)
+        return self.advance
+
+    def __exit__(self, *error: object) -> None:
+        self.bar.stop()
+
+    def advance(self, count: int) -> None:
+        self.done += count
+        self.bar.advance(self.task, count)
+        if self.bar.disable and time.monotonic() - self.printed > 30:
+            self.printed = time.monotonic()
+            print(f"{self.done} of {self.total} answers", flush=True)
+
+
+def open_respondent(args: argparse.Namespace) -> Opened:
+    """Opens the model that the shared flags describe."""
+    # Imported only now, so that a wrong option is reported at once.
+    import jax
+
+    from model.decode import Sampling
+    from model.sharding import STORAGE_AXES
+    from trainer.build import build_llama
+    from trainer.config.schema import AttentionConfig, MeshConfig, ModelConfig, RunConfig
+    from trainer.mesh import make_mesh, simulate
+    from trainer.model_source import open_model
+
+    sampling = Sampling(args.temperature, args.top_p, args.sample_seed)
+    if args.simulate:
+        simulate(args.simulate)
+    entry.keep_compiled()
+    source = open_model(args.checkpoint)
+    tokenizer = source.tokenizer()
+    template = args.template or ("tokenizer" if tokenizer.chat_template else None)
+    mesh = make_mesh(MeshConfig(fsdp=args.fsdp, tensor=args.tensor, sequence=args.sequence), schedule=args.schedule)
+    config = RunConfig(model=ModelConfig(compute_dtype=args.compute_dtype),
+                       attention=AttentionConfig(schedule=args.schedule, window=source.mask.window,
+                                                 global_tokens=source.mask.global_tokens))
+    model = build_llama(config, source.config, mesh, () if args.replicate else STORAGE_AXES)
+    device = mesh.devices.flat[0]
+    respondent = Respondent(model, tokenizer, template, stop_ids(source.config, tokenizer, template),
+                            source.config.max_position_embeddings, args.rows, args.chunk, sampling,
+                            memory_limit(device, mesh.size, args.memory_gib))
+    about = {"checkpoint": str(args.checkpoint), "model": source.fingerprint, "trained_length": respondent.trained_length,
+             "template": template, "compute_dtype": args.compute_dtype, "sampling": dataclasses.asdict(sampling),
+             "mesh": {axis: int(size) for axis, size in mesh.shape.items()}, "schedule": args.schedule,
+             "versions": {"jax": jax.__version__, "device": device.device_kind},
+             "command": args.command}
+    return Opened(respondent, source.read(model), about)

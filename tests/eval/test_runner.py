@@ -1,0 +1,137 @@
+"""The frame of evaluations: answers survive an interruption, contexts are read once, what does not fit is refused."""
+import collections
+import dataclasses
+import json
+
+import jax
+import pytest
+
+from data.errors import UserError
+from eval import line_cases, line_retrieval, report, runner
+from model.decode import Sampling
+from tests.model.build import llama, tiny
+
+
+class Letters:
+    """A tokenizer whose ids are the letters' code points."""
+
+    bos_id = chat_template = None
+
+    def encode(self, text):
+        return [ord(letter) % 128 for letter in text]
+
+    def decode(self, ids):
+        return "".join(map(chr, ids))
+
+
+def respondent(**options):
+    model = llama(tiny())
+    fields = {"rows": 2, "chunk": 64, "sampling": Sampling(), **options}
+    return runner.Respondent(model, Letters(), None, (), 4096, **fields), model.init(0)
+
+
+ABOUT = {"model": "abc", "sampling": {"temperature": 0.0}}
+
+
+def test_each_row_is_asked_about_one_context_after_another():
+    """Of 3 contexts with 4 questions each the first is split among the rows; a prompt that comes twice is asked once."""
+    asked, params = respondent()
+    contexts = [letter * 300 for letter in "abc"]
+    prompts = [runner.Prompt(context + question, 4) for question in "wxyz" for context in contexts]
+    batches = [keys for _, _, keys in asked._batches({prompt.key: prompt for prompt in prompts},
+                                                     {prompt.key: asked.ids(prompt) for prompt in prompts})]
+    text = {prompt.key: prompt.text for prompt in prompts}
+    assert [[text[key][0] + text[key][-1] for key in keys] for keys in batches] == [
+        ["aw", "by"], ["ax", "bz"], ["ay", "cw"], ["az", "cx"], ["bw", "cy"], ["bx", "cz"]]
+    counts = []
+    answers = asked.answer(params, [*prompts[:3], prompts[0]], on_answer=counts.append)
+    assert answers[0] == answers[3] and sum(counts) == 4 and answers[0].prompt_tokens == 301
+
+
+def test_an_interrupted_evaluation_goes_on_and_counts_nothing_twice(tmp_path, monkeypatch):
+    asked, params = respondent(rows=1)
+    prompts = [runner.Prompt(f"question {number}?", 3) for number in range(5)]
+    path = tmp_path / "answers.jsonl"
+    expected = asked.answer(params, prompts)
+
+    class Stop(Exception):
+        pass
+
+    def stop(count, seen=collections.Counter()):  # noqa: B006 - counts over calls
+        seen["answers"] += count
+        if seen["answers"] == 3:
+            raise Stop
+
+    journal = runner.Journal(path, ABOUT)
+    with pytest.raises(Stop):
+        asked.answer(params, prompts, journal, stop)
+    journal.close()
+    whole = path.read_bytes()
+    assert whole.count(b"\n") == 4
+    path.write_bytes(whole[:-7])  # the crash came while the third answer was written
+    journal, counts = runner.Journal(path, ABOUT), []
+    assert len(journal.answers) == 2
+    assert asked.answer(params, prompts, journal, counts.append) == expected
+    journal.close()
+    assert counts == [2, 1, 1, 1]
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert len(lines) == 6 and len({line["key"] for line in lines[1:]}) == 5
+    again = runner.Journal(path, ABOUT)
+    monkeypatch.setattr(runner.Respondent, "_generator", lambda *_: pytest.fail("asked again"))
+    assert asked.answer(params, prompts, again) == expected
+    again.close()
+    with pytest.raises(UserError, match="has answers with model = 'abc', now it is 'def'; another --output"):
+        runner.Journal(path, {**ABOUT, "model": "def"})
+
+
+def test_prompts_beyond_memory_are_refused_with_the_longest_that_fits():
+    asked, params = respondent(rows=1)
+    prompt = runner.Prompt("a" * 3000, 4)
+    weights = sum(x.addressable_shards[0].data.nbytes for x in params.values())
+    tight = dataclasses.replace(asked, limit=weights + 500_000)
+    with pytest.raises(UserError, match="the longest has 3,000 tokens; in the") as refused:
+        tight.answer(params, [prompt])
+    fitting = int(str(refused.value).split(" GiB of a device ")[1].split(" tokens")[0].replace(",", ""))
+    assert 500 < fitting < 3000
+    shorter = runner.Prompt("a" * (fitting // 128 * 128 - 128), 4)
+    assert len(tight.answer(params, [shorter])) == 1
+
+
+def test_the_limit_is_the_flag_or_the_machine(monkeypatch):
+    device = jax.devices()[0]
+    assert runner.memory_limit(device, 8, 0.5) == 2**29
+    assert 2**28 < runner.memory_limit(device, 8, None) == runner.memory_limit(device, 1, None) // 8
+
+
+def arguments(hf_model, output, *flags):
+    return ["--checkpoint", str(hf_model), "--output", str(output), "--keys", "short", "--lines", "3", "--count", "4", "--rows",
+            "2", "--max-new-tokens", "3", "--compute-dtype", "float32", "--fsdp", "2", "--sequence", "4", *flags]
+
+
+def test_line_retrieval_end_to_end(hf_model, tmp_path, monkeypatch, capsys):
+    """With a file's cases, generated ones, those that fill a number of tokens, and another evaluation in the plot."""
+    monkeypatch.setattr("trainer.entry.keep_compiled", lambda: None)
+    cases = tmp_path / "cases.jsonl"
+    line_cases.write(line_cases.generate(2, 2, key_style="short"), cases)
+    assert line_retrieval.main(arguments(hf_model, tmp_path / "a")) == 0
+    assert line_retrieval.main(arguments(hf_model, tmp_path / "b", "--cases", str(cases), "--tokens", "300", "--questions", "2",
+                                         "--beside", str(tmp_path / "a"))) == 0
+    results = json.loads((tmp_path / "b" / "results.json").read_text())
+    rows = results["within_trained_length"] + results["beyond_trained_length"]
+    assert {(row["source"], row["num_lines"]) for row in rows} >= {("cases.jsonl", 2), ("generated", 3)}
+    filled = max(rows, key=lambda row: row["num_lines"])
+    assert filled["num_lines"] == 8 or 250 < filled["mean_prompt_tokens"] + 3 <= 300
+    assert sum(row["cases"] for row in rows) == sum(row["cases"] for row in results["by_depth"]) == 10
+    assert results["about"]["schedule"] == "ring" and results["about"]["command"][-1] == str(tmp_path / "a")
+    assert (tmp_path / "b" / "line_depth.png").read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    assert line_retrieval.main(arguments(hf_model, tmp_path / "a")) == 0
+    assert "4 of 4 answers are there already" in capsys.readouterr().out
+    assert line_retrieval.main(arguments(hf_model, tmp_path / "a", "--temperature", "1")) == 2
+    assert "has answers with sampling" in capsys.readouterr().err
+
+
+def test_beside_needs_results(tmp_path):
+    (tmp_path / "results.json").write_text("[]")
+    with pytest.raises(UserError, match="no results of line retrieval"):
+        report.read(tmp_path)
