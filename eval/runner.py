@@ -195,6 +195,7 @@ class Respondent:
       rows, chunk, sampling: see `model.decode.Generator`.
       trained_length: tokens of the contexts that it was trained on.
       limit: bytes of a device that may be used; None if that is not known.
+      generators: those compiled so far, by capacity and new tokens.
     """
 
     model: Llama
@@ -206,6 +207,7 @@ class Respondent:
     chunk: int
     sampling: Sampling
     limit: int | None = None
+    generators: dict[tuple[int, int], Generator] = dataclasses.field(default_factory=dict, compare=False)
 
     def ids(self, prompt: Prompt) -> list[int]:
         """Returns the ids of a prompt."""
@@ -237,13 +239,17 @@ class Respondent:
         repeats = collections.Counter(prompt.key for prompt in prompts)
         generator: Generator | None = None
         for capacity, new_tokens, keys in self._batches(waiting, ids):
-            if generator is None or (generator.capacity, generator.new_tokens) != (capacity, new_tokens):
-                generator = self._generator(params, capacity, new_tokens, max(len(ids[key]) for key in ids))
+            if generator is not self.generators.get((capacity, new_tokens), self):
+                if generator:
+                    generator.forget()  # there is memory for one cache
+                generator = self._generator(params, capacity, new_tokens, max(map(len, ids.values())))
             for key, generated in zip(keys, generator(params, [ids[key] for key in keys]), strict=True):
                 answers[key] = Answer(self.tokenizer.decode(generated), len(ids[key]))
                 if journal:
                     journal.add(key, answers[key])
                 on_answer(repeats[key])
+        if generator:
+            generator.forget()
         return [answers[prompt.key] for prompt in prompts]
 
     def _batches(self, prompts: dict[str, Prompt], ids: dict[str, list[int]]) -> Iterator[tuple[int, int, list[str]]]:
@@ -264,6 +270,8 @@ class Respondent:
     def _generator(self, params: dict, capacity: int, new_tokens: int, longest: int) -> Generator:
         from model.decode import Generator
 
+        if (capacity, new_tokens) in self.generators:
+            return self.generators[capacity, new_tokens]
         generator = Generator(self.model, rows=self.rows, capacity=capacity, new_tokens=new_tokens, stop_ids=self.stops,
                               chunk=min(self.chunk, capacity), sampling=self.sampling)
         needed = generator.cached.bytes_per_device + sum(x.addressable_shards[0].data.nbytes for x in params.values())
@@ -273,6 +281,7 @@ class Respondent:
                 raise UserError(f"prompts: the longest has {longest:,} tokens; in the {self.limit / 2**30:.1f} GiB of a device "
                                 f"{fitting:,} tokens would fit, with {self.rows} rows at a time; fewer --rows, a smaller "
                                 "--chunk or more devices along --sequence make room")
+        self.generators[capacity, new_tokens] = generator
         return generator
 
 

@@ -92,9 +92,7 @@ def test_prompts_beyond_memory_are_refused_with_the_longest_that_fits():
     with pytest.raises(UserError, match="the longest has 3,000 tokens; in the") as refused:
         tight.answer(params, [prompt])
     fitting = int(str(refused.value).split(" GiB of a device ")[1].split(" tokens")[0].replace(",", ""))
-    assert 500 < fitting < 3000
-    shorter = runner.Prompt("a" * (fitting // 128 * 128 - 128), 4)
-    assert len(tight.answer(params, [shorter])) == 1
+    assert 500 < fitting < 3000  # that it fits, and no more, is tested with the generator
 
 
 def test_the_limit_is_the_flag_or_the_machine(monkeypatch):
