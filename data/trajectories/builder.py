@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float64, Int64
+from jaxtyping import Bool, Float64, Int64
 
 from data.errors import UserError
 from data.folders import building, check_files, record_files
@@ -169,7 +169,7 @@ def _build(files: list[Path], task: Task, folder: Path, progress: bool) -> None:
                 continue
             returns.append(episode_return(episode.reward))
             lengths.append(len(episode.reward) - 1)
-            yield len(returns) - 1, {"steps": episode._asdict(), "file": "/".join(file.parts[-4:])}
+            yield len(returns) - 1, {"steps": episode._asdict() | _borders(episode), "file": "/".join(file.parts[-4:])}
         if not returns:
             raise UserError(f"{files[0].parent}: none of {len(files)} episodes can be used; the first: {dropped[0]}")
 
@@ -185,11 +185,23 @@ def _build(files: list[Path], task: Task, folder: Path, progress: bool) -> None:
                  files=np.array(record_files(temporary, ["dropped.json", "episodes"])))
 
 
+def _borders(episode: Episode) -> dict[str, Bool[np.ndarray, " T+1"]]:
+    """Returns RLDS's flags of an episode's steps; the last one is terminal where its discount is 0, not where time ran out."""
+    number = np.arange(len(episode.reward))
+    is_last = number == number[-1]
+    return {"is_first": number == 0, "is_last": is_last, "is_terminal": is_last & (episode.discount == 0)}
+
+
 def _builder_class(tfds: Any, task: Task) -> Any:
     """Returns the dataset builder; a function, since importing tensorflow-datasets takes long."""
 
     class Trajectories(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-        """Episodes as RLDS names them: `steps`, each field with a leading dimension of time."""
+        """Episodes as RLDS names them: `steps`, each field with a leading dimension of time.
+
+        As in ExoRL's files a step's action, reward and discount are those that led to its observation; RLDS itself has those
+        that follow. Folders that were prepared before the flags is_first, is_last and is_terminal were stored lack them, under
+        the same key; `PreparedTrajectories` needs none of the three.
+        """
 
         VERSION = tfds.core.Version("1.0.0")
 
@@ -204,7 +216,8 @@ def _builder_class(tfds: Any, task: Task) -> Any:
 
             steps = {"observation": array(np.float32, task.observation_size), "action": array(np.float32, task.action_size),
                      "reward": array(np.float32), "discount": array(np.float32),
-                     "physics": array(np.float64, None, encoding="zlib")}
+                     "physics": array(np.float64, None, encoding="zlib"),
+                     **{name: array(np.bool_) for name in ("is_first", "is_last", "is_terminal")}}
             features = tfds.features.FeaturesDict({"steps": steps, "file": tfds.features.Text()})
             return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
 

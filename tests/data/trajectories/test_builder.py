@@ -1,9 +1,11 @@
 """Preparing episodes: random access to what was stored, and the count of what was left out."""
 import numpy as np
 import pytest
+import tensorflow_datasets as tfds
 
 from data.errors import UserError
 from data.trajectories.builder import prepare_trajectories
+from data.trajectories.episodes import write_episode
 from data.trajectories.tasks import get_task, make_environment, physics_state
 
 from .made import TASK, episode, folder_of
@@ -19,6 +21,44 @@ def test_episodes_are_those_of_the_files(tmp_path):
         np.testing.assert_array_equal(stored, given)
     assert len(prepared.dropped) == 1 and "made_0_9.npz: damaged" in prepared.report
     assert "least 2.0, quartiles 3.5 5.0 6.5, best 8.0, mean 5.0" in prepared.report
+
+
+def test_steps_have_rlds_flags(tmp_path):
+    """Read as any RLDS data set is; the second episode ends in a terminal state, the first one where time ran out."""
+    buffer = folder_of(tmp_path / "data", count=1)
+    write_episode(buffer, "made", 2, episode(2, steps=7)._replace(discount=np.array([1] * 7 + [0], np.float32)))
+    prepared = prepare_trajectories(tmp_path / "data", TASK.name, tmp_path / "prepared")
+    source = tfds.builder_from_directory(str(prepared.folder / "episodes")).as_data_source(split="episodes")
+    for record, length, is_terminal in zip(source, (20, 7), (False, True), strict=True):
+        steps = record["steps"]
+        assert steps["is_first"].tolist() == [True] + [False] * length
+        assert steps["is_last"].tolist() == [False] * length + [True]
+        assert steps["is_terminal"].tolist() == [False] * length + [is_terminal]
+        assert steps["reward"].shape == steps["discount"].shape == (length + 1,)
+
+
+def test_lengths_may_differ(tmp_path):
+    buffer = folder_of(tmp_path / "data", count=2, steps=20)
+    write_episode(buffer, "made", 3, episode(3, steps=12))
+    prepared = prepare_trajectories(tmp_path / "data", TASK.name, tmp_path / "prepared")
+    assert sorted(prepared.lengths) == [12, 20, 20] and "3 episodes of 12 to 20 steps" in prepared.report
+    for number in range(3):
+        assert len(prepared.episode(number).reward) == prepared.lengths[number] + 1
+
+
+def test_every_kind_of_bad_file_is_named_and_counted(tmp_path):
+    buffer = folder_of(tmp_path / "data", count=3)
+    bad = {"mixed": {"action": np.zeros((7, 1), np.float32)}, "nan": {"reward": np.full(21, np.nan, np.float32)},
+           "walker": {"observation": np.zeros((21, 24), np.float32)}, "strange": {"physics": np.zeros((21, 18))}}
+    for number, (name, change) in enumerate(bad.items()):
+        np.savez(buffer / f"{name}_{number}_20.npz", **{**episode(1)._asdict(), **change})
+    whole = (buffer / "made_1_20.npz").read_bytes()
+    (buffer / "half_9_20.npz").write_bytes(whole[:len(whole) // 2])
+    prepared = prepare_trajectories(tmp_path / "data", TASK.name, tmp_path / "prepared")
+    assert len(prepared) == 3 and len(prepared.dropped) == 5 and "5 files left out:" in prepared.report
+    for name, reason in (("half_9", "damaged"), ("mixed_0", "lengths are"), ("nan_1", "reward holds what is no finite number"),
+                         ("walker_2", r"observation has shape (24,); cartpole's is (5,)"), ("strange_3", "physics has shape")):
+        assert any(name in text and reason in text for text in prepared.dropped), name
 
 
 def test_they_are_prepared_once_until_a_file_changes(tmp_path):
