@@ -24,6 +24,7 @@ from model.sharding import MESH_AXES, Parallel
 from trainer.build import build_agentic, build_llama
 from trainer.config.checks import check
 from trainer.config.schema import DataConfig, MemoryConfig, MeshConfig, ModelConfig, RunConfig, SourceConfig
+from trainer.devices import GPU_MEMORY_SHARE, GPUS
 from trainer.mesh import make_mesh
 from trainer.objective import AbstractBatch
 from trainer.step import StepBuilder
@@ -252,7 +253,7 @@ def plan(job: Job) -> dict[str, Any]:
         raise DoesNotFit(error.needs_gib, error.has_gib, parts) from None
     seconds = time.perf_counter() - start
     sizes = memory(compiled)
-    _check_fits(job, sizes, parts)
+    check_fits(job, sizes, parts)
     device_gib, devices = memory_gib(job.topology), len(topology_devices(job.topology))
     flags = os.environ.get("LIBTPU_INIT_ARGS")
     return {
@@ -263,11 +264,12 @@ def plan(job: Job) -> dict[str, Any]:
         "communication": communication(compiled, devices)}
 
 
-def _check_fits(job: Job, sizes: dict[str, float], parts: dict[str, float]) -> None:
+def check_fits(job: Job, sizes: dict[str, float], parts: dict[str, float]) -> None:
     """DoesNotFit where a compiled step is too large after all: the CUDA compiler refuses nothing, and none knows the host."""
     device_gib = memory_gib(job.topology)
     if device_gib is not None and sizes["peak"] > device_gib:
-        raise DoesNotFit(sizes["peak"], device_gib, parts)
+        gpu = job.topology.partition(":")[0] in GPUS
+        raise DoesNotFit(sizes["peak"], device_gib, parts, f"what JAX may take, {GPU_MEMORY_SHARE:g} of a GPU's" if gpu else "")
     if job.host_gib is not None and sizes["host"] > job.host_gib:
         raise DoesNotFit(sizes["host"], job.host_gib, memory="the host's memory")
 

@@ -17,18 +17,23 @@ from trainer.devices import GPUS, TPUS, Device, Gpu
 
 def host_gib(topology: str) -> float | None:
     """Each device's share of the host's memory in GiB; None for devices that the table does not list."""
-    _, generation, shape = _parse(topology)
+    _, generation, _ = _parse(topology)
     device = _device(generation)
     if device is not None and device.box_host_gib is not None:
-        return device.box_host_gib / int(shape.rpartition("x")[2])
+        return device.box_host_gib / gpus_per_host(topology)
     return None if device is None else device.host_gib
 
 
 def memory_gib(topology: str) -> float | None:
-    """The memory of a device of this topology in GiB; None for devices that the table does not list."""
+    """The memory of a device that a program may use, in GiB; None for devices that the table does not list."""
     _, generation, _ = _parse(topology)
     device = _device(generation)
-    return None if device is None else device.memory_gib
+    return None if device is None else device.usable_gib
+
+
+def gpus_per_host(topology: str) -> int:
+    """The GPUs of one host, which are one process's: 8 of h100:8 and of a100:4x8."""
+    return int(_parse(topology)[2].rpartition("x")[2])
 
 
 def topology_devices(name: str) -> list[jax.Device]:

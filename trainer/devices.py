@@ -14,7 +14,7 @@ class Device:
     Attributes:
       kinds: beginnings of the `device_kind`s that JAX reports for it.
       peak_flops: dense bfloat16 FLOP/s.
-      memory_gib: memory that a program may use; None where nothing asks for it.
+      memory_gib: memory of the device, of a TPU what a program may use of it; None where nothing asks for it.
       memory_bandwidth: bytes/s between the device and its memory.
       link: bytes/s one way: of one inter-chip link of a TPU, of all of a GPU's links to the others in its box.
       host_gib: the host's memory, each device's share of it; None where `box_host_gib` is shared instead.
@@ -30,6 +30,16 @@ class Device:
     host_gib: float | None = None
     box_host_gib: float | None = None
     sources: dict[str, str] = dataclasses.field(default_factory=dict, compare=False, hash=False)
+
+    @property
+    def usable_gib(self) -> float | None:
+        """Memory that a program may use."""
+        return self.memory_gib
+
+
+# The share of a GPU's memory that the launchers let JAX take and that a plan may fill; JAX's own default is 0.75. The rest is
+# for CUDA's context, NCCL's buffers and cuBLAS. NVIDIA's tips for JAX use 0.8 or 0.9; how much NCCL takes was not measured.
+GPU_MEMORY_SHARE = 0.95
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -50,6 +60,11 @@ class Gpu(Device):
     clock_ghz: float
     l2_cache: int
     shared_memory_per_core: int
+
+    @property
+    def usable_gib(self) -> float | None:
+        """Memory that a program may use under the launchers' settings."""
+        return None if self.memory_gib is None else GPU_MEMORY_SHARE * self.memory_gib
 
 
 _LINKS = "How To Scale Your Model, chapter TPUs, table of ICI bandwidth per link, one way (jax-ml.github.io/scaling-book/tpus)"

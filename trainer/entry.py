@@ -44,7 +44,19 @@ def _out_of_memory(error: RuntimeError) -> str | None:
     needed = details.strip().partition("\n")[0].rstrip(".")
     return (f"out of memory: {needed}; less is taken with memory.remat nothing, every_k or offload, with chunks "
             "(memory.query_chunks, memory.feed_forward_chunk, memory.loss_chunk) and over a larger mesh.sequence; "
-            "python -m scripts.plan tells beforehand what fits")
+            "python -m scripts.plan tells beforehand what fits" + _gpu_advice())
+
+
+def _gpu_advice() -> str:
+    """What else to do on a GPU whose share of memory nobody has set; "" elsewhere."""
+    import jax
+
+    from .xla_flags import MEMORY_SHARE, OLD_MEMORY_SHARE
+
+    if jax.default_backend() != "gpu" or os.environ.get(MEMORY_SHARE) or os.environ.get(OLD_MEMORY_SHARE):
+        return ""
+    return ('; JAX takes 75% of a GPU and 64 GiB of its host by default; eval "$(python -m trainer.xla_flags gpu)" before the '
+            "start allows more")
 
 
 def _one_line(message: str) -> str:

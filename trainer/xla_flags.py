@@ -1,5 +1,8 @@
 """The compiler's flags for each platform, and why: python -m trainer.xla_flags tpu | gpu | cpu prints them for a shell.
 
+For GPUs it also prints how much memory JAX may take, which is otherwise 75% of a GPU and, for each process, 64 GiB of pinned
+host memory. With --plan the host's part is what the plan needs, and a plan that this machine cannot hold is refused.
+
 Only the launchers apply the flags, before Python starts (`eval "$(python -m trainer.xla_flags tpu)"`). Importing this
 module changes nothing, and train.py started by hand has the compiler's own defaults. Flags that the user has set come
 last, and so win. The compiler refuses for one generation of TPUs what another needs: the chips of this host tell the
@@ -9,13 +12,19 @@ measured.
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from .devices import TPUS
+from data.errors import UserError
+
+from .devices import GPU_MEMORY_SHARE, GPUS, TPUS
 
 
 @dataclass(frozen=True)
@@ -93,20 +102,101 @@ def shell_line(platform: str, given: str = "", generation: str | None = None) ->
     return f"export {VARIABLES[platform]}={shlex.quote(words)}"
 
 
+# The share of a GPU's memory that JAX takes: jaxlib/xla_client.py of 0.10.2, which refuses it beside its older name.
+MEMORY_SHARE, OLD_MEMORY_SHARE = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+# The pinned host memory of a process in GiB, 64 by default, taken as it is needed: GetGpuHostAllocator in XLA's
+# pjrt/gpu/gpu_helpers.cc (openxla/xla#20633).
+HOST_LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
+# What of the host's memory may be pinned; of a plan's host memory how much more, since its allocator's free pieces do not join.
+HOST_SHARE, FRAGMENTS = 0.9, 1.1
+
+
+def gpu_memory(plan: Mapping[str, Any] | None, host_gib: float, environment: Mapping[str, str]) -> dict[str, str]:
+    """Returns the environment variables that set how much memory JAX may take, without those that the user has set.
+
+    Args:
+      plan: as `python -m scripts.plan --output` writes it, for GPUs; None allows what the machine has.
+      host_gib: the memory of this host.
+
+    Raises:
+      UserError: the plan is not for GPUs, or needs more of the GPU or of the host than there is.
+    """
+    limit = math.floor(HOST_SHARE * host_gib)
+    if plan is not None:
+        chip, _, shape = str(plan["topology"]).partition(":")
+        if chip not in GPUS:
+            raise UserError(f"--plan: found a plan for {plan['topology']}; needs one for {', '.join(GPUS)}")
+        usable, gpus = GPUS[chip].usable_gib, int(shape.rpartition("x")[2])
+        assert usable is not None
+        if plan["peak_gib"] > usable:
+            raise UserError(f"--plan: needs {plan['peak_gib']:.2f} GiB of each {chip}, where JAX may take {usable:.2f} "
+                            f"({GPU_MEMORY_SHARE:g} of its memory); python -m scripts.plan finds one that fits")
+        needed = plan["host_gib"] * gpus
+        if needed > limit:
+            raise UserError(f"--plan: needs {needed:.0f} GiB of pinned memory for the host's {gpus} GPUs, where {limit} of its "
+                            f"{host_gib:.0f} GiB may be pinned; python -m scripts.plan --host-gib {limit // gpus} finds one "
+                            "that fits")
+        limit = min(limit, max(64, math.ceil(FRAGMENTS * needed)))
+    settings = {MEMORY_SHARE: f"{GPU_MEMORY_SHARE:g}", HOST_LIMIT: str(limit)}
+    if environment.get(OLD_MEMORY_SHARE):
+        del settings[MEMORY_SHARE]
+    return {name: value for name, value in settings.items() if not environment.get(name)}
+
+
+def read_plan(path: str) -> dict[str, Any]:
+    """Returns a plan of `python -m scripts.plan --output`, or the longest one of its --search.
+
+    Raises:
+      UserError: the file is none.
+    """
+    try:
+        plan = json.loads(Path(path).read_text(encoding="utf-8"))
+        plan = plan.get("longest", plan)
+        if isinstance(plan["topology"], str) and plan["peak_gib"] + plan["host_gib"] >= 0:
+            return plan
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
+        pass
+    raise UserError(f"--plan: found no plan in {path}; python -m scripts.plan --output FILE writes one")
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Prints the line to evaluate in a shell, or with --why each flag with its reason."""
+    """Prints the lines to evaluate in a shell, or with --why each flag with its reason."""
     about = __doc__.splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m trainer.xla_flags", description=about, allow_abbrev=False)
     parser.add_argument("platform", choices=sorted(FLAGS))
     parser.add_argument("--generation", choices=TPUS, default=generation(), help="of the TPUs (default: this host's)")
     parser.add_argument("--why", action="store_true", help="print each flag with its reason instead, those of all generations")
+    parser.add_argument("--plan", metavar="FILE", help="for gpu: the plan of this run, as scripts.plan --output writes it; its "
+                        "memory is allowed, and one that needs more than this machine has is refused")
     args = parser.parse_args(argv)
     if not args.why:
+        try:
+            memory = _memory(args)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            print("(exit 2)")  # evaluated by a launcher's shell, whose `eval` must fail too
+            return 2
         print(shell_line(args.platform, os.environ.get(VARIABLES[args.platform], ""), args.generation))
+        for name, value in memory.items():
+            print(f"export {name}={value}")
         return 0
+    if args.platform == "gpu":
+        print(f"{MEMORY_SHARE}={GPU_MEMORY_SHARE:g}\n    JAX takes 75% of a GPU's memory unless told otherwise\n"
+              f"{HOST_LIMIT}={HOST_SHARE:g} of the host's\n    a process may pin 64 GiB unless told otherwise, less than most "
+              "plans that offload need")
     for flag in FLAGS[args.platform]:
         print(f"{flag}{' (' + ', '.join(flag.only) + ')' if flag.only else ''}\n    {flag.why}")
     return 0
+
+
+def _memory(args: argparse.Namespace) -> dict[str, str]:
+    """Returns the variables of `gpu_memory`; none for other platforms. Raises UserError."""
+    if args.platform != "gpu":
+        if args.plan:
+            raise UserError(f"--plan: found platform {args.platform}; only gpu has memory to allow")
+        return {}
+    host_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
+    return gpu_memory(read_plan(args.plan) if args.plan else None, host_gib, os.environ)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import pytest
 import yaml
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from model.config import LlamaConfig
+from planning.plan import PLAIN, DoesNotFit, Job, check_fits
 from planning.topology import topology_devices
 from tests.conftest import REPOSITORY
 from trainer import xla_flags
@@ -185,6 +187,7 @@ def test_slurm_starts_one_process_a_node_with_all_its_gpus_under_their_flags(tmp
     ask = ("import jax; from trainer.run.cluster import join; from trainer.config.schema import DistributedConfig\n"
            "join(DistributedConfig(), False); print(jax.config.values['jax_cuda_visible_devices'])")
     executable(tmp_path / "srun", f"#!/bin/bash\nprintf '%s\\n' \"$XLA_FLAGS\" \"$@\" > {tmp_path}/told\n"
+               f"echo $XLA_CLIENT_MEM_FRACTION $XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB > {tmp_path}/memory\n"
                f"JAX_PLATFORMS=cpu \"$PYTHON\" -c {shlex.quote(ask)} > {tmp_path}/found\n")
     script = REPOSITORY / "scripts/launch_slurm.sbatch"
     env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(REPOSITORY),
@@ -196,7 +199,52 @@ def test_slurm_starts_one_process_a_node_with_all_its_gpus_under_their_flags(tmp
     assert command == ["--kill-on-bad-exit=1", sys.executable, "train.py", "--config", "a b.yaml"]
     assert flags.split() == [*map(str, xla_flags.FLAGS["gpu"]), "--xla_dump_to=/dev/null"], "the user's flags come last"
     assert (tmp_path / "found").read_text() == "0,1,2,3\n"
+    share, host_gib = (tmp_path / "memory").read_text().split()
+    assert share == "0.95" and 0 < int(host_gib) < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
     assert "#SBATCH --ntasks-per-node=1" in script.read_text() and "#SBATCH --requeue" in script.read_text()
+
+
+H100_PLAN = {"topology": "h100:8", "peak_gib": 74.9, "host_gib": 128.0}
+
+
+@pytest.mark.parametrize(("changes", "host_gib", "environment", "settings"), [
+    # 1.1 x 128 GiB x 8 GPUs; a plan of little host memory keeps XLA's own 64 GiB; several hosts count once.
+    ({}, 2000, {}, {"XLA_CLIENT_MEM_FRACTION": "0.95", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "1127"}),
+    ({"host_gib": 0.0}, 2000, {}, {"XLA_CLIENT_MEM_FRACTION": "0.95", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "64"}),
+    ({"topology": "h100:4x2"}, 2000, {}, {"XLA_CLIENT_MEM_FRACTION": "0.95", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "282"}),
+    ({}, 1200, {}, {"XLA_CLIENT_MEM_FRACTION": "0.95", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "1080"}),
+    ({}, 2000, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".8"}, {"XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "1127"}),
+    ({}, 2000, {"XLA_CLIENT_MEM_FRACTION": ".8", "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB": "1"}, {}),
+])
+def test_a_plan_sets_how_much_memory_jax_may_take(changes, host_gib, environment, settings):
+    assert xla_flags.gpu_memory(H100_PLAN | changes, host_gib, environment) == settings
+
+
+def test_without_a_plan_jax_may_pin_nine_tenths_of_the_host():
+    assert xla_flags.gpu_memory(None, 1000, {})["XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"] == "900"
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"peak_gib": 75.3}, ("75.30 GiB of each h100", "may take 75.19", "0.95")),
+    ({"host_gib": 8000.0}, ("64000 GiB of pinned memory", "8 GPUs", "--host-gib")),
+    ({"topology": "v5p:2x2x2"}, ("a plan for v5p:2x2x2", "h100")),
+    ({"peak_gib": None}, ("found no plan in",)),
+])
+def test_a_plan_that_needs_more_than_there_is_ends_the_launcher(tmp_path, changes, words):
+    plan = tmp_path / "plan.json"
+    plan.write_text(json.dumps({"longest": H100_PLAN | changes}))
+    script = f'set -e; eval "$({shlex.quote(sys.executable)} -m trainer.xla_flags gpu --plan {plan})"; echo started'
+    done = subprocess.run(["bash", "-c", script], cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=60)
+    assert done.returncode == 2 and not done.stdout and done.stderr.count("\n") == 1
+    assert all(word in done.stderr for word in ("error: --plan: ", *words)), done.stderr
+
+
+def test_a_plan_fills_no_more_of_a_gpu_than_the_launchers_allow():
+    """A step of 76 GiB on an H100, which has 79.1 GiB, of which JAX takes 75.2."""
+    sizes = {"peak": 76.0, "host": 0.0}
+    with pytest.raises(DoesNotFit, match=r"needs 76.00 GiB of 75.19 of what JAX may take, 0.95 of a GPU's"):
+        check_fits(Job(PLAIN, LlamaConfig.preset("tiny"), "h100:8"), sizes, {})
+    check_fits(Job(PLAIN, LlamaConfig.preset("tiny"), "h100:8"), {"peak": 75.0, "host": 0.0}, {})
 
 
 def test_slurm_requeues_only_a_job_that_saved_on_sigterm(tmp_path):
