@@ -33,7 +33,7 @@ from rich.progress import Progress
 
 from data.errors import UserError
 from data.folders import exclusive, sync
-from data.trajectories.episodes import Episode, episode_return, write_episode
+from data.trajectories.episodes import DAMAGE, Episode, episode_return, write_episode
 from data.trajectories.tasks import TASKS, flatten_observation, get_task, make_environment, physics_state
 from trainer import entry
 
@@ -148,15 +148,19 @@ class Search:
     """
 
     def __init__(self, config: SearchConfig, shape: tuple[int, int], seed: int, path: Path) -> None:
+        """Reads the state if it was saved. Raises UserError if it is damaged."""
         self.config, self.seed, self.path = config, seed, path
         self.iteration = 0
         self.weights = np.zeros(shape)
         self.sums = np.zeros((2, shape[1]))
         self.count = 0
         if path.exists():
-            with np.load(path) as stored:
-                self.iteration, self.count = int(stored["iteration"]), int(stored["count"])
-                self.weights, self.sums = stored["weights"], stored["sums"]
+            try:
+                with np.load(path) as stored:
+                    self.iteration, self.count = int(stored["iteration"]), int(stored["count"])
+                    self.weights, self.sums = stored["weights"], stored["sums"]
+            except (KeyError, *DAMAGE):
+                raise UserError(f"{path}: damaged; remove it, and the same command plays the whole search again") from None
 
     @property
     def mean(self) -> Float[np.ndarray, " O"]:

@@ -14,7 +14,7 @@ from data.errors import UserError
 from .tasks import Task
 
 # What numpy and zipfile raise for damaged files; the last, for a compression method that no zip file has.
-_DAMAGE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, AttributeError, TypeError, NotImplementedError)
+DAMAGE = (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error, AttributeError, TypeError, NotImplementedError)
 
 
 class Episode(NamedTuple):
@@ -48,7 +48,7 @@ def read_episode(path: Path, task: Task) -> Episode:
             arrays = {name: np.asarray(stored[name]) for name in Episode._fields}
     except KeyError as missing:
         raise UserError(f"{path}: has no array {missing.args[0].split()[0]}; needs {', '.join(Episode._fields)}") from None
-    except _DAMAGE:
+    except DAMAGE:
         raise UserError(f"{path}: damaged, or not an .npz file of arrays") from None
     arrays["reward"], arrays["discount"] = (arrays[name].reshape(-1) for name in ("reward", "discount"))
     lengths = {name: len(array) if array.ndim else 0 for name, array in arrays.items()}

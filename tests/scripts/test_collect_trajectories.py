@@ -151,6 +151,11 @@ def test_other_options_and_missing_episodes_are_named(collected, tmp_path, capsy
                              (["--action-repeat", "2"], "action_repeat 5, now 2")):
         assert collected(tmp_path, "--episodes", "10", *options) == 2
         assert message in capsys.readouterr().err
+    state = next(tmp_path.glob("cartpole/augmented*/search.npz"))
+    whole = state.read_bytes()
+    state.write_bytes(whole[:100])
+    assert collected(tmp_path, "--episodes", "10") == 2 and "search.npz: damaged; remove it" in capsys.readouterr().err
+    state.write_bytes(whole)
     next(tmp_path.glob("cartpole/augmented*/buffer/collected_5_*")).unlink()
     assert collected(tmp_path, "--episodes", "10") == 2
     assert "episode 5 of the search is missing, and 0 more; remove" in capsys.readouterr().err
