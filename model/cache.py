@@ -181,7 +181,7 @@ class CachedModel:
 
     def _attend(self, queries: Queries, keys: Keys) -> AttentionPartial:
         """Attention over this device's part of the cache."""
-        return self._model.kernel.forward(queries, keys, mask=self._model.mask, scale=self._model.config.head_dim ** -0.5)
+        return self._model.kernel.forward(queries, keys, mask=self._model.mask, scale=self._model.config.scale)
 
     def _attend_whole(self, queries: Queries, new: Keys, cached: Keys, before: TokenCoords) -> Float[Array, "B n Hq D"]:
         return merge_over(self._attend(queries, cached), "sequence").out

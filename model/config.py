@@ -1,4 +1,4 @@
-"""A LLaMA's sizes and rotary embedding, from and to Hugging Face's config.json, and presets."""
+"""A model's sizes, rotary embedding and family, from and to Hugging Face's config.json, and presets."""
 
 from __future__ import annotations
 
@@ -8,6 +8,9 @@ import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from .families import FAMILIES, family_of, find_preset
+from .families.family import NEUTRAL
 
 # The numbers that each RoPE rule needs, and those that it may be given, with their defaults; names are Hugging Face's.
 _ROPE_NEEDS: dict[str, tuple[str, ...]] = {
@@ -74,11 +77,22 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """A LLaMA's sizes. Field names are Hugging Face's; `rope` holds what Hugging Face spells in two ways.
+    """The sizes of a LLaMA, or of a model that has its form. Field names are Hugging Face's, but for the last five; `rope`
+    holds what Hugging Face spells in two ways.
 
     `num_key_value_heads` and `head_dim` may be left out (None): they become `num_attention_heads` and
     `hidden_size // num_attention_heads`. `eos_token_id` is an int or, with several, a tuple.
     Hashable, so it may be a static argument of jax.jit. Raises ValueError, one line, naming the field.
+
+    Attributes:
+      sliding_window: only keys fewer than this many tokens away are seen; None for all.
+      embedding_multiplier, residual_multiplier: of the embeddings, and of what attention and feed-forward add to the stream.
+      attention_multiplier: of the scores; None for head_dim ** -0.5.
+      logits_scaling: what logits are divided by.
+      family: a name in `model.families.FAMILIES`.
+      output_bias: whether the output projection has a bias; None for `attention_bias`, which q, k and v follow.
+      qk_norm: the RMS norm of queries and keys before RoPE: "none", of each "head", or of "all" heads together.
+      norm_after: norms follow attention and feed-forward instead of preceding them.
     """
 
     vocab_size: int = 32000
@@ -98,9 +112,20 @@ class LlamaConfig:
     bos_token_id: int | None = 1
     eos_token_id: int | tuple[int, ...] | None = 2
     pad_token_id: int | None = None
+    sliding_window: int | None = None
+    embedding_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    residual_multiplier: float = 1.0
+    logits_scaling: float = 1.0
     rope: RopeConfig = field(default_factory=RopeConfig)
+    family: str = "llama"
+    output_bias: bool = None  # type: ignore[assignment]
+    qk_norm: str = "none"
+    norm_after: bool = False
 
     def __post_init__(self) -> None:
+        if self.output_bias is None:
+            object.__setattr__(self, "output_bias", self.attention_bias)
         if self.num_key_value_heads is None:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -124,7 +149,13 @@ class LlamaConfig:
             )
         _require_number("rms_norm_eps", self.rms_norm_eps, above=0)
         _require_number("initializer_range", self.initializer_range, above=0, or_equal=True)
-        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias"):
+        for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
+            _require_number(name, getattr(self, name), above=0)
+        if self.attention_multiplier is not None:
+            _require_number("attention_multiplier", self.attention_multiplier, above=0)
+        if self.sliding_window is not None:
+            _require_int("sliding_window", self.sliding_window, at_least=1)
+        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "output_bias", "norm_after"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not true or false")
         if isinstance(self.eos_token_id, list):
@@ -138,15 +169,35 @@ class LlamaConfig:
                     raise ValueError(f"{name}: {value!r} is not a token id")
         if not isinstance(self.rope, RopeConfig):
             raise ValueError(f"rope: {self.rope!r} is not a RopeConfig")
+        self._check_family()
         if self.rope.rule == "dynamic":
             if self.head_dim < 4:
                 raise ValueError(f"head_dim: {self.head_dim} is too small for rope_type 'dynamic'; 4 or more would work")
             rope = dataclasses.replace(self.rope, original_max_position_embeddings=self.max_position_embeddings)
             object.__setattr__(self, "rope", rope)
 
+    def _check_family(self) -> None:
+        """Refuses what no config.json of the family can say: an exported model would be another one."""
+        if self.family not in FAMILIES:
+            raise ValueError(f"family: found {self.family!r}; known: {', '.join(FAMILIES)}")
+        family = FAMILIES[self.family]
+        plain = {"qk_norm": "none", "norm_after": False, "output_bias": self.attention_bias}
+        for name, value in {**plain, **family.computes}.items():
+            if getattr(self, name) != value:
+                raise ValueError(f"{name}: found {getattr(self, name)!r}; models of the family {self.family} have {value!r}")
+        for name in (f.name for f in dataclasses.fields(self) if f.name in NEUTRAL):
+            if name not in (*family.takes, *family.computes) and getattr(self, name) not in NEUTRAL[name]:
+                raise ValueError(f"{name}: found {getattr(self, name)!r}; models of the family {self.family} have "
+                                 f"{NEUTRAL[name][0]!r}")
+
+    @property
+    def scale(self) -> float:
+        """What attention's scores are multiplied by."""
+        return 1.0 / math.sqrt(self.head_dim) if self.attention_multiplier is None else self.attention_multiplier
+
     @classmethod
     def from_hf(cls, folder: str | Path) -> LlamaConfig:
-        """Reads `folder`/config.json. Raises ValueError if it is missing, not JSON, or not a LLaMA we compute."""
+        """Reads `folder`/config.json. Raises ValueError if it is missing, not JSON, or of no model that is computed here."""
         path = Path(folder) / "config.json"
         try:
             text = path.read_text(encoding="utf-8")
@@ -161,44 +212,25 @@ class LlamaConfig:
 
     @classmethod
     def from_hf_dict(cls, config: dict[str, Any]) -> LlamaConfig:
-        """Reads a Hugging Face config; absent fields have the defaults of transformers' LlamaConfig.
+        """Reads a Hugging Face config; absent fields have the defaults of transformers' config class of the same family.
 
         Takes both spellings of the rotary embedding: `rope_theta` with `rope_scaling`, and `rope_parameters`
         (transformers 5). Raises ValueError for whatever would make this another model than the one computed here.
         """
         if not isinstance(config, dict):
             raise ValueError(f"a Hugging Face config is a JSON object, found {type(config).__name__}")
-        architectures = config.get("architectures") or []
-        if not isinstance(architectures, list):
-            raise ValueError(f"architectures: found {architectures!r}; needs a list")
-        if architectures:
-            if "LlamaForCausalLM" not in architectures:
-                raise ValueError(f"architectures: found {', '.join(map(str, architectures))}; needs LlamaForCausalLM")
-        elif config.get("model_type") != "llama":
-            raise ValueError(f"model_type: found {config.get('model_type')!r}; needs 'llama' (LlamaForCausalLM)")
-        if config.get("model_type", "llama") != "llama":
-            raise ValueError(f"model_type: found {config['model_type']!r}; needs 'llama' (LlamaForCausalLM)")
-        if config.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"hidden_act: found {config['hidden_act']!r}; only 'silu' is supported")
-        if config.get("pretraining_tp") not in (None, 1):
-            raise ValueError(f"pretraining_tp: found {config['pretraining_tp']!r}; only 1 is supported "
-                             "(the weights are the same: set it to 1 to accept another order of summation)")
-        if config.get("quantization_config"):
-            raise ValueError("quantization_config: quantised weights are not supported; use the unquantised model")
-        if config.get("attention_dropout"):
-            raise ValueError(f"attention_dropout: found {config['attention_dropout']!r}; only 0 is supported")
-        if config.get("sliding_window") is not None:
-            raise ValueError(f"sliding_window: found {config['sliding_window']!r}; only full attention is supported")
-        names = {f.name for f in dataclasses.fields(cls)} - {"rope"}
+        family = family_of(config)
+        config = family.read(config)
+        names = {f.name for f in dataclasses.fields(cls)} - {"rope", "family"}
         values = {name: config[name] for name in names if name in config}
         for name in ("bos_token_id", "eos_token_id"):  # "not given" means transformers' default, null means none
             values.setdefault(name, {"bos_token_id": 1, "eos_token_id": 2}[name])
         for name in values:
             if values[name] is None and name not in ("bos_token_id", "eos_token_id", "pad_token_id", "head_dim",
-                                                     "num_key_value_heads"):
+                                                     "num_key_value_heads", "sliding_window", "attention_multiplier"):
                 raise ValueError(f"{name}: found null; needs a value")
         rope = _rope_from_hf(config, values.get("max_position_embeddings", cls.max_position_embeddings))
-        return cls(**values, rope=rope)
+        return cls(**values, rope=rope, family=family.model_type)
 
     def to_hf(self) -> dict[str, Any]:
         """A Hugging Face config as a JSON-ready dict. It carries no dtype: who writes weights adds it.
@@ -216,9 +248,7 @@ class LlamaConfig:
                 numbers.pop("original_max_position_embeddings")
             scaling = {"rope_type": rope.rule, **{name: value for name, value in numbers.items() if value is not None}}
         return {
-            "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
-            "attention_dropout": 0.0, "pretraining_tp": 1, "use_cache": True, **values,
-            "rope_theta": rope.theta, "rope_scaling": scaling,
+            **FAMILIES[self.family].write(values), "rope_theta": rope.theta, "rope_scaling": scaling,
             "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": rope.theta},
         }
 
@@ -248,10 +278,9 @@ class LlamaConfig:
         What neither names, key heads and head_dim, follows from what they do. Raises ValueError that lists the names for an
         unknown one.
         """
-        presets = _presets()
-        if name not in presets:
-            raise ValueError(f"unknown model preset {name!r}; presets are {', '.join(presets)}")
-        return cls(**{**presets[name], **changes})
+        family, fields = find_preset(name)
+        rope = RopeConfig(**fields.get("rope", {}))
+        return cls(**{"family": family.model_type, **family.computes, **fields, "rope": rope, **changes})
 
 
 def _rope_from_hf(config: dict[str, Any], max_position_embeddings: int) -> RopeConfig:
@@ -306,47 +335,6 @@ def _rope_from_parameters(key: str, found: dict[str, Any], config: dict[str, Any
         if name not in (original, "truncate"):
             numbers[name] = _as_float(f"{key}.{name}", value, or_equal=name.startswith("mscale"))
     return RopeConfig(rule=rule, theta=_as_float("rope_theta", theta), **numbers)
-
-
-def _presets() -> dict[str, dict[str, Any]]:
-    """Keyword arguments of LlamaConfig by preset name."""
-
-    def sizes(
-        hidden: int, ffn: int, layers: int, heads: int, kv_heads: int | None = None, **more: Any,
-    ) -> dict[str, Any]:
-        return {"hidden_size": hidden, "intermediate_size": ffn, "num_hidden_layers": layers,
-                "num_attention_heads": heads, "num_key_value_heads": kv_heads, **more}
-
-    def llama3(factor: float, hidden: int, ffn: int, layers: int, heads: int, **more: Any) -> dict[str, Any]:
-        rope = RopeConfig("llama3", 500000.0, factor=factor, low_freq_factor=1.0, high_freq_factor=4.0,
-                          original_max_position_embeddings=8192)
-        return sizes(hidden, ffn, layers, heads, 8, vocab_size=128256, rms_norm_eps=1e-5, rope=rope,
-                     max_position_embeddings=131072, bos_token_id=128000, eos_token_id=128001, **more)
-
-    return {
-        # Ring Attention's and Striped Attention's sizes (vocabulary 32000).
-        "llama-1b": sizes(2048, 5504, 22, 16),
-        "llama-3b": sizes(3200, 8640, 26, 32),
-        "llama-7b": sizes(4096, 11008, 32, 32),
-        "llama-13b": sizes(5120, 13824, 40, 40),
-        "llama-30b": sizes(6656, 17920, 60, 52),
-        "llama-65b": sizes(8192, 22016, 80, 64),
-        # DistFlashAttn's variants of the 7B model: grouped queries, and numbers of heads that split badly.
-        "llama-gqa": sizes(4096, 11008, 32, 32, 8),
-        "llama-33h": sizes(4224, 11008, 32, 33),
-        "llama-16h": sizes(2048, 11008, 64, 16),
-        "llama-8h": sizes(1024, 11008, 128, 8),
-        "llama-4h": sizes(512, 11008, 256, 4),
-        "llama-2h": sizes(256, 11008, 512, 2),
-        "llama-3.1-8b": llama3(8.0, 4096, 14336, 32, 32),
-        "llama-3.1-70b": llama3(8.0, 8192, 28672, 80, 64),
-        "llama-3.2-1b": llama3(32.0, 2048, 8192, 16, 32, tie_word_embeddings=True),
-        "llama-3.2-3b": llama3(32.0, 3072, 8192, 28, 24, tie_word_embeddings=True),
-        "smollm2-135m": sizes(576, 1536, 30, 9, 3, vocab_size=49152, rms_norm_eps=1e-5, max_position_embeddings=8192,
-                              tie_word_embeddings=True, pad_token_id=2, rope=RopeConfig(theta=100000.0)),
-        # Small enough for a test, with everything that can go wrong: grouped heads, head_dim apart from hidden / heads.
-        "tiny": sizes(64, 128, 2, 4, 2, head_dim=32, vocab_size=512),
-    }
 
 
 def _is_int(value: Any) -> bool:

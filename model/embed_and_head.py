@@ -54,7 +54,7 @@ class EmbedAndHead:
                 ids = ids - self.parallel.rank() * table.shape[0]
             is_local = (ids >= 0) & (ids < table.shape[0])
             rows = jnp.where(is_local[..., None], table[jnp.where(is_local, ids, 0)], 0.0)
-            return self.parallel.combine(rows.astype(self.dtype), "vocab")
+            return self.parallel.combine((rows * self.config.embedding_multiplier).astype(self.dtype), "vocab")
 
         with jax.named_scope("embed"):
             return chunked(embed, weights, {}, {"tokens": tokens}, dtype=self.dtype)
@@ -92,6 +92,8 @@ class EmbedAndHead:
             logits = product("bte,ve->btv", norm, weights["embed_tokens.weight"], jnp.float32)
         else:
             logits = product("bte,ev->btv", norm, weights["lm_head.weight"], jnp.float32)
+        if self.config.logits_scaling != 1:
+            logits = logits / self.config.logits_scaling
         if self.parallel.vocab_size == self.config.vocab_size:
             return logits
         ids = self.parallel.rank() * logits.shape[-1] + jnp.arange(logits.shape[-1])

@@ -1,4 +1,4 @@
-"""The SwiGLU feed-forward and RMS normalisation, as Flax modules on whole (or tensor-split) weights."""
+"""The SwiGLU feed-forward and RMS normalisations, as Flax modules on whole (or tensor-split) weights."""
 from __future__ import annotations
 
 import jax
@@ -55,6 +55,31 @@ class RMSNorm(nnx.Module):
 
     def __call__(self, x: Float[Array, "... E"]) -> Float[Array, "... E"]:
         return rms_norm(x, self.weight[...], self.epsilon)
+
+
+class HeadNorm(nnx.Module):
+    """Root-mean-square normalisation of each head, with one weight for all."""
+
+    def __init__(self, config: LlamaConfig):
+        self.epsilon = config.rms_norm_eps
+        self.weight = nnx.Param(jnp.ones((config.head_dim,), jnp.float32), axes=("head_dim",))
+
+    def __call__(self, x: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
+        return rms_norm(x, self.weight[...], self.epsilon)
+
+
+class AllHeadsNorm(nnx.Module):
+    """Root-mean-square normalisation of all heads together, with a weight for each number (OLMo 2)."""
+
+    def __init__(self, config: LlamaConfig, heads: int, axis: str):
+        self.epsilon, self.axis = config.rms_norm_eps, axis
+        self.weight = nnx.Param(jnp.ones((heads, config.head_dim), jnp.float32), axes=(axis, "head_dim"))
+
+    def __call__(self, x: Float[Array, "B T H D"], parallel: Parallel, heads: int) -> Float[Array, "B T H D"]:
+        """Returns this tensor rank's heads, normalised by those of all ranks; `heads` counts these without padding."""
+        x32 = x.astype(jnp.float32)
+        squares = parallel.sum_of_heads(jnp.sum(jnp.square(x32), (2, 3), keepdims=True), self.axis)
+        return (x32 * lax.rsqrt(squares / (heads * x.shape[-1]) + self.epsilon) * self.weight[...]).astype(x.dtype)
 
 
 class FeedForward(nnx.Module):

@@ -51,9 +51,10 @@ class Layer:
         def project(weights, arrays, labels):
             layer = bind(self.config, weights)
             with jax.named_scope("input_norm"):
-                x = self.parallel.whole(layer.input_layernorm(arrays["x"]))
+                x = arrays["x"] if self.config.norm_after else layer.input_layernorm(arrays["x"])
+                x = self.parallel.whole(x)
             with jax.named_scope("qkv_projection"):
-                return layer.self_attn.project(x, labels["positions"], self.length, stages)
+                return layer.self_attn.project(x, labels["positions"], self.length, self.parallel, stages)
 
         return self._position_wise(project, read_by(stages, weights), {"x": x}, {"positions": positions},
                                    self.memory.projection_chunk, "x" if through else None)
@@ -68,12 +69,20 @@ class Layer:
         def finish(weights, arrays, labels):
             layer = bind(self.config, weights)
             with jax.named_scope("attention_output"):
-                x = arrays["x"] + layer.self_attn.output(arrays["attended"], self.parallel)
+                branch = layer.self_attn.output(arrays["attended"], self.parallel)
+                x = self._add(arrays["x"], layer.post_attention_layernorm(branch) if self.config.norm_after else branch)
             with jax.named_scope("feed_forward"):
-                return x + layer.mlp(layer.post_attention_layernorm(x), self.parallel)
+                if self.config.norm_after:
+                    return self._add(x, layer.post_feedforward_layernorm(layer.mlp(x, self.parallel)))
+                return self._add(x, layer.mlp(layer.post_attention_layernorm(x), self.parallel))
 
         return self._position_wise(finish, read_by(("output",), weights), {"x": x, "attended": attended}, {},
                                    self.memory.feed_forward_chunk)
+
+    def _add(self, x: Hidden, branch: Hidden) -> Hidden:
+        """Returns the residual stream with what a branch adds to it."""
+        multiplier = self.config.residual_multiplier
+        return x + (branch if multiplier == 1 else branch * multiplier)
 
     def _position_wise(self, fn: Callable, weights: dict, arrays: dict, labels: dict, chunk: int,
                        through: str | None = None) -> Any:

@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from .config import LlamaConfig
-from .feedforward import FeedForward, Projection, RMSNorm, param
+from .feedforward import AllHeadsNorm, FeedForward, HeadNorm, Projection, RMSNorm, param
 from .rope import apply_rope, attention_scaling, inverse_frequencies
 from .sharding import Parallel, Parameter
 
@@ -27,8 +27,11 @@ STAGES = {
     "self_attn.q_proj": ("q",),
     "self_attn.k_proj": ("k",),
     "self_attn.v_proj": ("v",),
+    "self_attn.q_norm": ("q",),
+    "self_attn.k_norm": ("k",),
     "self_attn.o_proj": ("output",),
     "post_attention_layernorm": ("output",),
+    "post_feedforward_layernorm": ("output",),
     "mlp.gate_proj": ("output",),
     "mlp.up_proj": ("output",),
     "mlp.down_proj": ("output",),
@@ -51,10 +54,14 @@ class SelfAttention(nnx.Module):
         self.k_proj = heads_projection(config.num_key_value_heads, "kv_heads")
         self.v_proj = heads_projection(config.num_key_value_heads, "kv_heads")
         self.o_proj = Projection("bthd,hde->bte", (config.num_attention_heads, size, hidden), ("heads", "head_dim", "embed"),
-                                 std, *(((hidden,), ("norm",)) if bias else ()), rngs=rngs)
+                                 std, *(((hidden,), ("norm",)) if config.output_bias else ()), rngs=rngs)
+        for name, heads, axis in (("q", config.num_attention_heads, "heads"), ("k", config.num_key_value_heads, "kv_heads")):
+            if config.qk_norm != "none":
+                norm = HeadNorm(config) if config.qk_norm == "head" else AllHeadsNorm(config, heads, axis)
+                setattr(self, f"{name}_norm", norm)
 
-    def project(self, x: Float[Array, "B T E"], positions: Int[Array, "B T"], length: int, stages: str = "qkv",
-                ) -> tuple[Float[Array, "B T H D"], ...]:
+    def project(self, x: Float[Array, "B T E"], positions: Int[Array, "B T"], length: int, parallel: Parallel,
+                stages: str = "qkv") -> tuple[Float[Array, "B T H D"], ...]:
         """Returns those of q, k and v that `stages` names, with RoPE applied to q and k.
 
         Args:
@@ -69,10 +76,20 @@ class SelfAttention(nnx.Module):
             projected = projection.add_bias(projection(x))
             if name == "v":
                 return projected
+            projected = self._normalised(name, projected, parallel)
             with jax.named_scope("rope"):
                 return apply_rope(projected, positions, frequencies, attention_scaling(rope), length)
 
         return tuple(heads(name) for name in stages)
+
+    def _normalised(self, name: str, heads: Float[Array, "B T H D"], parallel: Parallel) -> Float[Array, "B T H D"]:
+        """The norm of queries ("q") or keys ("k") that precedes RoPE, if the model has one."""
+        if self.config.qk_norm == "none":
+            return heads
+        norm = getattr(self, f"{name}_norm")
+        if self.config.qk_norm == "head":
+            return norm(heads)
+        return norm(heads, parallel, self.config.num_attention_heads if name == "q" else self.config.num_key_value_heads)
 
     def output(self, attended: Float[Array, "B T Hq D"], parallel: Parallel) -> Float[Array, "B T E"]:
         """Returns the output projection, summed over the tensor ranks."""
@@ -83,7 +100,10 @@ class DecoderLayer(nnx.Module):
     """The modules of one layer: attention and feed-forward with their norms. `model.layer` runs them."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        self.input_layernorm = RMSNorm(config)
+        if config.norm_after:
+            self.post_feedforward_layernorm = RMSNorm(config)
+        else:
+            self.input_layernorm = RMSNorm(config)
         self.self_attn = SelfAttention(config, rngs=rngs)
         self.post_attention_layernorm = RMSNorm(config)
         self.mlp = FeedForward(config, rngs=rngs)

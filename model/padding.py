@@ -10,12 +10,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
 from .config import LlamaConfig
+from .families import FAMILIES
 from .modules import declare
 from .sharding import HIDDEN, Parallel, Sharding
 
@@ -57,8 +59,12 @@ def trim(whole: Float[Array, ...], axes: tuple[str, ...], config: LlamaConfig, p
 @functools.cache
 def _declared_axes() -> dict[str, tuple[str, ...]]:
     """The logical axes of every parameter that any model has."""
-    everything = LlamaConfig(attention_bias=True, mlp_bias=True, tie_word_embeddings=False)
-    return {name: parameter.axes for name, parameter in declare(everything).items()}
+    axes: dict[str, tuple[str, ...]] = {}
+    for name, family in FAMILIES.items():
+        biases: dict[str, Any] = {field: True for field in ("attention_bias", "mlp_bias") if field in family.takes}
+        config = LlamaConfig(family=name, tie_word_embeddings=False, **biases, **family.computes)
+        axes |= {parameter: declared.axes for parameter, declared in declare(config).items()}
+    return axes
 
 
 def logical_axes(name: str) -> tuple[str, ...]:

@@ -128,6 +128,13 @@ class Parallel:
         """Returns the sum of the tensor ranks' `x`, or `x` itself where the ranks do not split the logical `axis`."""
         return lax.psum(x, "tensor") if self.tensor > 1 and getattr(self, axis) else x
 
+    def sum_of_heads(self, x: jax.Array, axis: str) -> jax.Array:
+        """Returns the sum over all heads of `x`, a sum over this rank's; `axis` is "heads" or "kv_heads". A key head that
+        several ranks share counts once."""
+        if axis == "kv_heads" and self.heads and not self.kv_heads:
+            return lax.psum(x, "tensor") * (self.key_heads / self.tensor)
+        return self.sum(x, axis)
+
     def rank(self) -> jax.Array:
         """Returns this device's index on the tensor axis."""
         return lax.axis_index("tensor")

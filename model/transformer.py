@@ -67,6 +67,9 @@ class Transformer(abc.ABC):
         check_combination(
             self.memory, layers=self.config.num_hidden_layers, key_heads=parallel.local_key_heads, schedule=self.schedule,
             sequence=self.mesh.shape["sequence"], sequence_parallel=parallel.split_tokens)
+        if self.config.qk_norm == "all" and self.memory.attention_groups > 1:
+            raise ValueError(f"memory.attention_groups: found {self.memory.attention_groups}; the family {self.config.family} "
+                             "normalises all heads together, so it needs 1")
         if parallel.split_tokens and not (parallel.heads and parallel.mlp):
             raise ValueError(f"sequence_parallel: tensor = {parallel.tensor} does not divide the heads "
                              f"({self.config.num_attention_heads}) or the width ({self.config.intermediate_size})")
@@ -123,7 +126,7 @@ class Transformer(abc.ABC):
     def attention(self) -> AttentionOp:
         """Attention over the shards of the sequence axis."""
         return AttentionOp.create(self.config.head_dim, schedule=self.schedule, kernel=self.kernel, axis="sequence",
-                                  size=self.mesh.shape["sequence"], mask=self.mask)
+                                  size=self.mesh.shape["sequence"], mask=self.mask, scale=self.config.scale)
 
     def layer(self, length: int) -> Layer:
         """Returns one layer, for whole rows of `length` tokens."""

@@ -27,21 +27,22 @@ def build_llama(config: RunConfig, model_config: LlamaConfig, mesh: Mesh,
     Raises:
       ValueError: options that do not go together, or not with the mesh.
     """
-    return Llama(model_config, mesh, storage_axes=storage_axes, **_options(config, mesh))
+    return Llama(model_config, mesh, storage_axes=storage_axes, **_options(config, model_config, mesh))
 
 
 def build_agentic(config: RunConfig, model_config: LlamaConfig, mesh: Mesh, sizes: TrajectorySizes,
                   storage_axes: tuple[str, ...] = STORAGE_AXES) -> AgenticTransformer:
     """Returns a model of trajectories whose states and actions have these sizes; otherwise as `build_llama`."""
-    return AgenticTransformer(model_config, mesh, storage_axes=storage_axes, sizes=sizes, **_options(config, mesh))
+    return AgenticTransformer(model_config, mesh, storage_axes=storage_axes, sizes=sizes,
+                              **_options(config, model_config, mesh))
 
 
-def _options(config: RunConfig, mesh: Mesh) -> dict[str, Any]:
-    """Returns how a transformer is computed, by the names of its fields."""
+def _options(config: RunConfig, model_config: LlamaConfig, mesh: Mesh) -> dict[str, Any]:
+    """Returns how a transformer is computed, by the names of its fields. The window is the model's own unless one is given."""
     attention = config.attention
     return {
         "schedule": get_schedule(attention.schedule, mesh.shape.get("sequence", 1), attention.layout),
         "kernel": get_kernel(attention.kernel, query_tile=attention.query_tile, key_tile=attention.key_tile),
         "dtype": jnp.dtype(config.model.compute_dtype), "memory": config.memory,
         "sequence_parallel": config.mesh.sequence_parallel,
-        "mask": Mask(window=attention.window, global_tokens=attention.global_tokens)}
+        "mask": Mask(window=attention.window or model_config.sliding_window, global_tokens=attention.global_tokens)}

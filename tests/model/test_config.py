@@ -47,8 +47,14 @@ def test_both_spellings_of_rope():
 
 
 @pytest.mark.parametrize("change, words", [
-    ({"architectures": ["MistralForCausalLM"]}, ["architectures", "MistralForCausalLM", "LlamaForCausalLM"]),
-    ({"model_type": "qwen2"}, ["model_type", "qwen2", "llama"]),
+    ({"architectures": ["GPT2LMHeadModel"]}, ["architectures", "GPT2LMHeadModel", "LlamaForCausalLM"]),
+    ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "mixtures of experts", "MistralForCausalLM"]),
+    ({"architectures": ["Qwen2VLForConditionalGeneration"]}, ["images", "Qwen2ForCausalLM"]),
+    ({"architectures": ["Qwen3ForCausalLM"]}, ["model_type", "'llama'", "'qwen3'"]),
+    ({"model_type": "gpt2"}, ["model_type", "gpt2", "llama"]),
+    ({"sliding_window": 128}, ["sliding_window", "128"]),
+    ({"residual_multiplier": 0.2}, ["residual_multiplier", "0.2", "LlamaForCausalLM"]),
+    ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping", "50.0"]),
     ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
     ({"pretraining_tp": 2}, ["pretraining_tp", "2", "1"]),
     ({"quantization_config": {"bits": 4}}, ["quantization_config"]),

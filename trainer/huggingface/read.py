@@ -116,15 +116,23 @@ def hf_layout(config: LlamaConfig) -> list[HFEntry]:
                                n if layer else None, transpose))
 
     add("embed_tokens.weight", (v, e), (v, e), layer=False)
-    add("input_layernorm.weight", (e,), (e,))
+    if not config.norm_after:
+        add("input_layernorm.weight", (e,), (e,))
     for letter, heads in (("q", hq), ("k", hkv), ("v", hkv)):
         add(f"self_attn.{letter}_proj.weight", (e, heads, d), (heads * d, e))
         if config.attention_bias:
             add(f"self_attn.{letter}_proj.bias", (heads, d), (heads * d,))
+    for letter, heads in (("q", hq), ("k", hkv)):
+        if config.qk_norm == "head":
+            add(f"self_attn.{letter}_norm.weight", (d,), (d,))
+        elif config.qk_norm == "all":
+            add(f"self_attn.{letter}_norm.weight", (heads, d), (heads * d,))
     add("self_attn.o_proj.weight", (hq, d, e), (e, hq * d))
-    if config.attention_bias:
+    if config.output_bias:
         add("self_attn.o_proj.bias", (e,), (e,))
     add("post_attention_layernorm.weight", (e,), (e,))
+    if config.norm_after:
+        add("post_feedforward_layernorm.weight", (e,), (e,))
     for part, size_in, size_out in (("gate", e, f), ("up", e, f), ("down", f, e)):
         add(f"mlp.{part}_proj.weight", (size_in, size_out), (size_out, size_in))
         if config.mlp_bias:

@@ -1,0 +1,60 @@
+"""The families of models that are computed here, each in a file of its own."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .family import Family
+from .granite import GRANITE
+from .llama import LLAMA
+from .mistral import MISTRAL
+from .olmo2 import OLMO2
+from .qwen2 import QWEN2
+from .qwen3 import QWEN3
+
+__all__ = ["FAMILIES", "Family", "family_of", "find_preset"]
+FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GRANITE, OLMO2)}
+
+
+def family_of(config: Mapping[str, Any]) -> Family:
+    """Returns the family that a config.json names, by `architectures` or else by `model_type`.
+
+    Raises:
+      ValueError: none that is computed here; names those that are.
+    """
+    architectures = config.get("architectures") or []
+    if not isinstance(architectures, list):
+        raise ValueError(f"architectures: found {architectures!r}; needs a list")
+    known = ", ".join(family.architecture for family in FAMILIES.values())
+    named = [family for family in FAMILIES.values() if family.architecture in architectures]
+    if architectures and not named:
+        names = ", ".join(map(str, architectures))
+        raise ValueError(f"architectures: found {names}; {_why(names)}computed here are {known}")
+    model_type = config.get("model_type", named[0].model_type if named else None)
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    if family is None or (named and family not in named):
+        needed = f"{named[0].model_type!r} ({named[0].architecture})" if named else f"one of {', '.join(FAMILIES)} ({known})"
+        raise ValueError(f"model_type: found {model_type!r}; {_why(str(model_type))}needs {needed}")
+    return family
+
+
+def _why(name: str) -> str:
+    """What kind of model a name tells that is not computed here, for the message; "" if it tells none."""
+    if any(part in name.lower() for part in ("moe", "mixtral", "deepseek")):
+        return "mixtures of experts are not computed here; "
+    if any(part in name.lower() for part in ("conditionalgeneration", "vl", "vision", "audio", "omni")):
+        return "models of images or sound are not computed here; "
+    return ""
+
+
+def find_preset(name: str) -> tuple[Family, Mapping[str, Any]]:
+    """Returns the family and the fields of a preset.
+
+    Raises:
+      ValueError: no preset of this name; lists the names.
+    """
+    for family in FAMILIES.values():
+        if name in family.presets:
+            return family, family.presets[name]
+    names = ", ".join(preset for family in FAMILIES.values() for preset in family.presets)
+    raise ValueError(f"unknown model preset {name!r}; presets are {names}")

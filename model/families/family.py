@@ -1,0 +1,108 @@
+"""What a family of models is: how its Hugging Face config.json says what `model.config.LlamaConfig` holds."""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+# Fields of a config.json that name a computation, with the values under which it is absent. A family that computes one takes
+# it; in all others another value is refused by name.
+NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType({
+    "attention_bias": (False, None),
+    "attention_chunk_size": (None,),
+    "attention_dropout": (0, None),
+    "attention_multiplier": (None,),
+    "attn_logit_softcapping": (None,),
+    "clip_qkv": (None,),
+    "embedding_multiplier": (1, None),
+    "final_logit_softcapping": (None,),
+    "hidden_act": ("silu", None),
+    "hidden_activation": ("silu", None),
+    "kv_lora_rank": (None,),
+    "layer_types": (None,),
+    "logits_scaling": (1, None),
+    "mlp_bias": (False, None),
+    "mlp_only_layers": ([], None),
+    "no_rope_layers": (None,),
+    "num_experts": (0, None),
+    "num_local_experts": (0, 1, None),
+    "partial_rotary_factor": (1, None),
+    "pretraining_tp": (1, None),
+    "qk_layernorm": (False, None),
+    "quantization_config": (None, {}),
+    "query_pre_attn_scalar": (None,),
+    "residual_multiplier": (1, None),
+    "sliding_window": (None,),
+    "use_qk_norm": (False, None),
+    "use_sliding_window": (False, None),
+})
+# Fields of LlamaConfig that no config.json has: they follow from the family.
+_NOT_WRITTEN = ("family", "output_bias", "qk_norm", "norm_after")
+# What a refusal proposes, where there is more to say than the neutral value.
+_INSTEAD = {
+    "pretraining_tp": "only 1 is supported (the weights are the same: set it to 1 to accept another order of summation)",
+    "quantization_config": "quantised weights are not supported; use the unquantised model",
+    "sliding_window": "only full attention is supported",
+}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """A family of models, by Hugging Face's names.
+
+    Attributes:
+      model_type, architecture: as in config.json.
+      computes: fields of `LlamaConfig` that are the same in all of the family's models, and not in its config.json.
+      defaults: values of fields that config.json may leave out, where they differ from LlamaConfig's (transformers' own).
+      takes: fields of NEUTRAL that the family's models may set, which become LlamaConfig's of the same name.
+      constants: what a written config.json has besides.
+      presets: published sizes: fields of LlamaConfig, and `rope`, a mapping of RopeConfig's.
+    """
+
+    model_type: str
+    architecture: str
+    computes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    takes: tuple[str, ...] = ()
+    constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+
+    def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the fields that config.json gives, with the family's own and its defaults.
+
+        Raises:
+          ValueError: a field that names a computation which the family's models do not have here.
+        """
+        config = self.normalise(config)
+        for name, neutral in NEUTRAL.items():
+            if name in config and name not in self.takes and config[name] not in neutral:
+                instead = _INSTEAD.get(name, f"only {neutral[0]!r} is supported in {self.architecture}")
+                raise ValueError(f"{name}: found {config[name]!r}; {instead}")
+        return {**self.defaults, **config, **self.computes}
+
+    def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns config.json without the fields that say in the family's way that nothing is computed."""
+        return dict(config)
+
+    def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns config.json's fields from those of LlamaConfig."""
+        own = {name: value for name, value in fields.items() if name not in self.computes and self._writes(name)}
+        return {"architectures": [self.architecture], "model_type": self.model_type, "hidden_act": "silu",
+                "attention_dropout": 0.0, "use_cache": True, **self.constants, **own}
+
+    def _writes(self, name: str) -> bool:
+        return name in self.takes if name in NEUTRAL else name not in _NOT_WRITTEN
+
+
+class WindowedFamily(Family):
+    """A family whose configs say `use_sliding_window`, and name the window of layers that have none."""
+
+    def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Family.normalise`. Layers of both kinds are refused."""
+        config = dict(config)
+        kinds = set(config.get("layer_types") or ())
+        if not config.get("use_sliding_window") and kinds <= {"full_attention"}:
+            for name in ("sliding_window", "max_window_layers", "layer_types"):
+                config.pop(name, None)
+        return config

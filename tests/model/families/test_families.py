@@ -1,0 +1,195 @@
+"""Each family against transformers: logits, packed documents, gradients, decoding, and its files there and back."""
+import functools
+import itertools
+
+import jax
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+from model.attention import Mask
+from model.config import LlamaConfig
+from model.decode import Generator
+from model.families import FAMILIES
+from tests.model.build import llama, mean_loss, packed_batch, permuted, tiny
+from trainer.huggingface.read import copy_assets, hf_layout, read_hf
+from trainer.huggingface.write import write_hf
+
+MESH = {"fsdp": 2, "tensor": 2, "sequence": 2}
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+# What a family's config.json can say: every field that it takes, and sequences beyond the window and the original length.
+KINDS = {
+    "qwen2": {"tie_word_embeddings": True, "rope_parameters": YARN},
+    "qwen3": {},
+    "qwen3 with biases": {"attention_bias": True},
+    "mistral": {"sliding_window": None},
+    "mistral with a window": {"sliding_window": 9},
+    "olmo2 with one key head": {"num_key_value_heads": 1},
+    "olmo2": {},
+    "granite": {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22, "logits_scaling": 4.0},
+}
+
+
+@functools.cache
+def saved(kind: str, folder):
+    """A random model of transformers whose biases and norms are neither 0 nor 1, saved in a folder. Without a padding token,
+    whose embedding torch gives no gradient."""
+    torch.manual_seed(0)
+    family = kind.split()[0]
+    sizes = {name: getattr(tiny(), name) for name in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "head_dim", "initializer_range")}
+    config = transformers.AutoConfig.for_model(family, **{**sizes, "pad_token_id": None, **KINDS[kind]})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").float().eval()
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias") or "norm" in name:
+            torch.nn.init.normal_(parameter, 1.0 if "norm" in name else 0.0, 0.3)
+    model.save_pretrained(folder)
+    return model
+
+
+OF_EACH_FAMILY = ("qwen2", "qwen3", "mistral with a window", "olmo2", "granite")
+
+
+def marked(*kinds):
+    """All kinds, those that are not named left to soak."""
+    return [kind if kind in kinds else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+
+
+@pytest.fixture
+def model(request, tmp_path_factory):
+    """(transformers' model, its folder, our config)."""
+    folder = tmp_path_factory.getbasetemp() / f"family {request.param}"
+    truth = saved(request.param, folder)
+    config = LlamaConfig.from_hf(folder)
+    assert config.family == request.param.split()[0]
+    return truth, folder, config
+
+
+def test_every_family_is_tested():
+    assert {kind.split()[0] for kind in KINDS} | {"llama"} == set(FAMILIES)
+
+
+def ours(config, folder, shape):
+    """Our model on a mesh, and its parameters."""
+    own = llama(config, shape, mask=Mask(window=config.sliding_window))
+    return own, read_hf(folder, config, own.shardings, in_memory=own.in_memory)
+
+
+def documents(batch):
+    """(row, slice) of every packed document."""
+    for row, segments in enumerate(batch["segment_ids"]):
+        edges = [0, *(np.flatnonzero(np.diff(segments)) + 1), len(segments)]
+        yield from ((row, slice(*edge)) for edge in itertools.pairwise(edges) if segments[edge[0]] > 0)
+
+
+@pytest.mark.parametrize("model", marked(*OF_EACH_FAMILY), indirect=True)
+def test_loss_and_gradients_of_packed_documents_are_those_of_each_alone(model):
+    truth, folder, config = model
+    batch = packed_batch(config, rows=4, length=64)
+    own, params = ours(config, folder, MESH)
+    placed, _ = permuted(batch, own)
+    (loss, _), gradients = jax.jit(jax.value_and_grad(mean_loss(own), has_aux=True))(params, placed)
+    truth.zero_grad()
+    total = torch.zeros(())
+    for row, tokens in documents(batch):
+        expected = truth(torch.tensor(batch["tokens"][row:row + 1, tokens])).logits[0]
+        targets = torch.tensor(batch["targets"][row, tokens]).long()
+        losses = torch.nn.functional.cross_entropy(expected, targets, reduction="none")
+        total = total + (losses * torch.tensor(batch["loss_weights"][row, tokens])).sum()
+    total = total / float(batch["loss_weights"].sum())
+    total.backward()
+    assert float(loss) == pytest.approx(total.item(), rel=1e-5)
+    theirs = dict(truth.named_parameters())
+    for entry in hf_layout(config):
+        for layer, name in enumerate(entry.hf_names()):
+            gradient = np.asarray(gradients[entry.name])[() if entry.layers is None else layer]
+            gradient = entry.to_hf(gradient[tuple(map(slice, entry.layer_shape))])
+            expected = theirs[name].grad.numpy()
+            assert np.abs(gradient - expected).max() <= 1e-4 * np.abs(expected).max(), name
+
+
+@pytest.mark.parametrize("model", marked(*OF_EACH_FAMILY), indirect=True)
+def test_one_device_gives_the_same_logits(model):
+    truth, folder, config = model
+    tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, 64), np.int32)
+    index = np.broadcast_to(np.arange(64, dtype=np.int32), tokens.shape)
+    own, params = ours(config, folder, {})
+    logits = jax.jit(own.logits)(params, {"tokens": tokens, "index": index, "positions": index,
+                                          "segment_ids": np.ones_like(tokens)})
+    with torch.no_grad():
+        expected = truth(torch.tensor(tokens)).logits.numpy()
+    assert np.abs(np.asarray(logits) - expected).max() <= 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("model", marked("mistral with a window"), indirect=True)
+def test_greedy_decoding_is_transformers(model):
+    truth, folder, config = model
+    prompts = [np.random.default_rng(length).integers(3, 128, length).tolist() for length in (5, 30)]
+    own, params = ours(config, folder, {"sequence": 2})
+    answers = Generator(own, rows=2, capacity=40, new_tokens=8, stop_ids=(), chunk=16)(params, prompts)
+    for prompt, answer in zip(prompts, answers, strict=True):
+        with torch.no_grad():
+            logits = truth(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1:-1]
+        best = logits.max(-1).values - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
+        assert best.max() <= 1e-3, "each token is the best one, or within 1e-3 of it"
+
+
+@pytest.mark.parametrize("model", marked(*OF_EACH_FAMILY), indirect=True)
+def test_import_then_export_gives_the_same_bytes(model, tmp_path):
+    _, folder, config = model
+    _, params = ours(config, folder, {})
+    copy_assets(folder, tmp_path / "assets")
+    write_hf(params, config, tmp_path / "assets", tmp_path / "hf")
+    assert LlamaConfig.from_hf(tmp_path / "hf") == config
+    read_again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert read_again.config.architectures == [FAMILIES[config.family].architecture]
+    theirs, exported = (safetensors.torch.load_file(path / "model.safetensors") for path in (folder, tmp_path / "hf"))
+    assert theirs.keys() == exported.keys()
+    assert all(torch.equal(theirs[name], exported[name]) for name in theirs)
+
+
+def test_groups_of_heads_cannot_normalise_all_heads_together():
+    config = tiny(family="olmo2", qk_norm="all", norm_after=True)
+    with pytest.raises(ValueError, match=r"memory\.attention_groups: found 2.* needs 1"):
+        llama(config, attention_groups=2)
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name != "llama"])
+def test_presets_are_configs_of_transformers(family):
+    for name in FAMILIES[family].presets:
+        config = LlamaConfig.preset(name)
+        written = config.to_hf()
+        assert LlamaConfig.from_hf_dict(written) == config
+        theirs = transformers.AutoConfig.for_model(**written)
+        assert type(theirs).model_type == family
+        for field in ("vocab_size", "hidden_size", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
+            assert getattr(theirs, field) == getattr(config, field)
+        assert theirs.rope_parameters["rope_theta"] == config.rope.theta
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"qk_norm": "head"}, ["qk_norm", "'head'", "llama"]),
+    ({"family": "qwen3"}, ["qk_norm", "'none'", "qwen3"]),
+    ({"residual_multiplier": 0.5}, ["residual_multiplier", "0.5", "llama"]),
+    ({"sliding_window": 5}, ["sliding_window", "5", "llama"]),
+    ({"family": "bert"}, ["family", "bert", "qwen3"]),
+])
+def test_what_no_config_of_the_family_can_say_is_refused(change, words):
+    with pytest.raises(ValueError) as caught:
+        tiny(**change)
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"use_sliding_window": True, "sliding_window": 128}, ["sliding_window", "128"]),
+    ({"use_sliding_window": True}, ["use_sliding_window", "True"]),
+    ({"layer_types": ["full_attention", "sliding_attention"]}, ["layer_types"]),
+    ({"mlp_bias": True}, ["mlp_bias", "True", "Qwen3ForCausalLM"]),
+])
+def test_fields_that_are_not_computed_are_refused_by_name(change, words):
+    with pytest.raises(ValueError) as caught:
+        LlamaConfig.from_hf_dict({**LlamaConfig.preset("qwen3-0.6b").to_hf(), **change})
+    assert all(word in str(caught.value) for word in words), caught.value
