@@ -23,9 +23,8 @@ from data.errors import UserError
 from data.paths import output_folder
 from data.trajectories.options import TrajectoryConfig
 from data.trajectories.rows import ACTION, RETURN_TO_GO, REWARD, STATE, Scales
+from eval.scoring import bootstrap
 from trainer import entry
-
-RESAMPLES = 10_000  # of the bootstrap
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -172,13 +171,6 @@ def play(agent: Agent, environments: list[Any], target: float, decisions: int, o
         if on_step is not None:
             on_step()
     return returns
-
-
-def bootstrap(values: Float[np.ndarray, " n"], resamples: int = RESAMPLES) -> tuple[float, float]:
-    """Returns the bounds of the 95% interval of the mean, by resampling (percentile bootstrap, fixed seed)."""
-    generator = np.random.default_rng(0)
-    means = generator.choice(values, (resamples, len(values))).mean(1)
-    return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
 
 
 def summary(returns: Float[np.ndarray, "seeds episodes"]) -> dict[str, dict[str, Any]]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from data.errors import UserError
 from data.paths import output_folder
-from eval import line_cases, report, runner, scoring
+from eval import line_cases, report, runner, scoring, suite
 from trainer import entry
 
 MOST_TOKENS = 1_100_000  # in a generated case
@@ -76,20 +76,14 @@ def lines_that_fill(tokens: int, args: argparse.Namespace, respondent: runner.Re
         UserError: not even one line fits.
     """
     def length(lines: int) -> int:
-        case, = line_cases.generate(lines, 1, args.seed, args.keys,
-                                    line_cases.wording_like(args.like) if args.like else None)
-        return respondent.count(case.prompt) + args.max_new_tokens
+        case, = line_cases.generate(max(lines, 1), 1, args.seed, args.keys, wording)
+        return respondent.length(runner.Prompt(case.prompt, args.max_new_tokens)) + args.max_new_tokens
 
-    few, many = 1, 8 if args.keys == "short" else 200
-    shortest, longest = length(few), length(many)
-    per_line = (longest - shortest) / (many - few)
-    lines = min(int(1 + (tokens - shortest) / per_line), len(line_cases.SHORT_KEYS) if many == 8 else line_cases.MOST_LINES)
-    # Keys differ in their tokens: of the estimate a few lines too many are taken back.
-    while lines >= 1 and (excess := length(lines) - tokens) > 0:
-        lines -= max(int(excess / per_line), 1)
-    if lines < 1:
-        raise UserError(f"--tokens: a case of one line takes {shortest} tokens with its answer, found {tokens}; "
-                        f"{shortest} or more would work")
+    wording = line_cases.wording_like(args.like) if args.like else None
+    lines = suite.largest(length, tokens, len(line_cases.SHORT_KEYS) if args.keys == "short" else line_cases.MOST_LINES)
+    if not lines:
+        raise UserError(f"--tokens: a case of one line takes {length(1)} tokens with its answer, found {tokens}; {length(1)} "
+                        "or more would work")
     return lines
 
 

@@ -213,9 +213,9 @@ class Respondent:
         """Returns the ids of a prompt."""
         return prompt_ids(prompt, self.tokenizer, self.template)
 
-    def count(self, text: str) -> int:
-        """Returns the number of tokens of a user's turn of this text."""
-        return len(self.ids(Prompt(text, 1)))
+    def length(self, prompt: Prompt) -> int:
+        """Returns the number of tokens of a prompt."""
+        return len(self.ids(prompt))
 
     def answer(self, params: dict, prompts: Sequence[Prompt], journal: Journal | None = None,
                on_answer: Callable[[int], None] = lambda count: None) -> list[Answer]:

@@ -1,13 +1,17 @@
-"""Scores line retrieval: whether each answer is right, and the accuracy with its interval for each number of lines."""
+"""Intervals of scores; and of line retrieval, whether each answer is right, and the accuracy for each number of lines."""
 
 import dataclasses
 import math
 import re
 from collections.abc import Iterable
 
+import numpy as np
+from jaxtyping import Float
+
 from eval.line_cases import LineCase
 
 Z95 = 1.959963984540054  # quantile 0.975 of the standard normal distribution
+RESAMPLES = 10_000  # of the bootstrap
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,6 +91,13 @@ def wilson(right: int, cases: int, z: float = Z95) -> tuple[float, float]:
     half = z * math.sqrt(share * (1 - share) / cases + square / (4 * cases)) / (1 + square)
     # At no or all right answers a bound is exactly 0 or 1; rounding would leave 1e-17.
     return (0.0 if right == 0 else middle - half), (1.0 if right == cases else middle + half)
+
+
+def bootstrap(values: Float[np.ndarray, " n"], resamples: int = RESAMPLES) -> tuple[float, float]:
+    """Returns the bounds of the 95% interval of the mean, by resampling (percentile bootstrap, fixed seed)."""
+    generator = np.random.default_rng(0)
+    means = generator.choice(values, (resamples, len(values))).mean(1)
+    return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
 
 
 def outcome(case: LineCase, generated: str, prompt_tokens: int, trained_length: int, new_tokens: int) -> Outcome:

@@ -6,6 +6,9 @@ The data, their packing and the mesh are the recipe's; `model.path` is set to ea
 the number of tokens before them, in the same document and row, into buckets between powers of two. Writes
 loss_by_position.json and loss_by_position.png to --output.
 
+With --without-earlier W each target is also predicted from at most W - 1 tokens before it: every document is cut into pieces of
+W tokens that do not see each other. Where the earlier text is used, the two curves part beyond W tokens.
+
 Measures the held-out split, if the recipe has one. For the training split, --skip should be the number of steps that were
 trained, so that the model has not seen the measured rows.
 """
@@ -78,6 +81,8 @@ class Measurement(NamedTuple):
 
     rows: list[dict]
     """See Buckets.rows."""
+    rows_without_earlier: list[dict]
+    """The same targets, predicted without the text before their piece; empty unless requested."""
     about: dict
     """What was measured: split, batches, lengths, data."""
 
@@ -96,7 +101,19 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
                         "leave out, since the model was trained on them (default 0)")
     parser.add_argument("--batches", type=int, default=8, help="number of batches to measure, at most the rest of the epoch "
                         "(default 8)")
+    parser.add_argument("--without-earlier", type=entry.at_least_one, metavar="W", help="also measure with documents cut into "
+                        "pieces of W tokens, in a curve of its own")
     return parser.parse_known_args(argv)
+
+
+def cut(batch: dict[str, np.ndarray], tokens: int) -> dict[str, np.ndarray]:
+    """Returns a batch whose documents are cut into documents of so many tokens, with positions that restart in each."""
+    pieces = batch["positions"] // tokens
+    segment_ids = np.zeros_like(batch["segment_ids"])
+    for row, (document, piece) in enumerate(zip(batch["segment_ids"].astype(np.int64), pieces, strict=True)):
+        _, number = np.unique(document * (int(pieces.max()) + 1) + piece, return_inverse=True)
+        segment_ids[row] = np.where(document > 0, number + 1, 0)
+    return {**batch, "segment_ids": segment_ids, "positions": batch["positions"] % tokens}
 
 
 def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> Measurement:
@@ -137,16 +154,19 @@ def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> Meas
     model, params = objective.model, objective.read_params()
     shapes = text_batch(size, config.data.context_length, model.mesh)
     token_losses = jax.jit(model.token_losses).lower(params, shapes).compile()
-    buckets = Buckets()
+    buckets, buckets_without = Buckets(), Buckets()
     for number, step in enumerate(steps, start=1):
         batch = permute(loader.batch(step), objective.order)
         losses = np.asarray(token_losses(params, place_batch(batch, model.mesh)))
         buckets.add(losses, batch["positions"], batch["loss_weights"])
+        if args.without_earlier:
+            without = np.asarray(token_losses(params, place_batch(cut(batch, args.without_earlier), model.mesh)))
+            buckets_without.add(without, batch["positions"], batch["loss_weights"])
         mean = np.average(losses, weights=batch["loss_weights"])
         print(f"batch {number} of {len(steps)}: {mean:.3f} nats per target", flush=True)
     about = {"context_length": config.data.context_length, "split": split, "first_batch": steps.start,
              "batches": len(steps), "batch_size": size, "data": [source.path for source in config.data.sources]}
-    return Measurement(buckets.rows(), about)
+    return Measurement(buckets.rows(), buckets_without.rows(), about)
 
 
 def plot(curves: dict[str, list[dict]], path: Path, title: str) -> None:
@@ -202,7 +222,9 @@ def run(args: argparse.Namespace, flags: list[str]) -> dict[str, list[dict]]:
     entry.keep_compiled()
     curves = {}
     for checkpoint in args.checkpoint:
-        curves[checkpoint], about = measure(checkpoint, args, flags)
+        curves[checkpoint], without, about = measure(checkpoint, args, flags)
+        if args.without_earlier:
+            curves[f"{checkpoint}, pieces of {args.without_earlier} tokens"] = without
     table, picture = (args.output / f"loss_by_position.{suffix}" for suffix in ("json", "png"))
     table.write_text(json.dumps({"about": about, "curves": curves}, indent=2) + "\n", encoding="utf-8")
     title = (f"Loss by position: split {about['split']}, {about['first_batch']} batches skipped, "

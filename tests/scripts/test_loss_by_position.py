@@ -91,3 +91,17 @@ def test_the_command_gives_transformers_losses(tmp_path, monkeypatch, capsys):
     output = capsys.readouterr().out
     assert "split held_out, batches 0 to 0 of 4" in output, "the held-out split is measured if there is one"
     assert "has seen these rows" not in output
+
+
+def test_documents_are_cut_into_pieces_that_do_not_see_each_other():
+    positions = np.array([[0, 1, 2, 3, 4, 0, 1, 2, 0, 0], [6, 4, 2, 0, 5, 3, 1, 0, 1, 2]])
+    segment_ids = np.array([[1, 1, 1, 1, 1, 2, 2, 2, 0, 0], [1, 1, 1, 1, 1, 1, 1, 2, 2, 2]])
+    pieces = loss_by_position.cut({"positions": positions, "segment_ids": segment_ids, "tokens": positions}, 2)
+    assert pieces["positions"].tolist() == (positions % 2).tolist() and pieces["tokens"] is positions
+    for row in range(2):
+        for a in range(10):
+            for b in range(10):
+                same = segment_ids[row, a] == segment_ids[row, b] and positions[row, a] // 2 == positions[row, b] // 2
+                if segment_ids[row, a] and segment_ids[row, b]:
+                    assert (pieces["segment_ids"][row, a] == pieces["segment_ids"][row, b]) == same
+        assert ((pieces["segment_ids"][row] == 0) == (segment_ids[row] == 0)).all()

@@ -1,0 +1,236 @@
+"""Exercises in a long text, made from random numbers: retrieval, tracking, counting, copying.
+
+Several are tasks of RULER (Hsieh et al. 2024, table 2 and appendix B), in its wording and with words of our own. Keys and
+values are of training or of evaluation, as the caller says, never of both (`split`).
+"""
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import math
+import re
+import string
+import uuid
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from data.synthetic import words
+from data.synthetic.split import draw_values, is_evaluation
+
+NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+LINE = "line {key}: REGISTER_CONTENT is <{value}>\n"
+
+
+class Exercise(NamedTuple):
+    """A text with a question.
+
+    Attributes:
+      text: both.
+      prefix: the answer's beginning, which an evaluation writes itself, as RULER does.
+      expected: texts that the answer must have.
+      rest: what follows `prefix` in the answer that is trained on.
+    """
+
+    text: str
+    prefix: str
+    expected: tuple[str, ...]
+    rest: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Haystack:
+    """Text that needles are hidden in.
+
+    Attributes:
+      name: "noise" repeats five sentences, "needles" is of needles that are not asked for, "text" takes `sentences`.
+      sentences: of a book or essay; begun again at its end.
+    """
+
+    name: str = "noise"
+    sentences: tuple[str, ...] = ()
+
+    @classmethod
+    def of_text(cls, text: str) -> Haystack:
+        """Returns the haystack of a text, cut into sentences."""
+        flat = re.sub(r"\s+", " ", text).strip()
+        return cls("text", tuple(re.split(r"(?<=[.!?])\s+", flat)))
+
+    @property
+    def joint(self) -> str:
+        """What is between sentences."""
+        return " " if self.name == "text" else "\n"
+
+    def take(self, units: int) -> list[str]:
+        """Returns so many sentences; of the haystack "needles" none, since these need keys."""
+        if self.name == "noise":
+            return [NOISE] * units
+        return [self.sentences[i % len(self.sentences)] for i in range(units)] if self.name == "text" else []
+
+
+def _names(rng: np.random.Generator, count: int, kind: str) -> list[str]:
+    """Returns so many different keys: pairs of words, or uuids."""
+    if kind == "uuids":
+        return [str(uuid.UUID(bytes=rng.bytes(16), version=4)) for _ in range(count)]
+    pairs = words.keys("adjective_noun", count)
+    return [pairs[i] for i in rng.choice(len(pairs), count, replace=False)]
+
+
+def _values(rng: np.random.Generator, keys: list[str], kind: str, evaluation: bool) -> list[str]:
+    """Returns a value for each key, of 7 digits or a uuid."""
+    if kind == "numbers":
+        return [str(value) for value in draw_values(rng, keys, 10**6, 10**7, evaluation)]
+    values = []
+    for key in keys:
+        while is_evaluation(key, value := str(uuid.UUID(bytes=rng.bytes(16), version=4))) != evaluation:
+            pass
+        values.append(value)
+    return values
+
+
+def needles(rng: np.random.Generator, units: int, evaluation: bool, *, keys: int = 1, values: int = 1, queries: int = 1,
+            haystack: Haystack = Haystack(), key_kind: str = "words", value_kind: str = "numbers",
+            depths: Sequence[float] = ()) -> Exercise:
+    """Hides sentences about keys in a haystack and asks for the values of some (RULER's niah).
+
+    Args:
+      units: sentences of the haystack (of the noise, groups of five).
+      keys: number of keys with needles; values: needles of each; queries: keys that are asked for.
+      depths: where the needles are, as shares of the haystack; drawn unless given.
+    """
+    keys = max(keys, queries)
+    count = keys * values
+    distractors = units if haystack.name == "needles" else 0
+    names = _names(rng, keys + distractors, key_kind)
+    repeated = [name for name in names[:keys] for _ in range(values)]
+    drawn = _values(rng, [*repeated, *names[keys:]], value_kind, evaluation)
+    sentences = [NEEDLE.format(kind=value_kind, key=key, value=value)
+                 for key, value in zip([*repeated, *names[keys:]], drawn, strict=True)]
+    text = haystack.take(units) + sentences[count:]
+    places = sorted(int(len(text) * depth) for depth in depths) or sorted(rng.integers(0, len(text) + 1, count).tolist())
+    for place, number in sorted(zip(places, rng.permutation(count).tolist(), strict=True), reverse=True):
+        text.insert(place, sentences[number])
+    asked = sorted(rng.choice(keys, queries, replace=False).tolist())
+    query = ", ".join(names[i] for i in asked[:-1]) + ", and " * (queries > 1) + names[asked[-1]]
+    expected = tuple(value for i in asked for value in drawn[i * values:(i + 1) * values])
+    one = queries * values == 1
+    some, kind, are = ("A", value_kind[:-1], "is") if one else ("Some", value_kind, "are")
+    return Exercise(
+        f"{some} special magic {kind} {are} hidden within the following text. Make sure to memorize it. I will quiz you about "
+        f"the {kind} afterwards.\n{haystack.joint.join(text)}\nWhat {are}{'' if one else ' all'} the special magic {kind} for "
+        f"{query} mentioned in the provided text?",
+        f" The special magic {kind} for {query} mentioned in the provided text {are}", expected, f" {', '.join(expected)}.")
+
+
+def variables(rng: np.random.Generator, units: int, evaluation: bool, *, hops: int = 4, chains: int = 1) -> Exercise:
+    """Hides chains of assignments in noise and asks for all variables of the first one (RULER's variable tracking)."""
+    names: list[str] = []
+    while len(names) < (hops + 1) * chains:
+        name = "".join(rng.choice(list(string.ascii_uppercase), 5))
+        if name not in names:
+            names.append(name)
+    value, *others = draw_values(rng, names[::hops + 1], 10_000, 99_999, evaluation)
+    text = [NOISE] * max(units, hops + 1)
+    for number, start in enumerate([value, *others]):
+        chain = names[number * (hops + 1):(number + 1) * (hops + 1)]
+        sentences = [f"VAR {chain[0]} = {start}", *(f"VAR {b} = VAR {a} " for a, b in itertools.pairwise(chain))]
+        for later, place in enumerate(sorted(rng.choice(len(text), len(chain), replace=False).tolist())):
+            text.insert(place + later, sentences[later])
+    context = "\n".join(text).replace(". \n", ".\n")
+    expected = tuple(names[:hops + 1])
+    return Exercise(
+        f"Memorize and track the chain(s) of variable assignment hidden in the following text.\n\n{context}\nQuestion: Find "
+        f"all variables that are assigned the value {value} in the text above.",
+        f" Answer: According to the chain(s) of variable assignment in the text above, {hops + 1} variables are assigned the "
+        f"value {value}, they are: ", expected, " ".join(expected))
+
+
+def common_words(rng: np.random.Generator, units: int, evaluation: bool, *, common: int = 10, often: int = 30, seldom: int = 3,
+                 ) -> Exercise:
+    """Lists words of which 10 occur more often than the others, and asks for them, after an example (RULER's cwe).
+
+    Args:
+      units: words that occur seldom.
+    """
+    example, example_words = _word_list(rng, 30, common, 10, 3)
+    listed, chosen = _word_list(rng, units, common, often, seldom)
+    question = ("Below is a numbered list of words. In these words, some appear more often than others. Memorize the ones that "
+                "appear most often.\n{}\nQuestion: What are the 10 most common words in the above list?")
+    prefix = " Answer: The top 10 words that appear most often in the list are:"
+    text = f"{question.format(example)}{prefix} {_numbered(example_words)}\n{question.format(listed)}"
+    return Exercise(text, prefix, tuple(chosen), f" {_numbered(chosen)}")
+
+
+def _word_list(rng: np.random.Generator, units: int, common: int, often: int, seldom: int) -> tuple[str, list[str]]:
+    """Returns a shuffled, numbered list, and the words that are often in it."""
+    pool = [*words.ADJECTIVES, *(noun for noun in words.NOUNS if noun not in words.ADJECTIVES)]
+    if units + common > len(pool):
+        pool += words.keys("noun_noun", units + common - len(pool))
+    chosen = [pool[i] for i in rng.choice(len(pool), units + common, replace=False)]
+    listed = chosen[:common] * often + chosen[common:] * seldom
+    return _numbered([listed[i] for i in rng.permutation(len(listed))]), chosen[:common]
+
+
+def _numbered(items: Sequence[str]) -> str:
+    return " ".join(f"{number}. {item}" for number, item in enumerate(items, 1))
+
+
+def frequent_words(rng: np.random.Generator, units: int, evaluation: bool, *, vocabulary: int = 0) -> Exercise:
+    """Writes coded words whose numbers fall with the square of their rank, and asks for the three most frequent but for the
+    first, which is dots (RULER's fwe).
+
+    Args:
+      units: words of the text.
+      vocabulary: different words; unless given, a twenty-fifth of `units`.
+    """
+    size = max(vocabulary or units // 25, 8)
+    coded: list[str] = []
+    while len(coded) < size:
+        word = "".join(rng.choice(list(string.ascii_lowercase), 6))
+        if word not in coded:
+            coded.append(word)
+    coded[0] = "..."
+    listed = [word for rank, word in enumerate(coded, 1) for _ in range(int(units * rank**-2.0 / (math.pi**2 / 6)))]
+    context = " ".join(listed[i] for i in rng.permutation(len(listed)))
+    return Exercise(
+        "Read the following coded text and track the frequency of each coded word. Find the three most frequently appeared "
+        f"coded words. {context}\nQuestion: Do not provide any explanation. Please ignore the dots '....'. What are the three "
+        "most frequently appeared words in the above coded text?",
+        " Answer: According to the coded text above, the three most frequently appeared words are:", tuple(coded[1:4]),
+        f" {', '.join(coded[1:4])}.")
+
+
+def lines(rng: np.random.Generator, units: int, evaluation: bool) -> Exercise:
+    """Lists lines with a key and a number, and asks for one number (LongChat's line retrieval, in our own wording)."""
+    names = _names(rng, units, "words")
+    numbers = draw_values(rng, names, 1, 50_000, evaluation)
+    asked = int(rng.integers(units))
+    record = "".join(LINE.format(key=key, value=value) for key, value in zip(names, numbers, strict=True))
+    prefix = f"The <REGISTER_CONTENT> in line {names[asked]} is"
+    text = ("Here is a record of lines to remember. Each line begins with 'line', then the name of the line, and ends with its "
+            f"<REGISTER_CONTENT>, a number. The record:\n\n{record}\nNow the record is over. Tell me what is the "
+            f"<REGISTER_CONTENT> in line {names[asked]}? I need the number.")
+    return Exercise(text, prefix, (str(numbers[asked]),), f" <{numbers[asked]}>.")
+
+
+def key_values(rng: np.random.Generator, units: int, evaluation: bool) -> Exercise:
+    """Writes a JSON object and asks for the value of one key (Liu et al. 2023, "Lost in the Middle", section 3)."""
+    names = _names(rng, units, "uuids")
+    values = _values(rng, names, "uuids", evaluation)
+    asked = int(rng.integers(units))
+    text = json.dumps(dict(zip(names, values, strict=True)), indent=0)
+    return Exercise(f"Extract the value of the given key from the JSON object below.\n\n{text}\n\nKey: \"{names[asked]}\"",
+                    "The value is", (values[asked],), f" \"{values[asked]}\".")
+
+
+def copying(rng: np.random.Generator, units: int, evaluation: bool) -> Exercise:
+    """Writes numbered paragraphs of random words and asks to repeat one to the letter."""
+    numbers = draw_values(rng, [f"paragraph {i + 1}" for i in range(units)], 10**6, 10**7, evaluation)
+    paragraphs = [f"{' '.join(rng.choice(words.NOUNS, 12))} {number}" for number in numbers]
+    asked = int(rng.integers(units))
+    text = "\n".join(f"Paragraph {i}: {paragraph}." for i, paragraph in enumerate(paragraphs, 1))
+    return Exercise(f"Read these paragraphs.\n\n{text}\n\nRepeat paragraph {asked + 1} to the letter.",
+                    f"Paragraph {asked + 1}:", (paragraphs[asked],), f" {paragraphs[asked]}.")

@@ -1,0 +1,112 @@
+"""Multi-round co-reference: a long conversation has several equal requests; the reply to the i-th of them is asked for.
+
+    python -m eval.coreference --checkpoint DIR_OR_HF --tokens 4096 8192 [--alike 2 4 8] --output DIR
+
+The form is that of MRCR (Vodrahalli et al. 2024, "Michelangelo") and of OpenAI's data of this name: the answer must begin
+with given letters, and is scored by its similarity to the reply. Requests and replies are made of our own words; without a chat
+template the turns are plain text. Writes results.json, cases.jsonl and coreference.png into --output.
+"""
+from __future__ import annotations
+
+import argparse
+import string
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from data.conversation import Message
+from data.paths import output_folder
+from data.synthetic.words import ADJECTIVES, NOUNS
+from eval import runner, suite
+from trainer import entry
+
+FORMS = ("poem", "riddle", "letter", "story", "speech", "song", "recipe", "prayer")
+NEW_TOKENS = 160
+ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth")
+
+
+def make_cases(count: Callable[[runner.Prompt], int], lengths: Sequence[int], alike: Sequence[int] = (2, 4, 8), each: int = 20,
+               seed: int = 0) -> list[suite.Case]:
+    """Returns `each` cases for each length and number of equal requests.
+
+    Args:
+      count: tokens of a prompt.
+    """
+    cases = []
+    for requests in alike:
+        for tokens in lengths:
+            def make(units: int, sample: int = 0, requests=requests, tokens=tokens) -> suite.Case:
+                rng = np.random.default_rng([seed, sample, requests, tokens])
+                turns, beginning, reply = conversation(rng, requests, units, sample % requests)
+                return suite.Case(f"{requests} alike", runner.Prompt(turns, NEW_TOKENS), (beginning, reply), tokens,
+                                  scoring="similarity")
+
+            units = suite.fit(make, tokens, count)
+            cases += [make(units, sample) for sample in range(each)]
+    return cases
+
+
+def conversation(rng: np.random.Generator, requests: int, others: int, asked: int) -> tuple[tuple[Message, ...], str, str]:
+    """Returns the turns, the letters that the answer must begin with, and the reply that is asked for.
+
+    Args:
+      requests: equal requests; others: requests of another form or topic, mixed with them; asked: which of the equal ones, from
+        0.
+    """
+    form, topic = str(rng.choice(FORMS)), str(rng.choice(NOUNS))
+    subjects = [(form, topic)] * requests
+    while len(subjects) < requests + others:
+        other = str(rng.choice(FORMS)), str(rng.choice(NOUNS))
+        if other != (form, topic):
+            subjects.append(other)
+    turns, replies = [], []
+    for number in rng.permutation(len(subjects)):
+        kind, about = subjects[number]
+        reply = _reply(rng, about)
+        turns += [Message("user", f"Write a {kind} about a {about}."), Message("assistant", reply)]
+        if (kind, about) == (form, topic):
+            replies.append(reply)
+    beginning = "".join(rng.choice(list(string.ascii_letters + string.digits), 10))
+    turns.append(Message("user", f"Write {beginning} and then repeat the {ORDINALS[asked]} {form} about a {topic} of this "
+                                 "conversation, word for word. Write nothing else."))
+    return tuple(turns), beginning, replies[asked]
+
+
+def _reply(rng: np.random.Generator, about: str) -> str:
+    """Returns four lines of random words about a topic."""
+    def line() -> str:
+        first, second = rng.choice(ADJECTIVES, 2, replace=False)
+        return f"the {first} {about} and the {second} {rng.choice(NOUNS)}"
+
+    return ",\n".join(line() for _ in range(4)) + "."
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns the options of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m eval.coreference", description=__doc__.splitlines()[0], allow_abbrev=False)
+    runner.add_flags(parser, new_tokens=None)
+    parser.add_argument("--tokens", nargs="+", type=entry.at_least_one, required=True, help="lengths, answers included")
+    parser.add_argument("--alike", nargs="+", type=int, default=[2, 4, 8], choices=range(2, len(ORDINALS) + 1),
+                        help="numbers of equal requests (default 2 4 8)")
+    parser.add_argument("--count", type=entry.at_least_one, default=20, help="cases of each length and number (default 20)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the cases")
+    return runner.parse(parser, argv)
+
+
+def evaluate(args: argparse.Namespace) -> list[suite.Result]:
+    """Makes and answers the cases, and writes the results."""
+    runner.check_flags(args)
+    output_folder(args.output)
+    opened = runner.open_respondent(args)
+    cases = make_cases(opened.respondent.length, args.tokens, args.alike, args.count, args.seed)
+    return suite.run("coreference", opened, cases, args.output, {"seed": args.seed})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    args = parse(argv)
+    return entry.run(lambda: evaluate(args))
+
+
+if __name__ == "__main__":
+    entry.leave(main())

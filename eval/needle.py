@@ -1,0 +1,101 @@
+"""Needle in a haystack: is a sentence found that is hidden at some depth of a long text? A map of depths and lengths.
+
+    python -m eval.needle --checkpoint DIR_OR_HF --tokens 4096 8192 [--depths 0 0.25 0.5 0.75 1] [--needles 1 4] --output DIR
+
+The text is RULER's noise, or --text FILE, a book or essays. With several needles the first is at the depth and the others are
+evenly spread behind it; the score is the share that is found. Writes results.json, cases.jsonl and needle.png into --output.
+"""
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data.errors import UserError
+from data.paths import output_folder
+from data.synthetic.tasks import Haystack, needles
+from eval import runner, suite
+from trainer import entry
+
+NEW_TOKENS = 64
+
+
+def read_haystack(path: str | None) -> Haystack:
+    """Returns the haystack of a text file, or the noise without one.
+
+    Raises:
+      UserError: the file cannot be read, or has no sentence.
+    """
+    if path is None:
+        return Haystack()
+    try:
+        haystack = Haystack.of_text(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--text: {path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    if not "".join(haystack.sentences):
+        raise UserError(f"--text: {path} has no sentence; a book or essays as plain text would work")
+    return haystack
+
+
+def make_cases(count: Callable[[runner.Prompt], int], lengths: Sequence[int], depths: Sequence[float],
+               numbers: Sequence[int] = (1,), each: int = 5, seed: int = 0,
+               haystack: Haystack = Haystack()) -> list[suite.Case]:  # noqa: B008
+    """Returns `each` cases for each number of needles, length and depth.
+
+    Args:
+      count: tokens of a prompt.
+    """
+    cases = []
+    for hidden in numbers:
+        for tokens in lengths:
+            for depth in depths:
+                spread = [depth + (1 - depth) * i / hidden for i in range(hidden)]
+
+                def make(units: int, sample: int = 0, hidden=hidden, tokens=tokens, depth=depth, spread=spread) -> suite.Case:
+                    rng = np.random.default_rng([seed, sample, hidden, tokens, round(depth * 1000)])
+                    exercise = needles(rng, units, True, keys=hidden, queries=hidden, haystack=haystack, depths=spread)
+                    prompt = runner.Prompt(exercise.text, NEW_TOKENS * hidden, exercise.prefix)
+                    name = "one needle" if hidden == 1 else f"{hidden} needles"
+                    return suite.Case(name, prompt, exercise.expected, tokens, depth)
+
+                units = suite.fit(make, tokens, count)
+                cases += [make(units, sample) for sample in range(each)]
+    return cases
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns the options of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m eval.needle", description=__doc__.splitlines()[0], allow_abbrev=False)
+    runner.add_flags(parser, new_tokens=None)
+    parser.add_argument("--tokens", nargs="+", type=entry.at_least_one, required=True, help="lengths, answers included")
+    parser.add_argument("--depths", nargs="+", type=float, default=[0, 0.25, 0.5, 0.75, 1], help="depths, from 0 to 1")
+    parser.add_argument("--needles", nargs="+", type=entry.at_least_one, default=[1], help="numbers of needles (default 1)")
+    parser.add_argument("--count", type=entry.at_least_one, default=5, help="cases of each length and depth (default 5)")
+    parser.add_argument("--text", metavar="FILE", help="a text that the needles are hidden in, instead of noise")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the cases")
+    args = runner.parse(parser, argv)
+    if not all(0 <= depth <= 1 for depth in args.depths):
+        parser.error(f"argument --depths: found {args.depths}; each needs to be from 0 to 1")
+    return args
+
+
+def evaluate(args: argparse.Namespace) -> list[suite.Result]:
+    """Makes and answers the cases, and writes the results."""
+    runner.check_flags(args)
+    haystack = read_haystack(args.text)
+    output_folder(args.output)
+    opened = runner.open_respondent(args)
+    cases = make_cases(opened.respondent.length, args.tokens, args.depths, args.needles, args.count, args.seed, haystack)
+    return suite.run("needle", opened, cases, args.output, {"haystack": args.text or haystack.name, "seed": args.seed})
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    args = parse(argv)
+    return entry.run(lambda: evaluate(args))
+
+
+if __name__ == "__main__":
+    entry.leave(main())

@@ -1,0 +1,153 @@
+"""RULER's tasks that need no download: retrieval of one and several needles, variable tracking, common and frequent words.
+
+    python -m eval.ruler --checkpoint DIR_OR_HF --tokens 4096 16384 [--tasks niah_single_1 vt ...] --output DIR
+
+Tasks, wording, lengths of answers and scoring are RULER's (Hsieh et al. 2024; github.com/NVIDIA/RULER); words are our own. The
+tasks that RULER hides in essays take --text FILE, without which they are hidden in its noise, and are another test; questions
+about documents take --qa FILE. Writes results.json, cases.jsonl and ruler.png into --output.
+"""
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from data.errors import UserError
+from data.paths import output_folder
+from data.synthetic import tasks
+from data.synthetic.tasks import Exercise, Haystack
+from eval import runner, suite
+from eval.needle import read_haystack
+from trainer import entry
+
+NEEDLES = Haystack("needles")
+TEXT = Haystack("text")  # stands for the text of --text
+# RULER's scripts/synthetic.yaml; the number is scripts/data/synthetic/constants.py's tokens_to_generate.
+TASKS: dict[str, tuple[Callable[..., Exercise], int]] = {
+    "niah_single_1": (tasks.needles, 128),
+    "niah_single_2": (functools.partial(tasks.needles, haystack=TEXT), 128),
+    "niah_single_3": (functools.partial(tasks.needles, haystack=TEXT, value_kind="uuids"), 128),
+    "niah_multikey_1": (functools.partial(tasks.needles, haystack=TEXT, keys=4), 128),
+    "niah_multikey_2": (functools.partial(tasks.needles, haystack=NEEDLES), 128),
+    "niah_multikey_3": (functools.partial(tasks.needles, haystack=NEEDLES, key_kind="uuids", value_kind="uuids"), 128),
+    "niah_multivalue": (functools.partial(tasks.needles, haystack=TEXT, values=4), 128),
+    "niah_multiquery": (functools.partial(tasks.needles, haystack=TEXT, queries=4), 128),
+    "vt": (tasks.variables, 30),
+    "cwe": (tasks.common_words, 120),
+    "fwe": (tasks.frequent_words, 50),
+}
+QA_TOKENS = 32
+QA_FORM = ('a line of JSON for each question: {"question": "...", "answers": ["..."], "documents": ["the one with the answer", '
+           '...]}')
+
+
+def make_cases(count: Callable[[runner.Prompt], int], lengths: Sequence[int], names: Sequence[str] = tuple(TASKS),
+               each: int = 20, seed: int = 0, haystack: Haystack = Haystack()) -> list[suite.Case]:  # noqa: B008
+    """Returns `each` cases for each task and length.
+
+    Args:
+      count: tokens of a prompt.
+      haystack: for the tasks that RULER hides in essays.
+    """
+    cases = []
+    for name in names:
+        exercise_of, new_tokens = TASKS[name]
+        if isinstance(exercise_of, functools.partial) and exercise_of.keywords.get("haystack") is TEXT:
+            exercise_of = functools.partial(exercise_of, haystack=haystack)
+        for tokens in lengths:
+            def make(units: int, sample: int = 0, name=name, exercise_of=exercise_of, new_tokens=new_tokens,
+                     tokens=tokens) -> suite.Case:
+                rng = np.random.default_rng([seed, sample, tokens, list(TASKS).index(name)])
+                options = {} if name != "cwe" or tokens >= 4096 else {"often": 6, "seldom": 1}
+                exercise = exercise_of(rng, units, True, **options)
+                return suite.Case(name, runner.Prompt(exercise.text, new_tokens, exercise.prefix), exercise.expected, tokens)
+
+            units = suite.fit(make, tokens, count)
+            cases += [make(units, sample) for sample in range(each)]
+    return cases
+
+
+def qa_cases(path: str, count: Callable[[runner.Prompt], int], lengths: Sequence[int], each: int, seed: int,
+             ) -> list[suite.Case]:
+    """Returns RULER's questions about documents: the one with the answer among others of the file.
+
+    Raises:
+      UserError: the file cannot be read, or a line has another form, which is named.
+    """
+    questions = []
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--qa: {path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            fields = row["question"], row["answers"], row["documents"]
+            if not (isinstance(fields[0], str) and all(fields)
+                    and all(isinstance(text, str) for part in fields[1:] for text in part)):
+                raise TypeError
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"{path}:{number}: not a question; the form is {QA_FORM}") from None
+        questions.append(fields)
+    if not questions:
+        raise UserError(f"--qa: {path} has no question; the form is {QA_FORM}")
+    documents = list(dict.fromkeys(document for *_, own in questions for document in own))
+    instruction = "Answer the question based on the given documents. Only give me the answer and do not output any other words."
+    cases = []
+    for tokens in lengths:
+        for sample in range(each):
+            question, answers, own = questions[sample % len(questions)]
+
+            def make(units: int, question=question, answers=answers, own=own, tokens=tokens, sample=sample) -> suite.Case:
+                rng = np.random.default_rng([seed, sample, tokens])
+                others = [document for document in documents if document not in own]
+                shown = [*own, *(others[i] for i in rng.permutation(len(others)))][:max(units, len(own))]
+                context = "\n\n".join(f"Document {i}:\n{shown[j]}" for i, j in enumerate(rng.permutation(len(shown)), 1))
+                text = (f"{instruction}\n\nThe following are given documents.\n\n{context}\n\n{instruction}\n\n"
+                        f"Question: {question}")
+                return suite.Case("qa", runner.Prompt(text, QA_TOKENS, " Answer:"), tuple(answers), tokens, scoring="any")
+
+            cases.append(make(suite.fit(make, tokens, count, most=len(documents))))
+    return cases
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns the options of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m eval.ruler", description=__doc__.splitlines()[0], allow_abbrev=False)
+    runner.add_flags(parser, new_tokens=None)
+    parser.add_argument("--tokens", nargs="+", type=entry.at_least_one, required=True, help="lengths, answers included")
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS), help="tasks (default: all)")
+    parser.add_argument("--count", type=entry.at_least_one, default=20, help="cases of each task and length (default 20)")
+    parser.add_argument("--text", metavar="FILE", help="the text for tasks that RULER hides in essays (default: its noise)")
+    parser.add_argument("--qa", metavar="FILE.jsonl", help=f"questions about documents; {QA_FORM}")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the cases")
+    return runner.parse(parser, argv)
+
+
+def evaluate(args: argparse.Namespace) -> list[suite.Result]:
+    """Makes and answers the cases, and writes the results."""
+    runner.check_flags(args)
+    haystack = read_haystack(args.text)
+    output_folder(args.output)
+    opened = runner.open_respondent(args)
+    length = opened.respondent.length
+    cases = make_cases(length, args.tokens, args.tasks, args.count, args.seed, haystack)
+    cases += qa_cases(args.qa, length, args.tokens, args.count, args.seed) if args.qa else []
+    about = {"haystack": args.text or "noise, where RULER takes essays", "seed": args.seed}
+    return suite.run("ruler", opened, cases, args.output, about)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    args = parse(argv)
+    return entry.run(lambda: evaluate(args))
+
+
+if __name__ == "__main__":
+    entry.leave(main())

@@ -1,0 +1,253 @@
+"""Tests of long contexts from cases to results: how an answer is scored, what is averaged, and how it is shown."""
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from data.errors import UserError
+from eval.runner import Answer, Opened, Prompt
+from eval.scoring import bootstrap, last_integer, wilson
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A question, and what its answer should have.
+
+    Attributes:
+      task: the test's name; scores of different tasks are never averaged.
+      expected: texts, as `scoring` takes them.
+      tokens: length that the case was made for, its answer included.
+      depth: where in the context the answer is, 0 to 1; None where it is in several places.
+      scoring: a name in SCORINGS.
+    """
+
+    task: str
+    prompt: Prompt
+    expected: tuple[str, ...]
+    tokens: int
+    depth: float | None = None
+    scoring: str = "all"
+
+
+def clean(text: str) -> str:
+    """Returns a generated text as RULER scores it: without white space around it, control characters as line ends."""
+    return re.sub(r"[\x00-\x1f]", "\n", text.strip()).strip()
+
+
+def match_all(text: str, expected: Sequence[str]) -> float:
+    """Returns the share of the expected texts that occur, whatever their case and order (RULER's string_match_all)."""
+    text = clean(text).lower()
+    return sum(item.lower() in text for item in expected) / len(expected)
+
+
+def match_any(text: str, expected: Sequence[str]) -> float:
+    """Returns 1 if any of the expected texts occurs, whatever its case (RULER's string_match_part)."""
+    text = clean(text).lower()
+    return float(any(item.lower() in text for item in expected))
+
+
+def match_integer(text: str, expected: Sequence[str]) -> float:
+    """Returns 1 if the last integer of the text is the expected one (LongChat's line retrieval)."""
+    return float(last_integer(text) == int(expected[0]))
+
+
+def similarity(text: str, expected: Sequence[str]) -> float:
+    """Returns how similar a text is to the expected one after the words that it must begin with, else 0 (as OpenAI's MRCR).
+
+    Args:
+      expected: the required beginning, and what should follow it.
+    """
+    beginning, rest = expected
+    text = text.strip()
+    if not text.startswith(beginning):
+        return 0.0
+    return difflib.SequenceMatcher(None, text.removeprefix(beginning).strip(), rest, autojunk=False).ratio()
+
+
+SCORINGS: dict[str, Callable[[str, Sequence[str]], float]] = {
+    "all": match_all, "any": match_any, "integer": match_integer, "similarity": similarity}
+
+
+def interval(scores: Sequence[float]) -> tuple[float, float]:
+    """Returns the bounds of the 95% interval of the mean score: Wilson's where all are 0 or 1, else of a bootstrap."""
+    if set(scores) <= {0.0, 1.0}:
+        return wilson(int(sum(scores)), len(scores))
+    return bootstrap(np.array(scores))
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """The mean score of cases that differ in their keys and values only.
+
+    Attributes:
+      low, high: bounds of its 95% interval.
+      prompt_tokens: mean length of the prompts.
+      beyond_trained_length: whether any prompt with its answer exceeds the trained length.
+    """
+
+    task: str
+    tokens: int
+    depth: float | None
+    cases: int
+    score: float
+    low: float
+    high: float
+    prompt_tokens: float
+    beyond_trained_length: bool
+
+
+def results_of(cases: Sequence[Case], answers: Sequence[Answer], trained_length: int) -> list[Result]:
+    """Returns the mean scores by task, length and depth, in the order in which these first occur."""
+    groups: dict[tuple[str, int, float | None], list[tuple[Case, Answer]]] = {}
+    for case, answer in zip(cases, answers, strict=True):
+        groups.setdefault((case.task, case.tokens, case.depth), []).append((case, answer))
+    results = []
+    for (task, tokens, depth), group in groups.items():
+        scores = [score_of(case, answer) for case, answer in group]
+        longest = max(answer.prompt_tokens + case.prompt.new_tokens for case, answer in group)
+        results.append(Result(task, tokens, depth, len(group), sum(scores) / len(scores), *interval(scores),
+                              sum(answer.prompt_tokens for _, answer in group) / len(group), longest > trained_length))
+    return results
+
+
+def score_of(case: Case, answer: Answer) -> float:
+    """Returns the score of an answer, 0 to 1."""
+    return SCORINGS[case.scoring](case.prompt.prefix + answer.generated if case.scoring == "similarity" else answer.generated,
+                                  case.expected)
+
+
+def largest(length: Callable[[int], int], limit: int, most: int) -> int:
+    """Returns how many units a text may have for its length to be within the limit, for a length that grows about evenly.
+
+    It is the largest number, or one whose text fills 99% of the limit; 0 where even one unit is too many.
+    """
+    low, high, shortest = 0, most + 1, length(0)
+    low_length, units = shortest, min(16, most)
+    while high - low > 1:
+        size = length(units)
+        if size <= limit:
+            low, low_length = units, size
+            if size >= 0.99 * limit:
+                break
+        else:
+            high = units
+        per_unit = max(size - shortest, 1) / units
+        units = min(max(low + int((limit - low_length) / per_unit), low + 1), high - 1)
+    return low
+
+
+def fit(make: Callable[[int], Case], tokens: int, count: Callable[[Prompt], int], most: int = 10**7) -> int:
+    """Returns the number of units with which the case that `make` makes fills `tokens` tokens, its answer included.
+
+    Args:
+      count: tokens of a prompt.
+
+    Raises:
+      UserError: the shortest case is longer.
+    """
+    def length(units: int) -> int:
+        case = make(max(units, 1))
+        return count(case.prompt) + case.prompt.new_tokens
+
+    units = largest(length, tokens, most)
+    if not units:
+        raise UserError(f"{make(1).task}: its shortest case takes {length(1)} tokens, found {tokens}; {length(1)} or more "
+                        "would work")
+    return units
+
+
+def run(name: str, opened: Opened, cases: Sequence[Case], output: str | Path, options: dict[str, Any]) -> list[Result]:
+    """Answers the cases, writes results.json, cases.jsonl and a picture to a folder, prints a table, and returns the results.
+
+    Args:
+      name: of the evaluation and of its picture.
+      options: what results.json says about how the cases were made.
+    """
+    answers = opened.answer([case.prompt for case in cases], output)
+    results = results_of(cases, answers, opened.respondent.trained_length)
+    folder = Path(output)
+    content = {"evaluation": name, "about": opened.about | options, "interval": "95%: Wilson where scores are 0 or 1, else "
+               "bootstrap", "results": [dataclasses.asdict(result) for result in results]}
+    (folder / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with open(folder / "cases.jsonl", "w", encoding="utf-8") as file:
+        for case, answer in zip(cases, answers, strict=True):
+            row = {"task": case.task, "tokens": case.tokens, "depth": case.depth, "expected": case.expected,
+                   "generated": answer.generated, "score": score_of(case, answer), "prompt_tokens": answer.prompt_tokens}
+            file.write(json.dumps(row) + "\n")
+    picture(results, str(opened.about.get("checkpoint", ""))).savefig(folder / f"{name}.png", dpi=120)
+    print_table(results)
+    print(f"wrote {folder}/results.json, cases.jsonl and {name}.png")
+    return results
+
+
+def print_table(results: Iterable[Result]) -> None:
+    """Prints a line for each result."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name, justify in (("task", "left"), ("tokens", "right"), ("depth", "right"), ("cases", "right"), ("score", "right"),
+                          ("interval", "right"), ("length", "left")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for result in results:
+        table.add_row(result.task, f"{result.tokens:,}", "" if result.depth is None else f"{result.depth:.0%}",
+                      str(result.cases), f"{result.score:.2f}", f"{result.low:.2f}-{result.high:.2f}",
+                      "beyond trained" if result.beyond_trained_length else "within")
+    Console().print(table)
+
+
+def picture(results: Sequence[Result], title: str = "") -> Figure:
+    """Returns a map of length and depth for each task whose cases have a depth, and the others' curves against length."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    maps = list(dict.fromkeys(result.task for result in results if result.depth is not None))
+    curves = list(dict.fromkeys(result.task for result in results if result.depth is None))
+    panels = max(len(maps) + bool(curves), 1)
+    columns = min(panels, 3)
+    figure = Figure(figsize=(5 * columns, 4 * math.ceil(panels / columns)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = list(figure.subplots(math.ceil(panels / columns), columns, squeeze=False).flat)
+    for task in maps:
+        _draw_map(axes.pop(0), [result for result in results if result.task == task], task)
+    if curves:
+        panel = axes.pop(0)
+        for task in curves:
+            group = sorted((result for result in results if result.task == task), key=lambda result: result.tokens)
+            errors = [[max(result.score - result.low, 0) for result in group], [max(result.high - result.score, 0)
+                                                                               for result in group]]
+            panel.errorbar([result.tokens for result in group], [result.score for result in group], yerr=errors, capsize=3,
+                           marker="o", label=task)
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter("{x:,.0f}")
+        panel.set(xlabel="tokens", ylabel="score (95% interval)", ylim=(-0.03, 1.03))
+        panel.legend(fontsize="small")
+        panel.grid(alpha=0.3)
+    for panel in axes:
+        panel.set_axis_off()
+    figure.suptitle(title, fontsize="medium")
+    return figure
+
+
+def _draw_map(axes: Any, results: list[Result], task: str) -> None:
+    lengths, depths = (sorted({getattr(result, name) for result in results}) for name in ("tokens", "depth"))
+    scores = np.full((len(depths), len(lengths)), np.nan)
+    for result in results:
+        row, column = depths.index(result.depth), lengths.index(result.tokens)
+        scores[row, column] = result.score
+        axes.text(column, row, f"{result.score:.2f}", ha="center", va="center", fontsize="small")
+    axes.imshow(scores, vmin=0, vmax=1, cmap="RdYlGn", aspect="auto")
+    axes.set_xticks(range(len(lengths)), [f"{length:,}" for length in lengths], rotation=30)
+    axes.set_yticks(range(len(depths)), [f"{depth:.0%}" for depth in depths])
+    axes.set(xlabel="tokens", ylabel="depth", title=task)

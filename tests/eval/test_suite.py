@@ -1,0 +1,187 @@
+"""Scores equal hand-made answers and the published scoring, intervals hold, and cases have the length they were made for."""
+import json
+
+import numpy as np
+import pytest
+
+from data.errors import UserError
+from data.synthetic import tasks
+from eval import coreference, needle, ruler, suite
+from eval.runner import Answer, Prompt
+
+SCORES = [  # answer, expected texts, RULER's string_match_all and string_match_part
+    ("The numbers are 12, 34 and 56.", ("12", "34", "56"), 1, 1),
+    ("56, 34, 12", ("12", "34", "56"), 1, 1),  # in any order
+    ("Only 34.", ("12", "34", "56"), 1 / 3, 1),  # partial
+    ("12 12 12", ("12", "34"), 0.5, 1),
+    ("AmBeR", ("amber", "FALCON"), 0.5, 1),  # whatever the case
+    ("", ("amber",), 0, 0),
+    ("  \x00am\x01ber ", ("amber",), 0, 0),  # a control character becomes a line end
+    ("\n\tamber\x00\n", ("amber",), 1, 1),
+    ("1234", ("23",), 1, 1),  # within a longer number too
+    ("paris", ("London", "Paris"), 0.5, 1),
+    ("1 2 3", ("1", "1", "9"), 2 / 3, 1),
+]
+
+
+@pytest.mark.parametrize(("answer", "expected", "every", "some"), SCORES)
+def test_scores_are_ruler_s(answer, expected, every, some):
+    """RULER's own formulas, as its scripts/eval has them, written out."""
+    import re
+
+    cleaned = re.compile(r"[\x00-\x1f]").sub("\n", answer.strip()).strip()
+    assert suite.match_all(answer, expected) == pytest.approx(every)
+    hits = [1.0 if reference.lower() in cleaned.lower() else 0.0 for reference in expected]
+    assert suite.match_all(answer, expected) == sum(hits) / len(expected)
+    assert suite.match_any(answer, expected) == some == max(hits)
+
+
+def test_similarity_needs_the_beginning():
+    """As in MRCR: the ratio of matching letters, 2 M / T, of what follows the required beginning."""
+    expected = ("Xy7", "the brave owl")
+    assert suite.similarity("Xy7 the brave owl", expected) == suite.similarity("\nXy7the brave owl \n", expected) == 1
+    assert suite.similarity("the brave owl", expected) == suite.similarity("xy7 the brave owl", expected) == 0
+    assert suite.similarity("Xy7 the brave", expected) == pytest.approx(2 * 9 / (9 + 13))
+    assert suite.similarity("Xy7", expected) == 0
+
+
+def test_results_are_grouped_and_have_intervals():
+    def case(task, tokens, expected, depth=None):
+        return suite.Case(task, Prompt("?", 10), expected, tokens, depth)
+
+    cases = [case("a", 100, ("1",)), case("a", 100, ("1",)), case("a", 200, ("1", "2")), case("a", 200, ("1", "2")),
+             case("a", 100, ("1",), 0.5)]
+    answers = [Answer("1", 80), Answer("no", 90), Answer("1 2", 190), Answer("1", 195), Answer("1", 91)]
+    first, second, third = suite.results_of(cases, answers, 100)
+    assert (first.score, first.cases, first.prompt_tokens, first.beyond_trained_length) == (0.5, 2, 85, False)
+    assert (first.low, first.high) == pytest.approx((0.0945, 0.9055), abs=1e-4)  # Wilson's of 1 in 2
+    assert (second.score, second.low, second.high, second.beyond_trained_length) == (0.75, 0.5, 1.0, True)
+    assert (third.depth, third.score, third.beyond_trained_length) == (0.5, 1, True)
+
+
+@pytest.mark.parametrize("limit", [9, 10, 57, 1000, 123_456])
+def test_the_largest_text_within_a_limit(limit):
+    """Whose length grows unevenly; never beyond, and 99% filled or the largest there is."""
+    calls = []
+
+    def length(units):
+        calls.append(units)
+        return 7 + 3 * units + units % 5
+
+    units = suite.largest(length, limit, 10**6)
+    fitting = [number for number in range(50_000) if 7 + 3 * number + number % 5 <= limit]
+    assert units == 0 or 7 + 3 * units + units % 5 <= limit
+    assert units == max(fitting, default=0) or 7 + 3 * units + units % 5 >= 0.99 * limit
+    assert len(calls) < 40
+
+
+def count(prompt):
+    """Of a tokenizer whose tokens are words."""
+    turns = [prompt.text] if isinstance(prompt.text, str) else [turn.content for turn in prompt.text]
+    return sum(len(turn.split()) for turn in turns) + len(prompt.prefix.split())
+
+
+@pytest.mark.parametrize("name", ruler.TASKS)
+def test_ruler_s_cases_have_their_answers_and_length(name):
+    haystack = tasks.Haystack.of_text("One two three. Four five six! Seven, eight? " * 3)
+    cases = ruler.make_cases(count, [1500, 5000], [name], 3, haystack=haystack)
+    assert cases == ruler.make_cases(count, [1500, 5000], [name], 3, haystack=haystack)
+    assert len({case.prompt.text for case in cases}) == 6
+    for case in cases:
+        length = count(case.prompt) + case.prompt.new_tokens
+        assert 0.9 * case.tokens <= length <= case.tokens * 1.02
+        assert all(item in case.prompt.text for item in case.expected)
+        assert len(case.expected) == {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3}.get(name, 1)
+        assert suite.match_all(" ".join(case.expected), case.expected) == 1
+        assert suite.match_all(case.prompt.prefix, case.expected) < 0.5
+
+
+def test_variables_are_those_of_the_chain():
+    """Follows all assignments of the text, and those of another chain to another value."""
+    import re
+
+    exercise = tasks.variables(np.random.default_rng(0), 40, True, chains=3)
+    values = {}
+    for name, value in re.findall(r"VAR (\w+) = (?:VAR )?(\w+)", exercise.text):
+        values[name] = values.get(value, value)
+    asked = re.search(r"assigned the value (\d+) in the text", exercise.text)[1]
+    assert {name for name, value in values.items() if value == asked} == set(exercise.expected)
+    assert len(values) == 15 and len(set(values.values())) == 3
+
+
+def test_words_are_the_most_frequent():
+    import collections
+    import re
+
+    exercise = tasks.common_words(np.random.default_rng(0), 50, True)
+    listed = re.findall(r"\d+\. ([\w-]+)", exercise.text.rpartition("Below is")[2])
+    assert {word for word, _ in collections.Counter(listed).most_common(10)} == set(exercise.expected)
+    exercise = tasks.frequent_words(np.random.default_rng(0), 800, True)
+    coded = exercise.text.partition("coded words. ")[2].partition("\nQuestion")[0].split()
+    assert [word for word, _ in collections.Counter(coded).most_common(4)] == ["...", *exercise.expected]
+
+
+@pytest.mark.parametrize("depth", [0, 0.3, 1])
+def test_a_needle_is_at_its_depth(depth):
+    case, = needle.make_cases(count, [2000], [depth], (1,), 1)
+    sentence = case.prompt.text.index(f"is: {case.expected[0]}.")
+    assert sentence / len(case.prompt.text) == pytest.approx(depth, abs=0.05)
+    several, = needle.make_cases(count, [2000], [depth], (3,), 1)
+    assert len(several.expected) == 3 and several.prompt.new_tokens == 3 * case.prompt.new_tokens
+
+
+def test_the_reply_that_is_asked_for_is_the_ith_of_its_kind():
+    cases = coreference.make_cases(count, [1500], [4], 8)
+    for number, case in enumerate(cases):
+        *turns, question = case.prompt.text
+        subject = question.content.partition(" of this")[0].split()
+        form, topic = subject[subject.index("the") + 2], subject[-1]
+        replies = [reply.content for request, reply in zip(turns[::2], turns[1::2], strict=True)
+                   if request.content == f"Write a {form} about a {topic}."]
+        beginning, expected = case.expected
+        assert len(replies) == 4 and replies[number % 4] == expected and beginning in question.content
+        assert suite.score_of(case, Answer(f" {beginning} {expected}", 0)) == 1
+
+
+def test_questions_about_documents(tmp_path):
+    path = tmp_path / "qa.jsonl"
+    rows = [{"question": f"Who is {i}?", "answers": [f"Name{i}", f"N. {i}"], "documents": [f"{i} is Name{i}. " + "word " * 20]}
+            for i in range(30)]
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
+    cases = ruler.qa_cases(str(path), count, [300], 4, 0)
+    for i, case in enumerate(cases):
+        assert f"{i} is Name{i}." in case.prompt.text and 250 < count(case.prompt) + 32 <= 300
+        assert suite.score_of(case, Answer(f"it is n. {i}", 1)) == 1
+    path.write_text(json.dumps(rows[0]) + "\n" + json.dumps({"question": "?", "answers": "x"}) + "\n")
+    with pytest.raises(UserError, match=r"qa.jsonl:2: not a question"):
+        ruler.qa_cases(str(path), count, [300], 4, 0)
+
+
+def test_texts_that_cannot_be_used(tmp_path):
+    with pytest.raises(UserError, match="cannot be read"):
+        needle.read_haystack(str(tmp_path / "gone.txt"))
+    (tmp_path / "empty.txt").write_text(" \n")
+    with pytest.raises(UserError, match="has no sentence"):
+        needle.read_haystack(str(tmp_path / "empty.txt"))
+    with pytest.raises(UserError, match="one needle: its shortest case takes"):
+        needle.make_cases(count, [20], [0.5])
+
+
+@pytest.mark.parametrize(("command", "flags"), [
+    (needle, ("--tokens", "400", "--depths", "0", "1", "--count", "2")),
+    (ruler, ("--tokens", "700", "--tasks", "niah_single_1", "vt", "--count", "2")),
+    (coreference, ("--tokens", "900", "--alike", "2", "--count", "2")),
+], ids=["needle", "ruler", "coreference"])
+def test_commands_write_results_and_go_on(hf_model, tmp_path, monkeypatch, capsys, command, flags):
+    monkeypatch.setattr("trainer.entry.keep_compiled", lambda: None)
+    shared = ["--checkpoint", str(hf_model), "--output", str(tmp_path), "--fsdp", "8", "--rows", "8"]
+    assert command.main([*shared, *flags]) == 0
+    name = command.__name__.split(".")[-1]
+    results = json.loads((tmp_path / "results.json").read_text())
+    assert results["evaluation"] == name and sum(row["cases"] for row in results["results"]) == 4 - 2 * (name == "coreference")
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    rows = [json.loads(line) for line in (tmp_path / "cases.jsonl").read_text().splitlines()]
+    assert all(row["score"] == 0 for row in rows) and len(rows) == sum(row["cases"] for row in results["results"])
+    before = (tmp_path / "answers.jsonl").read_bytes()
+    assert command.main([*shared, *flags]) == 0
+    assert (tmp_path / "answers.jsonl").read_bytes() == before and "are there already" in capsys.readouterr().out
