@@ -142,7 +142,7 @@ class Agent:
         Args:
           reached: bool [B], whether an episode has ended with at least the target return.
         """
-        self.last = {ACTION: action, REWARD: np.stack([reward, reached], 1)}
+        self.last = {ACTION: action * self.inputs.options.see_actions, REWARD: np.stack([reward, reached], 1)}
 
 
 def play(agent: Agent, environments: list[Any], target: float, decisions: int, on_step: Any = None) -> Float[np.ndarray, " B"]:

@@ -20,6 +20,9 @@ class TrajectoryConfig:
     best: float = 1.0
     """Share of the episodes that is trained on, those of the highest returns: 0.1 with conditioning none is the 10% behaviour
     cloning of the papers."""
+    see_actions: bool = True
+    """Whether the model sees the actions that were taken. Where episodes come from policies without noise, it learns to repeat
+    what its own actions say of a policy, whatever return is asked for; false prevents that."""
     loss_on: Literal["all", "last"] = "all"
     """Episodes of a row whose actions are trained on: all, or only the last, best one."""
     action_repeat: int = 1

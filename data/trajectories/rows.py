@@ -78,16 +78,18 @@ def cut(trajectory: Decisions, first: int, count: int) -> Decisions:
         earned=float(trajectory.reward[:first].sum(dtype=np.float64)), ends=stop >= len(trajectory.reward))
 
 
-def tokens(trajectory: Decisions, scales: Scales, width: int, conditioning: str,
+def tokens(trajectory: Decisions, scales: Scales, width: int, config: TrajectoryConfig,
            ) -> tuple[Float32[np.ndarray, "n W"], Int[np.ndarray, " n"]]:
     """Returns the numbers and the kinds of a trajectory's tokens, in their order."""
     count = len(trajectory.reward)
-    kinds = (RETURN_TO_GO, STATE, ACTION, REWARD) if conditioning == "return" else (STATE, ACTION)
+    conditioned = config.conditioning == "return"
+    kinds = (RETURN_TO_GO, STATE, ACTION, REWARD) if conditioned else (STATE, ACTION)
     values = np.zeros((count, len(kinds), width), np.float32)
     state = kinds.index(STATE)
     values[:, state, :trajectory.state.shape[1]] = scales.state(trajectory.state)
-    values[:, state + 1, :trajectory.action.shape[1]] = trajectory.action
-    if conditioning == "return":
+    if config.see_actions:
+        values[:, state + 1, :trajectory.action.shape[1]] = trajectory.action
+    if conditioned:
         earned = trajectory.earned + np.concatenate([[0], np.cumsum(trajectory.reward, dtype=np.float64)[:-1]])
         values[:, 0, 0] = (trajectory.target - earned) / scales.return_scale
         values[:, 3, 0] = trajectory.reward
@@ -102,7 +104,7 @@ def row(trajectories: Sequence[Decisions], scales: Scales, length: int, config: 
       ValueError: the tokens are more than `length`.
     """
     observation, action = trajectories[0].state.shape[1], trajectories[0].action.shape[1]
-    parts = [tokens(trajectory, scales, max(observation, action, 2), config.conditioning) for trajectory in trajectories]
+    parts = [tokens(trajectory, scales, max(observation, action, 2), config) for trajectory in trajectories]
     values, kinds = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     count = len(kinds)
     if count > length:

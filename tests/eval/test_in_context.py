@@ -39,19 +39,20 @@ class Environment:
         return SimpleNamespace(observation={"state": self.state}, reward=reward, last=lambda: last)
 
 
-def agent_of(axes, conditioning="return"):
+def agent_of(axes, **options):
     config = LlamaConfig(vocab_size=1, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                         num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.5)
+                         num_key_value_heads=2, max_position_embeddings=64, initializer_range=0.3)
     model = AgenticTransformer(config, mesh_of(axes), dtype=jnp.float32, sizes=SIZES)
-    inputs = Inputs("made up", 3, 2, TrajectoryConfig(in_context=EPISODES, action_repeat=REPEAT, conditioning=conditioning),
+    inputs = Inputs("made up", 3, 2, TrajectoryConfig(in_context=EPISODES, action_repeat=REPEAT, **options),
                     Scales(np.full(3, 0.1), np.full(3, 1.5), 4.0), TARGET, TARGET, 0.0)
     return Agent(model, model.init(0), inputs, rows=2, decisions=DECISIONS)
 
 
-@pytest.mark.parametrize(("axes", "conditioning"), [({}, "return"), ({"fsdp": 2, "sequence": 4}, "return"), ({}, "none")])
-def test_actions_are_those_of_the_whole_row(axes, conditioning):
+@pytest.mark.parametrize(("axes", "options"), [
+    ({}, {"see_actions": False}), ({"fsdp": 2, "sequence": 4}, {}), ({}, {"conditioning": "none"})])
+def test_actions_are_those_of_the_whole_row(axes, options):
     """Two environments play two episodes in one context; then the row is built as training builds it, and run at once."""
-    agent, environments = agent_of(axes, conditioning), [Environment(seed) for seed in range(2)]
+    agent, environments = agent_of(axes, **options), [Environment(seed) for seed in range(2)]
     acted, rewarded, act, remember = [], [], agent.act, agent.remember
 
     def watched_act(observation, to_go):

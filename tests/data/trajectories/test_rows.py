@@ -55,6 +55,15 @@ def test_a_rows_tokens(loss_on):
     assert batch["loss_weights"].sum() == (6 if loss_on == "all" else 3)
 
 
+def test_actions_that_the_model_does_not_see_are_targets_alone():
+    trajectory = decisions(episode(1, 3))
+    seen, unseen = (row([trajectory], SCALES, 12, TrajectoryConfig(see_actions=see)) for see in (True, False))
+    actions = seen["kinds"] == ACTION
+    assert not unseen["values"][actions].any() and seen["values"][actions].any()
+    np.testing.assert_array_equal(seen["values"][~actions], unseen["values"][~actions])
+    np.testing.assert_array_equal(seen["targets"], unseen["targets"])
+
+
 def test_behaviour_cloning_has_states_and_actions_alone():
     batch = row([decisions(episode(1, 3))], SCALES, 8, TrajectoryConfig(conditioning="none"))
     assert batch["kinds"][:6].tolist() == [STATE, ACTION] * 3 and batch["loss_weights"].tolist() == [1, 0] * 3 + [0, 0]
