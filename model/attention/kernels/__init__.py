@@ -37,6 +37,9 @@ class PlatformKernel(Kernel):
     gpu: Kernel
     other: Kernel
 
+    def over_shards(self, queries: int, keys: int) -> PlatformKernel:
+        return PlatformKernel(*(kernel.over_shards(queries, keys) for kernel in (self.tpu, self.gpu, self.other)))
+
     def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
         return self._call("forward", queries, keys, mask=mask, scale=scale)
 

@@ -2,7 +2,8 @@
 
 The tiling is FlashAttention-2's, on token coordinates. The grid is (tile, batch row, head). A tile of queries loops over the
 tiles of keys from the first to the last that it needs, in three ranges: with a mask, without one (the first consecutive tiles
-that are wholly visible), and with a mask again. Nothing outside is loaded, and a loop without branches can be pipelined.
+that are wholly visible), and with a mask again. Nothing outside is loaded, and a loop without branches can be pipelined. Where
+a block is the tokens of several shards, each shard has ranges of its own.
 Query heads that share a key head read the same keys. Statistics and accumulators are float32. Arrays are read as they are,
 [B, T, H, D], so nothing is transposed.
 """
@@ -27,16 +28,19 @@ from .padding import pad, padded
 LOG2E = math.log2(math.e)
 
 
-def _tile_ranges(q_bounds, kv_bounds, mask: Mask, transpose: bool = False) -> jax.Array:
-    """For each query tile the range of its key tiles, int32 [B, nq, 4]: the first, the first full one, one past the last
-    of these, one past the last.
+def _tile_ranges(q_bounds, kv_bounds, mask: Mask, transpose: bool = False, shards: int = 1) -> jax.Array:
+    """For each query tile the range of its key tiles in each shard, int32 [B, nq, S, 4]: the first, the first full one, one
+    past the last of these, one past the last.
 
     Args:
       transpose: for each key tile the range of its query tiles.
+      shards: of which the keys (with `transpose`, the queries) are the tokens; S is the largest divisor that cuts at tiles.
     """
     rows, columns = (2, 1) if not transpose else (1, 2)
     kinds = tile_kind(jax.tree.map(lambda x: jnp.expand_dims(x, rows), q_bounds),
                       jax.tree.map(lambda x: jnp.expand_dims(x, columns), kv_bounds), mask)
+    shards = math.gcd(shards, kinds.shape[-1])
+    kinds = kinds.reshape(*kinds.shape[:2], shards, -1)
     count = kinds.shape[-1]
     number = jnp.arange(count)
     needed, full = kinds != SKIP, kinds == FULL
@@ -44,15 +48,20 @@ def _tile_ranges(q_bounds, kv_bounds, mask: Mask, transpose: bool = False) -> ja
     last = jnp.where(needed.any(-1), count - jnp.argmax(needed[..., ::-1], -1), first)
     first_full = jnp.where(full.any(-1), jnp.argmax(full, -1), last)
     last_full = jnp.min(jnp.where(~full & (number > first_full[..., None]), number, count), -1)
-    return jnp.stack([first, first_full, jnp.minimum(last_full, last), last], -1).astype(jnp.int32)
+    edges = jnp.stack([first, first_full, jnp.minimum(last_full, last), last], -1)
+    return (edges + count * jnp.arange(shards)[:, None]).astype(jnp.int32)
 
 
 def _loop(ranges_ref, body, carry):
-    """carry = body(i, carry, masked) over a tile's three ranges."""
-    edges = [ranges_ref[i] for i in range(4)]
-    for first, last, masked in zip(edges[:3], edges[1:], (True, False, True), strict=True):
-        carry = lax.fori_loop(first, last, functools.partial(body, masked=masked), carry)
-    return carry
+    """carry = body(i, carry, masked) over a tile's three ranges in each shard."""
+    def visit_shard(shard, carry):
+        edges = [ranges_ref[shard, i] for i in range(4)]
+        for first, last, masked in zip(edges[:3], edges[1:], (True, False, True), strict=True):
+            carry = lax.fori_loop(first, last, functools.partial(body, masked=masked), carry)
+        return carry
+
+    shards = ranges_ref.shape[0]
+    return visit_shard(0, carry) if shards == 1 else lax.fori_loop(0, shards, visit_shard, carry)
 
 
 def _seen(q_index, q_segment, kv_index, kv_segment, mask: Mask):
@@ -143,18 +152,24 @@ class GpuKernel(Kernel):
     Attributes:
       query_tile, key_tile: tokens in a tile of the forward.
       backward_tile: tokens in both tiles of the backward kernels, which need more memory at a time.
+      query_shards, key_shards: as of `over_shards`.
       interpret: runs the same kernels on any platform, for tests.
     """
 
     query_tile: int = 128
     key_tile: int = 64
     backward_tile: int = 64
+    query_shards: int = 1
+    key_shards: int = 1
     interpret: bool = False
 
     def __post_init__(self):
         for name in ("query_tile", "key_tile", "backward_tile"):
             tile = min(max(getattr(self, name), 16), 128)
             object.__setattr__(self, name, 1 << tile.bit_length() - 1)
+
+    def over_shards(self, queries: int, keys: int) -> GpuKernel:
+        return dataclasses.replace(self, query_shards=self.query_shards * queries, key_shards=self.key_shards * keys)
 
     def _call(self, kernel, name, grid, inputs, specs, outputs, out_specs, head_dim):
         params = None if self.interpret else plgpu.CompilerParams(num_warps=4 if head_dim <= 64 else 8, num_stages=2)
@@ -174,13 +189,13 @@ class GpuKernel(Kernel):
         q, k, v, q_coords, kv_coords = self._padded(q, k, v, q_coords, kv_coords, self.query_tile, self.key_tile)
         (batch, q_length, heads, head_dim), (_, kv_length, kv_heads, _) = q.shape, k.shape
         group, tile = heads // kv_heads, self.query_tile
-        ranges = _tile_ranges(tile_bounds(q_coords, tile), tile_bounds(kv_coords, self.key_tile), mask)
+        ranges = _tile_ranges(tile_bounds(q_coords, tile), tile_bounds(kv_coords, self.key_tile), mask, shards=self.key_shards)
         query, key = _tile(tile, head_dim), _all(kv_length, None, head_dim, group)
         rows, columns = _coords(tile), _coords(None, kv_length)
         out, lse = self._call(
             functools.partial(_forward_kernel, key_tile=self.key_tile, mask=mask, scale=scale), "attention_forward",
             (q_length // tile, batch, heads), (ranges, q, k, v, *q_coords[:2], *kv_coords[:2]),
-            [RANGES, query, key, key, rows, rows, columns, columns],
+            [_ranges(ranges), query, key, key, rows, rows, columns, columns],
             [jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct((batch, heads, q_length), jnp.float32)],
             [query, pl.BlockSpec((None, None, tile), lambda i, b, h: (b, h, i))], head_dim)
         return AttentionPartial(out[:, :length, :, :size], lse[:, :, :length])
@@ -199,26 +214,32 @@ class GpuKernel(Kernel):
         inputs = (q, k, v, dout, lse, delta, *q_coords[:2], *kv_coords[:2])
         options = {"mask": mask, "scale": scale}
 
+        ranges = _tile_ranges(*bounds, mask, shards=self.key_shards)
         query, all_keys = _tile(tile, head_dim), _all(kv_length, None, head_dim, group)
         rows, statistic = _coords(tile), pl.BlockSpec((None, None, tile), lambda i, b, h: (b, h, i))
         dq = self._call(
             functools.partial(_dq_kernel, key_tile=tile, **options), "attention_dq", (q_length // tile, batch, heads),
-            (_tile_ranges(*bounds, mask), *inputs),
-            [RANGES, query, all_keys, all_keys, query, statistic, statistic, rows, rows, *[_coords(None, kv_length)] * 2],
+            (ranges, *inputs),
+            [_ranges(ranges), query, all_keys, all_keys, query, statistic, statistic, rows, rows,
+             *[_coords(None, kv_length)] * 2],
             jax.ShapeDtypeStruct(q.shape, jnp.float32), query, head_dim)
 
+        ranges = _tile_ranges(*bounds, mask, transpose=True, shards=self.query_shards)
         key, queries = _tile(tile, head_dim), _all(q_length, group, head_dim)
         columns, statistics = _coords(tile), pl.BlockSpec((None, group, q_length), lambda i, b, h: (b, h, 0))
         dk, dv = self._call(
             functools.partial(_dkv_kernel, query_tile=tile, group=group, **options), "attention_dkv",
-            (kv_length // tile, batch, kv_heads), (_tile_ranges(*bounds, mask, transpose=True), *inputs),
-            [RANGES, queries, key, key, queries, statistics, statistics, *[_coords(None, q_length)] * 2, columns, columns],
+            (kv_length // tile, batch, kv_heads), (ranges, *inputs),
+            [_ranges(ranges), queries, key, key, queries, statistics, statistics, *[_coords(None, q_length)] * 2, columns,
+             columns],
             [jax.ShapeDtypeStruct(k.shape, jnp.float32)] * 2, [key, key], head_dim)
         return Gradients(dq[:, :length, :, :size], dk[:, :kv_tokens, :, :size], dv[:, :kv_tokens, :, :size])
 
 
 # Blocks for the grid (tile, batch row, head). A kernel loads only what it slices, so a block may be a whole length.
-RANGES = pl.BlockSpec((None, None, 4), lambda i, b, h: (b, i, 0))
+def _ranges(ranges: jax.Array):
+    """The ranges of a tile."""
+    return pl.BlockSpec((None, None, *ranges.shape[2:]), lambda i, b, h: (b, i, 0, 0))
 
 
 def _tile(tile: int, head_dim: int):

@@ -22,6 +22,18 @@ class Kernel(abc.ABC):
     in place overrides them, and so spares a pass over the results in every round.
     """
 
+    def over_shards(self, queries: int, keys: int) -> Kernel:
+        """Returns the kernel for blocks that are the tokens of several shards in a row, as after a gather.
+
+        With most layouts the visible keys of such a block lie apart, a run of them in each shard. A kernel that walks from its
+        first to its last needed tile needs to know where shards end; others return themselves.
+
+        Args:
+          queries, keys: equal shards in a block of queries and in a block of keys.
+        """
+        del queries, keys
+        return self
+
     @abc.abstractmethod
     def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
         """Attention of the queries over these keys alone."""

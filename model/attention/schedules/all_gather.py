@@ -25,9 +25,11 @@ class AllGather(Schedule):
     """Gathers the K and V of all ranks on each rank, once per pass."""
 
     def forward(self, kernel: Kernel, queries: Queries, keys: Keys, context: Context) -> AttentionPartial:
+        kernel = kernel.over_shards(1, context.ranks.size)
         return kernel.extend(None, queries, _gather(keys, context.ranks), **context.scores)
 
     def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context) -> Gradients:
+        kernel = kernel.over_shards(1, context.ranks.size)
         dq, dkv = kernel.gradients(None, queries, _gather(keys, context.ranks), saved, **context.scores)
         # dK and dV apart: for a stack the TPU compiler emits an all-reduce, which moves twice the bytes.
         return Gradients(dq, *context.ranks.reduce_scatter(tuple(dkv), 1))

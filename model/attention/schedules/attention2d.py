@@ -69,6 +69,7 @@ class Attention2D(Schedule):
         row, column = self._grid(context, queries, keys)
         if self.overlap:
             return _overlapped_forward(kernel, queries, keys, context, row, column)
+        kernel = kernel.over_shards(row.size, column.size)
         return _merge_scatter(row, kernel.forward(row.gather(queries, 1), column.gather(keys, 1), **context.scores))
 
     def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context) -> Gradients:
@@ -77,6 +78,7 @@ class Attention2D(Schedule):
             return _overlapped_backward(kernel, queries, keys, saved, context, row, column)
         q, dout, q_coords = row.gather((queries.q, saved.dout, queries.coords), 1)
         lse, delta = row.gather((saved.lse, saved.delta), 2)
+        kernel = kernel.over_shards(row.size, column.size)
         dq, dk, dv = kernel.backward(Queries(q, q_coords), column.gather(keys, 1), Saved(dout, lse, delta), **context.scores)
         # dK and dV apart: for a stack the TPU compiler emits an all-reduce, which moves twice the bytes.
         return Gradients(row.reduce_scatter(dq, 1), *column.reduce_scatter((dk, dv), 1))
@@ -153,7 +155,7 @@ def _overlapped_forward(kernel: Kernel, queries: Queries, keys: Keys, context: C
     own, incoming = lax.optimization_barrier((own, incoming))
 
     def visit_queries(carry, queries):  # GthrCmptSctr, Algorithm 6
-        return carry, kernel.extend(None, queries, column_keys, **context.scores), ()
+        return carry, kernel.over_shards(1, column.size).extend(None, queries, column_keys, **context.scores), ()
 
     from_row = ring_pass(incoming, row.size - 2, send, send, visit_queries).returned
     return merge(own, from_row)
@@ -169,7 +171,7 @@ def _overlapped_backward(kernel: Kernel, queries: Queries, keys: Keys, saved: Sa
     own = (jnp.stack([queries.q, saved.dout]), jnp.stack([saved.lse, saved.delta]), queries.coords)
     incoming = send(own)
 
-    def gradients(dq, queries_side, block):
+    def gradients(dq, queries_side, block, kernel=kernel):
         (q, dout), (lse, delta), coords = queries_side
         return kernel.gradients(dq, Queries(q, coords), block, Saved(dout, lse, delta), **context.scores)
 
@@ -182,7 +184,7 @@ def _overlapped_backward(kernel: Kernel, queries: Queries, keys: Keys, saved: Sa
     dq, incoming = lax.optimization_barrier((dq, incoming))
 
     def visit_queries(dkv, queries_side):  # GthrCmptSctrBwd, Algorithm 10
-        dq, more = gradients(None, queries_side, column_keys)
+        dq, more = gradients(None, queries_side, column_keys, kernel.over_shards(1, column.size))
         more_by_block = more.reshape(*more.shape[:2], column.size, -1, *more.shape[3:])
         return dkv + jnp.moveaxis(more_by_block, 2, 0), dq, ()
 

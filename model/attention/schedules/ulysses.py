@@ -85,7 +85,7 @@ class Ulysses(Schedule):
         line, outer, inner = self._lines(context.ranks)
         heads = _HeadSplit.create(queries.q.shape[2], keys.k.shape[2], line.size)
         blocks = _exchange_heads(line, heads, queries, keys)
-        partial = inner.forward(kernel, *blocks, dataclasses.replace(context, ranks=outer))
+        partial = inner.forward(kernel.over_shards(line.size, line.size), *blocks, dataclasses.replace(context, ranks=outer))
         # Sent in the queries' dtype, to which the caller rounds anyway.
         out = line.exchange(partial.out.astype(queries.q.dtype), 1, 2)[:, :, : heads.query_heads]
         lse = line.exchange(partial.lse, 2, 1)[:, : heads.query_heads]
@@ -99,8 +99,8 @@ class Ulysses(Schedule):
         dout = line.exchange(heads.pad(saved.dout, line.size, 2), 2, 1)
         lse, delta = (line.exchange(heads.pad(x, line.size, 1), 1, 2) for x in (saved.lse, saved.delta))
         q_coords, kv_coords = _gather_coords(line, queries.coords, keys.coords)
-        dq, dk, dv = inner.backward(kernel, Queries(q, q_coords), Keys(k, v, kv_coords), Saved(dout, lse, delta),
-                                    dataclasses.replace(context, ranks=outer))
+        dq, dk, dv = inner.backward(kernel.over_shards(line.size, line.size), Queries(q, q_coords), Keys(k, v, kv_coords),
+                                    Saved(dout, lse, delta), dataclasses.replace(context, ranks=outer))
         dq = line.exchange(dq, 1, 2)[:, :, : heads.query_heads]
         dkv = line.exchange(jnp.stack([dk, dv]), 2, 3)
         if heads.key_heads.size != kv_heads:  # sums of slices: a scatter-add would stay a scatter on TPUs

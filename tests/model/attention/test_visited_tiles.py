@@ -1,0 +1,137 @@
+"""Which tiles the kernels visit, seen from outside: a NaN in a tile of the inputs is in the results of all that visited it.
+
+A kernel that visits a hidden tile and masks it computes 0 x NaN, which is NaN: its results are right, but it has done the work.
+Each row of the batch has its NaN in another tile, so that one call shows every pair of tiles.
+"""
+import functools
+
+import jax
+import numpy as np
+import pytest
+
+from model.attention import Keys, Mask, Queries, TokenCoords, attention
+from model.attention.blocks import Saved
+from model.attention.coords import tile_bounds
+from model.attention.kernels import GpuKernel, PlatformKernel, ReferenceKernel, TpuKernel, XlaKernel
+from model.attention.kernels.gpu import _tile_ranges
+from model.attention.layout import permutation
+from model.attention.names import LAYOUTS
+from planning.costs.tiles import tile_counts
+
+from .cases import QUICK, SCHEDULES, mesh_of
+
+HEAD_DIM = 16
+TILE = 16
+GPU = GpuKernel(TILE, TILE, TILE, interpret=True)
+KERNELS = {"tpu": TpuKernel(128, 128, interpret=True), "gpu": GPU, "xla": XlaKernel(TILE, TILE),
+           "auto": PlatformKernel(TpuKernel(), GPU, XlaKernel(TILE, TILE))}
+
+
+def needed_tiles(order, tile):
+    """Whether any key of tile j is visible to any query of tile i, [i, j], by the tokens' indices in their order."""
+    tiles = order.reshape(-1, tile)
+    return tiles.max(1)[:, None] >= tiles.min(1)[None]
+
+
+def with_nan(x, tile):
+    """x of one row for as many rows as it has tiles, with NaN in tile b of row b."""
+    count = x.shape[1] // tile
+    rows = np.repeat(x, count, 0)
+    for number in range(count):
+        rows[number, number * tile:(number + 1) * tile] = np.nan
+    return rows
+
+
+def nan_tiles(results, tile):
+    """Whether tile i of a result of row b has a NaN, [b, i]."""
+    return np.isnan(np.asarray(results)).reshape(len(results), -1, tile, *results.shape[2:]).any((2, 3, 4))
+
+
+def inputs(tokens):
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal((1, tokens, 1, HEAD_DIM), dtype=np.float32) for _ in "qkvd"]
+
+
+def visited_tiles(kernel, order, tile):
+    """Whether the forward, dq and dk, dv kernels visit tile j of the keys for tile i of the queries, each [i, j]."""
+    q, k, v, dout = inputs(len(order))
+    count = len(order) // tile
+    coords = TokenCoords(np.repeat(order[None].astype(np.int32), count, 0), np.ones((count, len(order)), np.int32))
+    statistic = np.zeros((count, 1, len(order)), np.float32)
+
+    @functools.partial(jax.jit, static_argnames="method", compiler_options=QUICK)
+    def call(method, q, k, v, *saved):
+        blocks = Queries(q, coords), Keys(k, v, coords)
+        saved = (Saved(*saved, statistic, statistic),) if saved else ()
+        return getattr(kernel, method)(*blocks, *saved, mask=Mask(), scale=1.0)
+
+    clean = [np.repeat(x, count, 0) for x in (q, k, v, dout)]
+    forward = call("forward", clean[0], clean[1], with_nan(v, tile)).out
+    dq = call("backward", clean[0], with_nan(k, tile), *clean[2:]).dq
+    dv = call("backward", *clean[:3], with_nan(dout, tile)).dv
+    return {"forward": nan_tiles(forward, tile).T, "dq": nan_tiles(dq, tile).T, "dk, dv": nan_tiles(dv, tile)}
+
+
+QUICK_CASES = [("tpu", 2, "striped"), ("gpu", 4, "zigzag"), ("gpu", 8, "striped"), ("xla", 8, "striped")]
+ALL_CASES = [(name, shards, layout) for name in KERNELS for shards in (2, 3, 4, 8) for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize(("name", "shards", "layout"), [
+    *QUICK_CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL_CASES if case not in QUICK_CASES)])
+def test_kernels_visit_the_needed_tiles_and_no_others(name, shards, layout):
+    """Of a block that is the tokens of all shards, as after a gather; also as many as the cost model counts."""
+    tile, tiles = 128 if name == "tpu" else TILE, 2
+    order = permutation(shards * tiles * tile, shards, layout)
+    needed = needed_tiles(order, tile)
+    visited = visited_tiles(KERNELS[name].over_shards(shards, shards), order, tile)
+    for part, tiles_of_part in visited.items():
+        assert (tiles_of_part == needed).all(), f"{part}: {tiles_of_part.sum()} tiles, {needed.sum()} are needed"
+    assert needed.sum() == tile_counts(shards, tiles, tiles, layout).sum()
+
+
+def test_a_kernel_that_visits_and_masks_all_tiles_is_found():
+    """Dense attention does."""
+    order = permutation(4 * TILE, 1, "contiguous")
+    for tiles in visited_tiles(ReferenceKernel(), order, TILE).values():
+        assert tiles.all() and not needed_tiles(order, TILE).all()
+
+
+def test_without_its_shards_a_gathered_block_costs_more():
+    """What the GPU's kernel needs them for: from its first to its last needed tile it walks 1.77 times as many at P = 8."""
+    order = permutation(8 * 16 * TILE, 8, "striped")
+    coords = TokenCoords(order[None].astype(np.int32), np.ones((1, len(order)), np.int32))
+    bounds = tile_bounds(coords, TILE)
+
+    def walked(shards):
+        ranges = _tile_ranges(bounds, bounds, Mask(), shards=shards)
+        return int((ranges[..., 3] - ranges[..., 0]).sum())
+
+    needed = needed_tiles(order, TILE).sum()
+    assert walked(8) == needed and walked(1) / needed == pytest.approx(1.77, abs=0.01)
+
+
+GATHERED = ["all_gather", "ulysses", "attention2d 2"]
+
+
+@pytest.mark.parametrize(("schedule", "layout"), [
+    *((schedule, "striped") for schedule in GATHERED),
+    *(pytest.param(schedule, layout, marks=pytest.mark.slow) for schedule in (*GATHERED, "attention2d overlap 2", "ring",
+                                                                              "usp ring", "usp attention2d", "balanced")
+      for layout in LAYOUTS if schedule not in GATHERED or layout != "striped")])
+def test_schedules_have_the_gpus_kernel_visit_no_hidden_tile(schedule, layout):
+    """Forward, on four devices, whichever keys are together in a call."""
+    shards, tiles = 4, 2
+    order = permutation(shards * tiles * TILE, shards, layout)
+    q, k, v, _ = inputs(len(order))
+    count = len(order) // TILE
+    heads = 4  # for ulysses, whose devices take one each
+
+    def rows(x):
+        return np.repeat(np.repeat(x, count, 0) if len(x) == 1 else x, heads, 2)
+
+    coords = (np.repeat(order[None].astype(np.int32), count, 0), np.ones((count, len(order)), np.int32))
+    options = {"mesh": mesh_of(shards), "layout": layout, "schedule": SCHEDULES[schedule], "kernel": GPU}
+    attend = jax.jit(functools.partial(attention, **options), compiler_options=QUICK)
+    visited = nan_tiles(attend(rows(q), rows(k), rows(with_nan(v, TILE)), coords), TILE).T
+    needed = needed_tiles(order, TILE)
+    assert (visited == needed).all(), f"{visited.sum()} tiles, {needed.sum()} are needed"
