@@ -28,17 +28,18 @@ def parts_gib(run: RunConfig, model: LlamaConfig) -> dict[str, float]:
     parts = {"parameters": 0 if memory.parameters_on_host else parameters,
              "moments": 0 if memory.moments_on_host else moments,
              "layer inputs": device_inputs * 2 * tokens * hidden,
-             "attention outputs": layers * tokens * heads * (2 * model.head_dim + 4) if memory.policy.attention else 0,
+             "attention outputs": _attention_bytes(run, model) if memory.policy.attention == "device" else 0,
              "products": layers * 2 * tokens * widths if memory.policy.products else 0}
     return {name: size / GIB for name, size in parts.items()}
 
 
 def host_parts_gib(run: RunConfig, model: LlamaConfig) -> dict[str, float]:
-    """The known parts of the host's memory for each device in GiB: offloaded inputs of layers, parameters and moments."""
+    """The known parts of the host's memory for each device in GiB: what layers keep there, parameters and moments."""
     memory = run.memory
     _, host_inputs = _kept_inputs(memory, model.num_hidden_layers)
     parameters, moments = _state_bytes(run, model)
     parts = {"layer inputs": host_inputs * 2 * _tokens(run) * model.hidden_size,
+             "attention outputs": _attention_bytes(run, model) if memory.policy.attention == "host" else 0,
              "parameters": parameters * memory.parameters_on_host, "moments": moments * memory.moments_on_host}
     return {name: size / GIB for name, size in parts.items()}
 
@@ -49,7 +50,13 @@ def _kept_inputs(memory: MemoryConfig, layers: int) -> tuple[float, float]:
     With every_k = k these are layers / k inputs that are kept, and in the backward pass k more of the group at work.
     """
     inputs = layers / memory.every_k + memory.every_k if memory.policy.every_k else layers
-    return (0, inputs) if memory.policy.offload else (inputs, 0)
+    return (0, inputs) if memory.policy.inputs == "host" else (inputs, 0)
+
+
+def _attention_bytes(run: RunConfig, model: LlamaConfig) -> float:
+    """A device's bytes of all layers' attention output, bfloat16, and log-sum-exp, float32."""
+    heads = model.num_attention_heads / run.mesh.tensor
+    return model.num_hidden_layers * _tokens(run) * heads * (2 * model.head_dim + 4)
 
 
 def _tokens(run: RunConfig) -> float:

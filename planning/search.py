@@ -32,7 +32,8 @@ def policies(job: Job) -> list[Job]:
     """The job under each memory policy, from the fastest to the one that takes the least of the device's memory."""
     grouped = dataclasses.replace(job, group_per_key_head=True)
     every_k = {"remat": "offload_every_k", "every_k": best_every_k(job.model.num_hidden_layers)}
-    jobs = [job.changed(memory={"remat": remat}) for remat in ("everything", "save_attention", "nothing", "offload")]
+    jobs = [job.changed(memory={"remat": remat}) for remat in (
+        "everything", "save_attention", "offload_save_attention", "offload_attention", "nothing", "offload")]
     jobs += [grouped.changed(memory=options) for options in (
         {"remat": "offload"}, {"remat": "offload", "moments_on_host": True}, every_k, {**every_k, "moments_on_host": True},
         {**every_k, "moments_on_host": True, "parameters_on_host": True})]

@@ -16,8 +16,9 @@ class MemoryConfig:
 
     remat: RematName = "save_attention"
     """Kept between forward and backward: the layers' inputs and nothing else; also attention's output and lse
-    (save_attention); the inputs in the host's memory (offload); only every k-th layer's input (every_k), or these in the host's
-    memory (offload_every_k); everything."""
+    (save_attention); the inputs in the host's memory (offload), and attention's output and lse on the device
+    (offload_save_attention) or in the host's memory too (offload_attention); only every k-th layer's input (every_k), or these
+    in the host's memory (offload_every_k); everything."""
     every_k: int = 2
     """Layers between the inputs that remat every_k and offload_every_k keep; a divisor of the number of layers."""
     moments_on_host: bool = False
@@ -29,11 +30,12 @@ class MemoryConfig:
     at a time; a divisor of a device's key/value heads."""
     query_chunks: int = 1
     """Chunks of a device's tokens that go through a layer one after the other, so that queries and attention's output exist for
-    one chunk at a time; keys and values travel once for each. A divisor of a device's tokens; not with remat save_attention or
-    everything."""
+    one chunk at a time; keys and values travel once for each. A divisor of a device's tokens; not with a remat that keeps
+    attention's output."""
     prefetch: bool = False
     """Whether the next layer's weights arrive, and the gradients of the last one leave, along with the keys and values of the
-    ring while a layer runs; with schedule ring and remat nothing or save_attention. Holds two layers' weights at a time."""
+    ring while a layer runs; with schedule ring and a remat other than every_k, offload_every_k and everything. Holds two
+    layers' weights at a time."""
     feed_forward_chunk: int = 2048
     """Tokens of a feed-forward chunk; 0 computes all at once."""
     projection_chunk: int = 2048

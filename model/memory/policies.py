@@ -2,35 +2,45 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
+
+Memory = Literal["device", "host"]
 
 
 @dataclasses.dataclass(frozen=True)
 class RematPolicy:
-    """What the layers keep between the forward and the backward pass; everything else is computed again.
+    """What the layers keep between the forward and the backward pass, and in which memory; everything else is computed again.
 
     Attributes:
-      attention: attention's output and log-sum-exp are kept, so that the backward pass never runs attention forward again
-        (DistFlashAttn, section 3.3).
-      products: the results of all matrix products are kept as well.
+      inputs: where the layers' inputs lie, which every policy keeps.
+      attention: where attention's output and log-sum-exp lie; None does not keep them. If they are kept, the backward pass
+        never runs attention forward again (DistFlashAttn, section 3.3).
+      products: the results of all matrix products are kept as well, on the device.
       every_k: only the input of every k-th layer is kept, not that of every layer.
-      offload: the layers' inputs that are kept lie in the host's pinned memory.
     """
 
-    attention: bool = False
+    inputs: Memory = "device"
+    attention: Memory | None = None
     products: bool = False
     every_k: bool = False
-    offload: bool = False
+
+    def keeps_on(self, memory: Memory) -> tuple[str, ...]:
+        """The names, as of `checkpoint_name`, of what a layer keeps in this memory."""
+        attention = ("attention_out", "attention_lse") if self.attention == memory else ()
+        return (("layer_input",) if self.inputs == memory else ()) + attention
 
 
 POLICIES = {
     "nothing": RematPolicy(),
-    "save_attention": RematPolicy(attention=True),
-    "offload": RematPolicy(offload=True),
+    "save_attention": RematPolicy(attention="device"),
+    "offload": RematPolicy(inputs="host"),
+    "offload_save_attention": RematPolicy(inputs="host", attention="device"),
+    "offload_attention": RematPolicy(inputs="host", attention="host"),
     "every_k": RematPolicy(every_k=True),
-    "offload_every_k": RematPolicy(every_k=True, offload=True),
-    "everything": RematPolicy(attention=True, products=True),
+    "offload_every_k": RematPolicy(inputs="host", every_k=True),
+    "everything": RematPolicy(attention="device", products=True),
 }
 # Query chunks compute attention's output a chunk at a time, so that none is there to be kept.
-QUERY_CHUNK_POLICIES = tuple(name for name, policy in POLICIES.items() if not policy.attention)
+QUERY_CHUNK_POLICIES = tuple(name for name, policy in POLICIES.items() if policy.attention is None)
 # The scan that prefetches keeps one input for each layer, and no products.
 PREFETCH_POLICIES = tuple(name for name, policy in POLICIES.items() if not (policy.every_k or policy.products))

@@ -27,6 +27,7 @@ from .packed_shards import PackedShards
 
 # Of packed shards with a leading axis of ranks: that axis is split over the sequence.
 RANKS = PartitionSpec("sequence")
+_SPACES = {"device": jax.memory.Space.Device, "host": jax.memory.Space.Host}
 
 
 class PrefetchRunner(LayerRunner):
@@ -67,8 +68,8 @@ class _PrefetchedLayers:
             q, k, v = self.layer.project(weights, x, positions)
             (out, lse), whole = self.layer.attention.carry_forward(
                 Queries(q, coords), Keys(k, v, coords), self._of_layer(shards, i + 1)[0])
-            attention = (out, lse) if policy.attention else ()
-            kept = jax.device_put(x, jax.memory.Space.Host) if policy.offload else x
+            attention = jax.device_put((out, lse), _SPACES[policy.attention]) if policy.attention else ()
+            kept = jax.device_put(x, _SPACES[policy.inputs])
             return (self.layer.finish(weights, x, out), whole, positions, coords), (kept, *attention)
 
         # `gather` takes float32 by type and sends the travelling dtype; it runs in stages where the compiler needs them.
@@ -84,7 +85,7 @@ class _PrefetchedLayers:
         def run_layer(carry, layer_inputs):
             dx, whole, d_above, positions, coords = carry
             i, (x, *attention) = layer_inputs
-            x = jax.device_put(x, jax.memory.Space.Device) if self.layer.memory.policy.offload else x
+            x, *attention = jax.device_put((x, *attention), jax.memory.Space.Device)
             weights, unpack_gradients = jax.vjp(self._weights, self.packed.unpack(whole), self._of_layer(shards, i)[1])
             below = self._of_layer(shards, i - 1)[0]
             dx, dw, whole, d_above = self._backward_layer(weights, (x, *attention), dx, below, d_above, positions, coords)

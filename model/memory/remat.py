@@ -1,7 +1,7 @@
 """Runs the stack of layers and keeps for the backward pass what a remat policy names."""
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -11,22 +11,22 @@ from jax.ad_checkpoint import checkpoint_name
 from .policies import POLICIES, RematPolicy
 
 
-def _offload(name: str) -> Callable[..., Any]:
-    """The `jax.checkpoint` policy that moves values of this name to the host's memory and keeps nothing else."""
+def _keep(device: Sequence[str], host: Sequence[str]) -> Callable[..., Any]:
+    """The `jax.checkpoint` policy that keeps values of these names on the device and in the host's memory, and no others."""
     return jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=[name], offload_src="device", offload_dst="pinned_host")
+        names_which_can_be_saved=list(device), names_which_can_be_offloaded=list(host), offload_src="device",
+        offload_dst="pinned_host")
 
 
 def _layer_policy(policy: RematPolicy) -> Callable[..., Any]:
-    """The `jax.checkpoint` policy of one layer. All keep the layer's input, on the device unless they offload it."""
-    policies = jax.checkpoint_policies
-    if policy.offload:
-        return _offload("layer_input")
-    if not policy.attention:
-        return policies.nothing_saveable
-    attention = policies.save_only_these_names("attention_out", "attention_lse")
+    """The `jax.checkpoint` policy of one layer. A layer's input on the device is its argument, which is always kept."""
+    device = [name for name in policy.keeps_on("device") if name != "layer_input"]
+    kept = _keep(device, policy.keeps_on("host"))
+    if not policy.products:
+        return kept
     # Results of matrix products, but no weights: the gathered weights of all layers would be the whole model on each device.
-    return policies.save_from_both_policies(policies.dots_saveable, attention) if policy.products else attention
+    policies = jax.checkpoint_policies
+    return policies.save_from_both_policies(policies.dots_saveable, policies.save_only_these_names(*device))
 
 
 def scan_layers(body: Callable, carry: Any, layers: Any, remat: str, every_k: int = 1) -> tuple[Any, Any]:
@@ -53,6 +53,6 @@ def scan_layers(body: Callable, carry: Any, layers: Any, remat: str, every_k: in
         # Hidden states alone: TPU compilers cannot put the integer labels of the carry on the host.
         return lax.scan(body, jax.tree.map(lambda x: checkpoint_name(x, "group_input") if x.ndim > 2 else x, carry), layers)
 
-    group_policy = _offload("group_input") if policy.offload else jax.checkpoint_policies.nothing_saveable
+    group_policy = _keep([], ["group_input"] if policy.inputs == "host" else [])
     carry, results = lax.scan(jax.checkpoint(run_group, policy=group_policy, prevent_cse=False), carry, groups)
     return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)

@@ -158,6 +158,9 @@ def test_every_mesh_gives_the_same_loss_and_gradients(mesh):
 @pytest.mark.parametrize(("layout", "remat", "schedule", "groups", "chunks"), [
     pytest.param("contiguous", "nothing", "ring", 1, 1, marks=pytest.mark.slow),
     pytest.param("zigzag", "offload", "all_gather", 2, 1, marks=pytest.mark.slow), ("zigzag", "everything", "ring", 1, 1),
+    ("contiguous", "offload_save_attention", "ring", 1, 1),
+    pytest.param("striped", "offload_save_attention", "all_gather", 2, 1, marks=pytest.mark.slow),
+    pytest.param("striped", "offload_attention", "ring", 1, 1, marks=pytest.mark.slow),
     pytest.param("striped", "nothing", "ring", 1, 2, marks=pytest.mark.slow), ("zigzag", "offload", "all_gather", 2, 4)])
 def test_layout_remat_schedule_groups_of_heads_and_chunks_of_queries_do_not_change_the_result(layout, remat, schedule, groups,
                                                                                               chunks):

@@ -91,6 +91,8 @@ PRODUCTS_AND_STACKED = {
     "nothing": (31, {INPUT: 1}),
     "save_attention": (31, {INPUT: 1, OUT: 1, LSE: 1}),
     "offload": (31, {INPUT + " on the host": 1}),
+    "offload_save_attention": (31, {INPUT + " on the host": 1, OUT: 1, LSE: 1}),
+    "offload_attention": (31, {INPUT + " on the host": 1, OUT + " on the host": 1, LSE + " on the host": 1}),
     "every_k": (38, {INPUT: 1}),
     "offload_every_k": (38, {INPUT + " on the host": 1}),
     # q has the shape of attention's output. The layer's input, and the input of the feed-forward.
