@@ -30,11 +30,16 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> None:
         from trainer.config import load as configuration
-        from trainer.evaluation import HeldOutLoss
+        from trainer.evaluation import Evaluation, HeldOutLoss
         from trainer.loop import train
         config = configuration.load(argv)
         entry.keep_compiled(config.compile_cache)
-        train(config, objective_class(config), evaluations=[HeldOutLoss(every=config.train.evaluate_every)])
+        live: list[Evaluation] = []
+        if config.evaluations:
+            from eval.live import evaluations_of
+
+            live = list(evaluations_of(config))
+        train(config, objective_class(config), evaluations=[HeldOutLoss(every=config.train.evaluate_every), *live])
 
     return entry.run(work)
 

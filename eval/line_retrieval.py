@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from data.errors import UserError
 from data.paths import output_folder
-from eval import line_cases, report, runner, scoring, suite
+from eval import line_cases, line_report, runner, scoring, suite
 from trainer import entry
 
 MOST_TOKENS = 1_100_000  # in a generated case
@@ -96,7 +96,7 @@ def evaluate(args: argparse.Namespace) -> list[scoring.Score]:
       args: the parsed flags of this command.
     """
     cases = gather_cases(args)
-    others = {str(folder): report.read(folder) for folder in args.beside}
+    others = {str(folder): line_report.read(folder) for folder in args.beside}
     output_folder(args.output)
     opened = runner.open_respondent(args)
     respondent = opened.respondent
@@ -105,7 +105,7 @@ def evaluate(args: argparse.Namespace) -> list[scoring.Score]:
     outcomes = [scoring.outcome(case, answer.generated, answer.prompt_tokens, respondent.trained_length, args.max_new_tokens)
                 for case, answer in zip(cases, answers, strict=True)]
     about = opened.about | {"seed": args.seed, "max_new_tokens": args.max_new_tokens}
-    scores = report.write(outcomes, args.output, about, others)
+    scores = line_report.write(outcomes, args.output, about, others)
     print(f"wrote {args.output}/results.json, cases.jsonl, line_retrieval.png and line_depth.png")
     return scores
 

@@ -30,18 +30,20 @@ if TYPE_CHECKING:
 JOURNAL = "answers.jsonl"
 
 
-def add_flags(parser: argparse.ArgumentParser, new_tokens: int | None = 100) -> None:
-    """Adds the flags that all evaluations share.
+def add_flags(parser: argparse.ArgumentParser, new_tokens: int | None = 100, evaluation: bool = True) -> None:
+    """Adds the flags that all commands share that ask a model questions.
 
     Args:
       new_tokens: default of --max-new-tokens; None for a test that says itself how long its answers are.
+      evaluation: also those that evaluations share.
     """
-    parser.add_argument("--checkpoint", required=True, help="checkpoint, run folder, Hugging Face folder or org/name")
-    parser.add_argument("--output", required=True, help="folder for the results; the same command again continues an "
-                        "evaluation that was interrupted")
+    if evaluation:
+        parser.add_argument("--checkpoint", required=True, help="checkpoint, run folder, Hugging Face folder or org/name")
+        parser.add_argument("--output", required=True, help="folder for the results; the same command again continues an "
+                            "evaluation that was interrupted")
+        parser.add_argument("--rows", type=int, default=1, help="number of prompts in a batch (default 1)")
     parser.add_argument("--template", choices=NAMES, help="chat template of the question (default: the model's own; plain text "
                         "for a model without one)")
-    parser.add_argument("--rows", type=int, default=1, help="number of prompts in a batch (default 1)")
     if new_tokens is not None:
         parser.add_argument("--max-new-tokens", type=entry.at_least_one, default=new_tokens,
                             help=f"number of tokens of the longest answer (default {new_tokens})")
@@ -242,7 +244,7 @@ class Respondent:
             if generator is not self.generators.get((capacity, new_tokens), self):
                 if generator:
                     generator.forget()  # there is memory for one cache
-                generator = self._generator(params, capacity, new_tokens, max(map(len, ids.values())))
+                generator = self.generator(params, capacity, new_tokens, max(map(len, ids.values())))
             for key, generated in zip(keys, generator(params, [ids[key] for key in keys]), strict=True):
                 answers[key] = Answer(self.tokenizer.decode(generated), len(ids[key]))
                 if journal:
@@ -267,7 +269,15 @@ class Respondent:
             for number in range(run):
                 yield capacity, new_tokens, keys[number::run]
 
-    def _generator(self, params: dict, capacity: int, new_tokens: int, longest: int) -> Generator:
+    def generator(self, params: dict, capacity: int, new_tokens: int, longest: int) -> Generator:
+        """Returns the generator of this capacity, compiled once.
+
+        Args:
+          longest: tokens of the longest prompt, for the message.
+
+        Raises:
+          UserError: it does not fit in memory.
+        """
         from model.decode import Generator
 
         if (capacity, new_tokens) in self.generators:

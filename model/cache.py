@@ -23,6 +23,7 @@ from jaxtyping import Array, Float, Int
 from .attention import AttentionPartial, Keys, Queries, TokenCoords, merge
 from .attention.layout import permutation
 from .attention.partial import per_row
+from .attention.schedules import in_any_layout
 from .sharding import BATCH_AXES
 from .transformer import TOKENS, Batch, Transformer
 from .weights import Shards
@@ -177,7 +178,8 @@ class CachedModel:
 
     @functools.cached_property
     def _model(self) -> Transformer:
-        return dataclasses.replace(self.model, sequence_parallel=False)
+        # The schedule may have been made for a contiguous layout.
+        return dataclasses.replace(self.model, sequence_parallel=False, schedule=in_any_layout(self.model.schedule))
 
     def _attend(self, queries: Queries, keys: Keys) -> AttentionPartial:
         """Attention over this device's part of the cache."""

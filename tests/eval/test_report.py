@@ -1,76 +1,113 @@
-"""The report of line retrieval: its files, and that cases of different families are different curves."""
-
-import io
+"""The report: one file without a network, the figures of both runs, text escaped, damaged files named."""
+import html.parser
 import json
+import re
+import shutil
 
 import pytest
 
+from eval import report
 from eval.line_cases import LineCase
-from eval.report import curves, plot, print_table, write
-from eval.scoring import outcome, score
+from eval.line_report import write as write_lines
+from eval.scoring import outcome
 
 
-def outcomes():
-    """Returns outcomes of 200 and 680 lines of one family and 700 of another; 680 and more exceed the trained length."""
-    return [
-        outcome(LineCase("", 7, lines, "line", f"{lines}.jsonl"), answer, lines * 24, 8192, new_tokens=100)
-        for lines in (200, 680, 700)
-        for answer in ("7", "it is 7", "8")
-    ]
+class Reader(html.parser.HTMLParser):
+    """Collects elements that could load something, open elements, and text."""
+
+    def __init__(self):
+        super().__init__()
+        self.loads, self.open, self.text, self.charts = [], [], [], 0
+
+    def handle_starttag(self, tag, attributes):
+        self.loads += [pair for pair in attributes if pair[0] in ("src", "href", "srcset", "data")] + [tag] * (
+            tag in ("script", "link", "iframe", "img", "object"))
+        self.charts += tag == "svg"
+        if tag not in ("meta", "line", "circle"):
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        assert tag in ("line", "circle")
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
 
 
-def test_files(tmp_path, capsys):
-    scores = write(outcomes(), tmp_path / "out", {"checkpoint": "run/checkpoints/3", "trained_length": 8192})
-    results = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert [row["num_lines"] for row in results["within_trained_length"]] == [200]
-    assert [row["num_lines"] for row in results["beyond_trained_length"]] == [680, 700]
-    assert results["about"]["trained_length"] == 8192 and len(scores) == 3
-    row = results["within_trained_length"][0]
-    assert row["right"] == 2 and row["low"] < row["accuracy"] < row["high"]
-    cases = [json.loads(line) for line in (tmp_path / "out" / "cases.jsonl").read_text().splitlines()]
-    assert len(cases) == 9 and cases[2]["answer"] == 8 and not cases[2]["right"]
-    assert (tmp_path / "out" / "line_retrieval.png").read_bytes().startswith(b"\x89PNG")
-    assert "Line retrieval" in capsys.readouterr().out
+@pytest.fixture
+def runs(tmp_path, repository):
+    """Two copies of a run, the second with evaluations of three kinds."""
+    for name in ("before", "after"):
+        shutil.copytree(repository / "tests/fixtures/first_edition/run", tmp_path / name)
+    folder = tmp_path / "after" / "evaluation" / "ruler"
+    folder.mkdir(parents=True)
+    rows = [{"task": "vt <b>", "tokens": tokens, "depth": depth, "cases": 20, "score": 0.25, "low": 0.11, "high": 0.47,
+             "prompt_tokens": tokens - 30, "beyond_trained_length": tokens > 5000}
+            for tokens in (4096, 8192) for depth in (None, 0.0, 0.5)]
+    (folder / "results.json").write_text(json.dumps({"evaluation": "ruler", "results": rows, "about": {
+        "command": ["python", "-m", "eval.ruler"], "versions": {"jax": "0.10.2"}}}))
+    cases = [{"task": "vt", "expected": ["ABCDE"], "generated": "<script>alert(1)</script>", "score": score, "prompt_tokens": 7}
+             for score in (1.0, 0.2, 0.0, 0.0, 0.0)]
+    (folder / "cases.jsonl").write_text("".join(json.dumps(case) + "\n" for case in cases) + '{"task": "cut o')
+    write_lines([outcome(LineCase("line a: 7\n?", 7, 20, "line a: 7\n"), answer, 400, 8192, 10) for answer in ("7", "8", "7")],
+                tmp_path / "after" / "lines", {"checkpoint": "after"})
+    (tmp_path / "curve").mkdir()
+    curve = [{"tokens_before_from": 2**k, "tokens_before_to": 2**(k + 1) - 1, "loss_nats_per_target": 3 - k / 10}
+             for k in range(9)]
+    (tmp_path / "curve" / "loss_by_position.json").write_text(json.dumps({"curves": {"after": curve}}))
+    return tmp_path
 
 
-def test_unlike_cases_are_not_joined():
-    groups = curves(score(outcomes()))
-    assert [[item.num_lines for item in group] for group in groups.values()] == [[200], [680], [700]]
-    assert len({family for family, _ in groups}) == 2
+def test_two_runs_in_one_file(runs, capsys):
+    path = runs / "out" / "report.html"
+    assert report.main([str(runs / "before"), str(runs / "after"), "--evaluations", str(runs / "before"), "--evaluations",
+                        str(runs / "curve"), "--output", str(path)]) == 0
+    content = path.read_text(encoding="utf-8")
+    reader = Reader()
+    reader.feed(content)
+    words = " ".join(reader.text)
+    assert not reader.loads and not reader.open and "http" not in content and "@import" not in content and "url(" not in content
+    assert 'name="viewport"' in content and "@media print" in content
+    assert re.search(r"before: score\s+95% interval\s+cases\s+after: score", words)
+    assert "vt <b>" in words and "<script>alert(1)</script>" in words
+    assert re.search(r"0\.250\s+0\.11 to 0\.47\s+20", words) and "8,192 tokens *" in words
+    assert "2/3" not in words and re.search(r"0\.667\s+0\.21 to 0\.94\s+3", words)
+    assert words.count("score 0.2\n") + words.count("score 0.0\n") == 4 and "python -m eval.ruler" in words
+    assert reader.charts >= 5 and "Loss by position" in words and "nats per target" in words
+    assert content.count('class="map"') == 2  # of the second run: RULER's and the lines by depth
 
 
-@pytest.mark.parametrize("name", ["200_lines.jsonl", "a_file_whose_name_alone_would_fill_half_of_a_line.jsonl"])
-def test_table_fits_80_columns(name):
-    """Each score is on one line at the default width of a pipe."""
-    from rich.console import Console
-
-    long = [outcome(LineCase("", 7, 1000, "line", name, "noun_noun"), "7", 120_000, 8192, new_tokens=100)] * 1000
-    text = io.StringIO()
-    print_table(score(outcomes() + long), Console(file=text, width=80))
-    lines = [line.split() for line in text.getvalue().splitlines()]
-    assert ["cases", "from", "length", "lines", "tokens", "right", "accuracy", "interval", "chance"] in lines
-    assert ["680.jsonl", "beyond", "680", "16,320", "2/3", "0.67", "0.21-0.94", "0.001"] in lines
-    assert ["beyond", "1000", "120,000", "1000/1000", "1.00", "1.00-1.00", "0.001"] in [line[1:] for line in lines]
+def test_the_cost_is_the_sum_over_the_steps(runs):
+    run = report.read_run(runs / "before")
+    rows = [json.loads(line) for line in (runs / "before" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
+    found = report.cost(run)
+    seconds = sum(row["step_seconds"] for row in rows)
+    tokens = sum(row["step_seconds"] * row["tokens_per_second"] for row in rows)
+    assert found["tokens"] == f"{tokens:,.0f}" and found["training"] == report._duration(seconds)
+    assert found["steps"] == str(rows[-1]["step"]) and "simulated devices" in found["device hours"]
 
 
-@pytest.mark.parametrize("name", ["[red]680.jsonl", "a[/b].jsonl"])
-def test_a_file_s_name_is_not_markup(name, capsys):
-    print_table(score([outcome(LineCase("", 7, 20, "line", name, "noun_noun"), "7", 480, 8192, new_tokens=100)]))
-    assert name in capsys.readouterr().out
+def test_curves_have_each_logged_point(runs):
+    rows = report.read_run(runs / "before").logs["metrics"]
+    drawn = report.chart({"loss": [(row["step"], row["loss_nats_per_target"]) for row in rows]}, "step", "loss")
+    points, = re.findall(r'points="([^"]*)"', drawn)
+    heights = [float(point.split(",")[1]) for point in points.split()]
+    assert len(heights) == len(rows)
+    losses = [row["loss_nats_per_target"] for row in rows]
+    assert sorted(range(len(rows)), key=losses.__getitem__) == sorted(range(len(rows)), key=lambda i: -heights[i])
+    assert report.chart({}, "x", "y") == ""
+    assert not re.search(r"\bnan\b", report.chart({"a": [(1, 1.0), (2, float("nan"))]}, "x", "y"))
 
 
-@pytest.mark.parametrize("lengths", [(20,), (20, 40)])
-def test_each_panel_shows_chance(tmp_path, monkeypatch, lengths):
-    """There is one panel for one length, two for several; each has marks of chance at its points."""
-    from matplotlib.figure import Figure
-
-    drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure))
-    plot(score(outcome(LineCase("", 7, n, "line"), "7", n * 24, 8192, 100) for n in lengths), tmp_path / "plot.png")
-    panels = [[line for line in axes.lines if line.get_color() == "k" and len(line.get_xdata())] for axes in drawn[0].axes]
-    assert [len(marks) for marks in panels] == [1] * len(lengths)
-    assert [list(marks[0].get_ydata()) for marks in panels] == [[1 / n for n in lengths]] * len(lengths)
-
-
-def test_no_cases(tmp_path):
-    assert write([], tmp_path, {}) == []
+@pytest.mark.parametrize(("change", "words"), [
+    (lambda runs: (runs / "after" / "config.yaml").unlink(), "holds no run (config.yaml is missing)"),
+    (lambda runs: (runs / "after" / "evaluation" / "ruler" / "results.json").write_text("{"), "results.json: cannot be read"),
+])
+def test_what_cannot_be_read_is_named(runs, capsys, change, words):
+    change(runs)
+    assert report.main([str(runs / "after"), "--output", str(runs / "x.html")]) == 2
+    assert words in capsys.readouterr().err
+    assert not (runs / "x.html").exists()

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from data.errors import UserError
-from eval import line_cases, line_retrieval, report, runner
+from eval import line_cases, line_report, line_retrieval, runner
 from model.decode import Sampling
 from tests.model.build import llama, tiny
 
@@ -77,7 +77,7 @@ def test_an_interrupted_evaluation_goes_on_and_counts_nothing_twice(tmp_path, mo
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 6 and len({line["key"] for line in lines[1:]}) == 5
     again = runner.Journal(path, ABOUT)
-    monkeypatch.setattr(runner.Respondent, "_generator", lambda *_: pytest.fail("asked again"))
+    monkeypatch.setattr(runner.Respondent, "generator", lambda *_: pytest.fail("asked again"))
     assert asked.answer(params, prompts, again) == expected
     again.close()
     with pytest.raises(UserError, match="has answers with model = 'abc', now it is 'def'; another --output"):
@@ -132,4 +132,4 @@ def test_line_retrieval_end_to_end(hf_model, tmp_path, monkeypatch, capsys):
 def test_beside_needs_results(tmp_path):
     (tmp_path / "results.json").write_text("[]")
     with pytest.raises(UserError, match="no results of line retrieval"):
-        report.read(tmp_path)
+        line_report.read(tmp_path)

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from data.errors import UserError
 
-from .fields import FIELDS, MAPPINGS, SECTIONS, check_sources, suggestion
+from .fields import FIELDS, LISTS, MAPPINGS, SECTIONS, check_list, suggestion
 from .yaml_text import InvalidYAML, parse
 
 
@@ -99,6 +99,6 @@ def _check_values(flags: list[Flag]) -> None:
             if replaced or other.name.startswith(f"{flag.name}."):
                 raise UserError(f"command line: --{flag.name} {flag.text} would drop --{other.name} {other.text} before it; "
                                 f"write both as one --{flag.name}")
-        if flag.name == "data.sources" and isinstance(value, list):
-            check_sources(value, "command line")
+        if flag.name in LISTS and isinstance(value, list):
+            check_list(flag.name, value, "command line")
         earlier.append((flag, value))

@@ -7,7 +7,7 @@ from typing import Any
 
 from data.errors import UserError
 
-from .schema import RunConfig, SourceConfig
+from .schema import LiveEvaluationConfig, RunConfig, SourceConfig
 
 
 def field_names(cls: type) -> list[str]:
@@ -32,6 +32,8 @@ FIELDS: dict[str, Any] = {
     for field in dataclasses.fields(cls)
     if (name := f"{section}.{field.name}".lstrip(".")) not in SECTIONS
 }
+# Fields that are lists of sections; the first field of such a section is required.
+LISTS = {"data.sources": SourceConfig, "evaluations": LiveEvaluationConfig}
 # Fields that are mappings, of which a flag may set one entry: --model.overrides.hidden_size 64.
 MAPPINGS = ("model.overrides", "attention.schedule")
 
@@ -60,22 +62,24 @@ def check_names(recipe: Mapping[str, Any], source: str) -> None:
     data = recipe.get("data", {})
     if data.get("path") and data.get("sources"):
         raise UserError(f"{source}: both data.path and data.sources are given; keep one")
-    check_sources(data.get("sources") or [], source)
+    check_list("data.sources", data.get("sources") or [], source)
+    check_list("evaluations", recipe.get("evaluations") or [], source)
 
 
-def check_sources(sources: Any, source: str) -> None:
-    """Refuses a value of data.sources that is not a list of mappings with a path and known fields.
+def check_list(field: str, entries: Any, source: str) -> None:
+    """Refuses a value of a field of LISTS that is not a list of mappings with its first field and known other ones.
 
     Args:
       source: the recipe or flag that the value came from, for messages.
     """
-    names = field_names(SourceConfig)
-    if not isinstance(sources, list | tuple):
-        raise UserError(f"{source}: data.sources expects a list of {{{', '.join(names)}}}, found {sources!r}")
-    for index, entry in enumerate(sources):
-        _check_keys(entry, SourceConfig, f"data.sources[{index}].", source)
-        if "path" not in entry:
-            raise UserError(f"{source}: data.sources[{index}].path: missing; a source has {', '.join(names)}")
+    cls = LISTS[field]
+    names = field_names(cls)
+    if not isinstance(entries, list | tuple):
+        raise UserError(f"{source}: {field} expects a list of {{{', '.join(names)}}}, found {entries!r}")
+    for index, entry in enumerate(entries):
+        _check_keys(entry, cls, f"{field}[{index}].", source)
+        if names[0] not in entry:
+            raise UserError(f"{source}: {field}[{index}].{names[0]}: missing; it has {', '.join(names)}")
 
 
 def _check_keys(section: Any, cls: type, prefix: str, source: str) -> None:

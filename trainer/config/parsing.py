@@ -12,8 +12,8 @@ import jsonargparse
 from data.errors import UserError
 
 from .command_line import CommandLine
-from .fields import FIELDS, MAPPINGS, field_names
-from .schema import RunConfig, SourceConfig
+from .fields import FIELDS, LISTS, MAPPINGS, field_names
+from .schema import RunConfig
 
 # What jsonargparse raises for a value that its type refuses.
 _REFUSED = (argparse.ArgumentError, jsonargparse.ArgumentError, TypeError, ValueError, KeyError)
@@ -86,7 +86,7 @@ class _Words(str):
 
 
 def _recipe_values(recipe: Mapping[str, Any]) -> Iterator[_Value]:
-    """Every value of a recipe, those of its sources one by one."""
+    """Every value of a recipe, those of lists of sections one by one."""
     for field, kind in FIELDS.items():
         *sections, name = field.split(".")
         section = recipe
@@ -94,16 +94,16 @@ def _recipe_values(recipe: Mapping[str, Any]) -> Iterator[_Value]:
             section = section.get(part, {})
         if name not in section:
             continue
-        if field == "data.sources":
-            for index, source in enumerate(section[name] or []):
-                yield from _source_values(index, source)
+        if field in LISTS:
+            for index, entry in enumerate(section[name] or []):
+                yield from _entry_values(field, index, entry)
         yield _Value(field, kind, section[name])
 
 
-def _source_values(index: int, source: Mapping[str, Any]) -> Iterator[_Value]:
-    for field in dataclasses.fields(SourceConfig):
-        if field.name in source:
-            yield _Value(f"data.sources[{index}].{field.name}", field.type, source[field.name])
+def _entry_values(name: str, index: int, entry: Mapping[str, Any]) -> Iterator[_Value]:
+    for field in dataclasses.fields(LISTS[name]):
+        if field.name in entry:
+            yield _Value(f"{name}[{index}].{field.name}", field.type, entry[field.name])
 
 
 def _flag_values(command_line: CommandLine) -> Iterator[_Value]:

@@ -281,7 +281,8 @@ class LoggingConfig:
 
 @dataclasses.dataclass(frozen=True)
 class EvaluateConfig:
-    """The line retrieval that `make quickstart` evaluates after training; train.py itself does not evaluate line retrieval."""
+    """The line retrieval that `make quickstart` evaluates after training; train.py itself does not evaluate line retrieval from
+    files (see `evaluations`)."""
 
     line_cases: tuple[str, ...] = ()
     """Case files (JSONL) to evaluate on; of any other recipe's model: python -m eval.line_retrieval --cases FILE.jsonl."""
@@ -290,6 +291,45 @@ class EvaluateConfig:
 
     def __post_init__(self) -> None:
         _require_at_least(self, "evaluate", 1, "max_new_tokens")
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveEvaluationConfig:
+    """A test of long contexts that is repeated during training, on the parameters as they are."""
+
+    test: Literal["lines", "needle", "ruler", "coreference"]
+    """Line retrieval, needles in a haystack, RULER's tasks or multi-round co-reference; see docs/evaluation.md."""
+    every: int = 0
+    """Steps between measurements; 0 measures only before the first and after the last step."""
+    tokens: tuple[int, ...] = ()
+    """Lengths of the cases, answers included; data.context_length where not given."""
+    count: int = 20
+    """Cases of each task and length."""
+    tasks: tuple[str, ...] = ("niah_single_1", "niah_multikey_2", "vt")
+    """RULER's tasks."""
+    depths: tuple[float, ...] = (0.0, 0.5, 1.0)
+    """Depths of needles, 0 to 1."""
+    like: str | None = None
+    """Case file whose wording lines take; our own wording unless given."""
+    max_new_tokens: int = 32
+    """Tokens of an answer to a question about lines."""
+    rows: int = 0
+    """Prompts answered together; mesh.data * mesh.fsdp where 0."""
+    chunk: int = 4096
+    """Tokens of a prompt that are computed at once."""
+    name: str = ""
+    """Name of its file in the run's folder and on boards; that of the test where not given."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(self, "evaluations", 0, "every", "rows")
+        _require_at_least(self, "evaluations", 1, "count", "max_new_tokens", "chunk")
+        require(all(tokens >= 1 for tokens in self.tokens), "evaluations.tokens", self.tokens, "lengths of at least 1")
+        require(all(0 <= depth <= 1 for depth in self.depths), "evaluations.depths", self.depths, "shares from 0 to 1")
+
+    @property
+    def file(self) -> str:
+        """Name of its file, without the suffix."""
+        return self.name or self.test
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,6 +352,8 @@ class RunConfig:
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
     evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
+    evaluations: tuple[LiveEvaluationConfig, ...] = ()
+    """Tests of long contexts during training, each {test, every, tokens, count, ...}; each writes RUN/NAME.jsonl."""
     run_dir: str | None = None
     """Folder of the run; runs/NAME where not given."""
     compile_cache: str | None = None
@@ -320,6 +362,10 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require(self.config_version == VERSION, "config_version", self.config_version, str(VERSION))
+        names = [evaluation.file for evaluation in self.evaluations]
+        taken = ("metrics", "held_out")
+        require(len({*names, *taken}) == len(names) + 2 and all(re.fullmatch(r"[\w-]+", name) for name in names),
+                "evaluations.name", names, "different names of letters, digits, _ and -, none of them metrics or held_out")
         require("://" not in (self.run_dir or ""), "run_dir", self.run_dir,
                 "a folder; one of a store can be mounted (gcsfuse, s3fs)")
 

@@ -42,7 +42,7 @@ from trainer.run.lock import require_free
 PLACEMENT = (
     "name", "run_dir", "data.prepared", "compile_cache",  # locations
     "model.path", "model.tokenizer", "data.sources.path", "data.held_out_path",  # locations of files that have fingerprints
-    "logging", "checkpoint", "evaluate", "train.log_every", "train.evaluate_every", "train.accumulation",
+    "logging", "checkpoint", "evaluate", "evaluations", "train.log_every", "train.evaluate_every", "train.accumulation",
     "train.non_finite",  # a run that stopped may continue with another choice
     "mesh", "distributed", "memory", "attention.kernel", "attention.query_tile", "attention.key_tile",
 )

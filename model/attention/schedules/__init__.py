@@ -16,7 +16,7 @@ from .schedule import Context, Payload, Schedule
 from .ulysses import Ulysses
 
 __all__ = ["SCHEDULES", "AllGather", "Attention2D", "Balanced", "Context", "Local", "Payload", "Ranks", "Ring",
-           "RingSelfAttention", "Schedule", "Ulysses", "get_schedule"]
+           "RingSelfAttention", "Schedule", "Ulysses", "get_schedule", "in_any_layout"]
 SCHEDULES: dict[str, type[Schedule]] = {
     "local": Local, "ring": Ring, "all_gather": AllGather, "balanced": Balanced, "ulysses": Ulysses, "attention2d": Attention2D,
     "ring_self_attention": RingSelfAttention,
@@ -44,11 +44,17 @@ def get_schedule(schedule: str | Mapping[str, Any] | Schedule, size: int, layout
     return schedule
 
 
-def _ordered(schedule: Any) -> Schedule:
-    """The schedule for shards that are runs of tokens in the order of ranks; the same for its inner schedule, if any."""
-    changes: dict[str, Any] = {"ordered": True} if hasattr(schedule, "ordered") else {}
+def in_any_layout(schedule: Any) -> Any:
+    """Returns a schedule that is exact whatever layout it was made for; a name or options are returned as they are."""
+    return _ordered(schedule, False) if isinstance(schedule, Schedule) else schedule
+
+
+def _ordered(schedule: Any, ordered: bool = True) -> Schedule:
+    """The schedule for shards that are runs of tokens in the order of ranks, or else for any; the same for its inner
+    schedule, if any."""
+    changes: dict[str, Any] = {"ordered": ordered} if hasattr(schedule, "ordered") else {}
     if hasattr(schedule, "inner"):
-        changes["inner"] = _ordered(schedule.inner)
+        changes["inner"] = _ordered(schedule.inner, ordered)
     return dataclasses.replace(schedule, **changes)
 
 

@@ -1,0 +1,87 @@
+"""Tests of long contexts during training: the loop hands over its parameters every so many steps and logs the scores."""
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, cast
+
+import jax
+
+from data.errors import UserError
+from eval import coreference, line_cases, needle, ruler, runner, suite
+from trainer.config.schema import LiveEvaluationConfig, RunConfig
+from trainer.model_source import chat_templates
+from trainer.objective import Objective, Params
+from trainer.step import StepBuilder
+
+if TYPE_CHECKING:
+    from trainer.text import TextObjective
+
+
+class LiveEvaluation:
+    """An `Evaluation` of the trainer that asks questions. Its metrics are the mean scores, called NAME/TASK/TOKENS, of needles
+    NAME/TASK/TOKENS/DEPTH."""
+
+    def __init__(self, config: LiveEvaluationConfig, run: RunConfig) -> None:
+        """Takes an entry of the recipe's list `evaluations`.
+
+        Raises:
+          UserError: the run trains on no text, or a task is unknown.
+        """
+        if run.trajectories.path:
+            raise UserError("evaluations: found some in a run on trajectories, which answers no questions; leave them out")
+        if unknown := sorted(set(config.tasks) - set(ruler.TASKS)):
+            raise UserError(f"evaluations.tasks: found {unknown[0]!r}; RULER's tasks are {', '.join(ruler.TASKS)}")
+        self.config, self.run_config = config, run
+        self.name, self.every = config.file, config.every
+
+    def prepare(self, objective: Objective, builder: StepBuilder) -> None:
+        """Makes the cases; programs are compiled by the first measurement."""
+        from model.decode import Sampling
+
+        text, config, mesh = cast("TextObjective", objective), self.config, self.run_config.mesh
+        templates = chat_templates(self.run_config.data)
+        template = templates[0] if templates else "tokenizer" if text.tokenizer.chat_template else None
+        stops = runner.stop_ids(text.source.config, text.tokenizer, template)
+        length = self.run_config.data.context_length
+        self.respondent = runner.Respondent(text.model, text.tokenizer, template, stops, length,
+                                            config.rows or mesh.data * mesh.fsdp, config.chunk, Sampling())
+        self.cases = _CASES[config.test](self.respondent.length, config, list(config.tokens or (length,)))
+
+    def run(self, params: Params, step: int) -> dict[str, float]:
+        """Answers all questions with these parameters."""
+        # Parameters that are trained in the host's memory are brought to the devices.
+        on_device = jax.device_put(params, dict(self.respondent.model.shardings))
+        answers = self.respondent.answer(on_device, [case.prompt for case in self.cases])
+        results = suite.results_of(self.cases, answers, self.respondent.trained_length)
+        depth = {result: "" if result.depth is None else f"/{result.depth:g}" for result in results}
+        return {f"{self.name}/{result.task}/{result.tokens}{depth[result]}": result.score for result in results}
+
+
+Count = Callable[[runner.Prompt], int]
+
+
+def _lines(count: Count, config: LiveEvaluationConfig, lengths: list[int]) -> list[suite.Case]:
+    wording = line_cases.wording_like(config.like) if config.like else None
+    cases = []
+    for tokens in lengths:
+        def make(lines: int, number: int = 1, tokens=tokens) -> list[suite.Case]:
+            return [suite.Case("lines", runner.Prompt(case.prompt, config.max_new_tokens), (str(case.expected_number),), tokens,
+                               scoring="integer") for case in line_cases.generate(lines, number, wording=wording)]
+
+        lines = suite.fit(lambda lines, make=make: make(lines)[0], tokens, count, most=line_cases.MOST_LINES)
+        cases += make(lines, config.count)
+    return cases
+
+
+_CASES: dict[str, Callable[[Count, LiveEvaluationConfig, list[int]], list[suite.Case]]] = {
+    "lines": _lines,
+    "needle": lambda count, config, lengths: needle.make_cases(count, lengths, config.depths, each=config.count),
+    "ruler": lambda count, config, lengths: ruler.make_cases(count, lengths, config.tasks, config.count),
+    "coreference": lambda count, config, lengths: coreference.make_cases(count, lengths, each=config.count),
+}
+
+
+def evaluations_of(config: RunConfig) -> list[LiveEvaluation]:
+    """Returns the recipe's evaluations."""
+    return list(map(functools.partial(LiveEvaluation, run=config), config.evaluations))

@@ -1,0 +1,159 @@
+"""Talks to a checkpoint, about a long text if one is given.
+
+    python -m scripts.chat CHECKPOINT [--document FILE] [--sequence 8] [--question TEXT ...]
+
+The text is read once: its keys and values stay in the devices' memory for all questions about it. An empty line or Ctrl-D ends
+the talk; /new forgets all turns but the text. With --question the questions come from the command line. The chat template is
+the model's own, or --template.
+"""
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from data.conversation import Message
+from data.errors import UserError
+from eval import runner
+from trainer import entry
+
+if TYPE_CHECKING:
+    from model.decode import Generator
+
+LENGTH = 8192  # tokens of a conversation about no document
+DOCUMENT = "Here is a text. Answer the questions about it.\n\n{text}\n\n{question}"
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Returns the options of the command line."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.chat", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("checkpoint", help="checkpoint, run folder, Hugging Face folder or org/name")
+    parser.add_argument("--document", metavar="FILE", help="the text that is talked about")
+    parser.add_argument("--question", nargs="+", default=[], metavar="TEXT", help="ask these instead of reading the terminal")
+    parser.add_argument("--length", type=entry.at_least_one, help="tokens of the longest conversation (default: "
+                        f"{LENGTH:,}, or what the document takes with eight turns)")
+    runner.add_flags(parser, new_tokens=256, evaluation=False)
+    return runner.parse(parser, argv)
+
+
+def read_document(path: str | None) -> str | None:
+    """Returns the text of a file, or None without one.
+
+    Raises:
+      UserError: the file cannot be read, or is empty.
+    """
+    if path is None:
+        return None
+    try:
+        text = Path(path).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--document: {path} cannot be read ({getattr(error, 'strerror', None) or error}); a text in UTF-8 "
+                        "would work") from None
+    if not text:
+        raise UserError(f"--document: {path} is empty")
+    return text
+
+
+class Talk:
+    """A conversation with a model.
+
+    Attributes:
+      turns: the messages so far.
+      generator: continues them, and keeps what it has read.
+    """
+
+    def __init__(self, opened: runner.Opened, document: str | None, length: int | None, new_tokens: int) -> None:
+        """Compiles for conversations of at most `length` tokens.
+
+        Raises:
+          UserError: the model has no chat template, or the document is longer than what fits.
+        """
+        self.opened, self.document, self.new_tokens = opened, document, new_tokens
+        self.respondent = opened.respondent
+        if not self.respondent.template:
+            raise UserError(f"{opened.about['checkpoint']}: its tokenizer has no chat template; --template, with that of the "
+                            "conversations it was trained on, such as vicuna_v1.1, would work")
+        self.turns: list[Message] = []
+        needed = len(self._ids([self._user("")])) + 8 * (new_tokens + 64)
+        capacity = length or max(needed, LENGTH)
+        if needed - 7 * (new_tokens + 64) > capacity:
+            raise UserError(f"--length: found {length}; the document with a question and an answer takes about "
+                            f"{needed - 7 * (new_tokens + 64)} tokens")
+        if capacity > self.respondent.trained_length:
+            print(f"note: conversations of more than {self.respondent.trained_length:,} tokens are beyond the trained length")
+        self.generator: Generator = self.respondent.generator(opened.params, capacity, new_tokens, needed)
+
+    def _user(self, question: str) -> Message:
+        """Returns the user's turn; the first one has the document."""
+        if self.document is None or self.turns:
+            return Message("user", question)
+        return Message("user", DOCUMENT.format(text=self.document, question=question))
+
+    def _ids(self, turns: list[Message]) -> list[int]:
+        return self.respondent.ids(runner.Prompt(tuple(turns), self.new_tokens))
+
+    def ask(self, question: str) -> str:
+        """Returns the answer, which becomes a turn.
+
+        Raises:
+          UserError: the conversation has become too long.
+        """
+        turns = [*self.turns, self._user(question)]
+        ids = self._ids(turns)
+        longest = self.generator.capacity - self.new_tokens
+        if len(ids) > longest:
+            raise UserError(f"the conversation has {len(ids):,} tokens, and {longest:,} fit; /new begins another, --length "
+                            "makes room for longer ones")
+        answer = self.respondent.tokenizer.decode(self.generator(self.opened.params, [ids])[0]).strip()
+        self.turns = [*turns, Message("assistant", answer)]
+        return answer
+
+    def forget(self) -> None:
+        """Begins another conversation about the same document."""
+        self.turns = []
+
+
+def questions(args: argparse.Namespace) -> Iterator[str]:
+    """Yields the questions of the command line, or those that are typed."""
+    if args.question:
+        yield from args.question
+        return
+    while True:
+        try:
+            line = input("> " if sys.stdin.isatty() else "").strip()
+        except EOFError:
+            return
+        if not line:
+            return
+        yield line
+
+
+def talk(args: argparse.Namespace) -> None:
+    """Asks and prints."""
+    args.rows = args.fsdp
+    document = read_document(args.document)
+    conversation = Talk(runner.open_respondent(args), document, args.length, args.max_new_tokens)
+    for question in questions(args):
+        if question == "/new":
+            conversation.forget()
+            continue
+        before = conversation.generator.prefilled
+        try:
+            print(conversation.ask(question), flush=True)
+        except UserError as error:
+            print(f"note: {error}", file=sys.stderr)
+            continue
+        if sys.stderr.isatty():
+            print(f"({conversation.generator.prefilled - before:,} tokens were read anew)", file=sys.stderr)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    args = parse(argv)
+    return entry.run(lambda: talk(args))
+
+
+if __name__ == "__main__":
+    entry.leave(main())

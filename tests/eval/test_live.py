@@ -1,0 +1,91 @@
+"""Tests of long contexts during training: on the run's own mesh and parameters, into its metrics."""
+import dataclasses
+import json
+
+import jax
+import pytest
+import yaml
+
+import train
+from eval import live, ruler, runner, suite
+from model.llama import Llama
+from tests import small_run
+from tests.model.build import mesh_of
+from trainer.config.load import load
+from trainer.text import TextObjective
+
+EVALUATIONS = [{"test": "needle", "every": 2, "tokens": [700], "depths": [0.5], "count": 2, "chunk": 128},
+               {"test": "lines", "tokens": [600], "count": 2, "max_new_tokens": 4, "name": "short_lines"},
+               {"test": "coreference", "tokens": [1400], "count": 2},
+               {"test": "ruler", "tokens": [1200], "count": 1}]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory, repository):
+    """A small recipe, whose layout is contiguous, with all four tests."""
+    folder = tmp_path_factory.mktemp("live")
+    path = small_run.recipe(folder, repository, conversations=20)
+    written = yaml.safe_load(path.read_text())
+    written["attention"] |= {"layout": "contiguous", "schedule": "balanced"}
+    path.write_text(yaml.safe_dump(written | {"evaluations": EVALUATIONS}))
+    return path
+
+
+def test_train_hands_them_to_the_loop(recipe, monkeypatch):
+    found = []
+    monkeypatch.setattr("trainer.loop.train", lambda config, objective, evaluations: found.extend(evaluations))
+    monkeypatch.setattr("trainer.entry.keep_compiled", lambda folder: None)
+    assert train.main(["--config", str(recipe)]) == 0
+    assert [(evaluation.name, evaluation.every) for evaluation in found] == [
+        ("held_out", 10), ("needle", 2), ("short_lines", 0), ("coreference", 0), ("ruler", 0)]
+
+
+def test_answers_are_those_of_the_same_parameters_on_one_device(recipe, monkeypatch):
+    config = load(["--config", str(recipe)])
+    objective = TextObjective(config, mesh_of({"fsdp": 2, "tensor": 2, "sequence": 2}))
+    params = objective.read_params()
+    evaluations = live.evaluations_of(config)
+    for evaluation in evaluations:
+        evaluation.prepare(objective, None)
+    names = [{result.task for result in suite.results_of(evaluation.cases, [runner.Answer("1", 9)] * len(evaluation.cases), 99)}
+             for evaluation in evaluations]
+    assert names == [{"one needle"}, {"lines"}, {"2 alike", "4 alike", "8 alike"}, {"niah_single_1", "niah_multikey_2", "vt"}]
+    lines = evaluations[1]
+    assert lines.respondent.template == "vicuna_v1.1" and lines.respondent.rows == 2
+    prompts = [dataclasses.replace(case.prompt, text=case.prompt.text[-60 * (number + 1):])  # short, so that it takes seconds
+               for number, case in enumerate(lines.cases)]
+    one_device = dataclasses.replace(
+        lines.respondent, generators={},
+        model=Llama(objective.model.config, mesh_of({}), "local", objective.model.kernel, objective.model.dtype))
+    whole = jax.device_put(objective.source.read(one_device.model, config.model.seed), one_device.model.shardings)
+    answers = lines.respondent.answer(params, prompts)
+    assert answers == one_device.answer(whole, prompts) and any(answer.generated for answer in answers)
+    right = [runner.Answer(f"It is {case.expected[0]}.", 500) for case in lines.cases]
+    monkeypatch.setattr(runner.Respondent, "answer", lambda self, params, prompts: right)
+    assert lines.run(params, 3) == {"short_lines/lines/600": 1.0}
+
+
+@pytest.mark.parametrize(("entry", "words"), [
+    ({"every": 2}, "evaluations[0].test: missing"),
+    ({"test": "niah"}, "evaluations[0].test: found niah, expects one of lines, needle, ruler, coreference"),
+    ({"test": "needle", "evry": 2}, "unknown field evaluations[0].evry (did you mean evaluations[0].every?)"),
+    ({"test": "needle", "depths": [2]}, "evaluations.depths: found"),
+    ({"test": "needle", "name": "metrics"}, "evaluations.name: found ['metrics'], needs different names"),
+    ({"test": "ruler", "tasks": ["niah"]}, "evaluations.tasks: found 'niah'; RULER's tasks are " + ", ".join(ruler.TASKS)),
+])
+def test_entries_that_are_wrong_are_refused(recipe, tmp_path, capsys, monkeypatch, entry, words):
+    monkeypatch.setattr("trainer.loop.train", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setattr("trainer.entry.keep_compiled", lambda folder: None)
+    written = yaml.safe_load(recipe.read_text()) | {"evaluations": [entry]}
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(written))
+    assert train.main(["--config", str(tmp_path / "recipe.yaml")]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_writes_their_metrics(recipe, repository, tmp_path):
+    run = tmp_path / "run"
+    flags = ("--train.steps", "3", "--optimizer.warmup_steps", "1", "--evaluations", json.dumps(EVALUATIONS[:1]))
+    small_run.finish(small_run.start(repository, recipe, run, *flags), run)
+    rows = small_run.rows(run / "needle.jsonl")
+    assert [row["step"] for row in rows] == [0, 2, 3] and all(0 <= row["needle/one needle/700/0.5"] <= 1 for row in rows)

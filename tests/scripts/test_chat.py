@@ -1,0 +1,58 @@
+"""The chat command reads a document once, and refuses what it cannot talk about."""
+import json
+import shutil
+
+import pytest
+
+from data.errors import UserError
+from data.templates import render
+from eval import runner
+from scripts import chat
+
+DOCUMENT = "The whale swam round the ship, and the ship sailed round the whale. " * 8
+
+
+@pytest.fixture(autouse=True)
+def no_cache(monkeypatch):
+    monkeypatch.setattr("trainer.entry.keep_compiled", lambda: None)
+
+
+def arguments(model, *flags):
+    return [str(model), "--sequence", "8", "--compute-dtype", "float32", "--max-new-tokens", "5", "--chunk", "64", *flags]
+
+
+def test_a_document_is_read_once(hf_model, tmp_path, capsys):
+    (tmp_path / "book.txt").write_text(DOCUMENT)
+    args = chat.parse(arguments(hf_model, "--document", str(tmp_path / "book.txt"), "--length", "700"))
+    args.rows = 1
+    talk = chat.Talk(runner.open_respondent(args), chat.read_document(args.document), args.length, args.max_new_tokens)
+    first = talk.ask("Who swam?")
+    read = talk.generator.prefilled
+    second = talk.ask("Who sailed?")
+    assert talk.generator.prefilled - read < 40 < read
+    assert [turn.role for turn in talk.turns] == ["user", "assistant"] * 2 and talk.turns[1].content == first
+    assert talk.turns[0].content.startswith("Here is a text.") and talk.turns[2].content == "Who sailed?"
+    segments = render(talk.turns[:3], "tokenizer", talk.respondent.tokenizer, add_generation_prompt=True)
+    ids = [token for segment in segments for token in segment.ids]
+    talk.generator.forget()
+    assert talk.respondent.tokenizer.decode(talk.generator(talk.opened.params, [ids])[0]).strip() == second
+    talk.forget()
+    assert talk.ask("Who swam?") == first
+    with pytest.raises(UserError, match="tokens, and 695 fit; /new begins another"):
+        talk.ask("word " * 700)
+    assert len(talk.turns) == 2 and "beyond the trained length" in capsys.readouterr().out
+
+
+def test_what_cannot_be_talked_about(hf_model, tmp_path, capsys):
+    (tmp_path / "empty.txt").write_text(" ")
+    for flags, words in ((["--document", str(tmp_path / "gone.txt")], "gone.txt cannot be read (No such file or directory)"),
+                         (["--document", str(tmp_path / "empty.txt")], "is empty"),
+                         (["--question", "?", "--template", "vicuna_v1.1", "--length", "3"], "--length: found 3")):
+        assert chat.main(arguments(hf_model, *flags)) == 2
+        assert words in capsys.readouterr().err
+    shutil.copytree(hf_model, tmp_path / "plain")
+    (tmp_path / "plain" / "chat_template.jinja").unlink(missing_ok=True)
+    settings = tmp_path / "plain" / "tokenizer_config.json"
+    settings.write_text(json.dumps({k: v for k, v in json.loads(settings.read_text()).items() if k != "chat_template"}))
+    assert chat.main(arguments(tmp_path / "plain", "--question", "Who?")) == 2
+    assert "its tokenizer has no chat template; --template" in capsys.readouterr().err
