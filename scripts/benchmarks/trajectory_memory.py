@@ -46,7 +46,7 @@ FACTS = [
     "transformer with 128 (512,000 tokens), and names no machine.",
     "Its own Table 3 contradicts that on 8 A100: there a model of 3B parameters, nine times larger, has 256,000 tokens with "
     "memory-efficient attention and 512,000 with the blockwise transformer.",
-    "For TPU v4 Table 3 agrees with it: 64,000 and 256,000 tokens at 3B.",
+    "On TPU v4 Table 3 has 64,000 and 256,000 tokens at 3B, which leaves an oom at 350M possible.",
     "What fits depends on what is kept for the backward pass, which the paper does not say.",
 ]
 
