@@ -23,6 +23,7 @@ class Hardware:
       matmul: share of the peak that large matrix products reach.
       attention, attention_backward: share of the peak that an attention kernel reaches on the tiles that it computes.
       tile: (queries, keys) of the tile that the kernel either skips or computes whole.
+      matrix_unit: rows and columns of a TPU's matrix unit, which heads of fewer numbers fill in part; 0 on GPUs.
       network: the connections between devices.
       sources: figure -> where it comes from, the device's among them.
     """
@@ -34,6 +35,11 @@ class Hardware:
     tile: tuple[int, int]
     network: Network
     sources: dict[str, str] = dataclasses.field(compare=False, hash=False)
+    matrix_unit: int = 0
+
+    def filled(self, head_dim: int) -> float:
+        """The share of the matrix unit that an attention kernel's products use: all have the head size on one side."""
+        return min(1.0, head_dim / self.matrix_unit) if self.matrix_unit else 1.0
 
     @property
     def peak(self) -> float:
@@ -60,13 +66,16 @@ _TCP = ("NVIDIA/nccl issue 464: over TCP on a 100 Gbit/s card ncclSend to one ra
         "more threads did not help. A rank is therefore given 28 Gbit/s, and a collective all of the card")
 
 
-def _tpu(name: str) -> Hardware:
+def _tpu(name: str, matrix_unit: int = 128, far_exposed: bool = False) -> Hardware:
     """A TPU, whose network is a torus of its links."""
     device = DEVICES[name]
     return Hardware(
-        device, 0.923, 0.923, 0.923, (1024, 1024), Network(device.link, 1 * MICRO, torus=True),
+        device, 0.923, 0.923, 0.923, (1024, 1024), Network(device.link, 1 * MICRO, torus=True, far_exposed=far_exposed),
         {**device.sources, "matmul": _JAX, "attention": _NO_KERNEL, "latency": _HOP,
-         "tile": "what this project's kernels are compiled with for TPUs (scripts/plan.py)"})
+         "matrix_unit": f"cloud.google.com/tpu/docs/{name}: {matrix_unit} x {matrix_unit}",
+         "far_exposed": "compiled texts of v5e:8x8 (docs/results/placement.json): of `balanced` 12% of the bytes run beside a "
+                        "kernel, of attention2d's overlap none, of the ring all; v6e routes as v5e does",
+         "tile": "what this project's kernels are compiled with for TPUs (scripts/plan.py)"}, matrix_unit)
 
 
 def _gpu(name: str, rates: tuple[float, float], latency: float, sources: dict[str, str], **between_nodes) -> Hardware:
@@ -87,7 +96,8 @@ def _gpu(name: str, rates: tuple[float, float], latency: float, sources: dict[st
 _A100_RATES, _H100_RATES = (0.73, 0.63), (0.35, 0.35)
 
 HARDWARE: dict[str, Hardware] = {
-    "v3": _tpu("v3"), "v4": _tpu("v4"), "v5e": _tpu("v5e"), "v5p": _tpu("v5p"), "v6e": _tpu("v6e"),
+    "v3": _tpu("v3"), "v4": _tpu("v4"), "v5p": _tpu("v5p"),
+    "v5e": _tpu("v5e", far_exposed=True), "v6e": _tpu("v6e", 256, far_exposed=True),
     "a100-nvlink": _gpu("a100", _A100_RATES, 3.4 * MICRO, {}),
     # DGX A100: eight GPUs, a network card for each, at 100 Gbit/s as in DistFlashAttn, section 4, and Ring Attention, Table 2.
     "a100-infiniband": _gpu(

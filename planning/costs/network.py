@@ -25,6 +25,7 @@ class Network:
       link: bandwidth of a link to a neighbour (torus), or of a rank inside its node.
       latency: of a hop on the torus, or of a transfer inside a node.
       torus: which of the two networks this is.
+      far_exposed: on a torus, whether a permute of which a hop passes over a neighbour runs beside no kernel.
       node: ranks in a node; 0 puts all of them in one.
       flow: what a rank receives at most from other nodes by permutes.
       uplink: what a node receives at most from other nodes.
@@ -34,6 +35,7 @@ class Network:
     link: float
     latency: float
     torus: bool = False
+    far_exposed: bool = False
     node: int = 0
     flow: float = 0.0
     uplink: float = 0.0
@@ -52,6 +54,12 @@ class Network:
         if not sends:
             return 0.0
         return self._torus_seconds(sends, ranks) if self.torus else self._node_seconds(sends, ranks)
+
+    def overlaps(self, send: Send, ranks: int) -> bool:
+        """Whether a transfer can run beside a kernel: permutes do, but for `far_exposed`; other collectives are waited for."""
+        if send.kind != PERMUTE:
+            return False
+        return not self.far_exposed or all((target - source) % ranks in (1, ranks - 1) for source, target in send.pairs)
 
     def _torus_seconds(self, sends: Sequence[Send], ranks: int) -> float:
         # load_change[direction, i]: by how much the load of link i differs from that of link i - 1, on the ring unrolled twice.

@@ -16,11 +16,11 @@ from trainer.flops import head_weights, layer_weights, training_flops
 from .hardware import Hardware
 from .rounds import Round, rounds
 
-# A backward kernel computes the scores again: it has five products where the forward kernel has two.
-BACKWARD = 2.5
+# Matrix products of a tile. Ours on TPUs and GPUs are two backward kernels that both compute scores and dP again: three
+# products for dQ, four for dK and dV. FlashAttention-2's, in the papers' systems, is one of five.
+FORWARD_PRODUCTS, BACKWARD_PRODUCTS, FLASH_BACKWARD_PRODUCTS = 2, 7, 5
 # AdamW in float32 reads the parameter, two moments and the gradient of each weight, and writes three of them.
 OPTIMIZER_BYTES = 28
-
 
 
 def _forwards(policy: RematPolicy) -> tuple[int, int]:
@@ -85,6 +85,7 @@ class Job:
       zero: whether the parameters are gathered from their shards.
       partial: bytes of each number of a partial result on the wire.
       tile: (queries, keys), in place of the hardware's.
+      backward_products: matrix products of a tile in attention's backward pass.
 
     Raises:
       ValueError: a mesh or remat policy that does not work, in one line naming the field.
@@ -106,6 +107,7 @@ class Job:
     zero: bool = True
     partial: int = 4
     tile: tuple[int, int] | None = None
+    backward_products: int = BACKWARD_PRODUCTS
 
     def __post_init__(self):
         if self.remat not in REMAT:
@@ -197,9 +199,11 @@ def estimate(job: Job) -> Estimate:
     """
     hardware, sizes = job.hardware, job.sizes
     _, tile_flops = job.tiles()
+    peak = hardware.peak * hardware.filled(sizes.head_dim)
+    backward_flops = job.backward_products / FORWARD_PRODUCTS * tile_flops
     forward_rounds, backward_rounds = (
-        tuple(_round(job, planned, flops / (hardware.peak * rate)) for planned in passes) for passes, flops, rate in zip(
-            job.rounds(), (tile_flops, BACKWARD * tile_flops), (hardware.attention, hardware.attention_backward), strict=True))
+        tuple(_round(job, planned, flops / (peak * rate)) for planned in passes) for passes, flops, rate in zip(
+            job.rounds(), (tile_flops, backward_flops), (hardware.attention, hardware.attention_backward), strict=True))
     forward, backward = _total(forward_rounds), _total(backward_rounds)
     work, attention_forwards = REMAT[job.remat]
 
@@ -223,8 +227,10 @@ def _total(phases) -> Phase:
 
 def _round(job: Job, planned: Round, seconds_per_tile: float) -> Phase:
     """A round: its busiest rank or the hidden transfers, whichever takes longer, and then the exposed transfers."""
-    compute = float(max(planned.tiles)) * seconds_per_tile
-    hidden, exposed = (job.hardware.network.seconds(sends, job.sequence) for sends in (planned.hidden, planned.exposed))
+    compute, network = float(max(planned.tiles)) * seconds_per_tile, job.hardware.network
+    overlapped = tuple(send for send in planned.hidden if network.overlaps(send, job.sequence))
+    waited = (*planned.exposed, *(send for send in planned.hidden if send not in overlapped))
+    hidden, exposed = (network.seconds(sends, job.sequence) for sends in (overlapped, waited))
     return Phase((max(compute, hidden) if job.overlap else compute + hidden) + exposed, compute)
 
 

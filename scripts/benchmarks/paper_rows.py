@@ -109,7 +109,6 @@ DISTFLASH_OVERLAP_SPEEDUP = 1.32  # introduction: end to end, against not overla
 DISTFLASH_FIGURE_4_SECONDS = 0.23  # section 3.3: attention forward of one layer, 64K tokens, LLaMA-7B, one A100 40 GB
 # Appendix C: communication of a step in N d; and how many times less it is.
 DISTFLASH_VOLUME = {"DistFlashAttn": 3, "Megatron-LM": 14}
-DISTFLASH_VOLUME_RATIO = 4.7
 DISTFLASH_IDLE = {"even": "1/(2P)", "odd": "0"}
 
 # Attention2D, Table 3: layers, heads, head size, hidden size.

@@ -32,9 +32,11 @@ def table(rows: Sequence[Row]) -> str:
         mark = {True: "yes", False: "NO", None: ""}[row.reproduced]
         error = "" if row.error is None else f"{100 * row.error:+.1f}%"
         printed = "" if row.paper is None else f"{row.paper:.5g}"
-        note = f"[{notes.index(row.note) + 1}]" if row.note else ""
+        note = (f"[{notes.index(row.note) + 1}]" if row.note else "") + (" *" if row.afterwards else "")
         lines.append(f"  {label:54} {printed:>10} {row.predicted:10.5g} {error:>9} {mark:>4} {note}".rstrip())
     lines += [filled(f"[{number}] {note}") for number, note in enumerate(notes, start=1)]
+    if afterwards := list(dict.fromkeys(row.afterwards for row in rows if row.afterwards)):
+        lines.append(filled(f"* with constants that were set after the rows had been seen: {'; '.join(afterwards)}"))
     return "\n".join(lines)
 
 
@@ -164,7 +166,8 @@ def main(argv: list[str] | None = None) -> int:
     show(rows, args.only)
     args.output.mkdir(parents=True, exist_ok=True)
     records = [{"source": row.source, "place": row.table, "row": row.label, "paper": row.paper,
-                "predicted": float(row.predicted), "error": row.error, "reproduced": row.reproduced, "note": row.note}
+                "predicted": float(row.predicted), "error": row.error, "reproduced": row.reproduced, "note": row.note,
+                "set_afterwards": row.afterwards}
                for row in rows]
     file, picture = args.output / "papers.json", args.picture or args.output / "papers.png"
     write_json(file, {"summary": summary(rows), "rows": records, "not_numbers": paper.NOT_NUMBERS})

@@ -193,16 +193,18 @@ def papers(out: Path) -> tuple[Rows, Tables]:
         elif claimed:
             rows[identifier(source)] = row(f"{source}: numbers that the model claims to reproduce",
                                            f"{reproduced} of {claimed}", "all", reproduced == claimed)
-    errors: dict[tuple[str, str], list[float]] = {}
+    errors: dict[tuple[str, str, bool], list[float]] = {}
     for entry in measured["rows"]:
         if entry["error"] is not None:
-            errors.setdefault((entry["source"], entry["place"]), []).append(entry["error"])
-    for (source, place), values in errors.items():
-        rows[identifier(f"{source} {place}")] = row(f"{source}, {place}: error of {len(values)} numbers",
-                                                    f"{min(values):+.1%} to {max(values):+.1%}")
+            errors.setdefault((entry["source"], entry["place"], bool(entry["set_afterwards"])), []).append(entry["error"])
+    for (source, place, afterwards), values in errors.items():
+        mark = ", a constant set after they were seen" * afterwards
+        rows[identifier(f"{source} {place}{' afterwards' * afterwards}")] = row(
+            f"{source}, {place}: error of {len(values)} numbers{mark}", f"{min(values):+.1%} to {max(values):+.1%}")
     lines = [[entry["source"], entry["place"], entry["row"], f"{entry['paper']:.5g}", f"{entry['predicted']:.5g}",
-              f"{entry['error']:+.1%}"] for entry in measured["rows"] if entry["error"] is not None]
-    return rows, {"rows": {"columns": ["paper", "table", "row", "paper's", "predicted", "error"], "rows": lines}}
+              f"{entry['error']:+.1%}", entry["set_afterwards"]] for entry in measured["rows"] if entry["error"] is not None]
+    columns = ["paper", "table", "row", "paper's", "predicted", "error", "constants set after the row was seen"]
+    return rows, {"rows": {"columns": columns, "rows": lines}}
 
 
 def dirty_data(out: Path) -> tuple[Rows, Tables]:

@@ -1,5 +1,6 @@
 """The cost model: its tile counts against the attention's own rule, its bytes against formulas, its times against limits."""
 import dataclasses
+import itertools
 import math
 
 import jax
@@ -7,11 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from model.attention import Keys, Queries
+from model.attention.blocks import Saved
 from model.attention.coords import SKIP, Mask, TokenCoords, tile_bounds, tile_kind
+from model.attention.kernels import GpuKernel, TpuKernel
 from model.attention.layout import LAYOUTS, permutation
 from model.attention.schedules import Attention2D, Balanced, Ring, Ulysses, get_schedule, plan
 from model.config import LlamaConfig
 from planning.costs import HARDWARE, Job, Network, Sizes, estimate, rounds
+from planning.costs.step import BACKWARD_PRODUCTS, FORWARD_PRODUCTS
 from planning.costs.tiles import tile_counts
 from trainer.devices import peak_flops
 from trainer.flops import flops_per_step
@@ -215,3 +220,50 @@ def test_what_cannot_be_is_one_line(changes, told):
     with pytest.raises(ValueError, match=told) as error:
         estimate(Job(SMALL, CHIP, 1 << 16, **{"sequence": 8, **changes}))
     assert "\n" not in str(error.value)
+
+
+def _products(jaxpr):
+    """The matrix products of a program, those of inner programs too; a kernel has every tile's twice, masked and not."""
+    inner = [getattr(value, "jaxpr", value) for equation in jaxpr.eqns for value in jax.tree.leaves(
+        list(equation.params.values()), is_leaf=lambda value: hasattr(value, "eqns") or hasattr(value, "jaxpr"))]
+    return sum(equation.primitive.name == "dot_general" for equation in jaxpr.eqns) + sum(
+        _products(program) for program in inner if hasattr(program, "eqns"))
+
+
+def test_a_tile_has_as_many_products_as_the_kernels():
+    queries, keys = jnp.zeros((1, 256, 2, 128)), jnp.zeros((1, 256, 1, 128))
+    coords = TokenCoords(jnp.arange(256)[None], jnp.ones((1, 256), jnp.int32))
+    statistic = jnp.zeros((1, 2, 256))
+    blocks = Queries(queries, coords), Keys(keys, keys, coords)
+    options = {"mask": Mask(), "scale": 1.0}
+    for kernel in (TpuKernel(128, 128, interpret=True), GpuKernel(interpret=True)):
+        forward = jax.make_jaxpr(lambda *blocks, kernel=kernel: kernel.forward(*blocks, **options))(*blocks)
+        backward = jax.make_jaxpr(lambda *blocks, kernel=kernel: kernel.backward(*blocks, **options))(
+            *blocks, Saved(queries, statistic, statistic))
+        branches = _products(forward.jaxpr) // FORWARD_PRODUCTS  # the masked and the other, or three ranges
+        assert branches in (2, 3) and _products(backward.jaxpr) == branches * BACKWARD_PRODUCTS
+
+
+def test_small_heads_fill_a_part_of_the_matrix_unit():
+    """v6e's has 256 rows and columns, those before 128."""
+    sizes = Sizes(1, 1, 1, 8, 8, 128, 1024)
+    seconds = {}
+    for name, size in itertools.product(("v5p", "v6e"), (64, 128, 256)):
+        result = estimate(Job(dataclasses.replace(sizes, head_dim=size), HARDWARE[name], 65536))
+        seconds[name, size] = result.attention_forward.seconds / size * HARDWARE[name].peak
+    assert seconds["v6e", 128] == pytest.approx(2 * seconds["v6e", 256]) == pytest.approx(2 * seconds["v5p", 128])
+    assert seconds["v5p", 64] == pytest.approx(2 * seconds["v5p", 128])
+    assert seconds["v5p", 128] == pytest.approx(seconds["v5p", 256])
+
+
+@pytest.mark.parametrize(("schedule", "near"), [
+    ("ring", True), ({"name": "ring", "bidirectional": True}, True), ("balanced", False),
+    ({"name": "attention2d", "overlap": True}, False)])
+def test_far_hops_run_beside_no_kernel_where_the_compilers_say_so(schedule, near):
+    """On v5e and v6e; a schedule all of whose hops go to neighbours waits no longer than elsewhere."""
+    assert {name for name, hardware in HARDWARE.items() if hardware.network.far_exposed} == {"v5e", "v6e"}
+    job = Job(Sizes.of(LlamaConfig.preset("llama-3.1-8b")), HARDWARE["v5e"], 1 << 20, sequence=64, schedule=schedule)
+    network = dataclasses.replace(job.hardware.network, far_exposed=False)
+    elsewhere = dataclasses.replace(job, hardware=dataclasses.replace(job.hardware, network=network))
+    here, there = (estimate(job).seconds for job in (job, elsewhere))
+    assert here == there if near else here > 1.05 * there
