@@ -198,7 +198,7 @@ def papers(out: Path) -> tuple[Rows, Tables]:
         if entry["error"] is not None:
             errors.setdefault((entry["source"], entry["place"], bool(entry["set_afterwards"])), []).append(entry["error"])
     for (source, place, afterwards), values in errors.items():
-        mark = ", a constant set after they were seen" * afterwards
+        mark = "; a constant set later" * afterwards
         rows[identifier(f"{source} {place}{' afterwards' * afterwards}")] = row(
             f"{source}, {place}: error of {len(values)} numbers{mark}", f"{min(values):+.1%} to {max(values):+.1%}")
     lines = [[entry["source"], entry["place"], entry["row"], f"{entry['paper']:.5g}", f"{entry['predicted']:.5g}",
