@@ -1,12 +1,13 @@
 """What is known of a step's memory before it is compiled: lower bounds by which a search skips hopeless ways."""
 from __future__ import annotations
 
+import functools
 import math
 
 from model.config import LlamaConfig
 from model.modules import declare
 from trainer.config.schema import MemoryConfig, RunConfig
-from trainer.optimizer import split_trainable
+from trainer.optimizer import moment_count, split_trainable
 
 from .compiled import GIB
 
@@ -66,12 +67,12 @@ def _tokens(run: RunConfig) -> float:
 
 
 def _state_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:
-    """A device's bytes of (float32 parameters, both moments of the trained ones)."""
+    """A device's bytes of (float32 parameters, moments of the trained ones)."""
     declared, mesh = declare(model), run.mesh
     trained, _ = split_trainable(declared, run.model.trainable)
 
-    def device_count(names) -> float:
-        return sum(math.prod(declared[name].shape) for name in names) * mesh.data / mesh.devices
+    def device_count(names, copies=lambda name: 1) -> float:
+        return sum(copies(name) * math.prod(declared[name].shape) for name in names) * mesh.data / mesh.devices
 
     moment_bytes = 2 if run.optimizer.moment_dtype == "bfloat16" else 4
-    return 4 * device_count(declared), 2 * moment_bytes * device_count(trained)
+    return 4 * device_count(declared), moment_bytes * device_count(trained, functools.partial(moment_count, run.optimizer))

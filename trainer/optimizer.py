@@ -1,4 +1,4 @@
-"""AdamW with warm-up, cosine decay and clipping, and the choice of the parameters that it trains."""
+"""The optimizer with its learning rate and clipping, and the choice of the parameters that it trains."""
 from __future__ import annotations
 
 import math
@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+import optax.contrib
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -19,11 +20,16 @@ from .streaming import in_host_memory
 
 
 def learning_rate(config: OptimizerConfig, steps: int, step: Int[Array, ""]) -> Float[Array, ""]:
-    """Returns the learning rate of step `step` (from 0) of `steps`: linear warm-up, which does not begin at 0, then cosine."""
+    """Returns the learning rate of step `step` (from 0) of `steps`: linear warm-up, which does not begin at 0, then the decay
+    that the schedule names."""
     warmup = jnp.minimum((step + 1) / max(config.warmup_steps, 1), 1.0)
-    progress = jnp.clip((step + 1 - config.warmup_steps) / max(steps - config.warmup_steps, 1), 0.0, 1.0)
-    cosine = (1 + jnp.cos(math.pi * progress)) / 2
-    return config.learning_rate * warmup * (config.final_fraction + (1 - config.final_fraction) * cosine)
+    first = steps - config.decay_steps(steps) if config.schedule == "wsd" else config.warmup_steps
+    progress = jnp.clip((step + 1 - first) / max(steps - first, 1), 0.0, 1.0)
+    if config.schedule == "constant":
+        remaining = jnp.ones_like(progress)
+    else:
+        remaining = (1 + jnp.cos(math.pi * progress)) / 2 if config.schedule == "cosine" else 1 - progress
+    return config.learning_rate * warmup * (config.final_fraction + (1 - config.final_fraction) * remaining)
 
 
 def clipping(config: OptimizerConfig) -> optax.GradientTransformation:
@@ -32,15 +38,71 @@ def clipping(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Returns clipping followed by AdamW; weight decay applies to matrices, not to norms and biases."""
-    def is_matrix(params):
-        return {name: not name.endswith(("norm.weight", ".bias")) for name in params}
-
-    adamw = optax.adamw(lambda step: learning_rate(config, steps, step), config.beta1, config.beta2, config.epsilon,
-                        weight_decay=config.weight_decay, mask=is_matrix)
+    """Returns clipping followed by the optimizer; weight decay applies to matrices, not to norms and biases."""
+    optimizer = _optimizer(config, lambda step: learning_rate(config, steps, step))
     return optax.chain(
         clipping(config),
-        adamw if config.moment_dtype == "float32" else _with_moments_in(jnp.dtype(config.moment_dtype), adamw))
+        optimizer if config.moment_dtype == "float32" else _with_moments_in(jnp.dtype(config.moment_dtype), optimizer))
+
+
+def _optimizer(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:
+    def is_matrix(params):
+        return {name: _is_matrix(name) for name in params}
+
+    if config.name == "lion":
+        return optax.lion(rate, config.beta1, config.beta2, weight_decay=config.weight_decay, mask=is_matrix)
+    if config.name == "adafactor":
+        return _on_matrices(optax.chain(
+            optax.scale_by_factored_rms(decay_rate=0.8, epsilon=1e-30), optax.clip_by_block_rms(1.0),
+            optax.add_decayed_weights(config.weight_decay, mask=is_matrix), optax.scale_by_learning_rate(rate)))
+    if config.name == "muon":
+        return optax.contrib.muon(
+            rate, weight_decay=config.weight_decay, weight_decay_mask=is_matrix, adam_b1=config.beta1, adam_b2=config.beta2,
+            eps=config.epsilon, muon_weight_dimension_numbers=_dimension_numbers, consistent_rms=0.2)
+    return optax.adamw(rate, config.beta1, config.beta2, config.epsilon, weight_decay=config.weight_decay, mask=is_matrix)
+
+
+def moment_count(config: OptimizerConfig, name: str) -> int:
+    """Returns the number of moments as large as the parameter of this name; Adafactor's rows and columns are none."""
+    if config.name == "muon":
+        return 1 if _is_layers_matrix(name) else 2
+    return {"adamw": 2, "lion": 1, "adafactor": 0}[config.name]
+
+
+def _is_matrix(name: str) -> bool:
+    return not name.endswith(("norm.weight", ".bias"))
+
+
+def _inputs(name: str) -> tuple[int, ...]:
+    """Returns the axes of a layer's stacked matrix [N, ...] that its product sums over; the later ones are its outputs."""
+    return (1, 2) if ".o_proj." in name else (1,)
+
+
+def _is_layers_matrix(name: str) -> bool:
+    return name.startswith("layers.") and _is_matrix(name)
+
+
+def _dimension_numbers(params: dict[str, Any]) -> dict[str, Any]:
+    """Returns which axes of each of a layer's weights make a matrix; None for other parameters."""
+    def numbers(name):
+        inputs = _inputs(name)
+        outputs = (2, 3) if ".self_attn." in name and len(inputs) == 1 else (inputs[-1] + 1,)
+        return optax.contrib.MuonDimensionNumbers(inputs, outputs)
+
+    return {name: numbers(name) if _is_layers_matrix(name) else None for name in params}
+
+
+def _on_matrices(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Lets an optimizer see each of a layer's weights as stacked matrices [N, inputs, outputs]."""
+    def matrices(tree):
+        return {name: x.reshape(x.shape[0], math.prod(x.shape[axis] for axis in _inputs(name)), -1)
+                if _is_layers_matrix(name) else x for name, x in tree.items()}
+
+    def update(gradient, state, params=None):
+        updates, state = optimizer.update(matrices(gradient), state, matrices(params))
+        return {name: x.reshape(gradient[name].shape) for name, x in updates.items()}, state
+
+    return optax.GradientTransformation(lambda params: optimizer.init(matrices(params)), update)
 
 
 def _with_moments_in(dtype: jnp.dtype, optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -80,17 +142,20 @@ def split_trainable(names: Iterable[str], pattern: str) -> tuple[list[str], list
 
 def abstract_state(optimizer: optax.GradientTransformation, params: dict[str, jax.ShapeDtypeStruct], mesh: Mesh,
                    on_host: bool = False) -> Any:
-    """Returns shapes and shardings of the optimizer's state: moments are sharded like their parameters, counters replicated.
+    """Returns shapes and shardings of the optimizer's state: moments are sharded like their parameters, the rest is replicated.
 
     Args:
       params: the trained parameters, with shardings.
       on_host: places the moments in the host's pinned memory.
     """
-    def abstract_moment(moment, parameter):
-        sharding = in_host_memory(parameter.sharding) if on_host else parameter.sharding
-        return jax.ShapeDtypeStruct(moment.shape, moment.dtype, sharding=sharding)
-
     replicated = NamedSharding(mesh, PartitionSpec())
-    return optax.tree_utils.tree_map_params(
-        optimizer, abstract_moment, jax.eval_shape(optimizer.init, params), params,
-        transform_non_params=lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated))
+
+    def abstract(path, x):
+        names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and key.key in params]
+        parameter = params[names[-1]] if names else None
+        if parameter is None or parameter.shape != x.shape:  # a counter; a row or a column of Adafactor's
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=replicated)
+        sharding = in_host_memory(parameter.sharding) if on_host else parameter.sharding
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(abstract, jax.eval_shape(optimizer.init, params))

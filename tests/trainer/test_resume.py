@@ -140,6 +140,31 @@ def test_a_start_that_another_overtook_goes_on_from_what_that_one_saved(
     assert_same_run(run, whole_run, final_state)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", [("--optimizer.schedule", "constant"),
+                                      ("--optimizer.schedule", "wsd", "--optimizer.decay_fraction", "0.25")], ids=" ".join)
+def test_a_run_made_longer_is_the_run_that_was_long_at_once(small_recipe, tmp_path, schedule):
+    """8 steps, then 12 of the same run: bitwise the 12 steps, from a checkpoint before any decay."""
+    def finish(run, steps):
+        assert train.main(["--config", str(small_recipe), "--run_dir", str(run), "--train.steps", str(steps), *schedule,
+                           "--checkpoint.every", "6", "--train.evaluate_every", "0"]) == 0
+
+    finish(tmp_path / "at once", 12)
+    finish(tmp_path / "longer", 8)
+    if "wsd" in schedule:  # the last 2 of 8 steps decayed: back to step 6
+        shutil.rmtree(tmp_path / "longer" / "checkpoints" / "8")
+    finish(tmp_path / "longer", 12)
+    for item in ("model", "optimizer"):
+        arrays, expected = (checkpoint.stored_arrays(tmp_path / run / "checkpoints" / "12", item)
+                            for run in ("longer", "at once"))
+        assert arrays.keys() == expected.keys()
+        for name, x in expected.items():
+            assert np.asarray(arrays[name]).tobytes() == np.asarray(x).tobytes(), name
+    rows, at_once = ([{key: value for key, value in row.items() if key not in MEASURED}
+                      for row in small_run.rows(tmp_path / run / "metrics.jsonl")] for run in ("longer", "at once"))
+    assert rows == at_once
+
+
 def test_batches_go_on_where_they_were(objective):
     """The row order of a resumed start is the one of the first start, over the end of an epoch too."""
     whole, steps = objective.batches(0), len(objective.loader) + 3

@@ -23,6 +23,7 @@ def check(config: RunConfig, source: str = "configuration") -> RunConfig:
         _check_sequence(config)
         _check_batch(config)
         _check_profile(config)
+        _check_optimizer(config)
     except ValueError as error:
         raise UserError(f"{source}: {error}") from error
     return config
@@ -45,6 +46,13 @@ def _check_trajectories(config: RunConfig) -> None:
             "a shape, here or as model.overrides")
     require(not config.data.sources, "data.sources", [source.path for source in config.data.sources],
             "to be left out with trajectories.path; keep one of them")
+
+
+def _check_optimizer(config: RunConfig) -> None:
+    """What is updated layer by layer, on its way from the host, is updated number by number."""
+    on_host = next((name for name in ("moments_on_host", "parameters_on_host") if getattr(config.memory, name)), None)
+    require(on_host is None or config.optimizer.name in ("adamw", "lion"), "optimizer.name", config.optimizer.name,
+            f"adamw or lion with memory.{on_host}")
 
 
 def _check_data(data: DataConfig) -> None:

@@ -190,14 +190,23 @@ class DistributedConfig:
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig:
-    """AdamW with warm-up, cosine decay and clipping."""
+    """The optimizer, the learning rate's course, and clipping."""
 
+    name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
+    """AdamW; Lion, with one moment; Adafactor, with a row and a column of the second moment; or Muon, which orthogonalises the
+    updates of the layers' matrices, and leaves all other parameters to AdamW with Nesterov's
+    momentum and without weight decay."""
     learning_rate: float = 2e-5
     """Peak learning rate."""
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
+    """How the learning rate goes on after the warm-up: a cosine or a line down to its final share, no decay, or no decay but
+    for the last steps (warm-up, stable, decay). A run of the last two can be made longer."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly to its peak."""
     final_fraction: float = 0.1
-    """Learning rate at the last step, as a share of the peak."""
+    """Learning rate at the last step, as a share of the peak; a constant one stays at the peak."""
+    decay_fraction: float = 0.2
+    """Share of the steps, the last ones, in which the schedule wsd decays, along a line."""
     beta1: float = 0.9
     """Decay of the first moment."""
     beta2: float = 0.95
@@ -214,13 +223,24 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _require_at_least(self, "optimizer", 0, "warmup_steps", "weight_decay", "clip_norm")
         require(0 < self.learning_rate < math.inf, "optimizer.learning_rate", self.learning_rate, "a positive number")
-        require(0 <= self.final_fraction <= 1, "optimizer.final_fraction", self.final_fraction, "a share between 0 and 1")
+        for name in ("final_fraction", "decay_fraction"):
+            require(0 <= getattr(self, name) <= 1, f"optimizer.{name}", getattr(self, name), "a share between 0 and 1")
         require(self.epsilon > 0, "optimizer.epsilon", self.epsilon, "a positive number")
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
             require(0 <= beta < 1, f"optimizer.{name}", beta, "a number from 0 to below 1")
             # bfloat16 has 8 bits: a moment that loses less than 1/256 of itself a step would never shrink.
             require(self.moment_dtype == "float32" or beta <= 0.99, f"optimizer.{name}", beta,
                     "at most 0.99 with optimizer.moment_dtype bfloat16")
+
+    def stable_steps(self, steps: int) -> int:
+        """Returns the number of first steps whose learning rate would be the same in a longer run than one of `steps`."""
+        if self.schedule == "constant":
+            return steps
+        return steps - self.decay_steps(steps) if self.schedule == "wsd" else 0
+
+    def decay_steps(self, steps: int) -> int:
+        """Returns the number of last steps in which the schedule wsd decays, of `steps`."""
+        return round(self.decay_fraction * steps)
 
 
 @dataclasses.dataclass(frozen=True)

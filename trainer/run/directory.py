@@ -209,12 +209,23 @@ def _require_same(run: RunDirectory, config: RunConfig) -> None:
         raise UserError(f"{run.config}: cannot be read as a run's configuration ({error}); give another --run_dir, "
                         f"or delete {run.folder}") from error
     new_fields = identity(config)
+    if _is_longer(run, config, old_fields, new_fields):
+        return
     for name in {**new_fields, **old_fields}:
         old, new = old_fields.get(name, _NOTHING), new_fields.get(name, _NOTHING)
         if old != new:
             difference = _first_difference(_Difference(name, old, new))
             raise UserError(f"{run.folder}: another run is in this folder: {difference.name} is {difference.old!r} there and "
                             f"{difference.new!r} now; {_ways_out(run, difference.name)}")
+
+
+def _is_longer(run: RunDirectory, config: RunConfig, old: dict[str, Any], new: dict[str, Any]) -> bool:
+    """Returns whether `config` is the folder's run with another number of steps, on which no finished step depends."""
+    if {**old, "train.steps": 0} != {**new, "train.steps": 0}:
+        return False
+    finished = max((int(path.name) for path in run.checkpoints.glob("*") if path.name.isdigit()), default=0)
+    stable = min(config.optimizer.stable_steps(fields["train.steps"]) for fields in (old, new))
+    return stable > 0 and finished <= stable
 
 
 class _Difference(NamedTuple):
@@ -243,7 +254,8 @@ def _ways_out(run: RunDirectory, field: str) -> str:
     if not run.checkpoints.is_dir():
         return f"give another --run_dir, or delete {run.folder}"
     if field == "train.steps":
-        return f"--model.path {run.folder} --run_dir NEW starts from the weights that it has trained"
+        return (f"--model.path {run.folder} --run_dir NEW starts from the weights that it has trained, with new moments; a run "
+                "can be made longer with optimizer.schedule constant, or wsd before it decays")
     return "give another --run_dir"
 
 

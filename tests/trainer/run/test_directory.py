@@ -95,6 +95,23 @@ def test_a_trained_run_is_lengthened_from_its_weights_and_never_deleted(config):
         assert way in str(error.value) and "delete" not in str(error.value)
 
 
+@pytest.mark.parametrize(("schedule", "finished", "steps", "allowed"), [
+    ("constant", 100, 200, True), ("constant", 100, 150, True), ("constant", 100, 60, False), ("wsd", 80, 200, True),
+    ("wsd", 100, 200, False), ("cosine", 50, 200, False), ("linear", 50, 200, False)])
+def test_a_run_is_made_longer_if_no_finished_step_depends_on_its_length(config, schedule, finished, steps, allowed):
+    config = dataclasses.replace(config, optimizer=OptimizerConfig(schedule=schedule))
+    assert config.train.steps == 100
+    run = open_run(config)
+    (run.checkpoints / str(finished)).mkdir(parents=True)
+    longer = dataclasses.replace(config, train=dataclasses.replace(config.train, steps=steps))
+    if allowed:
+        open_run(longer)
+        assert yaml.safe_load(run.config.read_text())["train"]["steps"] == steps
+    else:
+        with pytest.raises(UserError, match=r"optimizer\.schedule constant, or wsd before it decays"):
+            open_run(longer)
+
+
 def test_a_run_without_the_fields_that_came_later_goes_on_with_their_defaults(config):
     run = open_run(config)
     written = yaml.safe_load(run.config.read_text())

@@ -1,0 +1,131 @@
+"""Optimizers and courses of the learning rate, against optax's own and formulas written out, sharded and not."""
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from data.errors import UserError
+from planning.parts import parts_gib
+from tests.model.build import mesh_of, tiny
+from trainer.config.checks import check
+from trainer.config.schema import DataConfig, MemoryConfig, ModelConfig, OptimizerConfig, RunConfig, SourceConfig
+from trainer.optimizer import abstract_state, learning_rate, make_optimizer, moment_count
+
+STEPS, WARMUP, PEAK = 20, 4, 0.5
+MESH = {"fsdp": 2, "tensor": 2, "sequence": 2}
+SPECS = {"layers.self_attn.q_proj.weight": PartitionSpec(None, ("fsdp", "sequence"), "tensor"),
+         "layers.self_attn.o_proj.weight": PartitionSpec(None, "tensor", None, ("fsdp", "sequence")),
+         "layers.input_layernorm.weight": PartitionSpec(None, ("fsdp", "sequence")),
+         "embed_tokens.weight": PartitionSpec("tensor", ("fsdp", "sequence"))}
+SHAPES = {"layers.self_attn.q_proj.weight": (2, 256, 4, 64), "layers.self_attn.o_proj.weight": (2, 4, 64, 256),
+          "layers.input_layernorm.weight": (2, 256), "embed_tokens.weight": (512, 256)}
+NAMES = ("adamw", "lion", "adafactor", "muon")
+
+
+def rates(schedule, **fields):
+    config = OptimizerConfig(learning_rate=PEAK, warmup_steps=WARMUP, schedule=schedule, **fields)
+    return np.array([learning_rate(config, STEPS, jnp.int32(step)) for step in range(STEPS)])
+
+
+@pytest.mark.parametrize(("schedule", "first", "last"), [("cosine", WARMUP, 0.1), ("linear", WARMUP, 0.1), ("wsd", 15, 0.1),
+                                                         ("constant", WARMUP, 1.0)])
+def test_the_learning_rate_is_optaxs(schedule, first, last):
+    decay = optax.cosine_decay_schedule if schedule == "cosine" else None
+    expected = [PEAK * (step + 1) / WARMUP for step in range(WARMUP)]
+    for done in range(WARMUP + 1, STEPS + 1):
+        if decay:
+            expected.append(decay(PEAK, STEPS - first, alpha=last)(done - first))
+        else:
+            expected.append(optax.linear_schedule(PEAK, PEAK * last, STEPS - first, first)(done))
+    np.testing.assert_allclose(rates(schedule, decay_fraction=0.25), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize(("schedule", "stable"), [("constant", STEPS), ("wsd", 15), ("linear", 0), ("cosine", 0)])
+def test_what_is_stable_is_the_same_in_a_longer_run(schedule, stable):
+    config = OptimizerConfig(schedule=schedule, warmup_steps=WARMUP, decay_fraction=0.25)
+    assert config.stable_steps(STEPS) == stable
+    same = [float(learning_rate(config, STEPS, step)) == float(learning_rate(config, 2 * STEPS, step))
+            for step in map(jnp.int32, range(WARMUP, STEPS))]
+    assert all(same[:max(stable - WARMUP, 0)]) and (schedule == "constant" or not any(same[max(stable - WARMUP, 0):]))
+
+
+def trained(config, mesh):
+    """The parameters after three steps with gradients of a fixed seed, and the state's leaves as the mesh holds them."""
+    random = np.random.default_rng(0)
+    abstract = {name: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, SPECS[name]))
+                for name, shape in SHAPES.items()}
+    params = {name: jax.device_put(random.normal(size=x.shape).astype(np.float32), x.sharding) for name, x in abstract.items()}
+    optimizer = make_optimizer(config, STEPS)
+    states = abstract_state(optimizer, abstract, mesh)
+    shardings = jax.tree.map(lambda x: x.sharding, states)
+    state = jax.jit(optimizer.init, out_shardings=shardings)(params)
+    jax.tree.map(lambda x, y: np.testing.assert_equal((x.shape, x.dtype), (y.shape, y.dtype)), state, states)
+
+    def step(params, state, gradient):
+        updates, state = optimizer.update(gradient, state, params)
+        return optax.apply_updates(params, updates), state
+
+    step = jax.jit(step, out_shardings=({name: x.sharding for name, x in abstract.items()}, shardings))
+    for _ in range(3):
+        gradient = {name: jax.device_put(random.normal(size=x.shape).astype(np.float32), x.sharding)
+                    for name, x in abstract.items()}
+        params, state = step(params, state, gradient)
+    return {name: np.asarray(x) for name, x in params.items()}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_sharded_optimizer_is_that_of_one_device(name):
+    config = OptimizerConfig(name=name, learning_rate=0.1, weight_decay=0.1, schedule="constant", clip_norm=0.0)
+    sharded, alone = trained(config, mesh_of(MESH)), trained(config, mesh_of({}))
+    for parameter, value in alone.items():
+        np.testing.assert_allclose(sharded[parameter], value, rtol=1e-4, atol=1e-5, err_msg=parameter)
+
+
+def test_lions_step_is_the_sign_of_its_interpolated_moment():
+    config = OptimizerConfig(name="lion", learning_rate=0.1, beta1=0.9, beta2=0.99, schedule="constant", clip_norm=0.0)
+    optimizer, params = make_optimizer(config, STEPS), {"w.weight": jnp.array([1.0, 2.0])}
+    state, moment, value = optimizer.init(params), np.zeros(2), np.array([1.0, 2.0])
+    for gradient in (np.array([1.0, -1.0]), np.array([-3.0, 0.5])):
+        updates, state = optimizer.update({"w.weight": jnp.asarray(gradient)}, state, params)
+        params = optax.apply_updates(params, updates)
+        value = value - 0.1 * np.sign(0.9 * moment + 0.1 * gradient)
+        moment = 0.99 * moment + 0.01 * gradient
+        np.testing.assert_allclose(params["w.weight"], value, rtol=1e-6)
+
+
+def test_muons_update_of_a_layers_matrix_is_orthogonal():
+    """All its singular values are about equal, for inputs [E] and outputs [H, D], and for inputs [H, D] and outputs [E]."""
+    config = OptimizerConfig(name="muon", learning_rate=1.0, schedule="constant", clip_norm=0.0)
+    optimizer = make_optimizer(config, STEPS)
+    params = {name: jnp.zeros(shape) for name, shape in SHAPES.items()}
+    gradient = {name: jax.random.normal(jax.random.key(0), shape) for name, shape in SHAPES.items()}
+    updates, _ = optimizer.update(gradient, optimizer.init(params), params)
+    for name in ("layers.self_attn.q_proj.weight", "layers.self_attn.o_proj.weight"):
+        for layer in np.asarray(updates[name]).reshape(2, 256, 256):
+            values = np.linalg.svd(layer, compute_uv=False)
+            assert values.max() < 2 * np.median(values) and (values > 0.5 * np.median(values)).mean() > 0.95
+    # AdamW's first update has the same size in every number.
+    assert np.ptp(np.abs(np.asarray(updates["embed_tokens.weight"]))) < 1e-2
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_planned_moments_are_the_states(name):
+    mesh, config = mesh_of({}), OptimizerConfig(name=name)
+    abstract = {parameter: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))
+                for parameter, shape in SHAPES.items()}
+    held = sum(x.size for x in jax.tree.leaves(abstract_state(make_optimizer(config, STEPS), abstract, mesh)))
+    planned = sum(moment_count(config, parameter) * np.prod(shape) for parameter, shape in SHAPES.items())
+    assert held == pytest.approx(planned, abs=0.02 * sum(np.prod(shape) for shape in SHAPES.values()))
+    sizes = {chosen: parts_gib(RunConfig(optimizer=OptimizerConfig(name=chosen)), tiny())["moments"]
+             for chosen in (name, "adamw")}
+    assert sizes[name] <= sizes["adamw"]
+
+
+@pytest.mark.parametrize("name", ["adafactor", "muon"])
+def test_what_is_not_elementwise_cannot_be_streamed_from_the_host(name):
+    config = RunConfig(model=ModelConfig(preset="tiny", tokenizer="t"), data=DataConfig(sources=(SourceConfig("a.json"),)),
+                       optimizer=OptimizerConfig(name=name), memory=MemoryConfig(moments_on_host=True))
+    with pytest.raises(UserError, match=f"optimizer.name: found '{name}', needs adamw or lion with memory.moments_on_host"):
+        check(config)
