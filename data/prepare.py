@@ -1,18 +1,15 @@
 """Prepares data once: tokenizes sources into documents, in array_record files of tensorflow-datasets with a small index."""
 
-import contextlib
 import hashlib
-import io
 import json
 import os
-import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int32
@@ -24,18 +21,19 @@ from data.conversation import Tokens
 from data.encode import Encoder, encode_all
 from data.errors import UserError
 from data.folders import building, check_files, record_files
+from data.record_store import open_records, write_records
 from data.report import Report, SourceReport
 from data.sources import Source
 from data.templates import jinja_template
 from data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    import tensorflow_datasets
     import tqdm
 
 RULES = "prepare-3"  # to be changed with every change to the documents, so that existing folders are not reused
 DROPPED = "dropped.jsonl"
 REPORT = "report.json"
+DOCUMENTS = "documents"
 INDEX = "index.npz"  # written last: a folder with an index is complete
 WORTH_PROCESSES = 1 << 23  # bytes of a source from which on several processes, which take seconds to start, encode it
 
@@ -106,7 +104,7 @@ class Documents:
 
     @cached_property
     def _store(self) -> Sequence[dict]:
-        return _open_documents(self.folder)
+        return open_records(self.folder, DOCUMENTS)
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in self.__dict__.items() if name != "_store"}
@@ -279,25 +277,19 @@ class _Index:
 
 def _build(job: _Job, folder: Path, progress: bool) -> None:
     """Prepares the data; if another process was faster, its folder is kept."""
-    import tensorflow_datasets as tfds
     from tqdm import tqdm
 
     index = _Index()
     size = sum(file.size() for source in job.sources for file in source.files())
     progress_bar = tqdm(total=size, unit="B", unit_scale=True, desc="preparing data", disable=not progress)
     with building(folder, is_whole) as temporary:
-        with progress_bar, _without_output(tfds), (temporary / DROPPED).open("w", encoding="ascii") as dropped:
+        with progress_bar, (temporary / DROPPED).open("w", encoding="ascii") as dropped:
             report = Report(on_drop=lambda record: dropped.write(record.to_json() + "\n"))
-            builder = _builder_class(tfds)(
-                data_dir=str(temporary / "tfds"), documents=lambda: job.documents(report, index, progress_bar)
-            )
-            builder.download_and_prepare()
+            write_records(temporary, DOCUMENTS, _features, lambda: job.documents(report, index, progress_bar))
         arrays = index.arrays()
         if arrays["held_out"].all():
             fraction = f"held_out_fraction {job.held_out_fraction} of {report.kept} conversations"
             raise UserError(f"nothing is left to train on: {fraction} took them all; a smaller fraction would work")
-        os.rename(builder.data_dir, temporary / "documents")
-        shutil.rmtree(temporary / "tfds")
         _write_index(temporary, arrays, report)
 
 
@@ -305,50 +297,17 @@ def _write_index(folder: Path, arrays: dict[str, Int32[np.ndarray, " D"]], repor
     """Writes the report and the index, which also records the size and sha256 of every file that is read again."""
     source_reports = [source_report.to_dict() for source_report in report.sources]
     (folder / REPORT).write_text(json.dumps(source_reports, indent=1), encoding="ascii")
-    np.savez(folder / INDEX, **arrays, files=np.array(record_files(folder, [REPORT, "documents"])))
+    np.savez(folder / INDEX, **arrays, files=np.array(record_files(folder, [REPORT, DOCUMENTS])))
 
 
-def _builder_class(tfds: ModuleType) -> "type[tensorflow_datasets.core.GeneratorBasedBuilder]":
-    """Returns the dataset builder; a function, since importing tensorflow-datasets takes long."""
-
-    # Not registered, since a second call of prepare() in this process would register the same name again.
-    class Longstripe(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-        VERSION = tfds.core.Version("1.0.0")
-
-        def __init__(self, *, documents, **options):
-            self._documents = documents
-            # The only format that tensorflow-datasets reads and writes correctly without tensorflow.
-            super().__init__(file_format="array_record", **options)
-
-        def _info(self):
-            features = tfds.features.FeaturesDict(
-                {
-                    "tokens": tfds.features.Tensor(shape=(None,), dtype=np.int32),
-                    "loss_mask": tfds.features.Tensor(shape=(None,), dtype=np.uint8),
-                    "source": np.int32,
-                    "record_id": tfds.features.Text(),
-                }
-            )
-            return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
-
-        def _split_generators(self, download_manager):
-            return {"documents": self._generate_examples()}
-
-        def _generate_examples(self):
-            return self._documents()
-
-    return Longstripe
-
-
-@contextlib.contextmanager
-def _without_output(tfds: ModuleType) -> Iterator[None]:
-    """Turns off the progress bars and messages of tensorflow-datasets, which would hide the bar of `prepare`."""
-    tfds.disable_progress_bar()
-    try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
-    finally:
-        tfds.enable_progress_bar()
+def _features(tfds: ModuleType) -> dict[str, Any]:
+    """The fields of a stored document."""
+    return {
+        "tokens": tfds.features.Tensor(shape=(None,), dtype=np.int32),
+        "loss_mask": tfds.features.Tensor(shape=(None,), dtype=np.uint8),
+        "source": np.int32,
+        "record_id": tfds.features.Text(),
+    }
 
 
 class _Stored(NamedTuple):
@@ -394,9 +353,9 @@ def _read(folder: Path) -> _Stored:
             check_files(folder, files)
         name = REPORT
         reports = [SourceReport.from_dict(state) for state in json.loads((folder / REPORT).read_text(encoding="utf-8"))]
-        name = "documents"
+        name = DOCUMENTS
         if files is None:
-            _open_documents(folder)[len(index["length"]) - 1]
+            open_records(folder, DOCUMENTS)[len(index["length"]) - 1]
         return _Stored(index, reports)
     except (PermissionError, UserError):
         raise
@@ -407,12 +366,6 @@ def _read(folder: Path) -> _Stored:
 def _first_line(error: BaseException) -> str:
     text = error.strerror if isinstance(error, OSError) else str(error)
     return (text or type(error).__name__).splitlines()[0][:200]
-
-
-def _open_documents(folder: Path) -> Sequence[dict]:
-    import tensorflow_datasets as tfds
-
-    return tfds.builder_from_directory(str(folder / "documents")).as_data_source(split="documents")
 
 
 def _open(folder: Path, stored: _Stored, sources: list[Source], context_length: int) -> Prepared:

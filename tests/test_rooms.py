@@ -20,7 +20,7 @@ MAY_IMPORT = {
 }
 # Module of another project -> the files of ours that import it, so that its changes touch one place.
 ONE_HOME = {
-    "tensorflow_datasets": {"data/prepare.py", "data/trajectories/builder.py"},
+    "tensorflow_datasets": {"data/record_store.py"},
     "orbax": {"trainer/checkpoint/saving.py", "trainer/checkpoint/store.py"},
     "jax.experimental.topologies": {"planning/topology.py"},
 }

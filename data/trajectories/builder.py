@@ -1,16 +1,14 @@
 """Prepares episodes once: checked, with the rewards of one task, in array_record files of tensorflow-datasets in RLDS form."""
 
-import contextlib
 import dataclasses
+import functools
 import hashlib
-import io
 import json
-import os
-import shutil
 import sys
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,11 +16,13 @@ from jaxtyping import Bool, Float64, Int64
 
 from data.errors import UserError
 from data.folders import building, check_files, record_files
+from data.record_store import open_records, write_records
 
 from .episodes import Episode, episode_files, episode_return, read_episode
 from .tasks import Task, get_task, relabel
 
 INDEX = "index.npz"
+EPISODES = "episodes"
 RULES = 1
 """Number of the rules that episodes are prepared by; a new one prepares them anew."""
 
@@ -52,9 +52,7 @@ class PreparedTrajectories:
 
     @cached_property
     def _records(self) -> Any:
-        import tensorflow_datasets as tfds
-
-        return tfds.builder_from_directory(str(self.folder / "episodes")).as_data_source(split="episodes")
+        return open_records(self.folder, EPISODES)
 
     def episode(self, number: int) -> Episode:
         """Returns an episode, from 0."""
@@ -153,7 +151,6 @@ def _recorded_task(file: Path) -> str:
 
 def _build(files: list[Path], task: Task, folder: Path, progress: bool) -> None:
     """Prepares the episodes; if another process was faster, its folder is kept."""
-    import tensorflow_datasets as tfds
     from tqdm import tqdm
 
     returns: list[float] = []
@@ -174,15 +171,10 @@ def _build(files: list[Path], task: Task, folder: Path, progress: bool) -> None:
             raise UserError(f"{files[0].parent}: none of {len(files)} episodes can be used; the first: {dropped[0]}")
 
     with building(folder, _is_whole) as temporary:
-        tfds.disable_progress_bar()
-        with contextlib.redirect_stdout(io.StringIO()):
-            builder = _builder_class(tfds, task)(data_dir=str(temporary / "tfds"), episodes=episodes)
-            builder.download_and_prepare()
-        os.rename(builder.data_dir, temporary / "episodes")
-        shutil.rmtree(temporary / "tfds")
+        write_records(temporary, EPISODES, functools.partial(_features, task), episodes, name="trajectories")
         (temporary / "dropped.json").write_text(json.dumps(dropped, indent=1), encoding="utf-8")
         np.savez(temporary / INDEX, returns=np.array(returns), lengths=np.array(lengths),
-                 files=np.array(record_files(temporary, ["dropped.json", "episodes"])))
+                 files=np.array(record_files(temporary, ["dropped.json", EPISODES])))
 
 
 def _borders(episode: Episode) -> dict[str, Bool[np.ndarray, " T+1"]]:
@@ -192,39 +184,17 @@ def _borders(episode: Episode) -> dict[str, Bool[np.ndarray, " T+1"]]:
     return {"is_first": number == 0, "is_last": is_last, "is_terminal": is_last & (episode.discount == 0)}
 
 
-def _builder_class(tfds: Any, task: Task) -> Any:
-    """Returns the dataset builder; a function, since importing tensorflow-datasets takes long."""
+def _features(task: Task, tfds: ModuleType) -> dict[str, Any]:
+    """The fields of a stored episode, as RLDS names them: `steps`, each field of which has a leading dimension of time.
 
-    class Trajectories(tfds.core.GeneratorBasedBuilder, skip_registration=True):
-        """Episodes as RLDS names them: `steps`, each field with a leading dimension of time.
+    As in ExoRL's files a step's action, reward and discount are those that led to its observation; RLDS itself has those that
+    follow. Folders that were prepared before the flags is_first, is_last and is_terminal were stored lack them, under the same
+    key; `PreparedTrajectories` needs none of the three.
+    """
+    def array(dtype, *shape, **options):
+        return tfds.features.Tensor(shape=(None, *shape), dtype=dtype, **options)
 
-        As in ExoRL's files a step's action, reward and discount are those that led to its observation; RLDS itself has those
-        that follow. Folders that were prepared before the flags is_first, is_last and is_terminal were stored lack them, under
-        the same key; `PreparedTrajectories` needs none of the three.
-        """
-
-        VERSION = tfds.core.Version("1.0.0")
-
-        def __init__(self, *, episodes, **options):
-            self._episodes = episodes
-            # The only format that tensorflow-datasets reads and writes correctly without tensorflow.
-            super().__init__(file_format="array_record", **options)
-
-        def _info(self):
-            def array(dtype, *shape, **options):
-                return tfds.features.Tensor(shape=(None, *shape), dtype=dtype, **options)
-
-            steps = {"observation": array(np.float32, task.observation_size), "action": array(np.float32, task.action_size),
-                     "reward": array(np.float32), "discount": array(np.float32),
-                     "physics": array(np.float64, None, encoding="zlib"),
-                     **{name: array(np.bool_) for name in ("is_first", "is_last", "is_terminal")}}
-            features = tfds.features.FeaturesDict({"steps": steps, "file": tfds.features.Text()})
-            return tfds.core.DatasetInfo(builder=self, features=features, disable_shuffling=True)
-
-        def _split_generators(self, download_manager):
-            return {"episodes": self._generate_examples()}
-
-        def _generate_examples(self):
-            return self._episodes()
-
-    return Trajectories
+    steps = {"observation": array(np.float32, task.observation_size), "action": array(np.float32, task.action_size),
+             "reward": array(np.float32), "discount": array(np.float32), "physics": array(np.float64, None, encoding="zlib"),
+             **{name: array(np.bool_) for name in ("is_first", "is_last", "is_terminal")}}
+    return {"steps": steps, "file": tfds.features.Text()}
