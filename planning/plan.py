@@ -136,16 +136,26 @@ class Job:
         Raises:
           ValueError: the cost model has no rule for the job.
         """
+        job = self._costs_job(causal)
+        return None if job is None else costs.estimate(job)
+
+    def time_range(self) -> costs.TimeRange | None:
+        """The seconds between which a step lies (`costs.measured`); None and ValueError as of `estimate`."""
+        job = self._costs_job()
+        return None if job is None else costs.time_range(job)
+
+    def _costs_job(self, causal: bool = True) -> costs.Job | None:
+        """The job as the cost model has it."""
         generation, _, shape = self.topology.partition(":")
         one_box, several_boxes = GPU_HARDWARE.get(generation, (generation, generation))
         hardware = costs.HARDWARE.get(several_boxes if "x" in shape else one_box)
         if hardware is None:
             return None
         attention, mesh = self.run.attention, self.run.mesh
-        return costs.estimate(costs.Job(
+        return costs.Job(
             costs.Sizes.of(self.model), hardware, self.context, self.batch, mesh.data, mesh.fsdp, mesh.tensor, mesh.sequence,
             schedule=attention.schedule if mesh.sequence > 1 else "local", layout=attention.layout,
-            remat=self.run.memory.remat, causal=causal))
+            remat=self.run.memory.remat, causal=causal)
 
 
 def sizes_text(needs_gib: float, has_gib: float) -> str:

@@ -44,7 +44,8 @@ def policies(job: Job) -> list[Job]:
 
 
 def ways(job: Job) -> list[Job]:
-    """The job on every mesh of its devices, with every schedule and memory policy, the fastest first by the cost model.
+    """The job on every mesh of its devices, with every schedule and memory policy, the fastest first by the cost model: by the
+    high end of its range.
 
     Ways whose parameters, moments and kept activations alone are too large are left out, and so are those that the cost model
     has no rule for.
@@ -57,12 +58,12 @@ def ways(job: Job) -> list[Job]:
             if not _may_fit(way):
                 continue
             try:
-                estimate = way.estimate()
+                seconds = way.time_range()
             except ValueError:
                 continue
             # Estimates that differ by less than a percent or so are alike: then the policy that keeps more goes first, and
             # the schedule named first.
-            rank = float(f"{estimate.seconds:.2g}") if estimate else 0, number
+            rank = float(f"{seconds.high:.2g}") if seconds else 0, number
             # The cost model assumes that weights arrive while a layer computes; where prefetching achieves that, it goes first.
             if schedule == "ring" and mesh.sequence > 1 and way.run.memory.remat in PREFETCH_POLICIES:
                 ranked.append((rank, way.changed(memory={"prefetch": True})))

@@ -18,7 +18,7 @@ from data.paths import output_file
 from model.attention.layout import LAYOUTS
 from model.attention.schedules import SCHEDULES as NAMES
 from model.config import LlamaConfig
-from planning.costs import HARDWARE, Job, Sizes, estimate
+from planning.costs import HARDWARE, Job, Sizes, estimate, time_range
 from planning.costs.step import REMAT
 from trainer import entry
 
@@ -30,8 +30,9 @@ SCHEDULES: dict[str, str | dict[str, Any]] = {
 
 def estimate_row(name: str, job: Job) -> dict[str, Any]:
     """Returns the estimate of a job, whose schedule is called `name`, as a flat dictionary."""
-    result = estimate(job)
+    result, seconds = estimate(job), time_range(job)
     return {"schedule": name, "layout": job.layout, "step_seconds": result.seconds,
+            "step_seconds_low": seconds.low, "step_seconds_high": seconds.high,
             "exposed_seconds": result.step.exposed, "mfu": result.mfu, "tokens_per_second": result.tokens_per_second,
             "layer_forward_seconds": result.layer_forward.seconds, "layer_backward_seconds": result.layer_backward.seconds,
             "attention_forward_seconds": result.attention_forward.seconds,
@@ -73,12 +74,17 @@ def work(args: argparse.Namespace) -> None:
     jobs = [(name, dataclasses.replace(job, schedule=SCHEDULES[name], layout=layout))
             for name in ([args.schedule] if args.schedule else SCHEDULES)
             for layout in ([args.layout] if args.layout else LAYOUTS) if name != "local" or args.sequence == 1]
-    rows = sorted((estimate_row(*named_job) for named_job in jobs), key=lambda row: row["step_seconds"])
+    rows = sorted((estimate_row(*named_job) for named_job in jobs), key=lambda row: row["step_seconds_high"])
     print(f"{args.model} on {args.hardware}, a training step, the fastest first; exposed: waiting for transfers alone")
-    print(f"{'schedule':20} {'layout':11} {'step, s':>10} {'exposed, s':>10} {'MFU, 0..1':>9} {'tokens/s':>12}")
+    print("step: from matrix products at full rate alone, to as slow as the slowest step that others measured on such machines")
+    print(f"{'schedule':20} {'layout':11} {'step, s':>22} {'exposed, s':>10} {'MFU, 0..1':>14} {'tokens/s':>20}")
     for row in rows:
-        print(f"{row['schedule']:20} {row['layout']:11} {row['step_seconds']:10.3f} {row['exposed_seconds']:10.3f} "
-              f"{row['mfu']:9.3f} {row['tokens_per_second']:12,.0f}")
+        low, high = (row["step_seconds"] / row[f"step_seconds_{end}"] for end in ("high", "low"))
+        step = f"{row['step_seconds_low']:.3f} to {row['step_seconds_high']:.3f}"
+        mfu = f"{low * row['mfu']:.2f} to {high * row['mfu']:.2f}"
+        tokens = f"{low * row['tokens_per_second']:,.0f} to {high * row['tokens_per_second']:,.0f}"
+        print(f"{row['schedule']:20} {row['layout']:11} {step:>22} {row['exposed_seconds']:10.3f} "
+              f"{mfu:>14} {tokens:>20}")
     heads = -(-job.sizes.query_heads // args.tensor)
     if heads % args.sequence and any(row["schedule"] == "ulysses" for row in rows):
         print(f"note: ulysses' {args.sequence} ranks share {heads} heads, which are padded to "

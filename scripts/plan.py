@@ -162,28 +162,41 @@ def mesh_of(text: str | None) -> MeshConfig | None:
 
 
 def estimates(plan: dict[str, Any], job: Job, args: argparse.Namespace) -> dict[str, float]:
-    """The cost model's estimates of a planned job; empty for hardware that it does not list."""
-    estimate = job.estimate()
-    if estimate is None:
+    """The cost model's estimates of a planned job, and with `_low` and `_high` the ends of their ranges by the steps that
+    others measured; empty for hardware that it does not list."""
+    estimate, seconds = job.estimate(), job.time_range()
+    if estimate is None or seconds is None:
         return {}
-    figures = {"estimated_step_seconds": estimate.seconds, "estimated_mfu": estimate.mfu,
-               "estimated_exposed_seconds": estimate.step.exposed, "estimated_tokens_per_second": estimate.tokens_per_second}
-    if args.tokens:
-        figures["estimated_hours"] = args.tokens / estimate.tokens_per_second / 3600
-        if args.price_per_device_hour:
-            figures["estimated_cost"] = figures["estimated_hours"] * plan["devices"] * args.price_per_device_hour
+    tokens = estimate.tokens_per_second * estimate.seconds
+    figures = {"estimated_exposed_seconds": estimate.step.exposed}
+    for end, step in (("", estimate.seconds), ("_low", seconds.low), ("_high", seconds.high)):
+        figures[f"estimated_step_seconds{end}"] = step
+        if args.tokens:
+            figures[f"estimated_hours{end}"] = hours = args.tokens / tokens * step / 3600
+            if args.price_per_device_hour:
+                figures[f"estimated_cost{end}"] = hours * plan["devices"] * args.price_per_device_hour
+    for end, step in (("", estimate.seconds), ("_low", seconds.high), ("_high", seconds.low)):
+        figures[f"estimated_mfu{end}"] = estimate.mfu * estimate.seconds / step
+        figures[f"estimated_tokens_per_second{end}"] = tokens / step
     return figures
 
 
 def show(plan: dict[str, Any]) -> None:
     """Prints a plan as a table: that it fits, what its memory is made of, what is sent."""
     device = f" of {plan['device_gib']:.2f}" if plan["device_gib"] else ""
+    if "estimated_step_seconds" in plan:
+        print("times: from matrix products at full rate alone, to as slow as the slowest step that others measured on such "
+              "machines")
     print(f"fits: {plan['peak_gib']:.2f}{device} GiB of each device, {plan['host_gib']:.2f} GiB of its host")
     mesh = ", ".join(f"{name} {size}" for name, size in plan["mesh"].items() if size and size != 1) or "one device"
     sent = {kind: f"{figures['times']:,.0f} times, {figures['received_gib']:.3f} GiB received, "
                   f"{figures['hidden']:.1%} of it beside compute" for kind, figures in (plan["communication"] or {}).items()}
+    ends = ("_low", "_high")
     for name, value in {**plan, "mesh": mesh, **sent}.items():
-        if name != "communication" and not (name.startswith("of_it") and not value):
+        if f"{name}_low" in plan:
+            low, high = (plan[name + end] for end in ends)
+            print(f"{name:28} {low:,.3g} to {high:,.3g}")
+        elif name != "communication" and not name.endswith(ends) and not (name.startswith("of_it") and not value):
             print(f"{name:28} {value:,.3f}" if isinstance(value, float) else f"{name:28} {value}")
 
 

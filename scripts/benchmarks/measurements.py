@@ -107,6 +107,11 @@ MEASUREMENTS = {
     "papers": Measurement(
         "The papers' printed numbers by the cost model", (benchmark("papers", "--output", "{out}/papers"),),
         (PLANNING, ATTENTION, HERE + "paper*.py"), summaries.papers, "docs/notes/papers.md"),
+    "measured_steps": Measurement(
+        "Steps that others measured on TPUs and GPUs beside the cost model's",
+        (benchmark("measured_steps", "--output", "{out}", "--picture", "docs/measured_steps.png"),),
+        (PLANNING, "model/attention/schedules/*.py", HERE + "measured_steps.py"), summaries.measured_steps,
+        "docs/notes/measured_steps.md"),
     "activation_memory": Measurement(
         "Activation memory of a device at fixed tokens a chip (Ring Attention Table 1 as corrected)",
         (benchmark("activation_memory", "--output", "{out}/activation_memory.json"),),

@@ -58,6 +58,7 @@ SECTIONS = {
                "trajectory_memory"),
     "Longest contexts": ("contexts",),
     "Ring Attention's Table 3": ("table3",),
+    "Steps that others measured, and ours by the cost model": ("measured_steps",),
     "Plans of recipes and pods": ("recipes", "pods"),
     "The papers, by the cost model": ("papers",),
     "Training for real": ("quickstart", "identity", "data", "books"),
@@ -103,6 +104,16 @@ def verdict(row: Mapping[str, str]) -> str:
     return {"short": "**fell short**", "no goal": ""}.get(row["verdict"], row["verdict"])
 
 
+def step_times(results: Mapping[str, Result]) -> str:
+    """Returns the table of our ranges for an 8B model beside what others measured."""
+    rows = [(row["what"].removesuffix(", seconds a step"), row["found"], row["goal"])
+            for row_id, row in results["measured_steps"].rows.items() if row_id.startswith("ours_")]
+    times = table(("machine, tokens", "our range", "measured by others"), rows)
+    return (f"## Seconds a step, LLaMA-3.1-8B, one row\n\n{times}\n"
+            "Ours was not measured: from matrix products at full rate alone, to as slow as the slowest step that others\n"
+            "measured on such machines ([measured_steps]). TRL's is Qwen3-8B.\n")
+
+
 def headlines(results: Mapping[str, Result]) -> str:
     """Returns the table of HEADLINES."""
     rows = []
@@ -117,7 +128,8 @@ def section(heading: str, names: Iterable[str], results: Mapping[str, Result]) -
     """Returns one topic's heading, table of all rows of its results, and notes."""
     names = list(names)
     rows = [(row["what"], row["goal"], row["found"], verdict(row), f"[{name}]") for name in names
-            for row_id, row in results[name].rows.items() if row_id in SELECTED.get(name, results[name].rows)]
+            for row_id, row in results[name].rows.items()
+            if row_id in SELECTED.get(name, results[name].rows) and not row_id.startswith("ours_")]
     notes = list(dict.fromkeys(note(results[name]) for name in names if results[name].note))
     more = f"\nWhat was tried and why: {', '.join(notes)}.\n" if notes else ""
     return f"## {heading}\n\n{table(('what', 'goal', 'found', '', 'source'), rows)}{more}"
@@ -164,7 +176,7 @@ def provenance(results: Mapping[str, Result]) -> str:
 
 def render(results: Mapping[str, Result]) -> str:
     """Returns the whole page; KeyError where SECTIONS or HEADLINES name a result or row that is not there."""
-    parts = [INTRODUCTION, "## Headlines\n\n" + headlines(results)]
+    parts = [INTRODUCTION, step_times(results), "## Headlines\n\n" + headlines(results)]
     parts += [section(heading, names, results) for heading, names in SECTIONS.items()]
     parts += [fell_short(results), not_measured(results), provenance(results), links(results)]
     return "\n".join(parts)

@@ -207,6 +207,23 @@ def papers(out: Path) -> tuple[Rows, Tables]:
     return rows, {"rows": {"columns": columns, "rows": lines}}
 
 
+def measured_steps(out: Path) -> tuple[Rows, Tables]:
+    """Our range at three lengths on two machines, then each measured step with the error of our estimate."""
+    measured = read_json(out / "measured_steps.json")
+    rows = {identifier(f"ours {entry['machine']} {tokens_text(entry['length'])}"): row(
+        f"{entry['machine']}, {tokens_text(entry['length'])} tokens, seconds a step",
+        f"{entry['low']:.3g} to {entry['high']:.3g}", "; ".join(entry["peers"]) or "nothing found")
+        for entry in measured["ours"]}
+    rows |= {identifier(entry["label"]): row(
+        f"{entry['label']}, s", f"{entry['estimated']:.4g} ({entry['error']:+.0%})", f"{entry['measured']:g}")
+        for entry in measured["measured"]}
+    lines = [[entry["label"], entry["source"], f"{entry['measured']:g}", f"{entry['estimated']:.4g}", f"{entry['error']:+.1%}",
+              f"{entry['low']:.4g}", f"{entry['high']:.4g}", f"{entry['over_full_rate']:.2f}"]
+             for entry in measured["measured"]]
+    columns = ["step", "source", "measured, s", "estimated, s", "error", "low, s", "high, s", "measured over full rate"]
+    return rows, {"steps": {"columns": columns, "rows": lines}}
+
+
 def dirty_data(out: Path) -> tuple[Rows, Tables]:
     measured = read_json(out / "data" / "bench_data.json")
     peaks, speed = measured["peak_mib_at_each_tenth"], measured["megabytes_per_second"]

@@ -1,0 +1,102 @@
+"""Prints the cost model's steps beside those that others measured, and writes them as JSON and as a picture.
+
+    python -m scripts.benchmarks.measured_steps [--output runs/measured_steps]
+
+Ours have the schedule and remat policy nearest to theirs. The table of 8B models has our range at 32K, 128K and 1M tokens, one
+row, on 8 H100 and on 64 v5p chips, beside what others measured of about that size.
+"""
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from model.config import LlamaConfig
+from planning.costs import HARDWARE, Job, Sizes, estimate, time_range
+from planning.costs.measured import MILLION, THOUSAND, full_rate, measured_steps, slowest
+from scripts.benchmarks.commands import add_output_folder, make_parser, write_json
+
+LENGTHS = (32 * THOUSAND, 128 * THOUSAND, MILLION)
+# Machine -> the devices of our job, its name in the cost model, and length -> the remat policy that holds it.
+MACHINES = {
+    "8 x H100": (8, "h100-infiniband", {MILLION: "offload_save_attention"}),
+    "64 v5p": (64, "v5p", {}),
+}
+
+
+def measured_rows() -> list[dict[str, Any]]:
+    """Returns the measured steps, each with our estimate, its relative error, and our range."""
+    rows = []
+    for step in measured_steps():
+        seconds = time_range(step.job)
+        ours = estimate(step.job).seconds
+        rows.append({"label": step.label, "source": step.source, "measured": step.seconds, "estimated": ours,
+                     "error": ours / step.seconds - 1, "low": seconds.low, "high": seconds.high,
+                     "over_full_rate": step.seconds / full_rate(step.job).seconds})
+    return rows
+
+
+def our_rows() -> list[dict[str, Any]]:
+    """Returns our range for LLaMA-3.1-8B at each length on each machine, with what others measured of an 8B model there."""
+    sizes = Sizes.of(LlamaConfig.preset("llama-3.1-8b"))
+    rows = []
+    for machine, (devices, hardware, policies) in MACHINES.items():
+        for length in LENGTHS:
+            job = Job(sizes, HARDWARE[hardware], length, sequence=devices, remat=policies.get(length, "save_attention"))
+            peers = [f"{step.label.split(',')[0]} {step.label.rpartition(', ')[2] if 'MaxText' in step.label else ''}".strip()
+                     + f" {step.seconds:g}" for step in measured_steps()
+                     if step.job.length == length and step.job.devices == devices and step.job.batch == 1
+                     and step.job.hardware is job.hardware and "8b" in step.label.lower() and "0.6b" not in step.label.lower()]
+            seconds = time_range(job)
+            rows.append({"machine": machine, "length": length, "remat": job.remat, "low": seconds.low, "high": seconds.high,
+                         "peers": peers})
+    return rows
+
+
+def draw(rows: list[dict[str, Any]], path: Path) -> None:
+    """Draws each measured step against our range and estimate."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 7), facecolor="white", layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for height, row in enumerate(rows):
+        axes.plot((row["low"], row["high"]), (height, height), color="#4477aa", linewidth=5, alpha=0.4,
+                  label="our range" if height == 0 else None)
+        axes.plot(row["estimated"], height, "|", color="#4477aa", markersize=10, label="our estimate" if height == 0 else None)
+        axes.plot(row["measured"], height, "o", color="#222222", markersize=4, label="measured" if height == 0 else None)
+    axes.set(xscale="log", xlabel="seconds a step", yticks=range(len(rows)), yticklabels=[row["label"] for row in rows],
+             title="Steps that others measured, and ours by the cost model")
+    axes.invert_yaxis()
+    axes.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints both tables, and writes OUTPUT/measured_steps.json and the picture."""
+    parser = make_parser("measured_steps", __doc__)
+    add_output_folder(parser, "runs/measured_steps")
+    parser.add_argument("--picture", type=Path, help="where to draw (default OUTPUT/measured_steps.png)")
+    args = parser.parse_args(argv)
+    rows, ours = measured_rows(), our_rows()
+    print(f"{'step':52} {'measured':>9} {'estimated':>9} {'error':>6} {'our range, s':>18}  source")
+    for row in rows:
+        span = f"{row['low']:.3g} to {row['high']:.3g}"
+        print(f"{row['label']:52} {row['measured']:9.2f} {row['estimated']:9.2f} {row['error']:+6.0%} {span:>18}  "
+              f"{row['source']}")
+    worst = {machines: {"factor": slowest(machines)[0], "step": slowest(machines)[1].label} for machines in ("TPU", "GPU")}
+    for machines, content in worst.items():
+        print(f"{machines}: at most {content['factor']:.2f} times the step at full rate ({content['step']})")
+    for row in ours:
+        print(f"{row['machine']:9} {row['length']:9,} tokens, {row['remat']}: {row['low']:.3g} to {row['high']:.3g} s; "
+              f"measured: {', '.join(row['peers']) or 'nothing'}")
+    args.output.mkdir(parents=True, exist_ok=True)
+    write_json(args.output / "measured_steps.json", {"measured": rows, "ours": ours, "slowest": worst})
+    draw(rows, args.picture or args.output / "measured_steps.png")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
