@@ -75,16 +75,14 @@ def work(args: argparse.Namespace) -> None:
             for name in ([args.schedule] if args.schedule else SCHEDULES)
             for layout in ([args.layout] if args.layout else LAYOUTS) if name != "local" or args.sequence == 1]
     rows = sorted((estimate_row(*named_job) for named_job in jobs), key=lambda row: row["step_seconds_high"])
-    print(f"{args.model} on {args.hardware}, a training step, the fastest first; exposed: waiting for transfers alone")
-    print("step: from matrix products at full rate alone, to as slow as the slowest step that others measured on such machines")
-    print(f"{'schedule':20} {'layout':11} {'step, s':>22} {'exposed, s':>10} {'MFU, 0..1':>14} {'tokens/s':>20}")
+    print(f"{args.model} on {args.hardware}, a training step, the fastest first; from matrix products at full rate alone to as "
+          "slow as the slowest step that others measured on such machines; exposed: waiting for transfers alone")
+    print(f"{'schedule':20} {'layout':10} {'step, s':>18} {'exposed, s':>10} {'MFU, 0..1':>17}")
     for row in rows:
         low, high = (row["step_seconds"] / row[f"step_seconds_{end}"] for end in ("high", "low"))
-        step = f"{row['step_seconds_low']:.3f} to {row['step_seconds_high']:.3f}"
+        step = f"{row['step_seconds_low']:.4g} to {row['step_seconds_high']:.4g}"
         mfu = f"{low * row['mfu']:.2f} to {high * row['mfu']:.2f}"
-        tokens = f"{low * row['tokens_per_second']:,.0f} to {high * row['tokens_per_second']:,.0f}"
-        print(f"{row['schedule']:20} {row['layout']:11} {step:>22} {row['exposed_seconds']:10.3f} "
-              f"{mfu:>14} {tokens:>20}")
+        print(f"{row['schedule']:20} {row['layout']:10} {step:>18} {row['exposed_seconds']:10.3f} {mfu:>17}")
     heads = -(-job.sizes.query_heads // args.tensor)
     if heads % args.sequence and any(row["schedule"] == "ulysses" for row in rows):
         print(f"note: ulysses' {args.sequence} ranks share {heads} heads, which are padded to "

@@ -43,13 +43,17 @@ def our_rows() -> list[dict[str, Any]]:
     for machine, (devices, hardware, policies) in MACHINES.items():
         for length in LENGTHS:
             job = Job(sizes, HARDWARE[hardware], length, sequence=devices, remat=policies.get(length, "save_attention"))
-            peers = [f"{step.label.split(',')[0]} {step.label.rpartition(', ')[2] if 'MaxText' in step.label else ''}".strip()
-                     + f" {step.seconds:g}" for step in measured_steps()
-                     if step.job.length == length and step.job.devices == devices and step.job.batch == 1
-                     and step.job.hardware is job.hardware and "8b" in step.label.lower() and "0.6b" not in step.label.lower()]
+            peers: dict[str, list[float]] = {}
+            for step in measured_steps():
+                program, model, *_ = step.label.split(", ")
+                theirs = step.job
+                if (theirs.length, theirs.devices, theirs.batch, model[-2:].lower()) == (length, devices, 1, "8b") and (
+                        theirs.hardware is job.hardware):
+                    peers.setdefault(program, []).append(step.seconds)
             seconds = time_range(job)
             rows.append({"machine": machine, "length": length, "remat": job.remat, "low": seconds.low, "high": seconds.high,
-                         "peers": peers})
+                         "peers": [f"{program}: {min(times):g} to {max(times):g}"
+                                   for program, times in peers.items()]})
     return rows
 
 

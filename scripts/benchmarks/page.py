@@ -106,7 +106,7 @@ def verdict(row: Mapping[str, str]) -> str:
 
 def step_times(results: Mapping[str, Result]) -> str:
     """Returns the table of our ranges for an 8B model beside what others measured."""
-    rows = [(row["what"].removesuffix(", seconds a step"), row["found"], row["goal"])
+    rows = [(row["what"], row["found"], row["goal"])
             for row_id, row in results["measured_steps"].rows.items() if row_id.startswith("ours_")]
     times = table(("machine, tokens", "our range", "measured by others"), rows)
     return (f"## Seconds a step, LLaMA-3.1-8B, one row\n\n{times}\n"

@@ -211,7 +211,7 @@ def measured_steps(out: Path) -> tuple[Rows, Tables]:
     """Our range at three lengths on two machines, then each measured step with the error of our estimate."""
     measured = read_json(out / "measured_steps.json")
     rows = {identifier(f"ours {entry['machine']} {tokens_text(entry['length'])}"): row(
-        f"{entry['machine']}, {tokens_text(entry['length'])} tokens, seconds a step",
+        f"{entry['machine']}, {tokens_text(entry['length'])} tokens",
         f"{entry['low']:.3g} to {entry['high']:.3g}", "; ".join(entry["peers"]) or "nothing found")
         for entry in measured["ours"]}
     rows |= {identifier(entry["label"]): row(

@@ -12,8 +12,9 @@ ARGUMENTS = ["--model", "llama-1b", "--hardware", "a100-nvlink", "--context", "6
 def test_all_schedules_are_compared_fastest_first(tmp_path, capsys):
     assert costs.main([*ARGUMENTS, "--output", str(tmp_path / "costs.json")]) == 0
     rows = json.loads((tmp_path / "costs.json").read_text(encoding="utf-8"))["estimates"]
-    times = [row["step_seconds"] for row in rows]
+    times = [row["step_seconds_high"] for row in rows]
     assert times == sorted(times)
+    assert all(row["step_seconds_low"] < row["step_seconds"] <= row["step_seconds_high"] for row in rows)
     assert {row["schedule"] for row in rows} == {
         "ring", "ring_bidirectional", "all_gather", "balanced", "balanced_split", "ulysses", "attention2d",
         "attention2d_overlap", "ring_self_attention"}
