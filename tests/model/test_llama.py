@@ -211,7 +211,8 @@ def test_tokens_split_over_tensor_are_what_is_kept_and_sent():
 
 @pytest.mark.parametrize(("mesh", "remat", "schedule"), [
     ("fsdp 2 x tensor 2 x sequence 2", "nothing", "ring"), ("sequence 8", "save_attention", "two ways"),
-    pytest.param("tensor 2 x sequence 4", "offload", "ring", marks=pytest.mark.slow)])
+    pytest.param("tensor 2 x sequence 4", "offload", "ring", marks=pytest.mark.slow),
+    pytest.param("sequence 8", "offload_attention", "ring", marks=pytest.mark.slow)])
 def test_prefetched_weights_do_not_change_the_result(mesh, remat, schedule):
     """Biases, which are not split along the hidden axis as the rest is, stay behind."""
     changes = {"num_hidden_layers": 4, "attention_bias": True}
