@@ -1,8 +1,8 @@
 """Train: python train.py --config configs/NAME.yaml [--section.field value ...]; the same command again goes on.
 
-Every field is described by --help. LONGSTRIPE_TRACEBACK=1 shows where an error comes from. Exit codes: 0 trained; 2 an error in
-one line that you can mend; 130 stopped by Ctrl-C, 143 by SIGTERM: the running step is finished and saved, and the same command
-goes on; a second Ctrl-C ends at once.
+Alone, it lists the recipes. Every field is described by --help, or those of a section by --help SECTION. LONGSTRIPE_TRACEBACK=1
+shows where an error comes from. Exit codes: 0 trained; 2 an error in one line that you can mend; 130 stopped by Ctrl-C, 143 by
+SIGTERM: the running step is finished and saved, and the same command goes on; a second Ctrl-C ends at once.
 """
 import sys
 from typing import TYPE_CHECKING
@@ -29,6 +29,11 @@ def main(argv: list[str] | None = None) -> int:
     """Trains as the command line says; returns the exit code."""
 
     def work() -> None:
+        if not (sys.argv[1:] if argv is None else argv):
+            from trainer.config.recipes import recipe_list
+
+            print(recipe_list())
+            return
         from trainer.config import load as configuration
         from trainer.evaluation import Evaluation, HeldOutLoss
         from trainer.loop import train

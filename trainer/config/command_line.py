@@ -77,7 +77,8 @@ def _check_name(name: str, own: Iterable[str]) -> None:
         valid = _fields_of(section)
     else:  # the sections, rather than all their ninety fields
         valid = [*own, *(field for field in FIELDS if "." not in field), *(f"{part}.*" for part in SECTIONS if "." not in part)]
-    raise UserError(f"command line: unknown field --{name}{suggestion(name, [*own, *FIELDS], '--')}; valid: {', '.join(valid)}")
+    hint = suggestion(name, [*own, "config", "help", *FIELDS], "--")
+    raise UserError(f"command line: unknown field --{name}{hint}; valid: {', '.join(valid)}")
 
 
 def _fields_of(section: str) -> list[str]:

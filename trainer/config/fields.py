@@ -36,10 +36,40 @@ FIELDS: dict[str, Any] = {
 LISTS = {"data.sources": SourceConfig, "evaluations": LiveEvaluationConfig}
 # Fields that are mappings, of which a flag may set one entry: --model.overrides.hidden_size 64.
 MAPPINGS = ("model.overrides", "attention.schedule")
+# What other trainers call these fields (Hugging Face's TrainingArguments, torchtune, MaxText, Megatron).
+_ELSEWHERE = {
+    "checkpoint.every": ("save_steps", "checkpoint_period", "save_interval"),
+    "checkpoint.keep": ("save_total_limit",),
+    "data.context_length": ("max_seq_length", "max_seq_len", "seq_len", "seq_length", "sequence_length", "max_target_length",
+                            "cutoff_len", "model_max_length", "block_size"),
+    "data.path": ("dataset", "dataset_name", "train_file", "data_path"),
+    "data.held_out_fraction": ("val_size", "val_split", "eval_fraction"),
+    "memory.remat": ("gradient_checkpointing", "remat_policy", "activation_checkpointing", "recompute_activations"),
+    "mesh.sequence": ("context_parallel_size", "cp", "sequence_parallel_size", "ring_size", "sp_degree"),
+    "mesh.tensor": ("tensor_parallel_size", "tp", "tp_size", "tensor_model_parallel_size"),
+    "mesh.fsdp": ("fsdp_size", "dp_shard", "zero_stage", "ici_fsdp_parallelism"),
+    "model.compute_dtype": ("bf16", "fp16", "dtype", "torch_dtype", "precision", "mixed_precision"),
+    "model.path": ("model_name_or_path", "pretrained", "base_model", "checkpoint_dir", "hf_model"),
+    "optimizer.clip_norm": ("max_grad_norm", "grad_clip", "gradient_clipping", "clip_grad"),
+    "optimizer.learning_rate": ("lr", "peak_lr", "max_lr"),
+    "optimizer.name": ("optim", "optimizer_type"),
+    "optimizer.schedule": ("lr_scheduler_type", "lr_schedule", "scheduler", "lr_decay_style"),
+    "optimizer.warmup_steps": ("warmup", "num_warmup_steps", "warmup_iters", "lr_warmup"),
+    "run_dir": ("output_dir", "save_dir", "out_dir", "base_output_directory", "logdir"),
+    "train.accumulation": ("gradient_accumulation_steps", "grad_accum", "gradient_accumulation", "accumulate_grad_batches"),
+    "train.batch_size": ("per_device_train_batch_size", "micro_batch_size", "global_batch_size", "bs", "batch"),
+    "train.evaluate_every": ("eval_steps", "eval_interval", "eval_every"),
+    "train.log_every": ("logging_steps", "log_interval", "log_period"),
+    "train.steps": ("max_steps", "num_steps", "iters", "train_iters", "total_steps"),
+}
+_MEANT = {name: field for field, names in _ELSEWHERE.items() for name in names}
 
 
 def suggestion(name: str, valid: Iterable[str], prefix: str = "") -> str:
-    """' (did you mean PREFIX NAME?)' with the valid name nearest to a misspelt one, or nothing if none is near."""
+    """' (did you mean PREFIX NAME?)' with the field that other trainers call so, else with the valid name nearest to a misspelt
+    one; nothing if none is near."""
+    if meant := _MEANT.get(name.replace("-", "_").rsplit(".", 1)[-1].lower()):
+        return f" (did you mean {'--' if prefix == '--' else ''}{meant}?)"
     matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
     return f" (did you mean {prefix}{matches[0]}?)" if matches else ""
 

@@ -22,7 +22,8 @@ def load(argv: list[str] | None = None, own: Iterable[str] = ()) -> RunConfig:
     """Reads the configuration of `--config RECIPE.yaml [--section.field value ...]`.
 
     Args:
-      argv: the words of the command line; sys.argv's unless given. --help prints every field and exits.
+      argv: the words of the command line; sys.argv's unless given. --help prints every field, or those of the section that
+        follows it, and exits.
       own: the calling command's flags, offered in spelling suggestions.
 
     Raises:
@@ -31,8 +32,9 @@ def load(argv: list[str] | None = None, own: Iterable[str] = ()) -> RunConfig:
     argv = list(sys.argv[1:] if argv is None else argv)
     from . import parsing  # jsonargparse, which commands that read no recipe do without
 
-    if {"-h", "--help"} & set(argv):
-        parsing.parser().parse_args(["--help"])  # prints and exits
+    if asks := {"-h", "--help"} & set(argv):
+        print(parsing.help_text(next(iter(argv[argv.index(asks.pop()) + 1:]), "")))
+        raise SystemExit(0)
     words = command_line.split(argv, own)
     recipe = _without_replaced(_read(words.recipe), {flag.name for flag in words.flags})
     config = _with_one_source(parsing.build(recipe, words))

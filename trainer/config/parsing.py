@@ -12,7 +12,7 @@ import jsonargparse
 from data.errors import UserError
 
 from .command_line import CommandLine
-from .fields import FIELDS, LISTS, MAPPINGS, field_names
+from .fields import FIELDS, LISTS, MAPPINGS, SECTIONS, field_names, suggestion
 from .schema import RunConfig
 
 # What jsonargparse raises for a value that its type refuses.
@@ -36,6 +36,23 @@ def parser() -> jsonargparse.ArgumentParser:
     made.add_argument("--config", metavar="RECIPE.yaml", help="The recipe (required).")
     made.add_class_arguments(RunConfig)
     return made
+
+
+def help_text(section: str = "") -> str:
+    """Returns the description of every field, or of those of a section.
+
+    Raises:
+      UserError: no section of this name.
+    """
+    made = parser()
+    if not section:
+        return made.format_help()
+    if section not in SECTIONS:
+        raise UserError(f"--help: {section} is no section{suggestion(section, SECTIONS)}; sections are {', '.join(SECTIONS)}")
+    made.usage = made.description = argparse.SUPPRESS
+    made._action_groups = [group for group in made._action_groups
+                           if any(action.dest.startswith(f"{section}.") for action in group._group_actions)]
+    return made.format_help()
 
 
 def build(recipe: Mapping[str, Any], command_line: CommandLine) -> RunConfig:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 import pytest
 import yaml
 
+import train
 from data.errors import UserError
 from trainer.config import fields, parsing
 from trainer.config.load import dump, load, resolved
@@ -93,6 +94,11 @@ def test_a_pretrained_model_may_get_other_positions_and_nothing_else(tmp_path):
         ("--mesh.seq 2", ["--mesh.seq", "did you mean --mesh.sequence?"]),
         ("--train.stps 4", ["--train.stps", "did you mean --train.steps?", "train.batch_size"]),
         ("--stesp 4", ["unknown field --stesp", "valid: config_version, name", "train.*"]),
+        ("--optimizer.lr 1", ["did you mean --optimizer.learning_rate?"]),
+        ("--confg x.yaml", ["did you mean --config?"]),
+        ("--output_dir x", ["did you mean --run_dir?"]),
+        ("--per_device_train_batch_size 4", ["did you mean --train.batch_size?"]),
+        ("--model.max-seq-length 4", ["did you mean --data.context_length?"]),
         ("--mesh 4", ["--mesh is a section", "mesh.fsdp"]),
         ("--data.clean true", ["--data.clean is a section", "data.clean.refusals"]),
         ("--data.clean.refusal true", ["did you mean --data.clean.refusals?"]),
@@ -149,6 +155,7 @@ def test_mistakes_on_the_command_line(tmp_path, flags, words):
     ("change", "words"),
     [
         ({"trian": {"steps": 1}}, ["unknown field trian", "did you mean train?"]),
+        ({"optimizer": {"lr": 1}}, ["unknown field optimizer.lr (did you mean optimizer.learning_rate?)"]),
         ({"train": {"step": 1}}, ["unknown field train.step ", "train.steps", "batch_size"]),
         ({"data": {"sources": [{"path": "a", "wieght": 1}]}}, ["data.sources[0].wieght", "data.sources[0].weight"]),
         ({"data": {"sources": [{"weight": 1}]}}, ["data.sources", "path"]),
@@ -277,6 +284,29 @@ def test_help_documents_every_field(repository):
     for field in fields.FIELDS:
         described = words.split(f"--{field} ")[-1].split(" (type:")[0].split(" (default:")[0]
         assert len(described.split()) >= 4, f"{field} is not documented"
+
+
+def test_the_help_of_a_section_is_that_section(capsys):
+    with pytest.raises(SystemExit) as ended:
+        load(["--help", "optimizer"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert ended.value.code == 0 and "--optimizer.learning_rate" in text and "Peak learning rate" in text
+    assert "--train.steps" not in text and "--memory.remat" not in text
+    with pytest.raises(UserError, match=r"--help: optimiser is no section \(did you mean optimizer\?\); sections are model"):
+        load(["--help", "optimiser"])
+
+
+def test_other_trainers_names_are_of_fields_that_there_are():
+    for field, names in fields._ELSEWHERE.items():
+        assert field in fields.FIELDS and not set(names) & {name.rsplit(".", 1)[-1] for name in fields.FIELDS}, field
+
+
+def test_train_alone_lists_the_recipes(repository, capsys):
+    assert train.main([]) == 0
+    printed = capsys.readouterr().out
+    for recipe in (repository / "configs").rglob("*.yaml"):
+        line = next(line for line in printed.splitlines() if recipe.relative_to(repository).as_posix() in line)
+        assert recipe.read_text(encoding="utf-8").split("\n")[0].removeprefix("# ") in line
 
 
 def test_every_recipe_loads_and_opens_with_its_command(repository):

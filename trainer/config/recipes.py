@@ -1,0 +1,19 @@
+"""The recipes that come with the project, as a list."""
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parents[2] / "configs"
+
+
+def recipe_list(folder: Path = FOLDER) -> str:
+    """Returns a line for each recipe below a folder: its path, and the first line of its header."""
+    paths = sorted(folder.rglob("*.yaml"))
+    names = [path.relative_to(folder.parent).as_posix() for path in paths]
+    width = max(map(len, names), default=0)
+    lines = [f"  {name:{width}}  {_headline(path)}" for name, path in zip(names, paths, strict=True)]
+    return "\n".join(["Recipes:", *lines, "", "python train.py --config RECIPE [--section.field value ...]; --help [SECTION] "
+                      "describes every field."])
+
+
+def _headline(path: Path) -> str:
+    first = path.read_text(encoding="utf-8").split("\n", 1)[0]
+    return first.removeprefix("#").strip() if first.startswith("#") else ""
