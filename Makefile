@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 REQUIREMENTS := requirements$(if $(filter cpu,$(PLATFORM)),,-$(PLATFORM)).txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint bench soak
+.PHONY: help install quickstart test lint bench evidence soak
 .DELETE_ON_ERROR:
 
 help:
@@ -14,6 +14,7 @@ help:
 	@echo "make quickstart                      train, evaluate and export a small model on simulated devices"
 	@echo "make test | lint                     run the tests | check style and types"
 	@echo "make bench                           measure what has changed, and make BENCHMARKS.md"
+	@echo "make evidence [ONLY='h100 1m']        make the plans of docs/plans again with pinned compilers, and print what moved"
 	@echo "make soak [PARTS='kernels rest']     run the longest tests, in parts that resume"
 
 # A stamp for each list of requirements: pip runs again only where that list has changed.
@@ -39,6 +40,15 @@ lint: $(VENV)/.requirements-test.stamp
 
 bench: $(VENV)/.requirements-test.stamp
 	$(RUN) -m scripts.benchmarks
+
+# In an environment of its own, whose versions are pinned.
+.venv-evidence/.stamp: requirements-evidence.txt requirements.txt
+	$(PYTHON) -m venv .venv-evidence
+	.venv-evidence/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+	@touch $@
+
+evidence: .venv-evidence/.stamp
+	.venv-evidence/bin/python -m scripts.benchmarks.evidence $(if $(ONLY),--only $(ONLY))
 
 soak: $(VENV)/.requirements-test.stamp
 	$(RUN) -m tests.soak $(PARTS)

@@ -5,8 +5,11 @@ nothing was run.
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib.metadata
 import os
+import platform
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -41,8 +44,21 @@ from .topology import memory_gib, topology_devices
 
 # Chip -> its hardware in the cost model, (in one box, in several boxes), where these have names of their own.
 GPU_HARDWARE = {"a100": ("a100-nvlink", "a100-infiniband"), "h100": ("h100-infiniband", "h100-infiniband")}
+# Where the compilers read flags, and the packages that are the compilers: libtpu; the CUDA plugin, and ptxas.
+VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
+TPU_COMPILER, GPU_COMPILER = ("libtpu",), ("jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc")
 # A run with all defaults. A plan needs no more of the model's path and the data than that the checks find some.
 PLAIN = RunConfig(model=ModelConfig(path="-"), data=DataConfig(sources=(SourceConfig("-"),)))
+
+
+def made_with(topology: str) -> dict[str, str]:
+    """The installed versions of Python, jax, jaxlib and of the packages that compile for these devices."""
+    compiler = GPU_COMPILER if topology.partition(":")[0] in GPUS else TPU_COMPILER
+    versions = {"python": platform.python_version()}
+    for package in ("jax", "jaxlib", *compiler):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
+    return versions
 
 
 def changed(run: RunConfig, **sections: Any) -> RunConfig:
@@ -244,8 +260,9 @@ def plan(job: Job) -> dict[str, Any]:
     """Returns a job's plan, as `python -m scripts.plan` writes it as JSON. Keys that end in `_gib` are GiB on each device.
 
     Returns:
-      A dictionary, flat but for `mesh` and `communication`:
-        jax, model, topology, devices, context, batch, tokens_per_device, schedule: the question.
+      A dictionary, flat but for `mesh`, `made_with` and `communication`:
+        jax, made_with, model, topology, devices, context, batch, tokens_per_device, schedule: the question, and `made_with`
+          the versions of Python, jax, jaxlib and the compiler, and the user's flags by environment variable.
         mesh: the fields of MeshConfig; remat, attention_groups, query_chunks, prefetch, ...: the memory options.
         compile_seconds, and the compiler's figures: arguments_gib, outputs_gib, temporaries_gib, peak_gib, host_gib, ...
         device_gib, left_gib: what the device has, and what of it the step leaves; of_it_..._gib: parts of peak_gib.
@@ -255,6 +272,7 @@ def plan(job: Job) -> dict[str, Any]:
       DoesNotFit: the device's or the host's memory is too small.
       UserError, ValueError: as `compile_run`.
     """
+    user_flags = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}  # before a topology adds its own
     start = time.perf_counter()
     parts = parts_gib(job.run, job.model)
     try:
@@ -265,9 +283,8 @@ def plan(job: Job) -> dict[str, Any]:
     sizes = memory(compiled)
     check_fits(job, sizes, parts)
     device_gib, devices = memory_gib(job.topology), len(topology_devices(job.topology))
-    flags = os.environ.get("LIBTPU_INIT_ARGS")
     return {
-        "jax": jax.__version__, **({"compiler_flags": flags} if flags else {}), **_described(job, devices),
+        "jax": jax.__version__, "made_with": {**made_with(job.topology), "flags": user_flags}, **_described(job, devices),
         "compile_seconds": seconds, **{f"{name}_gib": size for name, size in sizes.items()},
         **{f"of_it_{name.replace(' ', '_')}_gib": size for name, size in parts.items()}, "device_gib": device_gib,
         "left_gib": None if device_gib is None else device_gib - sizes["peak"],

@@ -192,7 +192,8 @@ def show(plan: dict[str, Any]) -> None:
     sent = {kind: f"{figures['times']:,.0f} times, {figures['received_gib']:.3f} GiB received, "
                   f"{figures['hidden']:.1%} of it beside compute" for kind, figures in (plan["communication"] or {}).items()}
     ends = ("_low", "_high")
-    for name, value in {**plan, "mesh": mesh, **sent}.items():
+    made = ", ".join(f"{name} {version}" for name, version in plan.get("made_with", {}).items() if version)
+    for name, value in {**plan, "made_with": made, "mesh": mesh, **sent}.items():
         if f"{name}_low" in plan:
             low, high = (plan[name + end] for end in ends)
             print(f"{name:28} {low:,.3g} to {high:,.3g}")

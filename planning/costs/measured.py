@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from model.config import LlamaConfig
 
@@ -55,8 +55,9 @@ def _qwen3(layers: int, hidden: int, heads: int, intermediate: int) -> Sizes:
 # Ulysses' side of the grid; the ring has the other.
 _USP_16_4, _USP_8_8 = {"name": "ulysses", "degree": 4}, {"name": "ulysses", "degree": 8}
 # MaxText on 64 v5p chips, llama3-8b, one row over all chips, seconds at 64K, 128K and 256K.
-_MAXTEXT_8B = (("all-gather", "all_gather", (1.09, 2.98, 9.71)), ("ring", "ring", (1.42, 3.71, 10.78)),
-               ("USP 16 x 4", _USP_16_4, (1.04, 2.88, 9.50)), ("USP 8 x 8", _USP_8_8, (1.20, 2.93, 9.34)))
+_MAXTEXT_8B: tuple[tuple[str, Any, tuple[float, ...]], ...] = (
+    ("all-gather", "all_gather", (1.09, 2.98, 9.71)), ("ring", "ring", (1.42, 3.71, 10.78)),
+    ("USP 16 x 4", _USP_16_4, (1.04, 2.88, 9.50)), ("USP 8 x 8", _USP_8_8, (1.20, 2.93, 9.34)))
 # The same machine, llama2-7b, 64 rows of 32K, context axis 16.
 _MAXTEXT_7B = (("Ulysses", "ulysses", 8.90), ("all-gather", "all_gather", 8.83), ("ring", "ring", 16.38))
 _QWEN3 = {"0.6B": _qwen3(28, 1024, 16, 3072), "8B": _qwen3(36, 4096, 32, 12288), "32B": _qwen3(64, 5120, 64, 25600)}
@@ -68,13 +69,14 @@ _TRL = (("0.6B", 8, MILLION, 137), ("8B", 8, MILLION, 364), ("8B", 16, 2 * MILLI
 @functools.cache
 def measured_steps() -> tuple[Measured, ...]:
     """The steps of others, each with ours."""
-    v5p = {"hardware": HARDWARE["v5p"], "layout": "zigzag"}
+    v5p = HARDWARE["v5p"]
     llama3, llama2 = (Sizes.of(LlamaConfig.preset(name)) for name in ("llama-3.1-8b", "llama-7b"))
     steps = [Measured(f"MaxText, llama3-8b, {length}K, 64 v5p, {name}", "AI-Hypercomputer/maxtext#4893",
-                      Job(llama3, length=length * THOUSAND, sequence=64, schedule=schedule, **v5p), seconds)
+                      Job(llama3, v5p, length * THOUSAND, sequence=64, schedule=schedule, layout="zigzag"), seconds)
              for name, schedule, times in _MAXTEXT_8B for length, seconds in zip((64, 128, 256), times, strict=True)]
     steps += [Measured(f"MaxText, llama2-7b, 64 x 32K, 64 v5p, {name}", "AI-Hypercomputer/maxtext#4687",
-                       Job(llama2, length=32 * THOUSAND, batch=64, fsdp=4, sequence=16, schedule=schedule, **v5p), seconds)
+                       Job(llama2, v5p, 32 * THOUSAND, batch=64, fsdp=4, sequence=16, schedule=schedule, layout="zigzag"),
+                      seconds)
               for name, schedule, seconds in _MAXTEXT_7B]
     steps += [Measured(f"TRL, Qwen3-{name}, {length >> 20}M, {gpus} H100", "huggingface/trl#6845",
                        Job(_QWEN3[name], HARDWARE["h100-infiniband"], length, sequence=gpus, layout="zigzag", remat="offload"),
