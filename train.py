@@ -5,6 +5,7 @@ shows where an error comes from. Exit codes: 0 trained; 2 an error in one line t
 SIGTERM: the running step is finished and saved, and the same command goes on; a second Ctrl-C ends at once.
 """
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer import entry
@@ -37,14 +38,19 @@ def main(argv: list[str] | None = None) -> int:
         from trainer.config import load as configuration
         from trainer.evaluation import Evaluation, HeldOutLoss
         from trainer.loop import train
+        from trainer.stages import train_stages
         config = configuration.load(argv)
         entry.keep_compiled(config.compile_cache)
-        live: list[Evaluation] = []
-        if config.evaluations:
-            from eval.live import evaluations_of
 
-            live = list(evaluations_of(config))
-        train(config, objective_class(config), evaluations=[HeldOutLoss(every=config.train.evaluate_every), *live])
+        def train_run(config: "RunConfig") -> Path:
+            live: list[Evaluation] = []
+            if config.evaluations:
+                from eval.live import evaluations_of
+
+                live = list(evaluations_of(config))
+            return train(config, objective_class(config), [HeldOutLoss(every=config.train.evaluate_every), *live])
+
+        train_stages(config, train_run)
 
     return entry.run(work)
 

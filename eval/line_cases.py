@@ -12,25 +12,20 @@ The wording of generated cases is our own, which makes another test than LongCha
 """
 
 import dataclasses
-import itertools
 import json
 import pathlib
-import re
 
 import numpy as np
 
 from data.errors import UserError
 from data.synthetic import words
 from data.synthetic.split import draw_values
+from data.synthetic.tasks import OWN_LINES
+from data.synthetic.wording import Wording, wording_like
 
+__all__ = ["KEY_STYLES", "LineCase", "Wording", "generate", "read", "wording_like", "write"]
 FORM = 'a case is one line of JSON: {"prompt": "...", "expected_number": 7, "num_lines": 20, "correct_line": "..."}'
 KEY_STYLES = ("adjective_noun", "noun_noun", "short")
-HEAD = (
-    "Here is a record of lines to remember. Each line begins with 'line', then the name of the line, and ends with its "
-    "<REGISTER_CONTENT>, a number. When it is over you will be asked for the number of one line. The record:\n\n"
-)
-LINE = "line {key}: REGISTER_CONTENT is <{number}>\n"
-TAIL = "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {key}? I need the number."
 # The wording and the keys of data/fixtures, for the style "short".
 SHORT_HEAD = "Remember these lines.\n\n"
 SHORT_LINE = "line {key}: {number}\n"
@@ -111,63 +106,7 @@ def write(cases: list[LineCase], path: str | pathlib.Path) -> None:
     pathlib.Path(path).write_text("".join(lines), encoding="utf-8")
 
 
-@dataclasses.dataclass(frozen=True)
-class Wording:
-    """The text around keys and numbers.
-
-    Attributes:
-      head: before the lines; line: of one {key} and {number}; tail: the question about a {key}.
-      name: of what the wording is taken from; accuracies of different wordings are not comparable.
-    """
-
-    head: str
-    line: str
-    tail: str
-    name: str = ""
-
-
 SHORT = Wording(SHORT_HEAD, SHORT_LINE, SHORT_TAIL)
-
-
-def wording_like(path: str | pathlib.Path) -> Wording:
-    """Returns the wording of the first case of a file in LongChat's form: its header, its lines and its question.
-
-    Raises:
-        UserError: the file cannot be read, or its first case does not show the form of its lines.
-    """
-    case = read(path)[0]
-    lines = re.findall(r"[^\n]*\n|[^\n]+\Z", case.prompt)
-    before, number, after = case.correct_line.rpartition(str(case.expected_number))
-    record = [line for line in lines if _number_in(line, after) is not None]
-    begins = [line[:line.rindex(str(_number_in(line, after)))] for line in record]
-    if case.correct_line not in record or len(record) < 3 or not number:
-        raise UserError(f"{path}: the lines of its first case cannot be told from the rest; cases of at least 3 lines that "
-                        "end like their correct_line would work")
-    start = re.sub(r"[\w-]*$", "", _common_prefix(begins))
-    end = re.sub(r"^[\w-]*", "", _common_prefix([begin[::-1] for begin in begins])[::-1])
-    key = before[len(start):len(before) - len(end)]
-    first, last = lines.index(record[0]), len(lines) - lines[::-1].index(record[-1])
-    tail = "".join(lines[last:])
-    if not key or key not in tail or lines[first:last] != record:
-        raise UserError(f"{path}: the question of its first case does not name the key {key!r} after the lines; another file, "
-                        "or no --like, would work")
-    line = _escape(start) + "{key}" + _escape(end) + "{number}" + _escape(after)
-    return Wording("".join(lines[:first]), line, _escape(tail).replace(_escape(key), "{key}"), pathlib.Path(path).name)
-
-
-def _common_prefix(texts: list[str]) -> str:
-    letters = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*texts, strict=False))
-    return "".join(first for first, *_ in letters)
-
-
-def _number_in(line: str, after: str) -> str | None:
-    """The digits of a line before `after`, which ends it; None for other lines."""
-    match = re.search(r"([0-9]+)" + re.escape(after) + r"\Z", line)
-    return match[1] if match and match.start() else None
-
-
-def _escape(text: str) -> str:
-    return text.replace("{", "{{").replace("}", "}}")
 
 
 def generate(lines: int, count: int, seed: int = 0, key_style: str = "adjective_noun", wording: Wording | None = None,
@@ -199,7 +138,7 @@ def generate(lines: int, count: int, seed: int = 0, key_style: str = "adjective_
         raise UserError(f"--questions: {questions} about {lines} lines cannot be generated; 1 to {lines} would work")
     keys = SHORT_KEYS if short else words.keys(key_style, lines)
     family = key_style + (f", worded as {wording.name}" if wording else "")
-    own = Wording(HEAD, LINE, TAIL + (" " if key_style == "adjective_noun" else ""))
+    own = dataclasses.replace(OWN_LINES, tail=OWN_LINES.tail + (" " if key_style == "adjective_noun" else ""))
     wording = wording or (SHORT if short else own)
     rng = np.random.default_rng([seed, lines, KEY_STYLES.index(key_style)])
     cases: list[LineCase] = []

@@ -19,6 +19,7 @@ from data.errors import UserError
 from data.loader import Loader
 from data.prepare import Prepared, prepare
 from data.sources import Source
+from data.synthetic import source as synthetic
 from data.templates import jinja_template
 from data.tokenizer import Tokenizer
 from model.attention.layout import permutation
@@ -27,7 +28,7 @@ from model.loss import LossSums
 
 from .build import build_llama
 from .config import load as configuration
-from .config.schema import RunConfig
+from .config.schema import RunConfig, SourceConfig
 from .mesh import batch_sharding, local_order, local_part, place_batch
 from .model_source import chat_templates, choose_model, for_templates
 from .objective import DeviceBatch, HostBatch, LossParams, Objective, Params
@@ -53,7 +54,16 @@ def prepare_text(config: RunConfig, tokenizer: Tokenizer, progress: bool = True,
       key: opens the data set of this name instead, without reading the sources.
     """
     data = config.data
-    sources = [Source(source.path, source.format, source.template or data.template, source.weight) for source in data.sources]
+    def count(text: str) -> int:
+        return len(tokenizer.encode(text))
+
+    def path_of(source: SourceConfig) -> str:
+        if key or not source.path.startswith(synthetic.PREFIX):
+            return source.path
+        return str(synthetic.write(source.path, data.context_length, count, tokenizer.fingerprint))
+
+    sources = [Source(path_of(source), source.format, source.template or data.template, source.weight)
+               for source in data.sources]
     held_out = [Source(data.held_out_path, sources[0].format, sources[0].template)] if data.held_out_path else []
     return prepare(sources, tokenizer, data.context_length, data.prepared, held_out_sources=held_out, clean=data.clean,
                    train_on=data.train_on, held_out_fraction=0.0 if held_out else data.held_out_fraction,
@@ -65,15 +75,16 @@ def source_names(config: RunConfig) -> tuple[str, ...]:
 
     There are none, (), for a single source, with or without a held-out file.
 
-    A source is called like its file without the suffix; a name that is taken already gets a number: x, x_2. The held-out file
-    comes last.
+    A source is called like its file without the suffix, or its task if it is generated; a name that is taken already gets a
+    number: x, x_2. The held-out file comes last.
     """
     data = config.data
     if len(data.sources) < 2:
         return ()
     names: list[str] = []
     for path in [source.path for source in data.sources] + ([data.held_out_path] if data.held_out_path else []):
-        stem = path.rstrip("/").rsplit("/", 1)[-1].split(".", 1)[0]
+        is_synthetic = path.startswith(synthetic.PREFIX)
+        stem = synthetic.Spec.parse(path).task if is_synthetic else path.rstrip("/").rsplit("/", 1)[-1].split(".", 1)[0]
         candidates = itertools.chain([stem], (f"{stem}_{number}" for number in itertools.count(2)))
         names.append(next(name for name in candidates if name not in names))
     return tuple(names)

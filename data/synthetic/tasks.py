@@ -19,10 +19,15 @@ import numpy as np
 
 from data.synthetic import words
 from data.synthetic.split import draw_values, is_evaluation
+from data.synthetic.wording import Wording
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
-LINE = "line {key}: REGISTER_CONTENT is <{value}>\n"
+OWN_LINES = Wording(
+    "Here is a record of lines to remember. Each line begins with 'line', then the name of the line, and ends with its "
+    "<REGISTER_CONTENT>, a number. When it is over you will be asked for the number of one line. The record:\n\n",
+    "line {key}: REGISTER_CONTENT is <{number}>\n",
+    "\nNow the record is over. Tell me what is the <REGISTER_CONTENT> in line {key}? I need the number.")
 
 
 class Exercise(NamedTuple):
@@ -203,17 +208,20 @@ def frequent_words(rng: np.random.Generator, units: int, evaluation: bool, *, vo
         f" {', '.join(coded[1:4])}.")
 
 
-def lines(rng: np.random.Generator, units: int, evaluation: bool) -> Exercise:
-    """Lists lines with a key and a number, and asks for one number (LongChat's line retrieval, in our own wording)."""
+def lines(rng: np.random.Generator, units: int, evaluation: bool, *, wording: Wording | None = None) -> Exercise:
+    """Lists lines with a key and a number, and asks for one number (LongChat's line retrieval).
+
+    Args:
+      wording: of the head, the lines and the question; our own unless given.
+    """
     names = _names(rng, units, "words")
     numbers = draw_values(rng, names, 1, 50_000, evaluation)
     asked = int(rng.integers(units))
-    record = "".join(LINE.format(key=key, value=value) for key, value in zip(names, numbers, strict=True))
-    prefix = f"The <REGISTER_CONTENT> in line {names[asked]} is"
-    text = ("Here is a record of lines to remember. Each line begins with 'line', then the name of the line, and ends with its "
-            f"<REGISTER_CONTENT>, a number. The record:\n\n{record}\nNow the record is over. Tell me what is the "
-            f"<REGISTER_CONTENT> in line {names[asked]}? I need the number.")
-    return Exercise(text, prefix, (str(numbers[asked]),), f" <{numbers[asked]}>.")
+    wording = wording or OWN_LINES
+    record = "".join(wording.line.format(key=key, number=number) for key, number in zip(names, numbers, strict=True))
+    text = wording.head + record + wording.tail.format(key=names[asked])
+    return Exercise(text.rstrip(), f"The <REGISTER_CONTENT> in line {names[asked]} is", (str(numbers[asked]),),
+                    f" <{numbers[asked]}>.")
 
 
 def key_values(rng: np.random.Generator, units: int, evaluation: bool) -> Exercise:

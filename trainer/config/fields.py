@@ -7,7 +7,7 @@ from typing import Any
 
 from data.errors import UserError
 
-from .schema import LiveEvaluationConfig, RunConfig, SourceConfig
+from .schema import LiveEvaluationConfig, RunConfig, SourceConfig, StageConfig
 
 
 def field_names(cls: type) -> list[str]:
@@ -33,7 +33,7 @@ FIELDS: dict[str, Any] = {
     if (name := f"{section}.{field.name}".lstrip(".")) not in SECTIONS
 }
 # Fields that are lists of sections; the first field of such a section is required.
-LISTS = {"data.sources": SourceConfig, "evaluations": LiveEvaluationConfig}
+LISTS = {"data.sources": SourceConfig, "evaluations": LiveEvaluationConfig, "stages": StageConfig}
 # Fields that are mappings, of which a flag may set one entry: --model.overrides.hidden_size 64.
 MAPPINGS = ("model.overrides", "attention.schedule")
 # What other trainers call these fields (Hugging Face's TrainingArguments, torchtune, MaxText, Megatron).
@@ -93,7 +93,8 @@ def check_names(recipe: Mapping[str, Any], source: str) -> None:
     if data.get("path") and data.get("sources"):
         raise UserError(f"{source}: both data.path and data.sources are given; keep one")
     check_list("data.sources", data.get("sources") or [], source)
-    check_list("evaluations", recipe.get("evaluations") or [], source)
+    for field in ("evaluations", "stages"):
+        check_list(field, recipe.get(field) or [], source)
 
 
 def check_list(field: str, entries: Any, source: str) -> None:

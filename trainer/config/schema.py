@@ -71,7 +71,9 @@ class SourceConfig:
     """One file or folder of records."""
 
     path: str
-    """File, or folder of files, here or in a store (gs://, s3://)."""
+    """File, or folder of files, here or in a store (gs://, s3://); or exercises that are generated, of all sizes up to the
+    context length: synthetic:TASK?count=2000&seed=0, with the tasks lines (&like=FILE for another wording), needles,
+    key_values, variables and copying."""
     format: str = "sharegpt"
     """Format of the records: sharegpt (conversations), text (books: plain files, or JSON with `text`) or tokens (.npy, or
     JSON with `tokens` and perhaps `loss_mask`)."""
@@ -314,6 +316,33 @@ class EvaluateConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class StageConfig:
+    """A part of a curriculum of lengths; what it leaves out is as in the other sections."""
+
+    context_length: int
+    """Tokens in a row; replaces data.context_length."""
+    steps: int = 100
+    """Optimizer steps; replaces train.steps."""
+    batch_size: int = 0
+    """Rows in a step; train.batch_size where 0."""
+    accumulation: int = 0
+    """Parts of a batch; train.accumulation where 0."""
+    learning_rate: float = 0.0
+    """Peak learning rate; optimizer.learning_rate where 0."""
+    warmup_steps: int | None = None
+    """Steps of the warm-up; optimizer.warmup_steps where not given."""
+    mesh: dict[str, int] = dataclasses.field(default_factory=dict)
+    """Axes of the mesh that differ, such as {fsdp: 1, sequence: 8}; the number of devices stays."""
+    rope: dict[str, Any] = dataclasses.field(default_factory=dict)
+    """Fields rope_theta, rope_scaling and max_position_embeddings from this stage on, as in model.overrides."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(self, "stages", 1, "context_length", "steps")
+        _require_at_least(self, "stages", 0, "batch_size", "accumulation", "learning_rate")
+        require(set(self.rope) <= set(POSITIONS), "stages.rope", self.rope, f"fields out of {', '.join(POSITIONS)}")
+
+
+@dataclasses.dataclass(frozen=True)
 class LiveEvaluationConfig:
     """A test of long contexts that is repeated during training, on the parameters as they are."""
 
@@ -374,6 +403,9 @@ class RunConfig:
     evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
     evaluations: tuple[LiveEvaluationConfig, ...] = ()
     """Tests of long contexts during training, each {test, every, tokens, count, ...}; each writes RUN/NAME.jsonl."""
+    stages: tuple[StageConfig, ...] = ()
+    """A curriculum, each {context_length, steps, batch_size, learning_rate, mesh, rope, ...}: the stages are trained one after
+    the other, each from the parameters of the one before, and the same command continues in any of them."""
     run_dir: str | None = None
     """Folder of the run; runs/NAME where not given."""
     compile_cache: str | None = None

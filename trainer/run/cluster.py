@@ -49,8 +49,9 @@ def join(config: DistributedConfig, simulated: bool) -> int:
       The number of processes that the configuration names; 1 if it names none.
     """
     if config.num_processes is not None:
-        if not jax.distributed.is_initialized():
-            meet(cast(str, config.coordinator), cast(int, config.process_id), config.num_processes)
+        if jax.distributed.is_initialized():  # for an earlier stage
+            return config.num_processes
+        meet(cast(str, config.coordinator), cast(int, config.process_id), config.num_processes)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         _initialize(coordinator_address=config.coordinator, process_id=config.process_id,
                     num_processes=config.num_processes, cluster_detection_method="deactivate")

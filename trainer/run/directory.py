@@ -9,6 +9,7 @@
     RUN/profile/              a profile of logging.profile_steps
     RUN/assets/               the plain files that each checkpoint holds, as written by the last start
     RUN/checkpoints/STEP/     model/ assets/ optimizer/ data/ manifest.json
+    RUN/stages/NUMBER/        the same for each stage before the last, if the recipe has stages
     RUN/evaluation/           results of line retrieval, if `make quickstart` evaluated
     RUN/lock                  names the process that trains, or trained last; locked while it does
 
@@ -47,6 +48,7 @@ PLACEMENT = (
     "mesh", "distributed", "memory", "attention.kernel", "attention.query_tile", "attention.key_tile",
 )
 
+EARLIER_STAGES = "stages"  # folder of the runs that were stages before this one
 _NOTHING = "(nothing)"
 # A network file system remembers for a while that a file was not there (NFS for up to 60 seconds).
 VISIBLE_SECONDS = 90
@@ -195,7 +197,7 @@ def _require_writable(run: RunDirectory) -> None:
 def _foreign_files(config: RunConfig) -> list[pathlib.Path]:
     """The files in a run's folder that no start of this run made before it could write config.yaml."""
     prepared = pathlib.Path(config.data.prepared).expanduser().resolve()  # may be kept in the run's folder
-    files = config.folder.iterdir() if config.folder.is_dir() else ()
+    files = [path for path in config.folder.iterdir() if path.name != EARLIER_STAGES] if config.folder.is_dir() else []
     return [path for path in files if not path.name.endswith(".tmp") and not prepared.is_relative_to(path.resolve())]
 
 

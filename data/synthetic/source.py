@@ -1,0 +1,128 @@
+"""Generated exercises as a source of training data: `synthetic:TASK?count=N&seed=S&like=FILE` in the place of a path.
+
+Each exercise is a conversation of a question with its text, and the answer. Texts are of all sizes up to the context length,
+evenly. No key has a value that evaluation gives it (`split`).
+"""
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import os
+import urllib.parse
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from data.errors import UserError
+from data.folders import sync
+from data.synthetic import tasks
+from data.synthetic.tasks import Exercise
+from data.synthetic.wording import Wording, wording_like
+
+PREFIX = "synthetic:"
+RULES = "synthetic-1"  # to be changed with every change to the exercises
+TASKS: dict[str, Callable[..., Exercise]] = {
+    "lines": tasks.lines, "needles": tasks.needles, "key_values": tasks.key_values, "variables": tasks.variables,
+    "copying": tasks.copying}
+MARGIN = 48  # tokens of a context that are left for the template and for texts with longer words
+
+
+class Spec(NamedTuple):
+    """What a source of exercises generates.
+
+    Attributes:
+      like: the file whose wording lines take; None for our own.
+    """
+
+    task: str
+    count: int
+    seed: int
+    like: str | None
+
+    @classmethod
+    def parse(cls, path: str) -> Spec:
+        """Reads the path of a source.
+
+        Raises:
+          UserError: the task or an option is unknown, or has another form.
+        """
+        task, _, query = path.removeprefix(PREFIX).partition("?")
+        form = f"{PREFIX}TASK?count=2000&seed=0, with a TASK of {', '.join(TASKS)}"
+        options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
+        if task not in TASKS or set(options) - {"count", "seed", "like"} or ("like" in options and task != "lines"):
+            raise UserError(f"data.sources: found {path}; {form} would work (and &like=FILE for lines)")
+        try:
+            spec = cls(task, int(options.get("count", "2000")), int(options.get("seed", "0")), options.get("like"))
+        except ValueError:
+            raise UserError(f"data.sources: found {path}; whole numbers are needed: {form} would work") from None
+        if spec.count < 1 or spec.seed < 0:
+            raise UserError(f"data.sources: found {path}; a count of 1 or more and a seed of 0 or more would work")
+        return spec
+
+
+def exercise_of(spec: Spec, wording: Wording | None, number: int, units: int) -> Exercise:
+    """Returns an exercise, as a pure function of the arguments."""
+    rng = np.random.default_rng([spec.seed, list(TASKS).index(spec.task), number])
+    options = {"wording": wording} if wording else {}
+    return TASKS[spec.task](rng, units, False, **options)
+
+
+def generate(path: str, context_length: int, count: Callable[[str], int]) -> list[dict]:
+    """Returns the conversations of a source, as ShareGPT records.
+
+    Args:
+      path: see `Spec.parse`.
+      context_length: tokens that an exercise has at most.
+      count: tokens of a text.
+
+    Raises:
+      UserError: see `Spec.parse`; or not even the shortest exercise fits.
+    """
+    spec = Spec.parse(path)
+    wording = wording_like(spec.like) if spec.like else None
+    make = functools.partial(exercise_of, spec, wording)
+
+    def tokens(units: int) -> int:
+        longest = max((make(number, units) for number in range(3)), key=lambda exercise: len(exercise.text))
+        return count(longest.text + longest.prefix + longest.rest) + MARGIN
+
+    few, many = 1, 33
+    short = tokens(few)
+    if short > context_length:
+        raise UserError(f"{path}: its shortest exercise takes about {short} tokens; a data.context_length of {short} or more "
+                        "would work")
+    most = max(int(few + (context_length - short) / ((tokens(many) - short) / (many - few))), few)
+    while most > few and tokens(most) > context_length:
+        most -= max(most // 50, 1)
+    sizes = np.random.default_rng([spec.seed, list(TASKS).index(spec.task)]).integers(few, most + 1, spec.count)
+    records = []
+    for number, units in enumerate(sizes.tolist()):
+        exercise = make(number, units)
+        turns = [{"from": "human", "value": exercise.text}, {"from": "gpt", "value": (exercise.prefix + exercise.rest).strip()}]
+        records.append({"id": f"{spec.task}-{spec.seed}-{number}", "conversations": turns})
+    return records
+
+
+def write(path: str, context_length: int, count: Callable[[str], int], tokenizer: str) -> Path:
+    """Returns a file with the conversations of a source, in the cache; it is written unless it is there.
+
+    Args:
+      path, context_length, count: see `generate`.
+      tokenizer: fingerprint of the tokenizer that counts.
+    """
+    spec = Spec.parse(path)
+    like = hashlib.sha256(Path(spec.like).read_bytes()).hexdigest() if spec.like and Path(spec.like).is_file() else spec.like
+    parts = json.dumps([RULES, spec._replace(like=like), context_length, tokenizer])
+    folder = Path(os.environ.get("LONGSTRIPE_CACHE") or Path.home() / ".cache" / "longstripe") / "synthetic"
+    file = folder / f"{spec.task}-{hashlib.sha256(parts.encode()).hexdigest()[:20]}.jsonl"
+    if not file.exists():
+        records = generate(path, context_length, count)
+        folder.mkdir(parents=True, exist_ok=True)
+        scratch = file.with_suffix(f".{os.getpid()}")
+        scratch.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+        os.replace(scratch, file)
+        sync(folder)
+    return file

@@ -1,0 +1,96 @@
+"""Generated exercises: deterministic, right, of all sizes, and without a pair of key and value that evaluation has."""
+import collections
+import re
+
+import pytest
+
+from data.errors import UserError
+from data.synthetic.source import TASKS, Spec, exercise_of, generate, write
+from data.synthetic.split import is_evaluation
+from eval import line_cases
+
+
+def count(text):
+    """Tokens are words and marks."""
+    return len(re.findall(r"\w+|[^\w\s]", text))
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_exercises_are_deterministic_and_of_all_sizes(task):
+    path = f"synthetic:{task}?count=60&seed=3"
+    records = generate(path, 3000, count)
+    assert records == generate(path, 3000, count) != generate(path.replace("=3", "=4"), 3000, count)
+    assert len({record["id"] for record in records}) == 60
+    sizes = []
+    for record in records:
+        question, answer = record["conversations"]
+        assert (question["from"], answer["from"]) == ("human", "gpt")
+        sizes.append(count(question["value"] + answer["value"]))
+    assert max(sizes) <= 3000 and sorted(sizes)[-6] > 2400 and sorted(sizes)[6] < 900
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_answers_are_in_the_text_and_no_pair_is_evaluations(task):
+    for number in range(5):
+        exercise = exercise_of(Spec(task, 5, 0, None), None, number, 20)
+        assert all(item in exercise.text for item in exercise.expected)
+        assert all(item in exercise.prefix + exercise.rest for item in exercise.expected)
+        pairs = {
+            "lines": r"line (\S+): REGISTER_CONTENT is <(\d+)>",
+            "needles": r"magic \w+ for (\S+) is: (\d+)\.",
+            "key_values": r'"([0-9a-f-]{36})": "([0-9a-f-]{36})"',
+            "variables": r"VAR (\w+) = (\d+)",
+            "copying": r"(?i)(paragraph \d+): .* (\d+)\.",
+        }[task]
+        found = re.findall(pairs, exercise.text)
+        assert found and not any(is_evaluation(key.lower() if task == "copying" else key, value) for key, value in found)
+
+
+def test_the_answer_is_the_one_of_the_key():
+    for number in range(8):
+        exercise = exercise_of(Spec("lines", 5, 0, None), None, number, 30)
+        key = re.search(r"in line (\S+)\?", exercise.text)[1]
+        record = dict(re.findall(r"line (\S+): REGISTER_CONTENT is <(\d+)>", exercise.text))
+        assert exercise.expected == (record[key],) and f"<{record[key]}>" in exercise.rest and len(record) == 30
+        paragraphs = exercise_of(Spec("copying", 5, 0, None), None, number, 9)
+        asked = re.search(r"Repeat paragraph (\d+)", paragraphs.text)[1]
+        assert f"Paragraph {asked}:{paragraphs.rest}" in paragraphs.text
+
+
+def test_lines_take_the_wording_of_a_file(tmp_path):
+    strange = line_cases.Wording("Learn:\n", "* {key} = {number}\n", "What is {key}?")
+    line_cases.write(line_cases.generate(5, 1, wording=strange), tmp_path / "like.jsonl")
+    record, *_ = generate(f"synthetic:lines?count=3&like={tmp_path}/like.jsonl", 500, count)
+    assert re.fullmatch(r"Learn:\n(\* \S+ = \d+\n)+What is \S+\?", record["conversations"][0]["value"])
+
+
+def test_files_are_kept_and_depend_on_all_that_changes_them(tmp_path, monkeypatch):
+    monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path))
+    calls = collections.Counter()
+
+    def counted(text):
+        calls["count"] += 1
+        return count(text)
+
+    path = "synthetic:lines?count=4"
+    first = write(path, 500, counted, "a")
+    before = calls["count"]
+    assert write(path, 500, counted, "a") == first and calls["count"] == before
+    others = {write(path, 600, counted, "a"), write(path, 500, counted, "b"), write(f"{path}&seed=1", 500, counted, "a")}
+    assert len(others | {first}) == 4 and len(first.read_text().splitlines()) == 4
+
+
+@pytest.mark.parametrize(("path", "words"), [
+    ("synthetic:line", "with a TASK of lines, needles, key_values, variables, copying"),
+    ("synthetic:lines?number=3", "synthetic:TASK?count=2000&seed=0"),
+    ("synthetic:needles?like=x", "&like=FILE for lines"),
+    ("synthetic:lines?count=many", "whole numbers are needed"),
+    ("synthetic:lines?count=0", "a count of 1 or more"),
+    ("synthetic:lines?like=gone.jsonl", "gone.jsonl: no line cases"),
+])
+def test_paths_that_are_wrong_are_refused(path, words):
+    with pytest.raises(UserError) as error:
+        generate(path, 500, count)
+    assert words in str(error.value)
+    with pytest.raises(UserError, match="its shortest exercise takes about"):
+        generate("synthetic:lines", 50, count)

@@ -1,0 +1,113 @@
+"""A curriculum in one run: each stage goes on from the one before, and the same command goes on in any stage, bitwise."""
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+import yaml
+
+import train
+from data.errors import UserError
+from eval import line_cases
+from tests import small_run
+from trainer.config.load import load
+from trainer.model_source import open_model
+from trainer.stages import stages_of, train_stages
+
+STAGES = [{"context_length": 128, "steps": 9, "batch_size": 8, "learning_rate": 3e-3},
+          {"context_length": 256, "steps": 8, "mesh": {"fsdp": 1, "sequence": 4}},
+          {"context_length": 512, "steps": 7, "batch_size": 2, "warmup_steps": 2, "rope": {"rope_theta": 50000.0}}]
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory, repository):
+    folder = tmp_path_factory.mktemp("stages")
+    path = small_run.recipe(folder, repository, conversations=60)
+    written = yaml.safe_load(path.read_text())
+    short = line_cases.Wording("Learn:\n", "* {key} = {number}\n", "What is {key}?")
+    line_cases.write(line_cases.generate(5, 1, wording=short), folder / "like.jsonl")
+    written["data"]["sources"].append({"path": f"synthetic:lines?count=30&like={folder}/like.jsonl", "weight": 0.5})
+    written["checkpoint"] = {"every": 3, "keep": 2}
+    path.write_text(yaml.safe_dump(written | {"stages": STAGES}))
+    return path
+
+
+def test_each_stage_is_a_run_that_begins_with_the_one_before(recipe):
+    config = load(["--config", str(recipe), "--run_dir", "runs/x"])
+    first, second, third = stages_of(config)
+    assert [str(stage.folder) for stage in (first, second, third)] == ["runs/x/stages/1", "runs/x/stages/2", "runs/x"]
+    assert first.model == config.model and second.model.path == "runs/x/stages/1" and third.model.path == "runs/x/stages/2"
+    assert third.model.overrides == {"rope_theta": 50000.0} and not second.model.overrides and second.model.tokenizer is None
+    assert [stage.data.context_length for stage in (first, second, third)] == [128, 256, 512]
+    assert [stage.train.batch_size for stage in (first, second, third)] == [8, 4, 2]
+    assert [stage.train.steps for stage in (first, second, third)] == [9, 8, 7]
+    assert [stage.optimizer.learning_rate for stage in (first, second, third)] == [3e-3, 2e-3, 2e-3]
+    assert [stage.optimizer.warmup_steps for stage in (first, second, third)] == [5, 5, 2]
+    assert [(stage.mesh.fsdp, stage.mesh.sequence) for stage in (first, second, third)] == [(2, 2), (1, 4), (2, 2)]
+    assert len({stage.data.seed for stage in (first, second, third)}) == 3 and not any(s.stages for s in (first, second, third))
+    plain = dataclasses.replace(config, stages=())
+    assert stages_of(plain) == [plain]
+
+
+def test_finished_stages_are_not_trained_again(recipe, tmp_path, capsys):
+    config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
+    trained = []
+    train_stages(config, lambda stage: trained.append(stage.data.context_length))
+    assert trained == [128, 256, 512] and "stage 2 of 3: 256 tokens, 8 steps" in capsys.readouterr().out
+    from trainer.config.load import dump
+
+    for stage in stages_of(config)[:2]:
+        stage.folder.mkdir(parents=True)
+        (stage.folder / "config.yaml").write_text(dump(stage))
+    trained.clear()
+    train_stages(config, lambda stage: trained.append(stage.data.context_length))
+    assert trained == [256, 512]
+    changed = dataclasses.replace(config.stages[0], steps=10)
+    with pytest.raises(UserError, match=r"stages/1.*train.steps"):
+        train_stages(dataclasses.replace(config, stages=(changed, *config.stages[1:])), trained.append)
+
+
+@pytest.mark.parametrize(("stage", "words"), [
+    ({"steps": 3}, "stages[0].context_length: missing"),
+    ({"context_length": 64, "step": 3}, "unknown field stages[0].step (did you mean stages[0].steps?)"),
+    ({"context_length": 63}, "stages[0]: data.context_length: found 63, needs a multiple of mesh.sequence = 2"),
+    ({"context_length": 64, "batch_size": 3}, "stages[0]: train.batch_size: found 3, needs a multiple"),
+    ({"context_length": 64, "mesh": {"sequence": 4}}, "stages[0]: mesh.simulate: found 8, needs the number of devices"),
+    ({"context_length": 64, "mesh": {"rows": 4}}, "stages[0].mesh: found 'rows'; the axes are data, fsdp, tensor, sequence"),
+    ({"context_length": 64, "rope": {"theta": 4}}, "stages.rope: found {'theta': 4}, needs fields out of"),
+])
+def test_stages_that_do_not_fit_are_refused(recipe, tmp_path, capsys, monkeypatch, stage, words):
+    monkeypatch.setattr("trainer.loop.train", lambda *_, **__: pytest.fail("trained"))
+    monkeypatch.setattr("trainer.entry.keep_compiled", lambda folder: None)
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(yaml.safe_load(recipe.read_text()) | {"stages": [stage]}))
+    assert train.main(["--config", str(path)]) == 2
+    assert words in capsys.readouterr().err
+
+
+def test_the_recipes_stages_fit(repository):
+    for recipe in sorted((repository / "configs/extension").glob("*.yaml")):
+        config = load(["--config", str(recipe), "--model.path", "hf"])
+        lengths = [stage.data.context_length for stage in stages_of(config)]
+        assert len(lengths) == 3 and lengths == sorted(lengths)
+
+
+@pytest.mark.slow
+def test_killed_in_each_stage_it_goes_on_bitwise(recipe, repository, tmp_path):
+    whole, run = tmp_path / "whole", tmp_path / "run"
+    small_run.finish(small_run.start(repository, recipe, whole), whole)
+    for folder, step in (("stages/1", 5), ("stages/2", 4), ("", 5)):
+        process = small_run.start(repository, recipe, run)
+        assert small_run.kill_when(process, run, lambda at=run / folder, step=step: small_run.steps_logged(at) >= step), folder
+    small_run.finish(small_run.start(repository, recipe, run), run)
+    for folder, steps in (("stages/1", 9), ("stages/2", 8), ("", 7)):
+        files = {path.relative_to(whole / folder) for path in (whole / folder / f"checkpoints/{steps}/model").rglob("*")}
+        assert files
+        mine, theirs = (open_model(str(root / folder)) for root in (run, whole))
+        assert mine.fingerprint == theirs.fingerprint, folder
+        rows = [[row["loss_nats_per_target"] for row in small_run.rows(root / folder / "metrics.jsonl")]
+                for root in (run, whole)]
+        assert rows[0] == rows[1] and len(rows[0]) == steps
+    assert open_model(str(run)).config.rope.theta == 50000.0
+    last = json.loads((run / "metrics.jsonl").read_text().splitlines()[-1])
+    assert last["step"] == 7 and np.isfinite(last["loss_by_source/lines"])

@@ -1,0 +1,84 @@
+"""A curriculum: the stages of a recipe as runs one after the other in one folder, each from the parameters of the last."""
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from data.errors import UserError
+
+from .config.checks import check
+from .config.schema import MESH_AXES, RunConfig
+from .run.directory import EARLIER_STAGES, RunDirectory, check_run
+
+
+def stages_of(config: RunConfig) -> list[RunConfig]:
+    """Returns the configuration of each stage; without stages only `config` itself.
+
+    The last stage's folder is the run's own, so that its checkpoints, logs and evaluations are the run's; earlier stages are in
+    RUN/stages/1, 2 and so on. Each stage is an ordinary run: it has a warm-up, moments and a decay of its own, and its data in
+    an order of their own.
+
+    Raises:
+      UserError: a stage's fields do not fit the other sections, or the stages need different numbers of devices.
+    """
+    if not config.stages:
+        return [config]
+    configs: list[RunConfig] = []
+    for index, stage in enumerate(config.stages):
+        field = f"stages[{index}]"
+        if unknown := sorted(set(stage.mesh) - set(MESH_AXES)):
+            raise UserError(f"{field}.mesh: found {unknown[0]!r}; the axes are {', '.join(MESH_AXES)}")
+        try:
+            axes: dict[str, Any] = dict(stage.mesh)
+            mesh = dataclasses.replace(config.mesh, **axes)
+        except ValueError as error:
+            raise UserError(f"{field}: {error}; all stages need as many devices as the section mesh says") from None
+        if mesh.devices != config.mesh.devices:
+            raise UserError(f"{field}.mesh: found {mesh.product} devices, needs {config.mesh.devices} as in the section mesh; "
+                            "all stages run on the same devices")
+        last = index == len(config.stages) - 1
+        model = config.model
+        if configs:
+            model = dataclasses.replace(model, path=str(configs[-1].folder), preset=None, tokenizer=None, overrides={})
+        train, optimizer = config.train, config.optimizer
+        staged = dataclasses.replace(
+            config, stages=(), mesh=mesh,
+            model=dataclasses.replace(model, overrides={**model.overrides, **stage.rope}),
+            data=dataclasses.replace(config.data, context_length=stage.context_length, seed=config.data.seed + index),
+            train=dataclasses.replace(train, steps=stage.steps, batch_size=stage.batch_size or train.batch_size,
+                                      accumulation=stage.accumulation or train.accumulation),
+            optimizer=dataclasses.replace(
+                optimizer, learning_rate=stage.learning_rate or optimizer.learning_rate,
+                warmup_steps=optimizer.warmup_steps if stage.warmup_steps is None else stage.warmup_steps),
+            run_dir=str(config.folder if last else config.folder / EARLIER_STAGES / str(index + 1)))
+        configs.append(check(staged, field))
+    return configs
+
+
+def train_stages(config: RunConfig, train: Callable[[RunConfig], Path]) -> Path:
+    """Trains each stage that is not finished, in order, and returns the last checkpoint.
+
+    Args:
+      train: trains a run to its end, from its newest checkpoint if it has one.
+
+    Raises:
+      UserError: see `stages_of`; or a stage's folder holds another run.
+    """
+    stages = stages_of(config)
+    for index, (stage, following) in enumerate(itertools.pairwise(stages)):
+        if RunDirectory(following.folder).config.exists():
+            check_run(stage)  # the next one has begun, so that this one is finished, if it is the same
+            continue
+        _announce(stages, index)
+        train(stage)
+    if len(stages) > 1:
+        _announce(stages, len(stages) - 1)
+    return train(stages[-1])
+
+
+def _announce(stages: list[RunConfig], index: int) -> None:
+    stage = stages[index]
+    print(f"stage {index + 1} of {len(stages)}: {stage.data.context_length:,} tokens, {stage.train.steps} steps", flush=True)
