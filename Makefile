@@ -10,7 +10,7 @@ REQUIREMENTS := requirements$(if $(filter cpu,$(PLATFORM)),,-$(PLATFORM)).txt
 .DELETE_ON_ERROR:
 
 help:
-	@echo "make install PLATFORM=cpu|tpu|cuda   make the environment in $(VENV); EXTRAS=rl adds the simulator"
+	@echo "make install PLATFORM=cpu|tpu|cuda   make the environment in $(VENV); EXTRAS=rl adds the simulator, eval lm-eval"
 	@echo "make quickstart                      train, evaluate and export a small model on simulated devices"
 	@echo "make test | lint                     run the tests | check style and types"
 	@echo "make bench                           measure what has changed, and make BENCHMARKS.md"

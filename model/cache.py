@@ -163,7 +163,7 @@ class CachedModel:
     @functools.cached_property
     def _prefill(self) -> Any:
         def local(params, cache, batch):
-            return self._run(params, cache, batch, self._attend_split)[0]
+            return self.local_run(params, cache, batch)[0]
 
         prefill = jax.shard_map(local, mesh=self.model.mesh, in_specs=(self.model.specs, SPECS, TOKENS), out_specs=SPECS,
                                 check_vma=False)
@@ -175,6 +175,10 @@ class CachedModel:
         """`extend` on this device's shards."""
         cache, x = self._run(params, cache, batch, self._attend_whole)
         return cache, self.head(self._model, params, x)
+
+    def local_run(self, params: Shards, cache: Cache, batch: Batch) -> tuple[Cache, Float[Array, "B n E"]]:
+        """`prefill` on this device's shards, which also returns the last layer's output; the batch is in the layout striped."""
+        return self._run(params, cache, batch, self._attend_split)
 
     @functools.cached_property
     def _model(self) -> Transformer:

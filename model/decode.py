@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +17,9 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from .attention.layout import inverse, permutation
 from .cache import ROWS, SPECS, Cache, CachedModel
-from .llama import Llama
+from .llama import TOKENS, Llama
 from .sharding import BATCH_AXES
 from .weights import Shards
 
@@ -67,6 +69,17 @@ class Sampling:
         return jax.vmap(jax.random.categorical)(keys, logits).astype(jnp.int32)
 
 
+class Scores(NamedTuple):
+    """How likely the tokens of a text are.
+
+    Attributes:
+      log_likelihoods: of each token given those before it, in nats; is_greedy: whether it is the most likely one.
+    """
+
+    log_likelihoods: list[float]
+    is_greedy: list[bool]
+
+
 class Generator:
     """Continues prompts; compiled for `rows` at a time, which with their continuations have at most `capacity` tokens.
 
@@ -111,6 +124,68 @@ class Generator:
         self._tokens = prompts
         answers = np.asarray(generated).tolist()
         return [self._until_stop(answer) for answer, prompt in zip(answers, prompts, strict=True) if prompt]
+
+    def score(self, params: Shards, texts: list[list[int]], starts: list[int]) -> list[Scores]:
+        """Returns how likely the tokens of each text (at most `rows` of them) are from its start on, given all before them.
+
+        Of the tokens before only the part is computed in which a text differs from the last one of its row.
+
+        Args:
+          starts: at least 1 and less than the text's length.
+
+        Raises:
+          ValueError: too many texts, one that is empty or too long, or a start outside of its text.
+        """
+        self.check(texts)
+        for text, start in zip(texts, starts, strict=True):
+            if not 1 <= start < len(text):
+                raise ValueError(f"start: found {start} in a text of {len(text)} tokens; needs 1 to {len(text) - 1}")
+        empty: list[list[int]] = [[] for _ in range(self.rows - len(texts))]
+        texts, before = [*texts, *empty], np.array([*starts, *(1 for _ in empty)]) - 1
+        cache = self._prefill(params, [text[:start + 1] for text, start in zip(texts, before, strict=True)])
+        done, ends = before, np.maximum([len(text) - 1 for text in texts], 0)
+        likely = [Scores([], []) for _ in texts]
+        while (done < ends).any():
+            batch, following = self._next_chunk(texts, done, ends)
+            cache, logs, greedy = self._score(params, cache, self._with_targets(batch, texts))
+            is_new = batch["segment_ids"] > 0
+            for row, scores in enumerate(likely):
+                scores.log_likelihoods.extend(np.asarray(logs)[row, is_new[row]].tolist())
+                scores.is_greedy.extend(np.asarray(greedy)[row, is_new[row]].tolist())
+            done = following
+        self._cache, self._tokens = cache, [text[:-1] for text in texts]
+        return likely[:len(starts)]
+
+    def _with_targets(self, batch: dict, texts: list[list[int]]) -> dict:
+        """Returns the batch with the token that follows each one, `targets`."""
+        targets = np.zeros_like(batch["tokens"])
+        for row, text in enumerate(texts):
+            is_new = batch["segment_ids"][row] > 0
+            targets[row, is_new] = [text[index + 1] for index in batch["index"][row, is_new]]
+        return {**batch, "targets": targets}
+
+    @functools.cached_property
+    def _score(self) -> Callable:
+        """From a batch in natural order to the cache, each target's log-likelihood, and whether it is the likeliest token."""
+        def local(params, cache, batch):
+            cache, x = self.cached.local_run(params, cache, batch)
+            logits = self.model.local_logits(params, x)
+            chosen = jnp.take_along_axis(logits, batch["targets"][..., None], -1)[..., 0]
+            scores = chosen - jax.nn.logsumexp(logits, -1), chosen >= logits.max(-1)
+            # So that each of several processes has all rows.
+            return cache, *(lax.all_gather(lax.all_gather(x, "sequence", axis=1, tiled=True), BATCH_AXES, tiled=True)
+                            for x in scores)
+
+        specs = (self.model.specs, SPECS, TOKENS)
+        compiled = jax.jit(jax.shard_map(local, mesh=self.model.mesh, in_specs=specs, check_vma=False,
+                                         out_specs=(SPECS, PartitionSpec(), PartitionSpec())), donate_argnums=1)
+
+        def score(params, cache, batch):
+            order = permutation(batch["index"].shape[1], self.cached.ranks, "striped")
+            cache, *scores = compiled(params, cache, {name: array[:, order] for name, array in batch.items()})
+            return cache, *(np.asarray(x)[:, inverse(order)] for x in scores)
+
+        return score
 
     def check(self, prompts: list[list[int]]) -> None:
         """Raises ValueError if the prompts cannot be continued: too many, an empty one, or one that is too long."""

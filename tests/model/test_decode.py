@@ -204,3 +204,28 @@ def test_sampled_tokens_are_those_of_any_mesh():
     _, others = answers_on({"fsdp": 2, "sequence": 2}, config, lambda model: jax.device_put(whole, model.shardings), prompts,
                            sampling=sampling)
     assert answers == others and answers[0] != answers[1]
+
+
+@pytest.mark.parametrize("axes", [
+    {"sequence": 4}, pytest.param({"fsdp": 2, "tensor": 2, "sequence": 2}, marks=pytest.mark.slow)])
+def test_likelihoods_are_transformers(tmp_path, axes):
+    """In several chunks, of texts of different lengths; what a text has in common with the last one is not computed again."""
+    truth = saved_by_transformers(tmp_path, tiny(), None).eval()
+    config = LlamaConfig.from_hf(tmp_path)
+    rng = np.random.default_rng(0)
+    model = llama(config, axes)
+    params = read_hf(tmp_path, config, model.shardings)
+    generator = Generator(model, rows=4, capacity=220, new_tokens=4, stop_ids=(), chunk=64)
+    texts = [rng.integers(3, 128, length).tolist() for length in (150, 7, 2)]
+    likeliest = transformers_logits(truth, np.array([texts[1]]))[0, -1].argmax()
+    texts[1].append(int(likeliest))
+    for starts in ([3, 4, 1], [149, 7, 1]):
+        for text, start, scores in zip(texts, starts, generator.score(params, texts, starts), strict=True):
+            logits = transformers_logits(truth, np.array([text]))[0]
+            expected = torch.log_softmax(torch.tensor(logits), -1).numpy()[np.arange(start - 1, len(text) - 1), text[start:]]
+            np.testing.assert_allclose(scores.log_likelihoods, expected, atol=1e-4)
+            assert scores.is_greedy == (logits[start - 1:-1].argmax(-1) == text[start:]).tolist()
+    assert generator.prefilled == 2 + 3 + 0  # before the first starts; then all were there
+    assert generator.score(params, texts[1:2], [7])[0].is_greedy == [True]
+    with pytest.raises(ValueError, match="start: found 2 in a text of 2 tokens; needs 1 to 1"):
+        generator.score(params, [[5, 6]], [2])
