@@ -28,6 +28,7 @@ def test_what_moved_is_printed_to_two_decimals():
     assert evidence.moved(before, before | {"peak_gib": 9.94}) == "peak_gib 10.07 -> 9.94"
 
 
+@pytest.mark.slow
 def test_a_plan_is_made_again_in_place_and_one_that_does_not_fit_stays(tmp_path, monkeypatch):
     plan = {**PLANS[next(iter(PLANS))], "topology": "v5e:2x2", "model": "tiny", "context": 1024, "batch": 1, "schedule": "ring",
             "mesh": {"sequence": 4}, "remat": "nothing", "attention_groups": 1, "peak_gib": 5.0}
