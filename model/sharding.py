@@ -128,9 +128,13 @@ class Parallel:
         """Returns the sum of the tensor ranks' `x`, or `x` itself where the ranks do not split the logical `axis`."""
         return lax.psum(x, "tensor") if self.tensor > 1 and getattr(self, axis) else x
 
-    def sum_of_heads(self, x: jax.Array, axis: str) -> jax.Array:
-        """Returns the sum over all heads of `x`, a sum over this rank's; `axis` is "heads" or "kv_heads". A key head that
-        several ranks share counts once."""
+    def sum_of_heads(self, x: Float[Array, "B T 1 1"], axis: str) -> Float[Array, "B T 1 1"]:
+        """Returns a sum over the heads of all tensor ranks, from the sum over this rank's heads. A key head that several ranks
+        share counts once.
+
+        Args:
+          axis: "heads" for query heads, "kv_heads" for key heads.
+        """
         if axis == "kv_heads" and self.heads and not self.kv_heads:
             return lax.psum(x, "tensor") * (self.key_heads / self.tensor)
         return self.sum(x, axis)
