@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jaxtyping import Float
 from rich.progress import Progress
 
 from data.errors import UserError
 from data.folders import exclusive, sync
-from data.trajectories.episodes import DAMAGE, Episode, episode_return, write_episode
+from data.trajectories.episodes import Episode, episode_return, write_episode
+from data.trajectories.search import Search, SearchConfig
 from data.trajectories.tasks import TASKS, flatten_observation, get_task, make_environment, physics_state
 from trainer import entry
 
@@ -41,28 +41,6 @@ ALGORITHMS = {"random": "random", "ou": "ou_noise", "search": "augmented_random_
 """Policy -> its name on the command line and in the folder of its episodes. Seeds depend on the order."""
 SHARES = {"random": 1, "ou": 1, "search": 8}
 """Policy -> parts of all episodes."""
-
-
-@dataclasses.dataclass(frozen=True)
-class SearchConfig:
-    """Augmented random search.
-
-    Attributes:
-      directions: tried in an iteration, each on both sides of the policy; best: how many of them are followed.
-      step: length of a step; noise: how far from the policy is tried.
-      paired: whether both episodes of a direction start from the same state. Folders that do not say so are not paired.
-    """
-
-    directions: int = 16
-    best: int = 8
-    step: float = 0.1
-    noise: float = 0.1
-    paired: bool = False
-
-    @property
-    def episodes(self) -> int:
-        """The episodes of an iteration."""
-        return 2 * self.directions
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,67 +117,6 @@ def collect(order: Order) -> tuple[float, np.ndarray, np.ndarray, int]:
     write_episode(order.folder, "collected", order.index, episode)
     states = np.stack(acted_in)
     return episode_return(episode.reward), states.sum(0), np.square(states).sum(0), len(states)
-
-
-class Search:
-    """Augmented random search over linear policies, with the statistics of all states seen.
-
-    Its state is saved after each iteration; an iteration that was interrupted is played again, with the same seeds.
-    """
-
-    def __init__(self, config: SearchConfig, shape: tuple[int, int], seed: int, path: Path) -> None:
-        """Reads the state if it was saved. Raises UserError if it is damaged."""
-        self.config, self.seed, self.path = config, seed, path
-        self.iteration = 0
-        self.weights = np.zeros(shape)
-        self.sums = np.zeros((2, shape[1]))
-        self.count = 0
-        if path.exists():
-            try:
-                with np.load(path) as stored:
-                    self.iteration, self.count = int(stored["iteration"]), int(stored["count"])
-                    self.weights, self.sums = stored["weights"], stored["sums"]
-            except (KeyError, *DAMAGE):
-                raise UserError(f"{path}: damaged; remove it, and the same command plays the whole search again") from None
-
-    @property
-    def mean(self) -> Float[np.ndarray, " O"]:
-        """The mean of all states seen; 0 before the first."""
-        return self.sums[0] / max(self.count, 1)
-
-    @property
-    def std(self) -> Float[np.ndarray, " O"]:
-        """The deviation of all states seen; 1 before the first, and for what hardly changes."""
-        variance = self.sums[1] / max(self.count, 1) - np.square(self.mean)
-        return np.where(variance > 1e-6, np.sqrt(np.maximum(variance, 1e-6)), 1.0)
-
-    def directions(self) -> Float[np.ndarray, "n A O"]:
-        """Returns the iteration's directions."""
-        generator = np.random.default_rng((self.seed, 2, self.iteration))
-        return generator.normal(size=(self.config.directions, *self.weights.shape))
-
-    def update(self, returns: Float[np.ndarray, " 2n"], states: Sequence[tuple[np.ndarray, np.ndarray, int]]) -> None:
-        """Follows the best directions (Algorithm 2, lines 6 and 7), and saves the state.
-
-        Args:
-          returns: of the policies on both sides of each direction, in turn.
-        """
-        pairs = returns.reshape(-1, 2)
-        best = np.argsort(-pairs.max(1), kind="stable")[:self.config.best]
-        spread = max(float(pairs[best].std()), 1e-6)
-        gradient = np.tensordot(pairs[best, 0] - pairs[best, 1], self.directions()[best], 1)
-        self.weights = self.weights + self.config.step / (self.config.best * spread) * gradient
-        for total, squares, count in states:
-            self.sums = self.sums + np.stack([total, squares])
-            self.count += count
-        self.iteration += 1
-        partial = self.path.with_suffix(".part.npz")
-        with partial.open("wb") as file:
-            np.savez(file, iteration=self.iteration, count=self.count, weights=self.weights, sums=self.sums)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, self.path)
-        sync(self.path.parent)
 
 
 class Collection:
