@@ -186,12 +186,12 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     output_folder(args.output)
     from data.trajectories.tasks import get_task, make_environment
     from model.agentic import TrajectorySizes
-    from model.config import LlamaConfig
     from trainer.build import build_agentic
     from trainer.checkpoint.store import assets_dir, restore_model
     from trainer.config.schema import AttentionConfig, MeshConfig, ModelConfig, RunConfig
     from trainer.huggingface.read import trained_mask
     from trainer.mesh import make_mesh, simulate
+    from trainer.trajectories import stored_shape
 
     if args.simulate:
         simulate(args.simulate)
@@ -199,12 +199,10 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     assets = assets_dir(args.checkpoint)
     inputs = Inputs.read(assets)
     task, mask = get_task(inputs.task), trained_mask(assets)
-    fields = json.loads((assets / "config.json").read_text(encoding="utf-8"))
-    config = LlamaConfig.from_hf_dict(fields | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
     run = RunConfig(model=ModelConfig(compute_dtype="float32"),
                     attention=AttentionConfig(window=mask.window, global_tokens=mask.global_tokens))
     mesh = make_mesh(MeshConfig(fsdp=args.fsdp, sequence=args.sequence))
-    model = build_agentic(run, config, mesh, TrajectorySizes(inputs.observation, inputs.action), ())
+    model = build_agentic(run, stored_shape(assets), mesh, TrajectorySizes(inputs.observation, inputs.action), ())
     shapes = {name: parameter.shape for name, parameter in model.parameters.items()}
     params = restore_model(assets.parent, model.shardings, dtype="float32", shapes=shapes)
     decisions = task.episode_steps // inputs.options.action_repeat

@@ -1,4 +1,4 @@
-"""Writes data/fixtures/: synthetic conversations, line cases, a sample of malformed records and two tiny tokenizers.
+"""Writes data/fixtures/: synthetic conversations, line cases, a sample of malformed records and three tiny tokenizers.
 
     python -m scripts.make_fixtures [FOLDER]
 
@@ -14,6 +14,10 @@ import zlib
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
+from data.synthetic import tasks
+from data.synthetic.wording import wording_like
 from data.templates import VICUNA, VICUNA_SYSTEM
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "fixtures"
@@ -298,21 +302,24 @@ PIECES = (
     r"(?<=[a-z]): \d\d(?!\d)|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 )
 
+# The same for generated lines: a colon and the first three digits follow a key of two pieces.
+LINE_PIECES = r"(?<=[a-z]): \p{N}{1,3}|-\p{L}+| ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-def tiny_tokenizer(texts: list[str], folder: Path) -> None:
-    """Writes a Hugging Face folder of a byte-level BPE of 1,024 tokens, with BOS, EOS, padding and the template vicuna_v1.1."""
+
+def byte_level_tokenizer(texts: list[str], folder: Path, pieces: str = PIECES, size: int = 1024) -> None:
+    """Writes a Hugging Face folder of a byte-level BPE of `size` tokens with BOS, EOS, padding and the template vicuna_v1.1."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(PIECES), "isolated"),
+            pre_tokenizers.Split(Regex(pieces), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=1024,
+        vocab_size=size,
         special_tokens=["<pad>", "<s>", "</s>"],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
@@ -330,6 +337,16 @@ def tiny_tokenizer(texts: list[str], folder: Path) -> None:
         "chat_template": VICUNA,
     }
     write(folder / "tokenizer_config.json", json.dumps(config, indent=2) + "\n")
+
+
+def generated_lines(like: Path) -> list[str]:
+    """Returns the texts of exercises in the wording of a case file, as the tokenizer will see them."""
+    rng, wording = np.random.default_rng(SEED), wording_like(like)
+    exercises = [tasks.lines(rng, 200, False, wording=wording, share=0.25) for _ in range(100)]
+    return [VICUNA_SYSTEM] * 50 + [
+        f" {role}: {text}" for exercise in exercises
+        for role, text in zip(("USER", "ASSISTANT") * 2, (exercise.text, exercise.prefix + exercise.rest, *exercise.further),
+                              strict=True)]
 
 
 def tiny_sentencepiece(texts: list[str], path: Path) -> None:
@@ -373,7 +390,8 @@ def main(folder: Path = FOLDER) -> None:
     texts = [VICUNA_SYSTEM] * 50
     for entry in train:
         texts += [f" {('USER', 'ASSISTANT')[i % 2]}: {turn['value']}" for i, turn in enumerate(entry["conversations"])]
-    tiny_tokenizer(texts, folder / "tiny_tokenizer")
+    byte_level_tokenizer(texts, folder / "tiny_tokenizer")
+    byte_level_tokenizer(generated_lines(folder / "line_cases.jsonl"), folder / "lines_tokenizer", LINE_PIECES, 2304)
     tiny_sentencepiece(texts, folder / "tiny.model")
     write(folder / "README.md", README)
 
@@ -393,6 +411,8 @@ exist nowhere.
   `tests/data/test_sources.py`.
 - `tiny_tokenizer/`: byte-level BPE, 1,024 tokens, trained on the above; a key is one token, and so is a line's number with
   its colon (": 41"). `tiny.model`: sentencepiece BPE, 1,000 pieces.
+- `lines_tokenizer/`: the same for exercises of `data/synthetic` in the wording of `line_cases.jsonl`: 2,304 tokens, a line
+  takes six.
 """
 
 

@@ -47,6 +47,8 @@ def stages_of(config: RunConfig) -> list[RunConfig]:
         staged = dataclasses.replace(
             config, stages=(), mesh=mesh,
             model=dataclasses.replace(model, overrides={**model.overrides, **stage.rope}),
+            trajectories=dataclasses.replace(
+                config.trajectories, in_context=stage.in_context or config.trajectories.in_context),
             data=dataclasses.replace(config.data, context_length=stage.context_length, seed=config.data.seed + index),
             train=dataclasses.replace(train, steps=stage.steps, batch_size=stage.batch_size or train.batch_size,
                                       accumulation=stage.accumulation or train.accumulation),

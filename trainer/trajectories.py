@@ -24,6 +24,8 @@ from model.config import LlamaConfig
 from model.loss import LossSums
 
 from .build import build_agentic
+from .checkpoint.manifest import fingerprint
+from .checkpoint.store import assets_dir, restore_model
 from .config import load as configuration
 from .config.schema import RunConfig
 from .mesh import batch_sharding, local_part, place_batch
@@ -48,11 +50,31 @@ def trajectory_batch(rows: int, length: int, mesh: Mesh, sizes: TrajectorySizes)
 
 
 def trajectory_model(config: RunConfig) -> LlamaConfig:
-    """Returns the transformer's shape: that of the section `model`, for the run's context.
+    """Returns the transformer's shape for the run's context: that of the checkpoint `model.path`, or of the section `model`.
 
     There is no vocabulary; a size of 1 keeps it out of the counts of FLOPs and of memory.
+
+    Raises:
+      UserError, ValueError: see `stored_shape` and `scratch_config`.
     """
-    return dataclasses.replace(scratch_config(config.model), vocab_size=1).with_length(config.data.context_length)
+    if config.model.path:
+        shape = stored_shape(assets_dir(config.model.path)).with_positions(**config.model.overrides)
+    else:
+        shape = scratch_config(config.model)
+    return dataclasses.replace(shape, vocab_size=1).with_length(config.data.context_length)
+
+
+def stored_shape(assets: Path) -> LlamaConfig:
+    """Returns the shape of the transformer in a checkpoint on trajectories.
+
+    Raises:
+      UserError: its model is none of trajectories.
+    """
+    if not (assets / ASSET).exists():
+        raise UserError(f"{assets.parent}: no model of trajectories; a checkpoint that train.py made from a recipe with a "
+                        "section trajectories would work")
+    fields = json.loads((assets / "config.json").read_text(encoding="utf-8"))
+    return LlamaConfig.from_hf_dict(fields | {"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
 
 
 class Contexts:
@@ -106,7 +128,6 @@ class TrajectoryObjective(Objective):
     loss_name = "squared_error_per_action"
     weight_name = "actions"
     sources = ()
-    origin = ""
 
     def __init__(self, config: RunConfig, mesh: Mesh) -> None:
         """Prepares the episodes, which process 0 does for all, and the model of their sizes.
@@ -128,6 +149,7 @@ class TrajectoryObjective(Objective):
         if jax.process_index() == 0:
             print(self.prepared.report, flush=True)
         self._split()
+        self.origin = fingerprint(assets_dir(config.model.path).parent) if config.model.path else ""
         self.tokens_per_batch = config.train.batch_size * config.data.context_length
         self.part = local_part(mesh, config.train.batch_size, config.data.context_length)
         self.order = permutation(config.data.context_length, mesh.shape["sequence"], config.attention.layout)
@@ -140,7 +162,8 @@ class TrajectoryObjective(Objective):
         options, data, returns = self.config.trajectories, self.config.data, self.prepared.returns
         best_first = np.argsort(-returns, kind="stable")
         chosen = np.sort(best_first[:max(1, round(options.best * len(returns)))])
-        shuffled = np.random.default_rng((data.seed, len(chosen))).permutation(chosen)
+        # The same in every stage of a curriculum, whose seeds differ.
+        shuffled = np.random.default_rng(len(chosen)).permutation(chosen)
         held_out = round(len(chosen) * data.held_out_fraction)
         self.has_held_out = held_out >= options.in_context
         trained = np.sort(shuffled[held_out if self.has_held_out else 0:])
@@ -208,8 +231,15 @@ class TrajectoryObjective(Objective):
         return counts.reshape(-1, options.in_context).sum(1) * options.tokens_per_decision
 
     def read_params(self) -> Params:
-        """Draws the parameters."""
-        return self.model.init(self.config.model.seed)
+        """Draws the parameters, or reads those of the checkpoint `model.path`.
+
+        Raises:
+          ValueError: the checkpoint is damaged, or of a model of another shape.
+        """
+        if not self.config.model.path:
+            return self.model.init(self.config.model.seed)
+        shapes = {name: parameter.shape for name, parameter in self.model.parameters.items()}
+        return restore_model(self.config.model.path, self.model.shardings, dtype="float32", shapes=shapes)
 
     def write_assets(self, folder: Path) -> None:
         """Writes config.json, what the inputs are (trajectories.json), and the configuration."""

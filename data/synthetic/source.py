@@ -1,4 +1,4 @@
-"""Generated exercises as a source of training data: `synthetic:TASK?count=N&seed=S&like=FILE` in the place of a path.
+"""Generated exercises as a source of training data: `synthetic:TASK?count=N&seed=S` in the place of a path, or tokens=N.
 
 Each exercise is a conversation of a question with its text, and the answer. Texts are of all sizes up to the context length,
 evenly. No key has a value that evaluation gives it (`split`).
@@ -23,7 +23,7 @@ from data.synthetic.tasks import Exercise
 from data.synthetic.wording import Wording, wording_like
 
 PREFIX = "synthetic:"
-RULES = "synthetic-1"  # to be changed with every change to the exercises
+RULES = "synthetic-2"  # to be changed with every change to the exercises
 TASKS: dict[str, Callable[..., Exercise]] = {
     "lines": tasks.lines, "needles": tasks.needles, "key_values": tasks.key_values, "variables": tasks.variables,
     "copying": tasks.copying}
@@ -35,12 +35,20 @@ class Spec(NamedTuple):
 
     Attributes:
       like: the file whose wording lines take; None for our own.
+      tokens: of all exercises together, about, from which their number follows; 0 where `count` is given.
+      share: of a text's lines that are asked for in a further question.
     """
 
     task: str
     count: int
     seed: int
     like: str | None
+    tokens: int = 0
+    share: float = 0.0
+
+    def exercises(self, context_length: int) -> int:
+        """Returns how many exercises there are: half a context each, on average."""
+        return max(1, 2 * self.tokens // context_length) if self.tokens else self.count
 
     @classmethod
     def parse(cls, path: str) -> Spec:
@@ -50,23 +58,26 @@ class Spec(NamedTuple):
           UserError: the task or an option is unknown, or has another form.
         """
         task, _, query = path.removeprefix(PREFIX).partition("?")
-        form = f"{PREFIX}TASK?count=2000&seed=0, with a TASK of {', '.join(TASKS)}"
+        form = f"{PREFIX}TASK?count=2000&seed=0, with a TASK of {', '.join(TASKS)} (or tokens=4000000 in place of count)"
         options = dict(urllib.parse.parse_qsl(query, keep_blank_values=True))
-        if task not in TASKS or set(options) - {"count", "seed", "like"} or ("like" in options and task != "lines"):
-            raise UserError(f"data.sources: found {path}; {form} would work (and &like=FILE for lines)")
+        of_lines = {"like", "share"} if task == "lines" else set()
+        if task not in TASKS or set(options) - {"count", "tokens", "seed"} - of_lines or {"count", "tokens"} <= set(options):
+            raise UserError(f"data.sources: found {path}; {form} would work (and for lines &like=FILE and &share=0.25)")
         try:
-            spec = cls(task, int(options.get("count", "2000")), int(options.get("seed", "0")), options.get("like"))
+            spec = cls(task, int(options.get("count", "2000")), int(options.get("seed", "0")), options.get("like"),
+                       int(options.get("tokens", "0")), float(options.get("share", "0")))
         except ValueError:
-            raise UserError(f"data.sources: found {path}; whole numbers are needed: {form} would work") from None
-        if spec.count < 1 or spec.seed < 0:
-            raise UserError(f"data.sources: found {path}; a count of 1 or more and a seed of 0 or more would work")
+            raise UserError(f"data.sources: found {path}; numbers are needed, as in {form}") from None
+        if spec.count < 1 or spec.tokens < 0 or spec.seed < 0 or not 0 <= spec.share <= 1:
+            raise UserError(f"data.sources: found {path}; a count of 1 or more, a seed of 0 or more and a share of 0 to 1 "
+                            "would work")
         return spec
 
 
 def exercise_of(spec: Spec, wording: Wording | None, number: int, units: int) -> Exercise:
     """Returns an exercise, as a pure function of the arguments."""
     rng = np.random.default_rng([spec.seed, list(TASKS).index(spec.task), number])
-    options = {"wording": wording} if wording else {}
+    options = {"wording": wording, "share": spec.share} if spec.task == "lines" else {}
     return TASKS[spec.task](rng, units, False, **options)
 
 
@@ -87,7 +98,8 @@ def generate(path: str, context_length: int, count: Callable[[str], int]) -> lis
 
     def tokens(units: int) -> int:
         longest = max((make(number, units) for number in range(3)), key=lambda exercise: len(exercise.text))
-        return count(longest.text + longest.prefix + longest.rest) + MARGIN
+        texts = longest.text, longest.prefix + longest.rest, *filter(None, longest.further)
+        return sum(map(count, texts)) + MARGIN * (len(texts) // 2)
 
     few, many = 1, 33
     short = tokens(few)
@@ -97,11 +109,13 @@ def generate(path: str, context_length: int, count: Callable[[str], int]) -> lis
     most = max(int(few + (context_length - short) / ((tokens(many) - short) / (many - few))), few)
     while most > few and tokens(most) > context_length:
         most -= max(most // 50, 1)
-    sizes = np.random.default_rng([spec.seed, list(TASKS).index(spec.task)]).integers(few, most + 1, spec.count)
+    sizes = np.random.default_rng([spec.seed, list(TASKS).index(spec.task)]).integers(
+        few, most + 1, spec.exercises(context_length))
     records = []
     for number, units in enumerate(sizes.tolist()):
         exercise = make(number, units)
-        turns = [{"from": "human", "value": exercise.text}, {"from": "gpt", "value": (exercise.prefix + exercise.rest).strip()}]
+        texts = exercise.text, (exercise.prefix + exercise.rest).strip(), *filter(None, exercise.further)
+        turns = [{"from": ("human", "gpt")[i % 2], "value": text} for i, text in enumerate(texts)]
         records.append({"id": f"{spec.task}-{spec.seed}-{number}", "conversations": turns})
     return records
 

@@ -38,12 +38,14 @@ class Exercise(NamedTuple):
       prefix: the answer's beginning, which an evaluation writes itself, as RULER does.
       expected: texts that the answer must have.
       rest: what follows `prefix` in the answer that is trained on.
+      further: another question about the same text and its answer, for training; both empty unless asked for.
     """
 
     text: str
     prefix: str
     expected: tuple[str, ...]
     rest: str
+    further: tuple[str, str] = ("", "")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,20 +210,25 @@ def frequent_words(rng: np.random.Generator, units: int, evaluation: bool, *, vo
         f" {', '.join(coded[1:4])}.")
 
 
-def lines(rng: np.random.Generator, units: int, evaluation: bool, *, wording: Wording | None = None) -> Exercise:
+def lines(rng: np.random.Generator, units: int, evaluation: bool, *, wording: Wording | None = None,
+          share: float = 0.0) -> Exercise:
     """Lists lines with a key and a number, and asks for one number (LongChat's line retrieval).
 
     Args:
       wording: of the head, the lines and the question; our own unless given.
+      share: of the lines that a further question asks for, whose answer repeats each. One text thus teaches many look-ups.
     """
     names = _names(rng, units, "words")
     numbers = draw_values(rng, names, 1, 50_000, evaluation)
-    asked = int(rng.integers(units))
+    asked, *more = rng.permutation(units)[:1 + round(share * units)].tolist()
     wording = wording or OWN_LINES
-    record = "".join(wording.line.format(key=key, number=number) for key, number in zip(names, numbers, strict=True))
-    text = wording.head + record + wording.tail.format(key=names[asked])
-    return Exercise(text.rstrip(), f"The <REGISTER_CONTENT> in line {names[asked]} is", (str(numbers[asked]),),
-                    f" <{numbers[asked]}>.")
+    record = [wording.line.format(key=key, number=number) for key, number in zip(names, numbers, strict=True)]
+    text = wording.head + "".join(record) + wording.tail.format(key=names[asked])
+    further = ("", "")
+    if more:
+        further = (f"And {', '.join(names[i] for i in more)}?", ", ".join(record[i].strip() for i in more))
+    prefix, space, rest = wording.answer.format(key=names[asked], number=numbers[asked]).rpartition(" ")
+    return Exercise(text.rstrip(), prefix, (str(numbers[asked]),), space + rest, further)
 
 
 def key_values(rng: np.random.Generator, units: int, evaluation: bool) -> Exercise:

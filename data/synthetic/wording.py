@@ -24,6 +24,13 @@ class Wording:
     tail: str
     name: str = ""
 
+    @property
+    def answer(self) -> str:
+        """The answer that is trained on, with {key} and {number}: LongChat's where the lines are LongChat's, else the line."""
+        if "REGISTER_CONTENT" in self.line:
+            return "The <REGISTER_CONTENT> in line {key} is <{number}>."
+        return self.line.strip()
+
 
 def wording_like(path: str | pathlib.Path) -> Wording:
     """Returns the wording of the first case of a file in LongChat's form: its header, its lines and its question.

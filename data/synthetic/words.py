@@ -1,5 +1,7 @@
 """Words of generated cases, and the keys that are made from them."""
+import functools
 import itertools
+from collections.abc import Sequence
 
 ADJECTIVES = """
 able amber ancient bitter blue brave brief bright broad calm clean clear clever cold cool crisp curly damp dark
@@ -28,15 +30,20 @@ turtle valley vase village violin wagon wall walnut water wave wheel whistle wil
 KINDS = ("adjective_noun", "noun_noun")
 
 
-def keys(kind: str, count: int) -> list[str]:
+def keys(kind: str, count: int) -> Sequence[str]:
     """Returns at least `count` different keys: two words joined by a hyphen, or three where two are too few.
 
     Args:
       kind: one of KINDS, what the first word is.
     """
-    first = ADJECTIVES if kind == "adjective_noun" else NOUNS
-    pairs = [f"{word}-{noun}" for word, noun in itertools.product(first, NOUNS) if word != noun]
+    pairs = _pairs(kind)
     if count <= len(pairs):
         return pairs
     triples = (f"{pair}-{noun}" for noun in NOUNS for pair in pairs if not pair.endswith(f"-{noun}"))
-    return pairs + list(itertools.islice(triples, count - len(pairs)))
+    return [*pairs, *itertools.islice(triples, count - len(pairs))]
+
+
+@functools.cache
+def _pairs(kind: str) -> tuple[str, ...]:
+    first = ADJECTIVES if kind == "adjective_noun" else NOUNS
+    return tuple(f"{word}-{noun}" for word, noun in itertools.product(first, NOUNS) if word != noun)

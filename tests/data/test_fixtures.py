@@ -21,7 +21,7 @@ def _turns(name):
 def test_the_script_writes_what_is_committed(tmp_path):
     make_fixtures.main(tmp_path)
     names = sorted(path.relative_to(tmp_path) for path in tmp_path.rglob("*") if path.is_file())
-    assert len(names) == 8
+    assert len(names) == 10
     for name in names:
         if name.name != "tiny.model":  # sentencepiece's trainer writes its version's fields
             assert (tmp_path / name).read_bytes() == (FIXTURES / name).read_bytes(), name

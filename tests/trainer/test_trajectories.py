@@ -21,12 +21,14 @@ from trainer.config.schema import (
     MeshConfig,
     ModelConfig,
     RunConfig,
+    StageConfig,
     TrainConfig,
 )
 from trainer.evaluation import HeldOutLoss
 from trainer.loop import train
 from trainer.mesh import make_mesh
-from trainer.trajectories import ASSET, TrajectoryObjective
+from trainer.stages import stages_of
+from trainer.trajectories import ASSET, TrajectoryObjective, stored_shape
 
 SHAPE = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2,
          "num_key_value_heads": 2, "max_position_embeddings": 256}
@@ -111,13 +113,40 @@ def test_what_does_not_go_together_is_named(episodes, tmp_path, changes, message
 def test_a_recipe_that_says_too_much_is_refused(episodes, tmp_path):
     config = run_config(episodes, tmp_path)
     assert check(config) is config
-    with pytest.raises(UserError, match=r"model.path: found 'x', needs to be left out with trajectories"):
-        check(dataclasses.replace(config, model=ModelConfig(path="x")))
+    with pytest.raises(UserError, match=r"model.preset: found None, needs a shape"):
+        check(dataclasses.replace(config, model=ModelConfig()))
     with pytest.raises(ValueError, match=r"trajectories.task: missing"):
         TrajectoryConfig(path="x")
 
 
 @pytest.mark.slow
+def test_a_later_stage_begins_with_the_earlier_ones_parameters_and_holds_out_the_same_episodes(episodes, tmp_path):
+    config = run_config(episodes, tmp_path, in_context=1)
+    stages = StageConfig(40, steps=2, in_context=1), StageConfig(80, steps=2, in_context=2)
+    config = dataclasses.replace(config, stages=stages)
+    first, second = stages_of(config)
+    assert (first.trajectories.in_context, second.trajectories.in_context) == (1, 2) and first.data.seed != second.data.seed
+    folder = train(first, TrajectoryObjective, [])
+    objective = objective_of(second)
+    stored = restore_model(folder)
+    for name, array in objective.read_params().items():
+        np.testing.assert_array_equal(np.asarray(array), stored[name])
+    assert objective.origin and not objective_of(first).origin
+    held_out = [{tuple(state) for batch in stage.held_out() for state in batch["values"][batch["kinds"] == 1]}
+                for stage in (objective_of(first), objective)]
+    assert held_out[0] & held_out[1]
+    trained = {tuple(state) for step in range(9) for batch in [next(objective.batches(step))]
+               for state in batch["values"][batch["kinds"] == 1]}
+    assert not trained & (held_out[0] | held_out[1])
+
+
+def test_a_model_of_text_is_no_beginning(episodes, tmp_path):
+    checkpoint = tmp_path / "text" / "assets"
+    checkpoint.mkdir(parents=True)
+    with pytest.raises(UserError, match="no model of trajectories"):
+        stored_shape(checkpoint)
+
+
 def test_stopped_and_continued_it_is_the_same_run(episodes, tmp_path):
     """Trained at once, and gone on with from the checkpoint of the second step."""
     def run(folder):

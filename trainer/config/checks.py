@@ -39,11 +39,10 @@ def _check_model(model: ModelConfig) -> None:
 
 
 def _check_trajectories(config: RunConfig) -> None:
-    """A model of trajectories begins from scratch, and reads no text."""
-    require(not config.model.path, "model.path", config.model.path,
-            "to be left out with trajectories: their model begins from scratch, from model.preset or model.overrides")
-    require(bool(config.model.preset or config.model.overrides), "model.preset", config.model.preset,
-            "a shape, here or as model.overrides")
+    """A model of trajectories begins from scratch or from another such model, and reads no text."""
+    model = config.model
+    require(bool(model.path or model.preset or model.overrides), "model.preset", model.preset,
+            "a shape, here or as model.overrides, or in model.path a run on trajectories")
     require(not config.data.sources, "data.sources", [source.path for source in config.data.sources],
             "to be left out with trajectories.path; keep one of them")
 

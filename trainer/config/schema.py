@@ -325,6 +325,8 @@ class StageConfig:
     """Optimizer steps; replaces train.steps."""
     batch_size: int = 0
     """Rows in a step; train.batch_size where 0."""
+    in_context: int = 0
+    """Episodes in a row; trajectories.in_context where 0."""
     accumulation: int = 0
     """Parts of a batch; train.accumulation where 0."""
     learning_rate: float = 0.0
@@ -338,7 +340,7 @@ class StageConfig:
 
     def __post_init__(self) -> None:
         _require_at_least(self, "stages", 1, "context_length", "steps")
-        _require_at_least(self, "stages", 0, "batch_size", "accumulation", "learning_rate")
+        _require_at_least(self, "stages", 0, "batch_size", "in_context", "accumulation", "learning_rate")
         require(set(self.rope) <= set(POSITIONS), "stages.rope", self.rope, f"fields out of {', '.join(POSITIONS)}")
 
 

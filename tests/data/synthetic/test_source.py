@@ -64,6 +64,28 @@ def test_lines_take_the_wording_of_a_file(tmp_path):
     assert re.fullmatch(r"Learn:\n(\* \S+ = \d+\n)+What is \S+\?", record["conversations"][0]["value"])
 
 
+def test_tokens_decide_how_many_exercises_there_are():
+    records = generate("synthetic:lines?tokens=60000", 3000, count)
+    assert len(records) == 40
+    tokens = sum(count(turn["value"]) for record in records for turn in record["conversations"])
+    assert 0.8 * 60000 < tokens < 1.2 * 60000
+
+
+def test_a_further_question_repeats_its_share_of_the_lines():
+    path = "synthetic:lines?count=20&share=0.25&like=data/fixtures/line_cases.jsonl"
+    for record in generate(path, 600, count):
+        text, first, *further = [turn["value"] for turn in record["conversations"]]
+        written = re.findall(r"line \S+: \d+", text)
+        if not further:
+            assert len(written) < 3
+            continue
+        question, answer = further
+        repeated = answer.split(", ")
+        assert first in written and set(repeated) < set(written) and first not in repeated
+        assert len(repeated) == round(0.25 * len(written))
+        assert question == f"And {', '.join(re.findall(r'line (.+?):', answer))}?"
+
+
 def test_files_are_kept_and_depend_on_all_that_changes_them(tmp_path, monkeypatch):
     monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path))
     calls = collections.Counter()
@@ -83,9 +105,11 @@ def test_files_are_kept_and_depend_on_all_that_changes_them(tmp_path, monkeypatc
 @pytest.mark.parametrize(("path", "words"), [
     ("synthetic:line", "with a TASK of lines, needles, key_values, variables, copying"),
     ("synthetic:lines?number=3", "synthetic:TASK?count=2000&seed=0"),
-    ("synthetic:needles?like=x", "&like=FILE for lines"),
-    ("synthetic:lines?count=many", "whole numbers are needed"),
+    ("synthetic:needles?like=x", "for lines &like=FILE"),
+    ("synthetic:lines?count=many", "numbers are needed"),
     ("synthetic:lines?count=0", "a count of 1 or more"),
+    ("synthetic:lines?count=3&tokens=3", "in place of count"),
+    ("synthetic:lines?share=1.5", "a share of 0 to 1"),
     ("synthetic:lines?like=gone.jsonl", "gone.jsonl: no line cases"),
 ])
 def test_paths_that_are_wrong_are_refused(path, words):
