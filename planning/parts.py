@@ -6,6 +6,7 @@ import math
 
 from model.config import LlamaConfig
 from model.modules import declare
+from model.sharding import Parameter
 from trainer.config.schema import MemoryConfig, RunConfig
 from trainer.optimizer import moment_count, split_trainable
 
@@ -20,7 +21,7 @@ def parts_gib(run: RunConfig, model: LlamaConfig) -> dict[str, float]:
     and log-sum-exp 2 c H D + 4 c H bytes, and so on.
     """
     memory, tensor = run.memory, run.mesh.tensor
-    tokens = _tokens(run)
+    tokens = device_tokens(run)
     heads, key_heads = model.num_attention_heads / tensor, model.num_key_value_heads / tensor
     layers, hidden = model.num_hidden_layers, model.hidden_size
     device_inputs, _ = _kept_inputs(memory, layers)
@@ -39,7 +40,7 @@ def host_parts_gib(run: RunConfig, model: LlamaConfig) -> dict[str, float]:
     memory = run.memory
     _, host_inputs = _kept_inputs(memory, model.num_hidden_layers)
     parameters, moments = _state_bytes(run, model)
-    parts = {"layer inputs": host_inputs * 2 * _tokens(run) * model.hidden_size,
+    parts = {"layer inputs": host_inputs * 2 * device_tokens(run) * model.hidden_size,
              "attention outputs": _attention_bytes(run, model) if memory.policy.attention == "host" else 0,
              "parameters": parameters * memory.parameters_on_host, "moments": moments * memory.moments_on_host}
     return {name: size / GIB for name, size in parts.items()}
@@ -57,10 +58,10 @@ def _kept_inputs(memory: MemoryConfig, layers: int) -> tuple[float, float]:
 def _attention_bytes(run: RunConfig, model: LlamaConfig) -> float:
     """A device's bytes of all layers' attention output, bfloat16, and log-sum-exp, float32."""
     heads = model.num_attention_heads / run.mesh.tensor
-    return model.num_hidden_layers * _tokens(run) * heads * (2 * model.head_dim + 4)
+    return model.num_hidden_layers * device_tokens(run) * heads * (2 * model.head_dim + 4)
 
 
-def _tokens(run: RunConfig) -> float:
+def device_tokens(run: RunConfig) -> float:
     """The tokens of a device that are computed at a time."""
     mesh = run.mesh
     return run.data.context_length * run.train.batch_size / (mesh.data * mesh.fsdp * mesh.sequence) / run.train.accumulation
@@ -68,7 +69,7 @@ def _tokens(run: RunConfig) -> float:
 
 def _state_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:
     """A device's bytes of (float32 parameters, moments of the trained ones)."""
-    declared, mesh = declare(model), run.mesh
+    declared, mesh = declared_once(model), run.mesh
     trained, _ = split_trainable(declared, run.model.trainable)
 
     def device_count(names, copies=lambda name: 1) -> float:
@@ -76,3 +77,9 @@ def _state_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:
 
     moment_bytes = 2 if run.optimizer.moment_dtype == "bfloat16" else 4
     return 4 * device_count(declared), moment_bytes * device_count(trained, functools.partial(moment_count, run.optimizer))
+
+
+@functools.cache
+def declared_once(model: LlamaConfig) -> dict[str, Parameter]:
+    """The model's parameters by name; a search asks for them at every way, and flax takes its time."""
+    return declare(model)

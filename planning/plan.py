@@ -38,12 +38,15 @@ from . import costs
 from .compiled import memory
 from .compiled.communication import communication
 from .compiled.refusal import refused_gib
+from .machines import device_count, memory_gib, split_topology
 from .memory_options import MEMORY_OPTIONS
 from .parts import parts_gib
-from .topology import memory_gib, topology_devices
+from .topology import topology_devices
 
 # Chip -> its hardware in the cost model, (in one box, in several boxes), where these have names of their own.
-GPU_HARDWARE = {"a100": ("a100-nvlink", "a100-infiniband"), "h100": ("h100-infiniband", "h100-infiniband")}
+GPU_HARDWARE = {"a100": ("a100-nvlink", "a100-infiniband"), "a100-40gb": ("a100-40gb-nvlink", "a100-40gb-infiniband"),
+                "h100": ("h100-infiniband", "h100-infiniband"), "h200": ("h200-infiniband", "h200-infiniband"),
+                "b200": ("b200-infiniband", "b200-infiniband"), "rtx4090": ("rtx4090", ""), "l40s": ("l40s", "")}
 # Where the compilers read flags, and the packages that are the compilers: libtpu; the CUDA plugin, and ptxas.
 VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 TPU_COMPILER, GPU_COMPILER = ("libtpu",), ("jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc")
@@ -80,6 +83,7 @@ class Job:
       group_per_key_head: whether attention runs in one group of heads for each key/value head of a device, whatever the mesh;
         stands in place of the option `attention_groups`.
       host_gib: each device's share of the host's memory; a plan that needs more does not fit. None sets no limit.
+      own_device_gib: what a program may use of a device's memory, in place of the table's figure.
     """
 
     run: RunConfig
@@ -88,6 +92,7 @@ class Job:
     name: str = ""
     group_per_key_head: bool = False
     host_gib: float | None = None
+    own_device_gib: float | None = None
 
     @classmethod
     def of(cls, model: str | LlamaConfig, topology: str, context: int, *, batch: int = 1, mesh: MeshConfig | None = None,
@@ -99,7 +104,7 @@ class Job:
           context: tokens in a row; batch: rows.
           mesh: None puts all devices on the sequence axis.
         """
-        mesh = mesh or MeshConfig(sequence=len(topology_devices(topology)))
+        mesh = mesh or MeshConfig(sequence=device_count(topology))
         name, shape = (model, LlamaConfig.preset(model)) if isinstance(model, str) else ("", model)
         run = changed(recipe, data={"context_length": context}, train={"batch_size": batch}, mesh=mesh)
         return cls(changed(run, **sections), shape, topology, name)
@@ -112,6 +117,11 @@ class Job:
     def context(self) -> int:
         """Tokens in a row."""
         return self.run.data.context_length
+
+    @property
+    def device_gib(self) -> float | None:
+        """What a program may use of a device's memory in GiB; None for devices that the table does not list."""
+        return self.own_device_gib or memory_gib(self.topology)
 
     @property
     def batch(self) -> int:
@@ -160,11 +170,16 @@ class Job:
         job = self._costs_job()
         return None if job is None else costs.time_range(job)
 
+    @property
+    def hardware(self) -> costs.Hardware | None:
+        """The machine as the cost model has it; None where it does not list it."""
+        _, generation, shape = split_topology(self.topology)
+        one_box, several_boxes = GPU_HARDWARE.get(generation, (generation, generation))
+        return costs.HARDWARE.get(several_boxes if "x" in shape else one_box)
+
     def _costs_job(self, causal: bool = True) -> costs.Job | None:
         """The job as the cost model has it."""
-        generation, _, shape = self.topology.partition(":")
-        one_box, several_boxes = GPU_HARDWARE.get(generation, (generation, generation))
-        hardware = costs.HARDWARE.get(several_boxes if "x" in shape else one_box)
+        hardware = self.hardware
         if hardware is None:
             return None
         attention, mesh = self.run.attention, self.run.mesh
@@ -282,7 +297,7 @@ def plan(job: Job) -> dict[str, Any]:
     seconds = time.perf_counter() - start
     sizes = memory(compiled)
     check_fits(job, sizes, parts)
-    device_gib, devices = memory_gib(job.topology), len(topology_devices(job.topology))
+    device_gib, devices = job.device_gib, device_count(job.topology)
     return {
         "jax": jax.__version__, "made_with": {**made_with(job.topology), "flags": user_flags}, **_described(job, devices),
         "compile_seconds": seconds, **{f"{name}_gib": size for name, size in sizes.items()},
@@ -293,7 +308,7 @@ def plan(job: Job) -> dict[str, Any]:
 
 def check_fits(job: Job, sizes: dict[str, float], parts: dict[str, float]) -> None:
     """DoesNotFit where a compiled step is too large after all: the CUDA compiler refuses nothing, and none knows the host."""
-    device_gib = memory_gib(job.topology)
+    device_gib = job.device_gib
     if device_gib is not None and sizes["peak"] > device_gib:
         gpu = job.topology.partition(":")[0] in GPUS
         raise DoesNotFit(sizes["peak"], device_gib, parts, f"what JAX may take, {GPU_MEMORY_SHARE:g} of a GPU's" if gpu else "")

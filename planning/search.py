@@ -14,9 +14,9 @@ from model.memory.policies import PREFETCH_POLICIES
 from trainer.config.schema import MeshConfig
 
 from . import plan as planning
+from .machines import device_count
 from .parts import host_parts_gib, parts_gib
 from .plan import DoesNotFit, Job
-from .topology import memory_gib, topology_devices
 
 # The schedules that are tried; of those that the cost model thinks alike, the first goes first.
 SCHEDULES = ("ring", "ulysses", "attention2d")
@@ -51,7 +51,7 @@ def ways(job: Job) -> list[Job]:
     has no rule for.
     """
     ranked = []
-    for mesh, schedule in itertools.product(_meshes(job), SCHEDULES):
+    for mesh, schedule in itertools.product(meshes(job), SCHEDULES):
         if mesh.sequence == 1 and schedule != SCHEDULES[0]:
             continue
         for number, way in enumerate(policies(job.changed(mesh=mesh, attention={"schedule": schedule}))):
@@ -73,22 +73,22 @@ def ways(job: Job) -> list[Job]:
 
 def _may_fit(way: Job) -> bool:
     """Whether the parts that are known before compiling fit on the device and on the host."""
-    for parts, limit in ((parts_gib, memory_gib(way.topology)), (host_parts_gib, way.host_gib)):
+    for parts, limit in ((parts_gib, way.device_gib), (host_parts_gib, way.host_gib)):
         if limit is not None and sum(parts(way.run, way.model).values()) > limit:
             return False
     return True
 
 
-def _meshes(job: Job) -> list[MeshConfig]:
+def meshes(job: Job) -> list[MeshConfig]:
     """The meshes of all devices: tensor parallelism splits key heads evenly, and rows go to fsdp before a row is split."""
-    devices, key_heads = len(topology_devices(job.topology)), job.model.num_key_value_heads
-    meshes = []
+    devices, key_heads = device_count(job.topology), job.model.num_key_value_heads
+    made = []
     for tensor in (n for n in range(1, key_heads + 1) if key_heads % n == devices % n == 0):
         fsdp = math.gcd(job.batch, devices // tensor)
         sequence = devices // tensor // fsdp
         if job.context % (2 * sequence) == 0:
-            meshes.append(MeshConfig(fsdp=fsdp, tensor=tensor, sequence=sequence))
-    return meshes
+            made.append(MeshConfig(fsdp=fsdp, tensor=tensor, sequence=sequence))
+    return made
 
 
 def _ignore(job: Job, result: Any) -> None:

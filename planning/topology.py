@@ -8,32 +8,15 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
+import threading
+import time
 from collections.abc import Iterator
 
 import jax
 
-from trainer.devices import GPUS, TPUS, Device, Gpu
+from trainer.devices import GPUS, DescribedGpu
 
-
-def host_gib(topology: str) -> float | None:
-    """Each device's share of the host's memory in GiB; None for devices that the table does not list."""
-    _, generation, _ = _parse(topology)
-    device = _device(generation)
-    if device is not None and device.box_host_gib is not None:
-        return device.box_host_gib / gpus_per_host(topology)
-    return None if device is None else device.host_gib
-
-
-def memory_gib(topology: str) -> float | None:
-    """The memory of a device that a program may use, in GiB; None for devices that the table does not list."""
-    _, generation, _ = _parse(topology)
-    device = _device(generation)
-    return None if device is None else device.usable_gib
-
-
-def gpus_per_host(topology: str) -> int:
-    """The GPUs of one host, which are one process's: 8 of h100:8 and of a100:4x8."""
-    return int(_parse(topology)[2].rpartition("x")[2])
+from .machines import ANY_GPU, split_topology
 
 
 def topology_devices(name: str) -> list[jax.Device]:
@@ -46,19 +29,15 @@ def topology_devices(name: str) -> list[jax.Device]:
     Raises:
       ValueError: the compiler does not know the topology, or is not installed.
     """
-    slices, generation, shape = _parse(name)
-    return _gpus(name, generation, shape) if generation in GPUS else _tpus(name, slices, generation, shape)
-
-
-def _parse(topology: str) -> tuple[int, str, str]:
-    """2xv5e:16x16 -> (2, "v5e", "16x16"): slices, generation, shape."""
-    generation, _, shape = topology.partition(":")
-    slices, separator, name = generation.partition("x")
-    return (int(slices), name, shape) if separator and slices.isdigit() else (1, generation, shape)
-
-
-def _device(generation: str) -> Device | None:
-    return TPUS.get(generation) or GPUS.get(generation)
+    slices, generation, shape = split_topology(name)
+    gpu = GPUS.get(generation)
+    if isinstance(gpu, DescribedGpu):
+        return _gpus(name, generation, gpu, shape)
+    if gpu is not None or generation == ANY_GPU:
+        described = ", ".join(chip for chip, gpu in GPUS.items() if isinstance(gpu, DescribedGpu))
+        raise ValueError(f"topology: {name!r} cannot be compiled for, since the CUDA compiler has no description of it here; "
+                         f"described are {described}, and the estimate needs no compiler")
+    return _tpus(name, slices, generation, shape)
 
 
 def _tpus(name: str, slices: int, generation: str, shape: str) -> list[jax.Device]:
@@ -92,7 +71,37 @@ def _silent_stderr() -> Iterator[None]:
         os.close(devnull)
 
 
-def _gpus(name: str, chip: str, shape: str) -> list[jax.Device]:
+@contextlib.contextmanager
+def compiling(every: float = 30.0) -> Iterator[None]:
+    """Says on stderr how long the compiler has been at work, and drops what the compiler itself writes there.
+
+    A compiler's refusal reaches the caller as an exception with the same figures; on stderr it is a dump of its memory.
+
+    Args:
+      every: seconds between lines.
+
+    Raises:
+      ValueError: the compiler fails for another reason than memory; its message's first line.
+    """
+    start, done = time.monotonic(), threading.Event()
+    with open(os.dup(2), "w", encoding="utf-8") as stderr, _silent_stderr():
+
+        def tell() -> None:
+            while not done.wait(every):
+                print(f"still compiling, {time.monotonic() - start:.0f} s", file=stderr, flush=True)
+
+        teller = threading.Thread(target=tell, daemon=True)
+        teller.start()
+        try:
+            yield
+        except jax.errors.JaxRuntimeError as error:
+            raise ValueError(f"the compiler fails: {str(error).splitlines()[0]}") from error
+        finally:
+            done.set()
+            teller.join()
+
+
+def _gpus(name: str, chip: str, gpu: DescribedGpu, shape: str) -> list[jax.Device]:
     from jax.experimental import topologies
 
     hosts, _, gpus_per_host = shape.rpartition("x")
@@ -104,14 +113,14 @@ def _gpus(name: str, chip: str, shape: str) -> list[jax.Device]:
     if flags not in user_flags:
         os.environ["XLA_FLAGS"] = f"{flags} {user_flags}"  # the user's flags come last, and so win
     try:
-        return topologies.get_topology_desc(platform="cuda", topology_name=chip, target_config=_target(GPUS[chip]),
+        return topologies.get_topology_desc(platform="cuda", topology_name=chip, target_config=_target(gpu),
                                             topology=f"1x{hosts or 1}x{gpus_per_host}").devices
     except Exception as error:
         raise ValueError(f"topology: {name!r} needs the CUDA compiler ({str(error).splitlines()[0]}); "
                          "make install PLATFORM=cuda brings it, and needs no GPU") from None
 
 
-def _target(gpu: Gpu) -> str:
+def _target(gpu: DescribedGpu) -> str:
     """The GPU in the text form in which the CUDA compiler takes it (XLA's GpuTargetConfigProto).
 
     The system keeps 1 KiB of a core's shared memory. The limits on threads, blocks and registers are those of both

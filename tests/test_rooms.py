@@ -25,7 +25,7 @@ ONE_HOME = {
     "jax.experimental.topologies": {"planning/topology.py"},
 }
 # Old names of commands: each file only runs the command's new name, whatever room that is in.
-ALIASES = {"data/inspect.py", "scripts/bench_kernels.py", "scripts/papers.py", "scripts/table3.py"}
+ALIASES = {"data/inspect.py", "scripts/bench_kernels.py", "scripts/costs.py", "scripts/papers.py", "scripts/table3.py"}
 
 
 def tracked(pattern: str) -> list[Path]:

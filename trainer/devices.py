@@ -44,27 +44,36 @@ GPU_MEMORY_SHARE = 0.95
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu(Device):
-    """A GPU, with the further figures that the CUDA compiler asks for when the device is absent.
+    """A GPU.
 
     Attributes:
       product: the name that the driver reports.
+    """
+
+    product: str
+
+    @property
+    def usable_gib(self) -> float | None:
+        """Memory that a program may use under the launchers' settings."""
+        return None if self.memory_gib is None else GPU_MEMORY_SHARE * self.memory_gib
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DescribedGpu(Gpu):
+    """A GPU with the further figures that the CUDA compiler asks for when the device is absent.
+
+    Attributes:
       compute_capability: (major, minor).
       cores: streaming multiprocessors; fpus_per_core: float32 units of each.
       l2_cache: bytes; shared_memory_per_core: bytes, of which the system keeps 1 KiB.
     """
 
-    product: str
     compute_capability: tuple[int, int]
     cores: int
     fpus_per_core: int
     clock_ghz: float
     l2_cache: int
     shared_memory_per_core: int
-
-    @property
-    def usable_gib(self) -> float | None:
-        """Memory that a program may use under the launchers' settings."""
-        return None if self.memory_gib is None else GPU_MEMORY_SHARE * self.memory_gib
 
 
 _LINKS = "How To Scale Your Model, chapter TPUs, table of ICI bandwidth per link, one way (jax-ml.github.io/scaling-book/tpus)"
@@ -77,11 +86,17 @@ def _tpu(page: str, **facts) -> Device:
         "memory_gib": "what the TPU compiler says is available when it refuses a larger program", "link": _LINKS})
 
 
-def _gpu(sheet: str, bandwidth_source: str = "", **facts) -> Gpu:
-    return Gpu(**facts, sources={
+def _gpu(sheet: str, bandwidth_source: str = "", **facts) -> DescribedGpu:
+    return DescribedGpu(**facts, sources={
         "peak_flops, link": sheet, "memory_bandwidth": bandwidth_source or sheet,
         "memory_gib": "the memory that the driver reports",
         "box_host_gib": "NVIDIA DGX user guides: 2 TB; that a program may use 1,920 GiB of them is assumed"})
+
+
+def _other_gpu(sheet: str, memory_source: str, **facts) -> Gpu:
+    box = {"box_host_gib": "NVIDIA DGX user guides: 2 TB or more; that a program may use 1,920 GiB of them is assumed"}
+    return Gpu(**facts, sources={"peak_flops, memory_bandwidth, link": sheet, "memory_gib": memory_source,
+                                 **(box if "box_host_gib" in facts else {})})
 
 
 # By the names that topologies use (v4:4x4x4, a100:8).
@@ -98,12 +113,19 @@ TPUS: dict[str, Device] = {
     "v6e": _tpu("v6e", kinds=("TPU v6 lite", "TPU v6e"), peak_flops=918e12, memory_gib=31.24, memory_bandwidth=1640e9,
                 link=90e9, host_gib=180),
 }
+_A100 = _gpu("NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOP/s bfloat16, 2,039 GB/s, NVLink 600 GB/s both ways together",
+             kinds=("NVIDIA A100",), product="NVIDIA A100-SXM4-80GB", compute_capability=(8, 0), peak_flops=312e12,
+             memory_gib=85_024_112_640 / 2**30, memory_bandwidth=2039e9, link=300e9, box_host_gib=1920,
+             cores=108, fpus_per_core=64, clock_ghz=1.41, l2_cache=40 << 20, shared_memory_per_core=164 << 10)
+_TORCH = "the total capacity in out-of-memory messages of PyTorch, public issues"
+_PCIE = "PCIe 4.0 x16: 32 GB/s one way"
 GPUS: dict[str, Gpu] = {
-    # The cards of 40 GB have the same peak, but neither this memory nor this bandwidth.
-    "a100": _gpu("NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOP/s bfloat16, 2,039 GB/s, NVLink 600 GB/s both ways together",
-                 kinds=("NVIDIA A100",), product="NVIDIA A100-SXM4-80GB", compute_capability=(8, 0), peak_flops=312e12,
-                 memory_gib=85_024_112_640 / 2**30, memory_bandwidth=2039e9, link=300e9, box_host_gib=1920,
-                 cores=108, fpus_per_core=64, clock_ghz=1.41, l2_cache=40 << 20, shared_memory_per_core=164 << 10),
+    "a100": _A100,
+    "a100-40gb": dataclasses.replace(
+        _A100, kinds=("NVIDIA A100-SXM4-40GB",), product="NVIDIA A100-SXM4-40GB", memory_gib=39.39, memory_bandwidth=1555e9,
+        box_host_gib=960,
+        sources={"peak_flops, link, memory_bandwidth": "NVIDIA A100 datasheet, 40 GB SXM: 1,555 GB/s", "memory_gib": _TORCH,
+                 "box_host_gib": "NVIDIA DGX A100 user guide, 320 GB: 1 TB; that a program may use 960 GiB of it is assumed"}),
     "h100": _gpu("NVIDIA H100 datasheet, SXM: 989 TFLOP/s bfloat16 dense, NVLink 900 GB/s both ways together",
                  bandwidth_source="memory clock 2,619 MHz x 2 transfers x 5,120 bits; the datasheet rounds to 3.35 TB/s",
                  kinds=("NVIDIA H100 80GB HBM3",), product="NVIDIA H100 80GB HBM3", compute_capability=(9, 0),
@@ -114,14 +136,23 @@ GPUS: dict[str, Gpu] = {
                  kinds=("NVIDIA H200",), product="NVIDIA H200", compute_capability=(9, 0), peak_flops=989e12,
                  memory_gib=150_754_820_096 / 2**30, memory_bandwidth=4800e9, link=450e9, box_host_gib=1920,
                  cores=132, fpus_per_core=128, clock_ghz=1.98, l2_cache=60 << 20, shared_memory_per_core=228 << 10),
+    # Those below are not described to the CUDA compiler: their memory and times are estimated alone.
+    "b200": _other_gpu("NVIDIA HGX B200: 2.25 PFLOP/s bfloat16 dense and 1,800 GB/s of NVLink both ways a GPU; 8 TB/s",
+                       "NVIDIA DGX B200 datasheet: 1,440 GB of 8 GPUs", kinds=("NVIDIA B200",), product="NVIDIA B200",
+                       peak_flops=2.25e15, memory_gib=180e9 / 2**30, memory_bandwidth=8e12, link=900e9, box_host_gib=1920),
+    "rtx4090": _other_gpu("NVIDIA Ada architecture whitepaper: 165.2 TFLOP/s bfloat16 dense with float32 sums, 1,008 GB/s; "
+                          + _PCIE, _TORCH, kinds=("NVIDIA GeForce RTX 4090",), product="NVIDIA GeForce RTX 4090",
+                          peak_flops=165.2e12, memory_gib=23.52, memory_bandwidth=1008e9, link=32e9),
+    "l40s": _other_gpu("NVIDIA L40S datasheet: 362 TFLOP/s bfloat16 dense, 864 GB/s; " + _PCIE, _TORCH, kinds=("NVIDIA L40S",),
+                       product="NVIDIA L40S", peak_flops=362e12, memory_gib=44.40, memory_bandwidth=864e9, link=32e9),
 }
 A100_PCIE = Device(
     kinds=("NVIDIA A100-PCIE", "NVIDIA A100 80GB PCIe"), peak_flops=312e12, memory_bandwidth=1935e9, link=32e9,
     sources={"peak_flops, memory_bandwidth, link": "NVIDIA A100 datasheet, 80 GB PCIe: 312 TFLOP/s bfloat16, 1,935 GB/s, PCIe "
              "4.0 x16 (32 GB/s one way)"})
 DEVICES: dict[str, Device] = {**TPUS, **GPUS, "a100-pcie": A100_PCIE}
-# Slower devices whose kinds begin with the kind of a listed one.
-UNLISTED_KINDS = ("TPU v4 lite", "NVIDIA H200 NVL")
+# Other devices whose kinds begin with the kind of a listed one, and are slower.
+UNLISTED_KINDS = ("TPU v4 lite", "NVIDIA H200 NVL", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 4090 Laptop")
 
 
 def peak_flops(device_kind: str) -> float | None:

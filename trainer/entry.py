@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import functools
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -26,6 +28,42 @@ def at_least_one(text: str) -> int:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"found {text}; a whole number, at least 1, is needed")
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, with the flag or value that is nearest to a misspelt one."""
+
+    def parse_args(self, args=None, namespace=None):  # type: ignore[override]
+        """As of argparse; raises SystemExit(2) after one line for what it does not know."""
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"{unknown[0].partition('=')[0]} is no option of this command{self._meant(unknown[0])}; "
+                       "--help lists them")
+        return parsed
+
+    def error(self, message: str) -> NoReturn:
+        """Prints the message in one line and exits with 2."""
+        if match := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            choices = [choice.strip(" '") for choice in match[2].split(",")]
+            near = difflib.get_close_matches(match[1], choices, n=1)
+            message += f"; did you mean {near[0]}?" if near else ""
+        self.exit(2, f"error: {message}\n")
+
+    def _meant(self, word: str) -> str:
+        from trainer.config.fields import FIELDS, MEANT
+
+        name = word.partition("=")[0]
+        if not name.startswith("-"):
+            return ""
+        own = [option for option in self._option_string_actions if option.startswith("--")]
+        field = MEANT.get(name.lstrip("-").replace("-", "_").lower())
+        if field and (option := "--" + field.rpartition(".")[2].replace("_", "-")) in own:
+            return f" (did you mean {option}?)"
+        last = "--" + name.lstrip("-").rpartition(".")[2].replace("_", "-")
+        if name.lstrip("-") in FIELDS and last in own:
+            return f" (did you mean {last}?)"
+        near = difflib.get_close_matches(name.replace("_", "-"), own, n=1)
+        return f" (did you mean {near[0]}?)" if near else ""
 
 
 def keep_compiled(folder: str | None = None) -> None:

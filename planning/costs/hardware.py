@@ -95,6 +95,9 @@ def _gpu(name: str, rates: tuple[float, float], latency: float, sources: dict[st
 
 _A100_RATES, _H100_RATES = (0.73, 0.63), (0.35, 0.35)
 
+_TAKEN_OVER = "no published figure of such a kernel on this GPU was found; taken over: "
+_INFINIBAND = {"node": 8, "far_latency": 9.6 * MICRO}
+
 HARDWARE: dict[str, Hardware] = {
     "v3": _tpu("v3"), "v4": _tpu("v4"), "v5p": _tpu("v5p"),
     "v5e": _tpu("v5e", far_exposed=True), "v6e": _tpu("v6e", 256, far_exposed=True),
@@ -115,6 +118,20 @@ HARDWARE: dict[str, Hardware] = {
         "h100", _H100_RATES, 3.4 * MICRO,
         {"attention": _FA2_H100, "flow": "NVIDIA DGX H100 user guide: NDR 400 Gbit/s, one card a GPU"},
         node=8, flow=50 * GIGA, uplink=400 * GIGA, far_latency=9.6 * MICRO),
+    "a100-40gb-nvlink": _gpu("a100-40gb", _A100_RATES, 3.4 * MICRO, {}),
+    "a100-40gb-infiniband": _gpu(
+        "a100-40gb", _A100_RATES, 3.4 * MICRO, {"flow": "HDR100 InfiniBand, as of a100-infiniband"},
+        flow=12.5 * GIGA, uplink=100 * GIGA, **_INFINIBAND),
+    "h200-infiniband": _gpu(
+        "h200", _H100_RATES, 3.4 * MICRO, {"attention": _FA2_H100, "flow": "NVIDIA DGX H200 user guide: NDR 400 Gbit/s"},
+        flow=50 * GIGA, uplink=400 * GIGA, **_INFINIBAND),
+    "b200-infiniband": _gpu(
+        "b200", _H100_RATES, 3.4 * MICRO,
+        {"attention": _TAKEN_OVER + _FA2_H100, "flow": "NVIDIA DGX B200 user guide: NDR 400 Gbit/s, one card a GPU"},
+        flow=50 * GIGA, uplink=400 * GIGA, **_INFINIBAND),
+    # Boxes of cards over PCIe; several such boxes are not modelled.
+    "rtx4090": _gpu("rtx4090", _A100_RATES, 5.7 * MICRO, {"attention": _TAKEN_OVER + _FA2}),
+    "l40s": _gpu("l40s", _A100_RATES, 5.7 * MICRO, {"attention": _TAKEN_OVER + _FA2}),
     # Attention2D, section 4.3: nodes of one H100, Ethernet of unnamed speed.
     "h100-ethernet": _gpu(
         "h100", _H100_RATES, 9.6 * MICRO,

@@ -41,7 +41,7 @@ def stored_plans(words: list[str]) -> dict[Path, dict[str, Any]]:
 def command_of(path: Path, plan: dict[str, Any]) -> list[str]:
     """Returns the arguments of scripts.plan that ask for this plan."""
     recipe = ROOT / "configs" / f"{path.parent.name}.yaml"
-    command = ["--model", plan["model"], "--topology", plan["topology"]]
+    command = ["--compile", "--model", plan["model"], "--topology", plan["topology"]]
     if recipe.exists():
         return [*command, "--config", str(recipe)]
     mesh = [f"{axis}={int(size)}" for axis, size in plan["mesh"].items() if size and axis not in ("dcn", "order", "simulate")]

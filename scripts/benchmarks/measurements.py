@@ -59,7 +59,7 @@ def schedules(table: str, *arguments: str, file: str = "") -> tuple[str, ...]:
     return benchmark("bench_schedules", table, *arguments, "--output", f"{{out}}/{file or table}.json")
 
 
-PLAN_1M = ("-m", "scripts.plan", "--model", "llama-7b", "--topology", "v4:4x4x4", "--context", "1048576")
+PLAN_1M = ("-m", "scripts.plan", "--compile", "--model", "llama-7b", "--topology", "v4:4x4x4", "--context", "1048576")
 OVERLAP = ("ring", "ring bidirectional", "attention2d overlap", "balanced", "balanced split")
 
 

@@ -24,10 +24,11 @@ from pathlib import Path
 from data.paths import output_file
 from model.config import LlamaConfig
 from planning.compiled import GIB
+from planning.machines import host_gib, memory_gib
 from planning.parts import host_parts_gib, parts_gib
 from planning.plan import DoesNotFit, Job, plan, sizes_text
 from planning.search import best_every_k
-from planning.topology import host_gib, memory_gib, topology_devices
+from planning.topology import topology_devices
 from scripts.benchmarks.commands import make_parser, read_json, tokens_text
 from scripts.benchmarks.paper_rows import RING_ATTENTION_COLUMNS as COLUMNS
 from scripts.benchmarks.paper_rows import RING_ATTENTION_CONTEXTS as PAPER

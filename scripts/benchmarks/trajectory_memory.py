@@ -23,9 +23,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from planning.machines import memory_gib
 from planning.plan import Job, changed
 from planning.search import best_every_k
-from planning.topology import memory_gib
 from scripts.benchmarks.commands import add_output_folder, make_parser, read_json, write_json
 from scripts.benchmarks.measurements import MODEL, PLANNING
 from scripts.benchmarks.results import ROOT, fingerprint, measured, row, save, versions

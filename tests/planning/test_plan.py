@@ -16,10 +16,11 @@ from model.modules import declare
 from planning.compiled import GIB, memory
 from planning.compiled.communication import communication
 from planning.compiled.transfers import collectives
+from planning.machines import memory_gib
 from planning.parts import host_parts_gib, parts_gib
 from planning.plan import PLAIN, DoesNotFit, Job, compile_step, plan
 from planning.search import search, ways
-from planning.topology import memory_gib, topology_devices
+from planning.topology import topology_devices
 from scripts.plan import job_of, main, mesh_of, parser
 from tests.compiled_text import arrays_with
 from trainer.config.load import load
@@ -144,10 +145,10 @@ def test_a_models_folder_is_a_model(tmp_path):
     (("--context", "4097"), "data.context_length: found 4097, needs a multiple of mesh.sequence = 4"),
     (("--context", "4096", "--mesh", "fsdp=4"), "train.batch_size: found 1, needs a multiple of"),
     (("--context", "4096", "--mesh", "fsdp"), "--mesh: found 'fsdp'; write axis=size"),
-    (("--context", "4096", "--mesh", "tensor=3"), "mesh: data 1 x fsdp 1 x tensor 3 x sequence 1 is 3 devices, found 4"),
+    (("--context", "4096", "--mesh", "tensor=3"), "sequence 1 = 3 devices, but v5e:2x2 has 4"),
     ((), "--context: missing"),
-    (("--schedule", "{name: ring, name: ulysses}"), "--schedule: name is written twice"),
-    (("--schedule", "{name: ring"), "--schedule: not valid YAML"),
+    (("--context", "4096", "--schedule", "{name: ring, name: ulysses}"), "--schedule: name is written twice"),
+    (("--context", "4096", "--schedule", "{name: ring"), "--schedule: not valid YAML"),
 ])
 def test_what_cannot_be_planned_is_one_line(argv, said, capsys):
     assert main(["--model", "smollm2-135m", "--topology", "v5e:2x2", *argv]) == 2
@@ -180,13 +181,17 @@ def test_chunks_of_queries_hold_no_queries_of_all_tokens():
 
 
 def test_an_unknown_topology_is_one_line(capsys):
-    assert main(["--model", "llama-7b", "--topology", "v9:1x1", "--context", "1024"]) == 2
-    assert "write generation:shape" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        main(["--model", "llama-7b", "--topology", "v9:1x1", "--context", "1024"])
+    assert "no device is called v9" in capsys.readouterr().err
+    with pytest.raises(ValueError, match="write generation:shape"):
+        topology_devices("v9:1x1")
 
 
 def test_what_does_not_fit_is_an_answer(capsys):
     """The compiler's refusal as figures and names, and no trace."""
-    assert main(["--model", "smollm2-135m", "--topology", "v5e:2x2", "--context", str(1 << 22), "--remat", "everything"]) == 1
+    job = ["--model", "smollm2-135m", "--topology", "v5e:2x2", "--context", "4M", "--remat", "everything"]
+    assert main([*job, "--compile"]) == 1
     said = capsys.readouterr().err
     needs, has = re.search(r"needs ([\d.]+) GiB of ([\d.]+); of it products [\d.]+, attention outputs", said).groups()
     assert float(needs) > float(has) == 15.75

@@ -1,16 +1,17 @@
-"""`python -m scripts.costs` and `python -m scripts.benchmarks.activation_memory`: what they print, and one-line errors."""
+"""`python -m scripts.plan --hardware` (once scripts.costs) and `python -m scripts.benchmarks.activation_memory`: what they
+print, and one-line errors."""
 import json
 
 import pytest
 
-from scripts import costs
+from scripts import plan
 from scripts.benchmarks import activation_memory
 
 ARGUMENTS = ["--model", "llama-1b", "--hardware", "a100-nvlink", "--context", "65536", "--sequence", "4"]
 
 
 def test_all_schedules_are_compared_fastest_first(tmp_path, capsys):
-    assert costs.main([*ARGUMENTS, "--output", str(tmp_path / "costs.json")]) == 0
+    assert plan.main([*ARGUMENTS, "--output", str(tmp_path / "costs.json")]) == 0
     rows = json.loads((tmp_path / "costs.json").read_text(encoding="utf-8"))["estimates"]
     times = [row["step_seconds_high"] for row in rows]
     assert times == sorted(times)
@@ -25,14 +26,14 @@ def test_all_schedules_are_compared_fastest_first(tmp_path, capsys):
 
 def test_padded_heads_are_told(capsys):
     """llama-1b has 16 heads: 32 ranks of Ulysses have one each and half of them are zeros."""
-    assert costs.main([*ARGUMENTS, "--sequence", "32", "--schedule", "ulysses"]) == 0
+    assert plan.main([*ARGUMENTS, "--sequence", "32", "--schedule", "ulysses"]) == 0
     assert "32 ranks share 16 heads, which are padded to 32" in capsys.readouterr().out
-    assert costs.main([*ARGUMENTS, "--schedule", "ulysses"]) == 0
+    assert plan.main([*ARGUMENTS, "--schedule", "ulysses"]) == 0
     assert "padded" not in capsys.readouterr().out
 
 
 def test_one_schedule_shows_its_rounds(capsys):
-    assert costs.main([*ARGUMENTS, "--schedule", "ring", "--layout", "striped"]) == 0
+    assert plan.main([*ARGUMENTS, "--schedule", "ring", "--layout", "striped"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert sum(line.startswith("forward") for line in lines) == 4
     assert sum(line.startswith("backward") for line in lines) == 5  # the last one brings dK, dV home
@@ -40,7 +41,7 @@ def test_one_schedule_shows_its_rounds(capsys):
 
 @pytest.mark.parametrize(("wrong", "told"), [(["--context", "65535"], "length: 65535"), (["--model", "llama-8b"], "llama-8b")])
 def test_errors_are_one_line(wrong, told, capsys):
-    assert costs.main([*ARGUMENTS, *wrong]) == 2
+    assert plan.main([*ARGUMENTS, *wrong]) == 2
     error = capsys.readouterr().err
     assert told in error and error.count("\n") == 1
 
@@ -49,8 +50,9 @@ def test_errors_are_one_line(wrong, told, capsys):
 @pytest.mark.parametrize("wrong", ["0", "-4", "two"])
 def test_sizes_are_at_least_one(flag, wrong, capsys):
     with pytest.raises(SystemExit, match="2"):
-        costs.main([*ARGUMENTS, f"--{flag}", wrong])
-    assert f"argument --{flag}: found {wrong}; a whole number, at least 1, is needed" in capsys.readouterr().err
+        plan.main([*ARGUMENTS, f"--{flag}", wrong])
+    needed = "write a number of tokens" if flag == "context" else "a whole number, at least 1, is needed"
+    assert f"argument --{flag}: found {wrong}; {needed}" in capsys.readouterr().err
 
 
 @pytest.mark.slow

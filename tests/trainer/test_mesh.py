@@ -12,8 +12,9 @@ from model.config import LlamaConfig
 from model.sharding import MESH_AXES
 from planning.compiled.text import parse
 from planning.compiled.transfers import COLLECTIVES, groups
+from planning.machines import memory_gib
 from planning.plan import compile_step
-from planning.topology import memory_gib, topology_devices
+from planning.topology import topology_devices
 from trainer.config.schema import MeshConfig
 from trainer.mesh import ORDER, _placed, make_mesh
 

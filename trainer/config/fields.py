@@ -62,13 +62,14 @@ _ELSEWHERE = {
     "train.log_every": ("logging_steps", "log_interval", "log_period"),
     "train.steps": ("max_steps", "num_steps", "iters", "train_iters", "total_steps"),
 }
-_MEANT = {name: field for field, names in _ELSEWHERE.items() for name in names}
+# What other trainers call a field -> our name of it.
+MEANT = {name: field for field, names in _ELSEWHERE.items() for name in names}
 
 
 def suggestion(name: str, valid: Iterable[str], prefix: str = "") -> str:
     """' (did you mean PREFIX NAME?)' with the field that other trainers call so, else with the valid name nearest to a misspelt
     one; nothing if none is near."""
-    if meant := _MEANT.get(name.replace("-", "_").rsplit(".", 1)[-1].lower()):
+    if meant := MEANT.get(name.replace("-", "_").rsplit(".", 1)[-1].lower()):
         return f" (did you mean {'--' if prefix == '--' else ''}{meant}?)"
     matches = difflib.get_close_matches(name, list(valid), n=1, cutoff=0.6)
     return f" (did you mean {prefix}{matches[0]}?)" if matches else ""

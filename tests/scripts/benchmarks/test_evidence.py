@@ -11,10 +11,9 @@ PLANS = evidence.stored_plans([])
 
 
 @pytest.mark.parametrize("path", PLANS, ids=lambda path: path.relative_to(evidence.FOLDER).as_posix())
-def test_a_plans_command_asks_for_that_plan(path, monkeypatch):
+def test_a_plans_command_asks_for_that_plan(path):
     """Without the compilers: devices are counted from the topology's name."""
     plan = PLANS[path]
-    monkeypatch.setattr("planning.topology.topology_devices", lambda name: [None] * plan["devices"])
     job = job_of(parser().parse_args(evidence.command_of(path, plan)))
     again = json.loads(json.dumps(_described(job, plan["devices"])))
     mesh = {**again["mesh"], **plan["mesh"]}

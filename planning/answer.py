@@ -1,0 +1,202 @@
+"""What a job takes, answered at once: memory by parts, time as a range with its source, price, and what to change.
+
+Nothing is compiled. `scripts.plan` prints these lines before its compiled proof, `train.py --dry-run` beside what it counts.
+"""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from .costs.measured import kind, slowest
+from .machines import device_count
+from .memory_estimate import HIGH, LOW, MemoryEstimate, estimate_memory
+from .plan import Job, changed
+from .search import meshes, policies
+
+MOST_CONTEXT = 1 << 30
+
+
+def choose(job: Job) -> Job | None:
+    """Returns the job on the mesh and under the memory policy that are thought fastest of those that fit; None if none fits.
+
+    The schedule stays. On each mesh the first policy that fits is the fastest one. What surely fits goes before what perhaps
+    fits, and what the cost model thinks faster, by the high end of its range, goes before what it thinks slower.
+    """
+    best: tuple[tuple[bool, float], Job] | None = None
+    for way in _first_fitting(job):
+        seconds = _time_range(way)
+        rank = estimate_memory(way).fits != "yes", seconds.high if seconds else 0.0
+        if best is None or rank < best[0]:
+            best = rank, way
+    return best[1] if best else None
+
+
+def longest(job: Job, choose_mesh: bool = True) -> Job | None:
+    """Returns the job with the longest rows, doubling from its own, that fit by the estimate; None if its own do not.
+
+    Args:
+      choose_mesh: whether any mesh may hold them; otherwise any memory policy on the job's own mesh.
+    """
+    best = None
+    while job.context <= MOST_CONTEXT:
+        ways = [way] if choose_mesh and (way := choose(job)) else [] if choose_mesh else policies(job)
+        fitting = next((way for way in ways if estimate_memory(way).fits == "yes"), None)
+        if fitting is None:
+            return best
+        best, job = fitting, job.changed(data={"context_length": 2 * job.context})
+    return best
+
+
+def _first_fitting(job: Job) -> Iterator[Job]:
+    """Yields on each mesh the first policy that fits, and otherwise the first that perhaps fits."""
+    for mesh in meshes(job):
+        ways = [(way, estimate_memory(way).fits) for way in policies(job.changed(mesh=mesh))]
+        fitting = [way for wanted in ("yes", "perhaps") for way, fits in ways if fits == wanted]
+        yield from fitting[:1]
+
+
+def _time_range(job: Job):
+    """The job's time range; None where the cost model has no rule for the job or does not list the machine."""
+    try:
+        return job.time_range()
+    except ValueError:
+        return None
+
+
+def heading(job: Job) -> str:
+    """Returns the job in one line."""
+    rows = "1 row" if job.batch == 1 else f"{job.batch:,} rows"
+    count = device_count(job.topology)
+    devices = "1 device" if count == 1 else f"{count:,} devices"
+    return f"{job.name}, {rows} of {job.context:,} tokens, on {job.topology}: {devices}"
+
+
+def settings(job: Job) -> str:
+    """Returns the job's mesh, schedule and memory policy in one line."""
+    schedule = "" if job.run.mesh.sequence == 1 else f", schedule {job.run.attention.schedule}"
+    return f"mesh {job.axes}{schedule}, remat {job.policy}"
+
+
+def flags(job: Job) -> str:
+    """Returns the flags of scripts.plan that ask for the job's mesh, schedule and memory policy."""
+    mesh, memory = job.run.mesh, job.run.memory
+    axes = ",".join(f"{axis}={getattr(mesh, axis)}" for axis in ("data", "fsdp", "tensor", "sequence")
+                    if getattr(mesh, axis) > 1) or "sequence=1"
+    words = [f"--mesh {axes}", f"--remat {memory.remat}"]
+    for field in dataclasses.fields(memory):
+        value = getattr(memory, field.name)
+        if field.name != "remat" and value != field.default and (field.name != "every_k" or memory.policy.every_k):
+            words.append(f"--{field.name.replace('_', '-')}" + ("" if value is True else f" {value}"))
+    return " ".join(words + ["--attention-groups 0"] * job.group_per_key_head)
+
+
+def memory_lines(memory: MemoryEstimate) -> list[str]:
+    """Returns the device's and the host's memory by parts, and the range of their sum."""
+    lines = ["memory of a device, GiB (working memory: gradients, a layer's weights and activations, logits)"]
+    lines += [f"  {name:20} {size:9.2f}" for name, size in memory.parts.items()]
+    lines.append(f"  {'estimate':20} {memory.total:9.2f}   {memory.low:.2f} to {memory.high:.2f}: compiled plans took {LOW:g} "
+                 f"to {HIGH:g} of their estimates")
+    if memory.device_gib is not None:
+        lines.append(f"  {'a program may use':20} {memory.device_gib:9.2f}")
+    if memory.host_parts:
+        limit = "" if memory.host_gib is None else f" of {memory.host_gib:.2f}"
+        named = ", ".join(f"{name} {size:.2f}" for name, size in memory.host_parts.items())
+        lines.append(f"  {'of the host':20} {memory.on_host:9.2f}{limit}   {named}")
+    return lines
+
+
+def verdict(memory: MemoryEstimate) -> str:
+    """Returns whether the job fits, in one line."""
+    if memory.host_gib is not None and memory.on_host > memory.host_gib:
+        return f"does not fit: {memory.on_host:.2f} GiB of the host's memory for each device, which has {memory.host_gib:.2f}"
+    if memory.device_gib is None:
+        return "whether it fits is not known: this machine's memory is not; --gpu-memory GIB gives it"
+    return {"yes": "fits, by the estimate", "no": "does not fit, by the estimate",
+            "perhaps": "perhaps fits: a device's memory lies within the estimate's range, and only the compiler can tell"
+            }[memory.fits]
+
+
+def time_figures(job: Job, *, tokens: float | None = None, price: float | None = None) -> dict[str, tuple[float, float]]:
+    """Returns the ranges of a step's time and of what follows from it; empty where the cost model does not list the machine.
+
+    Args:
+      tokens: to train on, adds hours; price: of a device-hour, adds money to the hours.
+    """
+    seconds = _time_range(job)
+    estimate = job.estimate() if seconds else None
+    if seconds is None or estimate is None:
+        return {}
+    step_tokens = estimate.tokens_per_second * estimate.seconds
+    ranges = {"seconds of a step": (seconds.low, seconds.high),
+              "tokens a second": (step_tokens / seconds.high, step_tokens / seconds.low),
+              "MFU": (estimate.mfu * estimate.seconds / seconds.high, estimate.mfu * estimate.seconds / seconds.low)}
+    if tokens:
+        hours = tuple(tokens / step_tokens * end / 3600 for end in seconds)
+        ranges["hours"] = hours[0], hours[1]
+    hourly = price * device_count(job.topology) if price else 0.0
+    if hourly and tokens:
+        ranges["price"] = ranges["hours"][0] * hourly, ranges["hours"][1] * hourly
+    elif hourly:
+        ranges["price of 1,000 steps"] = seconds.low / 3.6 * hourly, seconds.high / 3.6 * hourly
+    return ranges
+
+
+def time_lines(job: Job, **options: Any) -> list[str]:
+    """Returns the lines of `time_figures`, and where the range comes from."""
+    figures = time_figures(job, **options)
+    if not figures or job.hardware is None:
+        return ["time: not estimated; the cost model does not list this machine"]
+    lines = [f"time: from matrix products at the full rate of {job.hardware.peak / 1e12:,.0f} TFLOP/s alone,",
+             f"      to {_high_end(job)}"]
+    return lines + [f"  {name:20} {_number(low):>9} to {_number(high)}" for name, (low, high) in figures.items()]
+
+
+def _high_end(job: Job) -> str:
+    """Returns where the high end of the job's time range comes from."""
+    estimate, seconds = job.estimate(), _time_range(job)
+    assert job.hardware is not None and estimate is not None and seconds is not None
+    if seconds.high <= estimate.seconds:
+        return "what the cost model says at the kernels' published rates (planning/costs/hardware.py)"
+    factor, step = slowest(kind(job.hardware))
+    return (f"{factor:.2g} times the step at that rate, as slow as the slowest that others measured\n"
+            f"      ({step.label}, {step.source})")
+
+
+def _number(value: float) -> str:
+    """Returns a number to three digits, from 1,000 on to the nearest whole one."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def advice(job: Job) -> Iterator[str]:
+    """Yields what would make a job fit, one change a line: another mesh or policy, a shorter row, more devices."""
+    if job.device_gib is None:
+        return
+    way = choose(job)
+    if way is not None:
+        yield f"fits here with {settings(way)}: {flags(way)}" if estimate_memory(way).fits == "yes" else (
+            f"perhaps fits here with {settings(way)}: {flags(way)}")
+    shorter = _first(job.changed(data={"context_length": job.context >> power}) for power in range(1, 12)
+                     if job.context % (1 << power) == 0)
+    if shorter is not None and way is None:
+        yield (f"rows of {shorter.context:,} tokens fit here, with {settings(shorter)}: --context {shorter.context} "
+               f"{flags(shorter)}")
+    if way is None:
+        for times in (2, 4, 8, 16, 32, 64):
+            count = device_count(job.topology) * times
+            if _enough(job, count):
+                yield f"{count:,} such devices hold a row of this length"
+                break
+
+
+def _first(jobs: Iterable[Job]) -> Job | None:
+    """The first of the jobs that fits in some way, in that way."""
+    return next((way for job in jobs if (way := choose(job)) is not None and estimate_memory(way).fits == "yes"), None)
+
+
+def _enough(job: Job, devices: int) -> bool:
+    """Whether so many devices would hold the job with the rows split over all of them."""
+    if job.context % (2 * devices):
+        return False
+    spread = changed(job.run, mesh=dataclasses.replace(job.run.mesh, data=1, fsdp=1, tensor=1, sequence=devices, dcn={}))
+    return any(estimate_memory(way).fits == "yes" for way in policies(dataclasses.replace(job, run=spread)))

@@ -1,0 +1,156 @@
+"""Machines by the names that people and clouds give them: 8xH100, 2x8xH100, v5p-32, v6e-8, 4xA100-40GB, RTX4090.
+
+`topology_of` turns such a name into the topology that the rest of planning and the compilers use: generation:shape for TPUs
+(v5p:2x2x4), chip:hosts x GPUs for GPUs (h100:2x8). Imports no JAX.
+"""
+from __future__ import annotations
+
+import difflib
+import math
+import re
+
+from trainer.devices import GPUS, TPUS, Device
+
+# A GPU of which nothing but the memory is known, which then has to be given: --gpu-memory 24.
+ANY_GPU = "gpu"
+EXAMPLES = "8xH100, 2x8xH100 (2 hosts of 8), 4xA100-40GB, RTX4090, v5p-32, v6e-8 or a topology such as v4:4x4x4"
+# Other names of the same devices.
+_ALIASES = {"v5litepod": "v5e", "v5lite": "v5e", "a100-80gb": "a100", "h100-80gb": "h100", "h100-sxm": "h100",
+            "h200-141gb": "h200", "4090": "rtx4090", "3090": "rtx3090", "rtx-4090": "rtx4090", "rtx-3090": "rtx3090"}
+# Of these generations Cloud TPU counts cores, two a chip: v5p-32 has 16 chips.
+_COUNTED_IN_CORES = ("v3", "v4", "v5p")
+# Chips -> shape of the slice that Cloud TPU makes unless asked for another (cloud.google.com/tpu/docs, a page a generation).
+_TORUS = {4: "2x2x1", 8: "2x2x2", 16: "2x2x4", 32: "2x4x4", 64: "4x4x4", 128: "4x4x8", 256: "4x8x8", 512: "8x8x8",
+          768: "8x8x12", 1024: "8x8x16", 2048: "8x16x16", 4096: "16x16x16"}
+_FLAT = {1: "1x1", 4: "2x2", 8: "2x4", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16"}
+_V3 = {4: "2x2", 16: "4x4", 32: "4x8", 64: "8x8", 128: "8x16", 256: "16x16", 512: "16x32", 1024: "32x32"}
+_SLICES = {"v3": _V3, "v4": _TORUS, "v5p": _TORUS, "v5e": _FLAT, "v6e": _FLAT}
+# TPU chips of one virtual machine, the most that a single process drives.
+_CHIPS_OF_A_HOST = {"v3": 4, "v4": 4, "v5p": 4, "v5e": 8, "v6e": 8}
+
+
+def topology_of(name: str) -> str:
+    """Returns the topology that a machine's name means; a topology is returned as it is.
+
+    Args:
+      name: [hosts x] number x GPU (8xH100, 2x8xH100, RTX4090), [slices x] accelerator type of Cloud TPU (v5p-32, 2xv5e-256),
+        or a topology (v4:4x4x4, 2xv5e:16x16, h100:8, a100:4x8). Case and blanks do not matter.
+
+    Raises:
+      ValueError: no such machine; one line with the nearest name and what there is.
+    """
+    text = re.sub(r"\s+", "", name.lower()).replace("*", "x")
+    if ":" in text:
+        return _checked_topology(text, name)
+    if match := re.fullmatch(r"(?:(\d+)x)?(v\d+[a-z]*)-(\d+)", text):
+        slices, generation, count = match.groups()
+        return _slice(name, slices, _ALIASES.get(generation, generation), int(count))
+    match = re.fullmatch(r"(?:(\d+)x)?(?:(\d+)x)?([a-z][\w-]*|[34]090)", text)
+    if match is None:
+        raise ValueError(f"--machine: found {name!r}; write {EXAMPLES}")
+    first, second, chip = match.groups()
+    known = (*GPUS, ANY_GPU, *_SLICES)
+    if (swapped := re.fullmatch(r"(.+)x(\d+)", chip)) and not second and _ALIASES.get(swapped[1], swapped[1]) in known:
+        chip, second = swapped.groups()  # H100x8 is 8xH100
+    chip = _known(_ALIASES.get(chip, chip), name, known)
+    if chip in _SLICES:
+        raise ValueError(f"--machine: found {name!r}; a slice of TPUs is written {chip}-8, as Cloud TPU names it, or "
+                         f"{chip}:{_SLICES[chip][4]}")
+    hosts, count = (first, second) if second else (None, first or "1")
+    if "0" in (hosts, count):
+        raise ValueError(f"--machine: found {name!r}; at least one device is needed")
+    return f"{chip}:{hosts}x{count}" if hosts and hosts != "1" else f"{chip}:{count}"
+
+
+def _slice(name: str, slices: str | None, generation: str, count: int) -> str:
+    """The topology of a slice by Cloud TPU's accelerator type."""
+    shapes = _SLICES[_known(generation, name, tuple(_SLICES))]
+    cores = 2 if generation in _COUNTED_IN_CORES else 1
+    if count % cores or count // cores not in shapes:
+        sizes = ", ".join(f"{generation}-{cores * chips}" for chips in shapes)
+        raise ValueError(f"--machine: found {name!r}; slices of {generation} are {sizes}, or a shape such as "
+                         f"{generation}:{shapes[16]}")
+    slice_ = f"{generation}:{shapes[count // cores]}"
+    return f"{slices}x{slice_}" if slices and slices != "1" else slice_
+
+
+def _checked_topology(text: str, name: str) -> str:
+    generation, _, shape = text.partition(":")
+    slices, separator, chip = generation.partition("x")
+    slices, chip = (slices + separator, chip) if separator and slices.isdigit() else ("", generation)
+    chip = _ALIASES.get(chip, chip)
+    if not re.fullmatch(r"\d+(x\d+){0,2}", shape) or "0" in shape.split("x"):
+        raise ValueError(f"--machine: found {name!r}; after the colon stands a shape, such as v4:4x4x4, h100:8 or a100:4x8")
+    return f"{slices}{_known(chip, name, (*TPUS, *GPUS, ANY_GPU))}:{shape}"
+
+
+def _known(chip: str, name: str, known: tuple[str, ...]) -> str:
+    """Returns the chip, or raises ValueError with the nearest one and all of them."""
+    if chip in known:
+        return chip
+    near = difflib.get_close_matches(chip, known, n=1, cutoff=0.5)
+    meant = f" (did you mean {near[0] if near[0] in TPUS else near[0].upper()}?)" if near else ""
+    raise ValueError(f"--machine: found {name!r}; no device is called {chip}{meant}; TPUs are {', '.join(TPUS)}, GPUs "
+                     f"{', '.join(chip.upper() for chip in GPUS)}, and any other with --gpu-memory GIB")
+
+
+def split_topology(topology: str) -> tuple[int, str, str]:
+    """2xv5e:16x16 -> (2, "v5e", "16x16"): slices, generation, shape."""
+    generation, _, shape = topology.partition(":")
+    slices, separator, name = generation.partition("x")
+    return (int(slices), name, shape) if separator and slices.isdigit() else (1, generation, shape)
+
+
+def device_count(topology: str) -> int:
+    """The devices of a topology; the two cores of a TPU v3's chip are one each."""
+    slices, generation, shape = split_topology(topology)
+    return slices * math.prod(map(int, shape.split("x"))) * (2 if generation == "v3" else 1)
+
+
+def device_of(topology: str) -> Device | None:
+    """The facts of a topology's devices; None where the table does not list them."""
+    generation = split_topology(topology)[1]
+    return TPUS.get(generation) or GPUS.get(generation)
+
+
+def host_gib(topology: str) -> float | None:
+    """Each device's share of the host's memory in GiB; None for devices that the table does not list."""
+    device = device_of(topology)
+    if device is not None and device.box_host_gib is not None:
+        return device.box_host_gib / gpus_per_host(topology)
+    return None if device is None else device.host_gib
+
+
+def memory_gib(topology: str) -> float | None:
+    """The memory of a device that a program may use, in GiB; None for devices that the table does not list."""
+    device = device_of(topology)
+    return None if device is None else device.usable_gib
+
+
+def gpus_per_host(topology: str) -> int:
+    """The GPUs of one host, which are one process's: 8 of h100:8 and of a100:4x8."""
+    return int(split_topology(topology)[2].rpartition("x")[2])
+
+
+def hosts(topology: str) -> int:
+    """The hosts of a topology, of TPUs as Cloud TPU divides a slice into virtual machines."""
+    slices, generation, shape = split_topology(topology)
+    if generation not in TPUS:
+        return math.prod(map(int, shape.split("x"))) // gpus_per_host(topology)
+    chips = math.prod(map(int, shape.split("x")))
+    # A slice of more than 8 v5e or v6e chips has machines of 4.
+    of_a_host = _CHIPS_OF_A_HOST[generation] if chips <= 8 else 4
+    return slices * max(1, chips // of_a_host)
+
+
+def accelerator_type(topology: str) -> str | None:
+    """Cloud TPU's name of a slice (v5p-32 for v5p:2x2x4); None where the shape has no name, and for GPUs."""
+    _, generation, shape = split_topology(topology)
+    if generation not in _SLICES:
+        return None
+    chips = math.prod(map(int, shape.split("x")))
+    named = _SLICES[generation].get(chips)
+    if named is None or sorted(named.split("x")) != sorted(shape.split("x")):
+        return None
+    name = "v5litepod" if generation == "v5e" else generation
+    return f"{name}-{chips * (2 if generation in _COUNTED_IN_CORES else 1)}"

@@ -1,0 +1,100 @@
+"""The memory of a step without a compiler: the parts that are known, and an estimate of what a step works with.
+
+Known are parameters, moments and what the layers keep (`planning.parts`). What else exists at the step's peak (gradients, a
+layer's gathered weights and activations, logits) is estimated as so many arrays of each kind. The numbers of arrays were chosen
+by least squares over the plans of text models in docs/plans, which real compilers made, after these had been seen, and rounded.
+The range is what those plans were of their estimates at worst; tests/planning/test_memory_estimate.py compares them.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Literal
+
+from trainer.flops import head_weights, layer_weights
+from trainer.optimizer import split_trainable
+
+from .compiled import GIB
+from .parts import declared_once, device_tokens, host_parts_gib, parts_gib
+from .plan import Job
+
+# Arrays of [tokens, hidden], [tokens, query heads x head size] and [tokens, key heads x head size] in bfloat16; of a layer's
+# and of the head's weights in bfloat16; of the gradients in float32; and of a loss chunk's logits in float32.
+HIDDEN, QUERIES, KEYS, LAYER_WEIGHTS, HEAD_WEIGHTS, GRADIENTS, LOGITS = 5, 6, 14, 2, 1, 1, 4
+# The smallest and the largest share of its estimate that a compiled plan took.
+LOW, HIGH = 0.7, 1.3
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryEstimate:
+    """What a step is estimated to take on each device and of its host, in GiB.
+
+    Attributes:
+      parts: of the device's memory; the last one, `working memory`, is itself an estimate.
+      host_parts: of the host's memory; these are known.
+      device_gib, host_gib: what a program may use; None where it is not known.
+    """
+
+    parts: dict[str, float]
+    host_parts: dict[str, float]
+    device_gib: float | None
+    host_gib: float | None
+
+    @property
+    def total(self) -> float:
+        """The sum of the device's parts."""
+        return sum(self.parts.values())
+
+    @property
+    def low(self) -> float:
+        """The least that a step of this estimate may take."""
+        return LOW * self.total
+
+    @property
+    def high(self) -> float:
+        """The most that a step of this estimate may take."""
+        return HIGH * self.total
+
+    @property
+    def on_host(self) -> float:
+        """The sum of the host's parts."""
+        return sum(self.host_parts.values())
+
+    @property
+    def fits(self) -> Literal["yes", "perhaps", "no"]:
+        """Whether the step fits: `perhaps` where the memory lies within the range, and only a compiler can tell."""
+        if self.host_gib is not None and self.on_host > self.host_gib:
+            return "no"
+        if self.device_gib is None:
+            return "perhaps"
+        return "yes" if self.high <= self.device_gib else "no" if self.low > self.device_gib else "perhaps"
+
+
+def estimate_memory(job: Job) -> MemoryEstimate:
+    """Returns the estimate of a job's memory."""
+    run = dataclasses.replace(job.run, memory=job.memory)
+    parts = {name: size for name, size in parts_gib(run, job.model).items() if size}
+    parts["working memory"] = _working_bytes(job) / GIB
+    host_parts = {name: size for name, size in host_parts_gib(run, job.model).items() if size}
+    return MemoryEstimate(parts, host_parts, job.device_gib, job.host_gib)
+
+
+def _working_bytes(job: Job) -> float:
+    """What exists on a device at the step's peak beside the known parts, in bytes."""
+    model, memory, mesh = job.model, job.memory, job.run.mesh
+    tokens, tensor = device_tokens(job.run), mesh.tensor
+    queries = model.num_attention_heads * model.head_dim / tensor / memory.attention_groups / memory.query_chunks
+    keys = model.num_key_value_heads * model.head_dim / tensor / memory.attention_groups
+    activations = 2 * tokens * (HIDDEN * model.hidden_size + QUERIES * queries + KEYS * keys)
+    layer, head = layer_weights(model) / tensor, head_weights(model) / tensor
+    weights = 2 * (LAYER_WEIGHTS * layer * (2 if memory.prefetch else 1) + HEAD_WEIGHTS * head)
+    gradients = 4 * GRADIENTS * _trained_numbers(job) * mesh.data / mesh.devices
+    chunk = min(tokens, memory.loss_chunk or tokens)
+    return activations + weights + gradients + 4 * LOGITS * chunk * model.vocab_size / tensor
+
+
+def _trained_numbers(job: Job) -> int:
+    """The numbers of all trained parameters."""
+    declared = declared_once(job.model)
+    trained, _ = split_trainable(declared, job.run.model.trainable)
+    return sum(math.prod(declared[name].shape) for name in trained)

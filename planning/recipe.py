@@ -1,0 +1,85 @@
+"""Writes a planned job as a recipe that train.py takes as it is, with the command of its launcher in its head."""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from trainer.config.schema import MESH_AXES, VERSION, MemoryConfig, RunConfig
+from trainer.devices import GPU_MEMORY_SHARE, TPUS
+
+from .answer import heading, settings, time_figures
+from .machines import accelerator_type, gpus_per_host, hosts, split_topology
+from .memory_estimate import estimate_memory
+from .plan import Job
+
+# Cloud TPU's runtime versions (cloud.google.com/tpu/docs/runtimes).
+_RUNTIMES = {"v3": "tpu-ubuntu2204-base", "v4": "tpu-ubuntu2204-base", "v5e": "v2-alpha-tpuv5-lite", "v5p": "v2-alpha-tpuv5",
+             "v6e": "v2-alpha-tpuv6e"}
+
+
+def launcher(job: Job, options: str) -> str:
+    """Returns the shell command that trains on the job's machine.
+
+    Args:
+      options: those of train.py.
+    """
+    slices, generation, shape = split_topology(job.topology)
+    if generation in TPUS:
+        kind = accelerator_type(job.topology)
+        if hosts(job.topology) == 1 or slices > 1 or kind is None:
+            return f'eval "$(python -m trainer.xla_flags tpu)" && python train.py {options}'
+        return f"scripts/launch_tpu.sh run NAME --zone ZONE --type {kind} --version {_RUNTIMES[generation]} -- {options}"
+    if "x" in shape:
+        return (f"sbatch --nodes {hosts(job.topology)} --gpus-per-node {gpus_per_host(job.topology)} "
+                f"scripts/launch_slurm.sbatch {options}")
+    return f'eval "$(python -m trainer.xla_flags gpu)" && python train.py {options}'
+
+
+def recipe_of(job: Job, base: Mapping[str, Any], model_path: str | None) -> dict[str, Any]:
+    """Returns the job as a recipe.
+
+    Args:
+      base: the recipe that was planned; {} if none was.
+      model_path: the model's folder or hub name, to be written; None leaves it to the command line.
+    """
+    run, default = job.run, RunConfig()
+    mesh = {axis: getattr(run.mesh, axis) for axis in MESH_AXES if getattr(run.mesh, axis) > 1}
+    mesh |= {name: getattr(run.mesh, name) for name in ("sequence_parallel", "dcn") if getattr(run.mesh, name)}
+    memory = {field.name: getattr(job.memory, field.name) for field in dataclasses.fields(MemoryConfig)
+              if field.name == "remat" or getattr(job.memory, field.name) != field.default}
+    recipe = {"config_version": VERSION, **base}
+    recipe["mesh"] = mesh or {"sequence": 1}
+    recipe["attention"] = {**base.get("attention", {}), "schedule": run.attention.schedule, "layout": run.attention.layout}
+    recipe["memory"] = memory
+    recipe["data"] = {**base.get("data", {}), "context_length": job.context}
+    recipe["train"] = {"steps": default.train.steps, **base.get("train", {}), "batch_size": job.batch}
+    if model_path:
+        recipe["model"] = {**base.get("model", {}), "path": model_path}
+    return recipe
+
+
+def recipe_text(job: Job, recipe: Mapping[str, Any], path: str, model: str | None) -> str:
+    """Returns the recipe's text: a head with the job, its commands and its estimates, then the recipe as YAML.
+
+    Args:
+      path: of the recipe's file, for the commands; model: --model of the planning command, None where the recipe has it.
+    """
+    section = recipe.get("model", {})
+    options = f"--config {path}" + ("" if section.get("path") or section.get("preset") or section.get("overrides")
+                                    else " --model.path HF_DIR")
+    data = recipe.get("data", {})
+    options += "" if data.get("path") or data.get("sources") or "trajectories" in recipe else " --data.path FILE.json"
+    memory, figures = estimate_memory(job), time_figures(job)
+    usable = "" if memory.device_gib is None else f" of {memory.device_gib:.1f}"
+    seconds = "{:.3g} to {:.3g} s".format(*figures["seconds of a step"]) if figures else "not estimated"
+    plan = f"python -m scripts.plan --config {path}" + (f" --model {model}" if model else "")
+    own = "" if job.own_device_gib is None else f" --gpu-memory {job.own_device_gib / GPU_MEMORY_SHARE:.4g}"
+    head = [heading(job), "", f"Command   {launcher(job, options)}",
+            f"Check     python train.py {options} --dry-run {job.topology}",
+            f"Settings  {settings(job)}",
+            f"Memory    {memory.low:.1f} to {memory.high:.1f}{usable} GiB of each device, estimated",
+            f"Time      {seconds} a step, estimated", f"Plan      {plan} --machine {job.topology}{own} --compile"]
+    return "\n".join(f"# {line}".rstrip() for line in head) + "\n\n" + yaml.safe_dump(dict(recipe), sort_keys=False)

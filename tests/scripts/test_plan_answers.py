@@ -1,0 +1,116 @@
+"""`python -m scripts.plan` without a compiler: machines by name, memory by parts, time, price, what to change, recipes."""
+import json
+import re
+
+import pytest
+import yaml
+
+from scripts import plan
+from trainer.config.load import load
+
+MODEL = ["--model", "llama-3.1-8b"]
+
+
+def answer(capsys, *argv) -> tuple[int, str]:
+    status = plan.main([str(word) for word in argv])
+    captured = capsys.readouterr()
+    return status, captured.out + captured.err
+
+
+@pytest.mark.parametrize(("machine", "devices"), [
+    ("8xH100", 8), ("2x8xH100", 16), ("v5p-32", 16), ("v6e-8", 8), ("4xA100-40GB", 4), ("RTX4090", 1), ("B200", 1)])
+def test_machines_are_answered_and_their_recipes_are_taken(machine, devices, tmp_path, capsys):
+    recipe = tmp_path / "mine.yaml"
+    status, said = answer(capsys, "--model", "llama-3.2-1b", "--machine", machine, "--context", "16K", "--write", recipe)
+    assert status == 0 and "fits, by the estimate" in said and "seconds of a step" in said
+    config = load(["--config", str(recipe), "--model.path", "any", "--data.path", "any"])
+    assert config.mesh.devices == devices and config.data.context_length == 16384
+    head = recipe.read_text(encoding="utf-8").split("\n\n")[0]
+    assert all(line.startswith("#") for line in head.splitlines())
+    launcher = {"2x8xH100": "sbatch --nodes 2 --gpus-per-node 8 scripts/launch_slurm.sbatch --config",
+                "v5p-32": "--type v5p-32 --version v2-alpha-tpuv5 -- --config"}.get(machine, "python train.py --config")
+    assert launcher in head
+
+
+def test_the_parts_add_up_and_the_range_holds_them(capsys):
+    _, said = answer(capsys, *MODEL, "--machine", "8xH100", "--context", "128K")
+    sizes = {name.strip(): float(size) for name, size in re.findall(r"^  ([a-z ]+?) +(\d+\.\d\d)(?: |$)", said.split("time:")[0],
+                                                                re.MULTILINE)}
+    total, usable = sizes.pop("estimate"), sizes.pop("a program may use")
+    # Parameters and two moments in float32, split over 8 devices; the layers' inputs and outputs in bfloat16.
+    assert sizes["parameters"] == pytest.approx(8.03e9 * 4 / 8 / 2**30, rel=0.01)
+    assert sizes["moments"] == pytest.approx(2 * sizes["parameters"], abs=0.01)
+    assert sizes["layer inputs"] == pytest.approx(32 * 16384 * 4096 * 2 / 2**30, abs=0.01)
+    assert total == pytest.approx(sum(sizes.values()), abs=0.03) and total < usable
+    low, high = map(float, re.search(r"([\d.]+) to ([\d.]+): compiled plans", said).groups())
+    assert low < total < high
+
+
+def test_price_and_hours_follow_from_the_time(capsys):
+    _, said = answer(capsys, *MODEL, "--machine", "8xH100", "--context", "128K", "--tokens", "100M",
+                     "--price-per-device-hour", "2")
+    ends = {name: tuple(float(end.replace(",", "")) for end in pair)
+            for name, *pair in re.findall(r"^  (seconds of a step|hours|price) +([\d.,]+) to ([\d.,]+)$", said, re.MULTILINE)}
+    for end in (0, 1):
+        assert ends["hours"][end] == pytest.approx(ends["seconds of a step"][end] * 800 / 3600, rel=0.01)
+        assert ends["price"][end] == pytest.approx(ends["hours"][end] * 8 * 2, rel=0.01)
+
+
+def test_what_does_not_fit_is_told_what_would(capsys):
+    job = [*MODEL, "--machine", "8xH100", "--context", "1M"]
+    status, said = answer(capsys, *job, "--mesh", "sequence=8", "--remat", "everything")
+    assert status == 1 and "does not fit, by the estimate" in said
+    flags = re.search(r"fits here with .*?: (--mesh .*)$", said, re.MULTILINE)[1].split()
+    assert answer(capsys, *job, *flags)[0] == 0
+    status, said = answer(capsys, *MODEL, "--machine", "RTX4090", "--context", "32K")
+    count = re.search(r"(\d+) such devices hold a row", said)[1]
+    assert status == 1 and answer(capsys, *MODEL, "--machine", f"{count}xRTX4090", "--context", "32K")[0] == 0
+
+
+def test_a_gpu_of_which_only_the_memory_is_known(capsys):
+    status, said = answer(capsys, "--model", "llama-3.2-1b", "--machine", "gpu", "--gpu-memory", "24", "--context", "8K")
+    assert status == 0 and "a program may use        22.80" in said and "time: not estimated" in said
+
+
+def test_the_longest_context_without_a_compiler(tmp_path, capsys):
+    file = tmp_path / "answer.json"
+    status, said = answer(capsys, *MODEL, "--machine", "8xH100", "--search", "--context", "64K", "--output", file)
+    longest = json.loads(file.read_text(encoding="utf-8"))
+    assert status == 0 and longest["fits"] == "yes" and longest["context"] > 65536 and f"{longest['context']:,}" in said
+    twice = answer(capsys, *MODEL, "--machine", "8xH100", "--context", 2 * longest["context"])
+    assert "\nfits, by the estimate" not in twice[1]
+
+
+def test_every_stage_of_a_recipe_is_planned(repository, capsys):
+    recipe = repository / "configs/extension/smollm2_32k.yaml"
+    stages = yaml.safe_load(recipe.read_text(encoding="utf-8"))["stages"]
+    _, said = answer(capsys, "--config", recipe, "--model", "smollm2-135m", "--machine", "v5e-1")
+    for number, stage in enumerate(stages, 1):
+        assert f"stage {number} of {len(stages)}" in said and f"{stage['context_length']:,} tokens" in said
+
+
+@pytest.mark.parametrize(("argv", "mend"), [
+    (["--machine", "8xH10", "--context", "64K"], "did you mean H100?"),
+    (["--machine", "v5p-33", "--context", "64K"], "v5p-32"),
+    (["--machine", "8xH100", "--context", "64X"], "such as 4096, 64K or 1M"),
+    (["--machine", "8xH100", "--contxt", "64K"], "did you mean --context?"),
+    (["--machine", "8xH100", "--seq_len", "64K"], "no option of this command"),
+    (["--machine", "8xH100", "--context", "64K", "--layout", "stripped"], "did you mean striped?"),
+    (["--context", "64K"], "--machine: missing"),
+    (["--machine", "8xH100"], "--context: missing, such as --context 128K"),
+    (["--machine", "8xH100", "--context", "64K", "--mesh", "sequence=4"], "= 4 devices, but h100:8 has 8"),
+    (["--machine", "8xH100", "--context", "64K", "--model", "llama-3.1-8"], "did you mean llama-3.1-8b?"),
+    (["--machine", "8xH100", "--context", "64K", "--model", "meta/none"], "hf download meta/none")])
+def test_a_typo_is_one_line_before_anything_compiles(argv, mend, capsys):
+    try:
+        status = plan.main([*MODEL, *argv])
+    except SystemExit as exit:
+        status = exit.code
+    said = capsys.readouterr().err
+    assert status == 2 and mend in said and said.count("\n") == 1 and said.startswith("error: ")
+
+
+@pytest.mark.parametrize(("text", "tokens"), [("4096", 4096), ("64K", 65536), ("1m", 1 << 20), ("1_048_576", 1 << 20),
+                                              ("131,072", 131072), ("1.5K", 1536)])
+def test_tokens(text, tokens):
+    assert plan.tokens_of(text) == tokens
