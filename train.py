@@ -1,6 +1,7 @@
 """Train: python train.py --config configs/NAME.yaml [--section.field value ...]; the same command again goes on.
 
-Alone, it lists the recipes. Every field is described by --help, or those of a section by --help SECTION. LONGSTRIPE_TRACEBACK=1
+With --dry-run [MACHINE] it says what the run would take, and stops. Alone, it lists the recipes. Every field is described by
+--help, or those of a section by --help SECTION. LONGSTRIPE_TRACEBACK=1
 shows where an error comes from. Exit codes: 0 trained; 2 an error in one line that you can mend; 130 stopped by Ctrl-C, 143 by
 SIGTERM: the running step is finished and saved, and the same command goes on; a second Ctrl-C ends at once.
 """
@@ -26,11 +27,24 @@ def objective_class(config: "RunConfig") -> "type[Objective]":
     return TextObjective
 
 
+def split_dry_run(words: list[str]) -> tuple[list[str], str | None]:
+    """Returns the other words of the command line, and the machine of --dry-run: "" where it names none, None without it."""
+    if (index := next((i for i, word in enumerate(words) if word.partition("=")[0] == "--dry-run"), None)) is None:
+        return words, None
+    _, equals, machine = words[index].partition("=")
+    end = index + 1
+    if not equals and end < len(words) and not words[end].startswith("--"):
+        machine, end = words[end], end + 1
+    return words[:index] + words[end:], machine
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Trains as the command line says; returns the exit code."""
+    """Trains as the command line says; returns the exit code, that of --dry-run being 1 where the run does not fit."""
+    status = 0
 
     def work() -> None:
-        if not (sys.argv[1:] if argv is None else argv):
+        words, machine = split_dry_run(list(sys.argv[1:] if argv is None else argv))
+        if not words:
             from trainer.config.recipes import recipe_list
 
             print(recipe_list())
@@ -39,7 +53,13 @@ def main(argv: list[str] | None = None) -> int:
         from trainer.evaluation import Evaluation, HeldOutLoss
         from trainer.loop import train
         from trainer.stages import train_stages
-        config = configuration.load(argv)
+        config = configuration.load(words, own=["dry-run"])
+        if machine is not None:
+            from planning.dry_run import dry_run
+
+            nonlocal status
+            status = 0 if dry_run(config, machine) else 1
+            return
         entry.keep_compiled(config.compile_cache)
 
         def train_run(config: "RunConfig") -> Path:
@@ -52,7 +72,7 @@ def main(argv: list[str] | None = None) -> int:
 
         train_stages(config, train_run)
 
-    return entry.run(work)
+    return entry.run(work) or status
 
 
 if __name__ == "__main__":

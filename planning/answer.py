@@ -93,10 +93,12 @@ def flags(job: Job) -> str:
 
 def memory_lines(memory: MemoryEstimate) -> list[str]:
     """Returns the device's and the host's memory by parts, and the range of their sum."""
+    digits = 2 if memory.total >= 1 else 4
     lines = ["memory of a device, GiB (working memory: gradients, a layer's weights and activations, logits)"]
-    lines += [f"  {name:20} {size:9.2f}" for name, size in memory.parts.items()]
-    lines.append(f"  {'estimate':20} {memory.total:9.2f}   {memory.low:.2f} to {memory.high:.2f}: compiled plans took {LOW:g} "
-                 f"to {HIGH:g} of their estimates")
+    lines += [f"  {name:20} {size:9.{digits}f}" for name, size in memory.parts.items()]
+    ends = f"{memory.low:.{digits}f} to {memory.high:.{digits}f}"
+    lines.append(f"  {'estimate':20} {memory.total:9.{digits}f}   {ends}: compiled plans took {LOW:g} to {HIGH:g} of their "
+                 "estimates")
     if memory.device_gib is not None:
         lines.append(f"  {'a program may use':20} {memory.device_gib:9.2f}")
     if memory.host_parts:

@@ -26,7 +26,7 @@ def parts_gib(run: RunConfig, model: LlamaConfig) -> dict[str, float]:
     layers, hidden = model.num_hidden_layers, model.hidden_size
     device_inputs, _ = _kept_inputs(memory, layers)
     widths = (heads + 2 * key_heads) * model.head_dim + 2 * model.intermediate_size / tensor + hidden
-    parameters, moments = _state_bytes(run, model)
+    parameters, moments = state_bytes(run, model)
     parts = {"parameters": 0 if memory.parameters_on_host else parameters,
              "moments": 0 if memory.moments_on_host else moments,
              "layer inputs": device_inputs * 2 * tokens * hidden,
@@ -39,7 +39,7 @@ def host_parts_gib(run: RunConfig, model: LlamaConfig) -> dict[str, float]:
     """The known parts of the host's memory for each device in GiB: what layers keep there, parameters and moments."""
     memory = run.memory
     _, host_inputs = _kept_inputs(memory, model.num_hidden_layers)
-    parameters, moments = _state_bytes(run, model)
+    parameters, moments = state_bytes(run, model)
     parts = {"layer inputs": host_inputs * 2 * device_tokens(run) * model.hidden_size,
              "attention outputs": _attention_bytes(run, model) if memory.policy.attention == "host" else 0,
              "parameters": parameters * memory.parameters_on_host, "moments": moments * memory.moments_on_host}
@@ -67,7 +67,7 @@ def device_tokens(run: RunConfig) -> float:
     return run.data.context_length * run.train.batch_size / (mesh.data * mesh.fsdp * mesh.sequence) / run.train.accumulation
 
 
-def _state_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:
+def state_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:
     """A device's bytes of (float32 parameters, moments of the trained ones)."""
     declared, mesh = declared_once(model), run.mesh
     trained, _ = split_trainable(declared, run.model.trainable)

@@ -34,8 +34,8 @@ def test_machines_are_answered_and_their_recipes_are_taken(machine, devices, tmp
 
 def test_the_parts_add_up_and_the_range_holds_them(capsys):
     _, said = answer(capsys, *MODEL, "--machine", "8xH100", "--context", "128K")
-    sizes = {name.strip(): float(size) for name, size in re.findall(r"^  ([a-z ]+?) +(\d+\.\d\d)(?: |$)", said.split("time:")[0],
-                                                                re.MULTILINE)}
+    listed = re.findall(r"^  ([a-z ]+?) +(\d+\.\d\d)(?: |$)", said.split("time:")[0], re.MULTILINE)
+    sizes = {name.strip(): float(size) for name, size in listed}
     total, usable = sizes.pop("estimate"), sizes.pop("a program may use")
     # Parameters and two moments in float32, split over 8 devices; the layers' inputs and outputs in bfloat16.
     assert sizes["parameters"] == pytest.approx(8.03e9 * 4 / 8 / 2**30, rel=0.01)

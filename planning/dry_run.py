@@ -1,0 +1,117 @@
+"""What a run would do, without doing it: rows, epochs and padding of its data, memory, time, and disk for its checkpoints.
+
+`python train.py --config RECIPE.yaml --dry-run [MACHINE]` prints it. The data are prepared as the run would prepare them,
+and kept for it; no device is asked, nothing is compiled, and the run's folder is not made.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from data.errors import UserError
+from data.loader import Loader
+from model.config import LlamaConfig
+from trainer.config.schema import RunConfig
+from trainer.model_source import choose_model, for_templates
+from trainer.stages import stages_of
+from trainer.text import prepare_text
+from trainer.trajectories import trajectory_model
+
+from . import answer
+from .compiled import GIB
+from .machines import ANY_GPU, device_count, host_gib, topology_of
+from .memory_estimate import estimate_memory
+from .parts import state_bytes
+from .plan import Job
+
+
+def dry_run(config: RunConfig, machine: str = "") -> bool:
+    """Prints what each stage of a run would do; returns whether all of them fit or perhaps fit.
+
+    Args:
+      machine: where it would run; "" leaves out what depends on the machine.
+
+    Raises:
+      UserError, ValueError: the model or the data cannot be used, or the machine has not the devices of the mesh.
+    """
+    topology = topology_of(machine) if machine else f"{ANY_GPU}:{config.mesh.devices}"
+    if device_count(topology) != config.mesh.devices:
+        raise UserError(f"--dry-run: {machine} has {device_count(topology)} devices, the mesh takes {config.mesh.product}; "
+                        "python -m scripts.plan finds a mesh")
+    stages, fits = stages_of(config), True
+    for number, stage in enumerate(stages, 1):
+        if len(stages) > 1:
+            print(f"stage {number} of {len(stages)}")
+        # A later stage begins with the model of the one before, which has the first one's shape.
+        stage = dataclasses.replace(stage, model=dataclasses.replace(
+            config.model, overrides={**config.model.overrides, **stage.model.overrides}))
+        fits &= _report(stage, topology, bool(machine))
+    print("nothing was trained: without --dry-run the same command trains")
+    return fits
+
+
+def _report(config: RunConfig, topology: str, named: bool) -> bool:
+    """Prints what one run would do; returns whether it fits or perhaps fits."""
+    if config.trajectories.path:
+        model = trajectory_model(config)
+        print(f"data: rows of {config.data.context_length:,} tokens, each drawn from the episodes of "
+              f"{config.trajectories.path}")
+    else:
+        model = _describe_text(config)
+    job = Job(config, model, topology, config.name, host_gib=host_gib(topology))
+    memory = estimate_memory(job)
+    print(f"settings: {answer.settings(job)}", "", *answer.memory_lines(memory), "", sep="\n")
+    if named:
+        tokens = config.train.steps * job.batch * job.context
+        print(*answer.time_lines(job, tokens=tokens), "", answer.verdict(memory), sep="\n")
+        if memory.fits == "no":
+            print(*(f"  {line}" for line in answer.advice(job)), sep="\n")
+    else:
+        print("time, and whether it fits: name the machine, such as --dry-run 8xH100")
+    print(*_disk_lines(config, model), "", sep="\n")
+    return memory.fits != "no"
+
+
+def _describe_text(config: RunConfig) -> LlamaConfig:
+    """Prepares the data and prints their rows, epochs and padding; returns the model's shape."""
+    source, tokenizer = for_templates(choose_model(config.model), config.data)
+    prepared = prepare_text(config, tokenizer)
+    data, train = config.data, config.train
+    loader = Loader(prepared, data.context_length, train.batch_size, data.seed)
+    rows, seen = len(loader), train.steps * train.batch_size
+    documents = prepared.train
+    print(prepared.report.summary())
+    print(f"data: {len(documents):,} documents of {int(documents.lengths.sum()):,} tokens, {_share(documents)} of them in "
+          f"the loss; {len(prepared.held_out):,} documents held out")
+    print(f"rows: {rows:,} of {data.context_length:,} tokens in an epoch, {loader.padding_share:.1%} padding")
+    print(f"steps: {train.steps:,} of {train.batch_size:,} rows: {seen:,} rows, {seen / rows:.2f} epochs, "
+          f"{seen * data.context_length:,} tokens")
+    return source.config.with_length(data.context_length)
+
+
+def _share(documents) -> str:
+    total = int(documents.lengths.sum())
+    return f"{int(documents.trained.sum()) / total:.1%}" if total else "none"
+
+
+def _disk_lines(config: RunConfig, model: LlamaConfig) -> Iterator[str]:
+    """Yields the size of a checkpoint, what the run's checkpoints take together, and what the disk has."""
+    parameters, moments = (size * config.mesh.devices / config.mesh.data for size in state_bytes(config, model))
+    every, steps = config.checkpoint.every or config.train.steps, config.train.steps
+    saved = math.ceil(steps / every)
+    # A new checkpoint is whole before the oldest one goes.
+    most = min(saved, config.checkpoint.keep + 1)
+    total = most * (parameters + moments)
+    yield (f"disk: {'1 checkpoint' if saved == 1 else f'{saved:,} checkpoints'} of {_size(parameters + moments)} (parameters "
+           f"{_size(parameters)}, moments {_size(moments)}), at most {most} at a time: {_size(total)} in {config.folder}")
+    parent = next(folder for folder in (Path(config.folder), *Path(config.folder).absolute().parents) if folder.is_dir())
+    if (free := shutil.disk_usage(parent).free) < total:
+        yield f"disk: only {_size(free)} are free there; checkpoint.keep, checkpoint.every or another --run_dir help"
+
+
+def _size(count: float) -> str:
+    """Returns a number of bytes in GiB, or in MiB below one GiB."""
+    return f"{count / GIB:,.1f} GiB" if count >= GIB else f"{1024 * count / GIB:,.1f} MiB"
