@@ -61,7 +61,8 @@ def _report(config: RunConfig, topology: str, named: bool) -> bool:
               f"{config.trajectories.path}")
     else:
         model = _describe_text(config)
-    job = Job(config, model, topology, config.name, host_gib=host_gib(topology))
+    mesh = dataclasses.replace(config.mesh, simulate=0)
+    job = Job(dataclasses.replace(config, mesh=mesh), model, topology, config.name, host_gib=host_gib(topology))
     memory = estimate_memory(job)
     print(f"settings: {answer.settings(job)}", "", *answer.memory_lines(memory), "", sep="\n")
     if named:
