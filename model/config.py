@@ -19,12 +19,15 @@ _ROPE_NEEDS: dict[str, tuple[str, ...]] = {
     "dynamic": ("factor",),
     "yarn": ("factor", "original_max_position_embeddings"),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": ("factor", "short_factor", "long_factor", "original_max_position_embeddings"),
 }
 _ROPE_MAY: dict[str, dict[str, Any]] = {
     "dynamic": {"original_max_position_embeddings": None},
     "yarn": {"attention_factor": None, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": None, "mscale_all_dim": None,
              "truncate": True},
+    "longrope": {"attention_factor": None},
 }
+_PER_CHANNEL = ("short_factor", "long_factor")
 ROPE_RULES = tuple(_ROPE_NEEDS)
 # The fields that may change while the weights stay the same; names are Hugging Face's.
 POSITIONS = ("rope_theta", "rope_scaling", "max_position_embeddings")
@@ -35,7 +38,7 @@ class RopeConfig:
     """The rotary embedding. Numbers that a rule does not use are None, so that equal embeddings compare equal.
 
     For the rule `dynamic`, `original_max_position_embeddings` is the model's `max_position_embeddings`; LlamaConfig
-    fills it in, as transformers knows no other.
+    fills it in, as transformers knows no other. `short_factor` and `long_factor` have a number for each pair of channels.
     Raises ValueError for a rule that is not computed here and for numbers that make no rotation.
     """
 
@@ -51,6 +54,8 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool | None = None
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if self.rule not in ROPE_RULES:
@@ -67,6 +72,9 @@ class RopeConfig:
             if name == "truncate":
                 if not (value is None or isinstance(value, bool)):
                     raise ValueError(f"rope_scaling.truncate: {value!r} is not true or false")
+            elif name in _PER_CHANNEL and value is not None:
+                for number in value:
+                    _require_number(f"rope_scaling.{name}", number, above=0)
             elif value is not None:
                 _require_number(f"rope_scaling.{name}", value, above=0, or_equal=name.startswith("mscale"))
         for high, low in (("high_freq_factor", "low_freq_factor"), ("beta_fast", "beta_slow")):
@@ -175,6 +183,11 @@ class LlamaConfig:
                 raise ValueError(f"head_dim: {self.head_dim} is too small for rope_type 'dynamic'; 4 or more would work")
             rope = dataclasses.replace(self.rope, original_max_position_embeddings=self.max_position_embeddings)
             object.__setattr__(self, "rope", rope)
+        for name in _PER_CHANNEL:
+            numbers = getattr(self.rope, name)
+            if numbers is not None and len(numbers) != self.head_dim // 2:
+                raise ValueError(f"rope_scaling.{name}: found {len(numbers)} numbers; head_dim {self.head_dim} needs "
+                                 f"{self.head_dim // 2}")
 
     def _check_family(self) -> None:
         """Refuses what no config.json of the family can say: an exported model would be another one."""
@@ -246,11 +259,12 @@ class LlamaConfig:
             numbers = {f.name: getattr(rope, f.name) for f in dataclasses.fields(rope) if f.name not in ("rule", "theta")}
             if rope.rule == "dynamic":  # transformers knows it as max_position_embeddings
                 numbers.pop("original_max_position_embeddings")
-            scaling = {"rope_type": rope.rule, **{name: value for name, value in numbers.items() if value is not None}}
-        return {
-            **FAMILIES[self.family].write(values), "rope_theta": rope.theta, "rope_scaling": scaling,
+            scaling = {"rope_type": rope.rule, **{name: list(value) if name in _PER_CHANNEL else value
+                                                  for name, value in numbers.items() if value is not None}}
+        return FAMILIES[self.family].write({
+            **values, "rope_theta": rope.theta, "rope_scaling": scaling,
             "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": rope.theta},
-        }
+        })
 
     def with_positions(self, **changes: Any) -> LlamaConfig:
         """This model with other POSITIONS, written as Hugging Face writes them: `rope_scaling` is a dict or None.
@@ -326,13 +340,17 @@ def _rope_from_parameters(key: str, found: dict[str, Any], config: dict[str, Any
         numbers[original] = config.get(original) or numbers.get(original, max_position)
     if rule == "dynamic":
         numbers[original] = max_position
-    if rule == "yarn" and "factor" not in numbers:
+    if rule in ("yarn", "longrope") and "factor" not in numbers:
         numbers["factor"] = max_position / numbers[original]
     for name in _ROPE_NEEDS[rule]:
         if name not in numbers:
             raise ValueError(f"{key}.{name}: missing; rope_type {rule!r} needs it")
     for name, value in numbers.items():
-        if name not in (original, "truncate"):
+        if name in _PER_CHANNEL:
+            if not isinstance(value, list):
+                raise ValueError(f"{key}.{name}: found {value!r}; needs a list with a number for each pair of channels")
+            numbers[name] = tuple(_as_float(f"{key}.{name}", number) for number in value)
+        elif name not in (original, "truncate"):
             numbers[name] = _as_float(f"{key}.{name}", value, or_equal=name.startswith("mscale"))
     return RopeConfig(rule=rule, theta=_as_float("rope_theta", theta), **numbers)
 

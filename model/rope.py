@@ -1,4 +1,5 @@
-"""Rotary position embedding: Hugging Face's half-rotation, with the rules default, linear, dynamic, yarn and llama3."""
+"""Rotary position embedding: Hugging Face's half-rotation, with the rules default, linear, dynamic, yarn, llama3 and
+longrope."""
 
 from __future__ import annotations
 
@@ -22,9 +23,10 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, length: int | None = No
     product of position and frequency is another matter, see `angles`.)
 
     Args:
-      length: tokens in the whole row; matters to the rule `dynamic` alone. Beyond the original length the base grows with it,
-        once for the whole row, as in one forward of transformers over `length` positions. It is the same number for every
-        row, document and shard, so that packing and mesh do not change the embedding.
+      length: tokens in the whole row; matters to the rules `dynamic` and `longrope` alone. Beyond the original length the base
+        grows with it, or the long factors replace the short ones, once for the whole row, as in one forward of transformers
+        over `length` positions. It is the same number for every row, document and shard, so that packing and mesh do not
+        change the embedding.
 
     Raises:
       ValueError: an odd head_dim; the rule `dynamic` without the original length.
@@ -42,16 +44,24 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int, length: int | None = No
         return _yarn(rope, head_dim, power, frequencies)
     if rope.rule == "llama3":
         return _llama3(rope, frequencies)
+    if rope.rule == "longrope":
+        beyond = length is not None and length > _number(rope.original_max_position_embeddings)
+        factors = np.asarray(rope.long_factor if beyond else rope.short_factor, np.float32)
+        return (np.float32(1.0) / (factors * power)).astype(np.float32)
     return frequencies
 
 
 def attention_scaling(rope: RopeConfig) -> float:
-    """Returns the factor of cosine and sine: yarn's temperature, on queries and keys alike; 1 for the other rules."""
-    if rope.rule != "yarn":
+    """Returns the factor of cosine and sine, on queries and keys alike: the temperature of yarn and longrope; 1 for the other
+    rules."""
+    if rope.rule not in ("yarn", "longrope"):
         return 1.0
     if rope.attention_factor is not None:
         return rope.attention_factor
     factor = _number(rope.factor)
+    if rope.rule == "longrope":
+        original = _number(rope.original_max_position_embeddings)
+        return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
 
     def scale(mscale: float) -> float:
         return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0

@@ -9,11 +9,13 @@ from .granite import GRANITE
 from .llama import LLAMA
 from .mistral import MISTRAL
 from .olmo2 import OLMO2
+from .phi3 import PHI3
 from .qwen2 import QWEN2
 from .qwen3 import QWEN3
 
 __all__ = ["FAMILIES", "Family", "family_of", "find_preset"]
-FAMILIES: Mapping[str, Family] = {family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GRANITE, OLMO2)}
+FAMILIES: Mapping[str, Family] = {
+    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GRANITE, OLMO2, PHI3)}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

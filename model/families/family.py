@@ -57,6 +57,7 @@ class Family:
       defaults: values of fields that config.json may leave out, where they differ from LlamaConfig's (transformers' own).
       takes: fields of NEUTRAL that the family's models may set, which become LlamaConfig's of the same name.
       constants: what a written config.json has besides.
+      fused: tensors of the files that hold the weights of several projections, one below the other: module -> projections.
       presets: published sizes: fields of LlamaConfig, and `rope`, a mapping of RopeConfig's.
     """
 
@@ -66,6 +67,7 @@ class Family:
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     takes: tuple[str, ...] = ()
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:

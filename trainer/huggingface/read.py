@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import hashlib
 import json
@@ -21,6 +22,7 @@ from safetensors import SafetensorError, safe_open
 
 from model.attention import Mask
 from model.config import LlamaConfig
+from model.families import FAMILIES
 from model.padding import fits
 
 # safetensors' name -> numpy's of the dtypes that are read. Each is exact in float32, so import and export change no bit.
@@ -45,9 +47,11 @@ class HFEntry:
       name: of our parameter.
       hf_name: of the tensor, with `{i}` for the layer if our parameter stacks the layers.
       shape: of our parameter, with the leading layer axis if it has one.
-      hf_shape: of one tensor.
+      hf_shape: of one tensor, or of the rows of it that are this parameter's.
       layers: the number of layers; None for a parameter without layer axis.
       transpose: the tensor is stored output-first, ours input-first.
+      first_row, file_rows: of a tensor that holds several parameters one below the other: the first row of this one, and the
+        number of all rows; None for a tensor that holds no other.
     """
 
     name: str
@@ -56,6 +60,18 @@ class HFEntry:
     hf_shape: tuple[int, ...]
     layers: int | None
     transpose: bool
+    first_row: int = 0
+    file_rows: int | None = None
+
+    @property
+    def rows(self) -> slice:
+        """The rows of the tensor that are this parameter's."""
+        return slice(self.first_row, self.first_row + self.hf_shape[0])
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        """The shape of one tensor, with the rows of other parameters."""
+        return (self.file_rows or self.hf_shape[0], *self.hf_shape[1:])
 
     def hf_names(self) -> list[str]:
         """The names of the Hugging Face tensors, one for each layer if the parameter stacks the layers."""
@@ -96,8 +112,9 @@ class HFEntry:
             file_index.append(slice(start * inner, stop * inner))
             shape += [stop - start, *inner_sizes]
             finer += [slice(None), *(slice(*bound) for bound in bounds[first + 1:axis])]
-        value = tensor[tuple(reversed(file_index))].T if self.transpose else tensor[tuple(file_index)]
-        return value.reshape(shape)[tuple(finer)]
+        rows, *columns = reversed(file_index) if self.transpose else file_index
+        value = tensor[slice(rows.start + self.first_row, rows.stop + self.first_row), *columns]
+        return (value.T if self.transpose else value).reshape(shape)[tuple(finer)]
 
 
 def hf_layout(config: LlamaConfig) -> list[HFEntry]:
@@ -140,7 +157,23 @@ def hf_layout(config: LlamaConfig) -> list[HFEntry]:
     add("norm.weight", (e,), (e,), layer=False)
     if not config.tie_word_embeddings:
         add("lm_head.weight", (e, v), (v, e), layer=False)
+    for module, projections in FAMILIES[config.family].fused.items():
+        entries = _fused(entries, module, projections)
     return entries
+
+
+def _fused(entries: list[HFEntry], module: str, projections: tuple[str, ...]) -> list[HFEntry]:
+    """The table in which the weights of these projections are rows of one tensor, in the order of the table."""
+    names = [f"layers.{projection}.weight" for projection in projections]
+    file_rows = sum(entry.hf_shape[0] for entry in entries if entry.name in names)
+    fused, first_row = [], 0
+    for entry in entries:
+        if entry.name in names:
+            entry = dataclasses.replace(entry, hf_name=f"model.layers.{{i}}.{module}.weight", first_row=first_row,
+                                        file_rows=file_rows)
+            first_row = entry.rows.stop
+        fused.append(entry)
+    return fused
 
 
 def read_hf(
@@ -298,11 +331,11 @@ def _check_tensors(folder: Path, files: Mapping[str, Any], layout: list[HFEntry]
         for name in entry.hf_names():
             expected.add(name)
             if name not in files:
-                raise ValueError(f"{folder}: tensor {name} is missing; expected shape {list(entry.hf_shape)}")
+                raise ValueError(f"{folder}: tensor {name} is missing; expected shape {list(entry.file_shape)}")
             tensor = files[name].get_slice(name)
-            if tuple(tensor.get_shape()) != entry.hf_shape:
+            if tuple(tensor.get_shape()) != entry.file_shape:
                 raise ValueError(f"{folder}: tensor {name} has shape {list(tensor.get_shape())}; "
-                                 f"config.json makes it {list(entry.hf_shape)}")
+                                 f"config.json makes it {list(entry.file_shape)}")
             if tensor.get_dtype() not in DTYPES:
                 raise ValueError(f"{folder}: tensor {name} is {tensor.get_dtype()}; supported are {', '.join(DTYPES)}")
     for name in sorted(set(files) - expected):

@@ -84,8 +84,8 @@ def _write_weights(
     # as in transformers, so that a file holds whole layers.
     plan: list[list[_Planned]] = [[]]
     total = used = 0
-    for name, entry, layer in _in_layer_order(layout):
-        tensor = _Planned(name, entry, layer, exceptions.get(name, common))
+    for name, entries, layer in _in_layer_order(layout):
+        tensor = _Planned(name, entries, layer, exceptions.get(name, common))
         if plan[-1] and used + tensor.size > limit:
             plan.append([])
             used = 0
@@ -107,12 +107,12 @@ class _Planned:
 
     Attributes:
       name: its Hugging Face name.
-      entry, layer: the parameter, and the layer of it, that it is made of.
+      entries, layer: the parameters, and the layer of them, that it is made of.
       dtype_name: the dtype that it is written in.
     """
 
     name: str
-    entry: HFEntry
+    entries: list[HFEntry]
     layer: int
     dtype_name: str
 
@@ -122,9 +122,14 @@ class _Planned:
         return np.dtype(ml_dtypes.bfloat16 if self.dtype_name == "bfloat16" else self.dtype_name)
 
     @property
+    def shape(self) -> tuple[int, ...]:
+        """The tensor's shape."""
+        return self.entries[0].file_shape
+
+    @property
     def size(self) -> int:
         """The tensor's bytes."""
-        return math.prod(self.entry.hf_shape) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def _write_safetensors(path: Path, part: list[_Planned], params: Mapping[str, Any]) -> None:
@@ -138,24 +143,29 @@ def _write_safetensors(path: Path, part: list[_Planned], params: Mapping[str, An
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     codes, end = {dtype: code for code, dtype in DTYPES.items()}, 0
     for tensor in part:
-        header[tensor.name] = {"dtype": codes[tensor.dtype_name], "shape": tensor.entry.hf_shape,
+        header[tensor.name] = {"dtype": codes[tensor.dtype_name], "shape": tensor.shape,
                                "data_offsets": [end, end := end + tensor.size]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in part:
-            value = tensor.entry.to_hf(_one_layer(params[tensor.entry.name], tensor.entry, tensor.layer))
-            file.write(np.ascontiguousarray(value, tensor.dtype).view(np.uint8).data)
+            for entry in tensor.entries:
+                value = entry.to_hf(_one_layer(params[entry.name], entry, tensor.layer))
+                file.write(np.ascontiguousarray(value, tensor.dtype).view(np.uint8).data)
 
 
-def _in_layer_order(layout: list[HFEntry]) -> Iterator[tuple[str, HFEntry, int]]:
-    """Hugging Face name, entry and layer of every tensor: the embedding, layer after layer, then the rest."""
+def _in_layer_order(layout: list[HFEntry]) -> Iterator[tuple[str, list[HFEntry], int]]:
+    """Hugging Face name, entries and layer of every tensor: the embedding, layer after layer, then the rest."""
     layers = next(entry.layers for entry in layout if entry.layers is not None)
-    yield from ((entry.hf_name, entry, 0) for entry in layout if entry.name == "embed_tokens.weight")
+    stacked: dict[str, list[HFEntry]] = {}
+    for entry in layout:
+        if entry.layers is not None:
+            stacked.setdefault(entry.hf_name, []).append(entry)
+    yield from ((entry.hf_name, [entry], 0) for entry in layout if entry.name == "embed_tokens.weight")
     for layer in range(layers):
-        yield from ((entry.hf_name.format(i=layer), entry, layer) for entry in layout if entry.layers is not None)
-    yield from ((entry.hf_name, entry, 0) for entry in layout
+        yield from ((name.format(i=layer), entries, layer) for name, entries in stacked.items())
+    yield from ((entry.hf_name, [entry], 0) for entry in layout
                 if entry.layers is None and entry.name != "embed_tokens.weight")
 
 

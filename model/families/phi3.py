@@ -1,0 +1,43 @@
+"""Phi-3 (dense): files with fused projections, the RoPE rule longrope, and in some versions a sliding window."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .family import Family
+
+_ORIGINAL = "original_max_position_embeddings"
+
+
+class Phi3Family(Family):
+    """A family whose configs name the original length beside the RoPE rule, and call longrope by older names too."""
+
+    def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Family.normalise`. As transformers does, reads `su` and `yarn` as longrope."""
+        config = dict(config)
+        for key in ("rope_scaling", "rope_parameters"):
+            if isinstance(rope := config.get(key), dict):
+                rule = rope.get("rope_type", rope.get("type"))
+                config[key] = {**rope, "rope_type": "longrope"} if rule in ("su", "yarn") else rope
+        return config
+
+    def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Family.write`."""
+        rope = fields["rope_scaling"] or {}
+        return {**super().write(fields), _ORIGINAL: rope.get(_ORIGINAL, fields["max_position_embeddings"])}
+
+
+PHI3 = Phi3Family(
+    model_type="phi3",
+    architecture="Phi3ForCausalLM",
+    defaults={"vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "rms_norm_eps": 1e-5,
+              "max_position_embeddings": 4096, _ORIGINAL: 4096, "eos_token_id": 32000, "pad_token_id": 32000},
+    takes=("sliding_window",),
+    fused={"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+           "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
+    presets={
+        "phi-3-mini-4k": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 32,
+                          "num_key_value_heads": 32, "max_position_embeddings": 4096, "rms_norm_eps": 1e-5,
+                          "vocab_size": 32064, "eos_token_id": 32000, "pad_token_id": 32000, "sliding_window": 2047},
+    },
+)
