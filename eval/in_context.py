@@ -202,7 +202,8 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     run = RunConfig(model=ModelConfig(compute_dtype="float32"),
                     attention=AttentionConfig(window=mask.window, global_tokens=mask.global_tokens))
     mesh = make_mesh(MeshConfig(fsdp=args.fsdp, sequence=args.sequence))
-    model = build_agentic(run, stored_shape(assets), mesh, TrajectorySizes(inputs.observation, inputs.action), ())
+    sizes = TrajectorySizes(inputs.observation, inputs.action, inputs.options.components)
+    model = build_agentic(run, stored_shape(assets), mesh, sizes, ())
     shapes = {name: parameter.shape for name, parameter in model.parameters.items()}
     params = restore_model(assets.parent, model.shardings, dtype="float32", shapes=shapes)
     decisions = task.episode_steps // inputs.options.action_repeat

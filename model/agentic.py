@@ -2,7 +2,9 @@
 Transformer from Chain of Hindsight Experience; Ring Attention, section 5.3 and appendix D).
 
 A decision is up to four tokens: the return still to come, the state, the action, the reward. Each token is a short vector of
-numbers of one of these kinds. The action is predicted at the state's token.
+numbers of one of these kinds. The action is predicted at the state's token: as one action, by squared error, or as a mixture
+of several, by likelihood (Bishop, Mixture density networks). Where episodes come from many policies, the mean of their actions
+may be none of them; a mixture keeps them apart.
 """
 from __future__ import annotations
 
@@ -36,16 +38,33 @@ class Kind(enum.IntEnum):
     """The reward and, at a trajectory's end, the flag that it reached the target return."""
 
 
+WIDTH = 0.2
+"""Deviation of each component of a mixture of actions, which are in -1 .. 1."""
+
+
 class TrajectorySizes(NamedTuple):
-    """Numbers in a state and in an action."""
+    """Numbers in a state and in an action, and how many actions are predicted at a state."""
 
     observation: int
     action: int
+    components: int = 1
+
+    @property
+    def predicted(self) -> int:
+        """Numbers that are predicted at a state: the actions and, of several, the logits of their probabilities."""
+        return self.action if self.components == 1 else self.components * (self.action + 1)
 
     @property
     def width(self) -> int:
         """Numbers in a token: the longest kind's. The others are filled up with zeros."""
         return max(self.observation, self.action, 2)
+
+
+class Mixture(NamedTuple):
+    """K actions that are predicted at each token, and the logarithms of their probabilities."""
+
+    actions: Float[Array, "B T K A"]
+    log_probabilities: Float[Array, "B T K"]
 
 
 class TrajectoryEnds(nnx.Module):
@@ -58,13 +77,13 @@ class TrajectoryEnds(nnx.Module):
             bias=param(rngs, (len(Kind), hidden), ("kinds", "embed"), std))
         self.norm = RMSNorm(config)
         self.action_head = nnx.Dict(
-            weight=param(rngs, (hidden, sizes.action), ("embed", "actions"), std),
-            bias=nnx.Param(jnp.zeros((sizes.action,), jnp.float32), axes=("actions",)))
+            weight=param(rngs, (hidden, sizes.predicted), ("embed", "actions"), std),
+            bias=nnx.Param(jnp.zeros((sizes.predicted,), jnp.float32), axes=("actions",)))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AgenticTransformer(Transformer):
-    """Predicts the actions of trajectories, by squared error.
+    """Predicts the actions of trajectories.
 
     A batch holds `values` [B, L, W], each token's numbers; `kinds` int32 [B, L], its `Kind`; `targets` [B, L, A], the action
     that follows a state; and `loss_weights` [B, L], above 0 at states alone; beside the coordinates.
@@ -99,20 +118,30 @@ class AgenticTransformer(Transformer):
                            {"values": batch["values"], "kinds": batch["kinds"]}, dtype=self.dtype)
 
     def local_actions(self, params: Shards, x: Float[Array, "B T E"]) -> Float[Array, "B T A"]:
-        """Returns float32 actions in -1 .. 1, from the last layer's output."""
-        return self._predict(self._head_weights(params), {"x": x}, {})
+        """Returns float32 actions in -1 .. 1, the most probable of each token's, from the last layer's output."""
+        actions, log_probabilities = self._predict(self._head_weights(params), x)
+        best = jnp.argmax(log_probabilities, -1)
+        return jnp.take_along_axis(actions, best[..., None, None], 2)[:, :, 0]
 
     def _head_weights(self, params: Shards) -> dict[str, jax.Array]:
         return self.weights.whole(params, ("norm.weight", "action_head.weight", "action_head.bias"))
 
-    def _predict(self, weights: dict[str, jax.Array], arrays: dict[str, jax.Array], labels: Any) -> Float[Array, "B T A"]:
-        norm = rms_norm(arrays["x"], weights["norm.weight"], self.config.rms_norm_eps)
-        return jnp.tanh(product("bte,ea->bta", norm, weights["action_head.weight"], jnp.float32) + weights["action_head.bias"])
+    def _predict(self, weights: dict[str, jax.Array], x: Float[Array, "B T E"]) -> Mixture:
+        norm = rms_norm(x, weights["norm.weight"], self.config.rms_norm_eps)
+        numbers = product("bte,ea->bta", norm, weights["action_head.weight"], jnp.float32) + weights["action_head.bias"]
+        split = self.sizes.components * self.sizes.action
+        actions = jnp.tanh(numbers[..., :split]).reshape(*x.shape[:2], self.sizes.components, self.sizes.action)
+        logits = numbers[..., split:] if self.sizes.components > 1 else jnp.zeros((*x.shape[:2], 1), jnp.float32)
+        return Mixture(actions, jax.nn.log_softmax(logits))
 
     def local_losses(self, params: Shards, batch: Batch) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
         """Returns the weighted sum of this device's losses, and each token's, without gradient."""
         def losses(weights, arrays, labels):
-            return jnp.mean(jnp.square(self._predict(weights, arrays, labels) - labels["targets"]), -1)
+            actions, log_probabilities = self._predict(weights, arrays["x"])
+            squares = jnp.square(actions - labels["targets"][:, :, None])
+            if self.sizes.components == 1:
+                return jnp.mean(squares[:, :, 0], -1)
+            return -jax.nn.logsumexp(log_probabilities - jnp.sum(squares, -1) / (2 * WIDTH**2), -1)
 
         x = self.local_hidden(params, batch)
         with jax.named_scope("head_and_loss"):
@@ -122,8 +151,11 @@ class AgenticTransformer(Transformer):
     # Of a global batch
 
     def loss(self, params: Shards, batch: Batch) -> LossSums:
-        """Returns the sums of weighted squared errors and of weights; their quotient is the mean squared error of an action's
-        number."""
+        """Returns the sums of weighted losses and of weights.
+
+        Their quotient is the mean squared error of an action's number; with several actions, the mean of
+        -log sum_k p_k exp(-|a - a_k|^2 / (2 WIDTH^2)), which is 0 where one of them is certain and right.
+        """
         def local(params, batch):
             total, losses = self.local_losses(params, batch)
             return global_sums(total, losses, batch["loss_weights"], None, 0)

@@ -267,7 +267,7 @@ def _model_and_batch(run: RunConfig, model: LlamaConfig, mesh: Mesh) -> tuple[Ll
     if not run.trajectories.path:
         return build_llama(run, model, mesh), text_batch(rows, length, mesh)
     task = get_task(run.trajectories.task)
-    sizes = TrajectorySizes(task.observation_size, task.action_size)
+    sizes = TrajectorySizes(task.observation_size, task.action_size, run.trajectories.components)
     return build_agentic(run, model, mesh, sizes), trajectory_batch(rows, length, mesh, sizes)
 
 

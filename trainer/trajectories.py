@@ -125,7 +125,6 @@ class TrajectoryObjective(Objective):
     """
 
     model: AgenticTransformer
-    loss_name = "squared_error_per_action"
     weight_name = "actions"
     sources = ()
 
@@ -140,7 +139,8 @@ class TrajectoryObjective(Objective):
         path = options.path
         assert path is not None
         task = get_task(options.task)
-        self.sizes = TrajectorySizes(task.observation_size, task.action_size)
+        self.loss_name = "squared_error_per_action" if options.components == 1 else "nats_per_action"
+        self.sizes = TrajectorySizes(task.observation_size, task.action_size, options.components)
         self.model = build_agentic(config, trajectory_model(config), mesh, self.sizes)
         show = config.logging.console
         self.prepared = first_then_others(

@@ -23,6 +23,9 @@ class TrajectoryConfig:
     see_actions: bool = True
     """Whether the model sees the actions that were taken. Where episodes come from policies without noise, it learns to repeat
     what its own actions say of a policy, whatever return is asked for; false prevents that."""
+    components: int = 1
+    """Actions that are predicted at a state: one, by squared error, or a mixture of several, by likelihood, of which the most
+    probable is acted by."""
     loss_on: Literal["all", "last"] = "all"
     """Episodes of a row whose actions are trained on: all, or only the last, best one."""
     action_repeat: int = 1
@@ -32,7 +35,7 @@ class TrajectoryConfig:
     """Successive decisions of an episode that a row contains, from a random one on; 0 takes the whole episode."""
 
     def __post_init__(self) -> None:
-        for name, minimum in (("in_context", 1), ("action_repeat", 1), ("decisions", 0)):
+        for name, minimum in (("in_context", 1), ("components", 1), ("action_repeat", 1), ("decisions", 0)):
             if getattr(self, name) < minimum:
                 raise ValueError(f"trajectories.{name}: found {getattr(self, name)}, needs at least {minimum}")
         if not 0 < self.best <= 1:

@@ -12,6 +12,7 @@ from model.agentic import AgenticTransformer, Kind, TrajectorySizes
 from model.attention.kernels import get_kernel
 from model.attention.layout import permutation
 from model.config import LlamaConfig
+from model.feedforward import rms_norm
 from model.memory.options import MemoryConfig
 from tests.model.build import mesh_of
 
@@ -21,8 +22,8 @@ CONFIG = LlamaConfig(vocab_size=1, hidden_size=32, intermediate_size=64, num_hid
 ROWS, LENGTH = 2, 64
 
 
-def model_on(axes=None, config=CONFIG, **options):
-    return AgenticTransformer(config, mesh_of(axes or {}), dtype=jnp.float32, sizes=SIZES, **options)
+def model_on(axes=None, config=CONFIG, sizes=SIZES, **options):
+    return AgenticTransformer(config, mesh_of(axes or {}), dtype=jnp.float32, sizes=sizes, **options)
 
 
 def batch_of(rows=ROWS, length=LENGTH, padding=8, seed=0):
@@ -71,6 +72,30 @@ def test_the_loss_is_the_mean_squared_error_at_states():
     errors = np.square(predicted - batch["targets"]).mean(-1)
     loss, _ = loss_and_gradient(model, params, batch)
     assert float(loss) == pytest.approx((errors * batch["loss_weights"]).sum() / batch["loss_weights"].sum(), rel=1e-6)
+
+
+def test_of_several_actions_the_loss_is_their_mixtures_likelihood_and_the_most_probable_is_taken():
+    model, batch = model_on(sizes=SIZES._replace(components=3)), batch_of()
+    params = model.init(0)
+    assert params["action_head.weight"].shape[1] == 3 * (SIZES.action + 1)
+    loss, gradient = loss_and_gradient(model, params, batch)
+
+    def numbers(params, batch):
+        x = rms_norm(model.local_hidden(params, batch), params["norm.weight"], CONFIG.rms_norm_eps)
+        return x @ params["action_head.weight"] + params["action_head.bias"]
+
+    everywhere = jax.sharding.PartitionSpec()
+    numbers = jax.shard_map(numbers, mesh=model.mesh, in_specs=(model.specs, everywhere), out_specs=everywhere, check_vma=False)
+    numbers = np.asarray(jax.jit(numbers)(params, batch), np.float64)
+    actions = np.tanh(numbers[..., :6]).reshape(*numbers.shape[:2], 3, 2)
+    probabilities = np.exp(numbers[..., 6:]) / np.exp(numbers[..., 6:]).sum(-1, keepdims=True)
+    distances = np.square(actions - np.asarray(batch["targets"])[:, :, None]).sum(-1)
+    losses = -np.log((probabilities * np.exp(-distances / (2 * 0.2**2))).sum(-1))
+    weights = np.asarray(batch["loss_weights"])
+    assert float(loss) == pytest.approx((losses * weights).sum() / weights.sum(), rel=1e-5)
+    taken = np.take_along_axis(actions, probabilities.argmax(-1)[..., None, None], 2)[:, :, 0]
+    np.testing.assert_allclose(jax.jit(model.actions)(params, batch), taken, atol=1e-5)
+    assert all(np.isfinite(value).all() and np.abs(value).max() > 0 for value in gradient.values())
 
 
 def test_an_action_sees_nothing_that_comes_after_its_state():
