@@ -57,10 +57,11 @@ def _report(config: RunConfig, topology: str, named: bool) -> bool:
     """Prints what one run would do; returns whether it fits or perhaps fits."""
     if config.trajectories.path:
         model = trajectory_model(config)
+        config.train.for_epochs(None)  # refuses epochs
         print(f"data: rows of {config.data.context_length:,} tokens, each drawn from the episodes of "
               f"{config.trajectories.path}")
     else:
-        model = _describe_text(config)
+        model, config = _describe_text(config)
     mesh = dataclasses.replace(config.mesh, simulate=0)
     job = Job(dataclasses.replace(config, mesh=mesh), model, topology, config.name, host_gib=host_gib(topology))
     memory = estimate_memory(job)
@@ -76,13 +77,14 @@ def _report(config: RunConfig, topology: str, named: bool) -> bool:
     return memory.fits != "no"
 
 
-def _describe_text(config: RunConfig) -> LlamaConfig:
-    """Prepares the data and prints their rows, epochs and padding; returns the model's shape."""
+def _describe_text(config: RunConfig) -> tuple[LlamaConfig, RunConfig]:
+    """Prepares the data and prints their rows, epochs and padding; returns the model's shape, and the run with its steps."""
     source, tokenizer = for_templates(choose_model(config.model), config.data)
     prepared = prepare_text(config, tokenizer)
-    data, train = config.data, config.train
-    loader = Loader(prepared, data.context_length, train.batch_size, data.seed)
-    rows, seen = len(loader), train.steps * train.batch_size
+    data = config.data
+    loader = Loader(prepared, data.context_length, config.train.batch_size, data.seed)
+    rows, train = len(loader), config.train.for_epochs(len(loader))
+    seen = train.steps * train.batch_size
     documents = prepared.train
     print(prepared.report.summary())
     print(f"data: {len(documents):,} documents of {int(documents.lengths.sum()):,} tokens, {_share(documents)} of them in "
@@ -90,7 +92,7 @@ def _describe_text(config: RunConfig) -> LlamaConfig:
     print(f"rows: {rows:,} of {data.context_length:,} tokens in an epoch, {loader.padding_share:.1%} padding")
     print(f"steps: {train.steps:,} of {train.batch_size:,} rows: {seen:,} rows, {seen / rows:.2f} epochs, "
           f"{seen * data.context_length:,} tokens")
-    return source.config.with_length(data.context_length)
+    return source.config.with_length(data.context_length), dataclasses.replace(config, train=train)
 
 
 def _share(documents) -> str:

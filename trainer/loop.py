@@ -2,9 +2,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 import shutil
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -54,8 +56,9 @@ def train(config: RunConfig, make_objective: Callable[[RunConfig, Mesh], Objecti
     if config.logging.wandb:
         import_wandb()  # a missing package is reported now, not after an hour of preparing data
     mesh = make_mesh(config.mesh, schedule=config.attention.schedule)
-    folder = check_run(config, jax.process_index() == 0).folder
+    folder = check_run(config, jax.process_index() == 0, steps_known=config.train.epochs is None).folder
     objective = make_objective(config, mesh)
+    config = dataclasses.replace(config, train=config.train.for_epochs(objective.rows_per_epoch))
     # The lock is released last: leaving the store waits for a save to finish.
     with contextlib.ExitStack() as lock, CheckpointStore(folder, keep=config.checkpoint.keep) as store:
         training = _Training(config, objective, evaluations, store)
@@ -82,6 +85,8 @@ class _Training:
       trainable, frozen: the parameters that are trained, and the others.
       optimizer_state: moments and counters.
       step: number of finished steps.
+      tokens_seen: tokens of the finished steps, without padding.
+      earlier_seconds: of training, before this start.
       evaluated: whether the evaluations that are due after `step` have been done.
     """
 
@@ -114,6 +119,7 @@ class _Training:
         self.optimizer_state = self.builder.init_optimizer({name: params[name] for name in self.builder.trainable})
         self._set_params({name: jax.device_put(x, self.builder.abstract_params[name].sharding) for name, x in params.items()})
         self.step, self.evaluated = 0, False
+        self.tokens_seen, self.earlier_seconds = 0, 0.0
 
     def _restore(self, checkpoint_step: int) -> None:
         restored = self.store.restore(checkpoint_step, self.builder.abstract_params, self.builder.abstract_optimizer)
@@ -122,6 +128,9 @@ class _Training:
         self._set_params(restored.model)
         self.optimizer_state = restored.optimizer
         self.step, self.evaluated = data["step"], data.get("evaluated", True)
+        # Earlier releases did not record these two.
+        self.tokens_seen = data.get("tokens_seen") or sum(int(self.objective.lengths(step).sum()) for step in range(self.step))
+        self.earlier_seconds = data.get("wall_seconds", 0.0)
         finished = self.step >= self.config.train.steps
         self._print(f"already trained to step {checkpoint_step}" if finished
                     else f"going on from step {checkpoint_step} ({path})")
@@ -202,6 +211,7 @@ class _Training:
     def _steps(self, profiler: Profiler, log: MetricsLog) -> Iterator[None]:
         """Trains step after step to the last one; yields after each."""
         batches = self.objective.batches(self.step)
+        self.started = time.monotonic()
         self.meter.start()
         batch: DeviceBatch | None = self._next_batch(batches)
         while batch is not None:
@@ -222,12 +232,24 @@ class _Training:
         next_batch = self._next_batch(batches) if self.step + 1 < self.config.train.steps else None
         metrics = jax.device_get(metrics)  # waits for the step
         self._check_finite(metrics)
-        self.meter.count(self.objective.lengths(self.step), self.objective.tokens_per_batch)
+        lengths = self.objective.lengths(self.step)
+        self.meter.count(lengths, self.objective.tokens_per_batch)
+        self.tokens_seen += int(lengths.sum())
         self.step += 1
         if self._due(self.config.train.log_every):
-            row = self.meter.read(self.step, **self._named(metrics))
+            row = self.meter.read(self.step, **self._named(metrics), **self._progress())
             log.train(row, self.meter.seconds_left(self.step, self.config.train.steps))
         return next_batch
+
+    def _progress(self) -> dict[str, float]:
+        """Returns how far the run has come, by the names that the log gives it."""
+        rows = self.objective.rows_per_epoch
+        epoch = {"epoch": self.step * self.config.train.batch_size / rows} if rows else {}
+        return {**epoch, "tokens_seen": self.tokens_seen, "wall_seconds": self._wall_seconds()}
+
+    def _wall_seconds(self) -> float:
+        """Returns the seconds since the run began to train, over all its starts."""
+        return self.earlier_seconds + time.monotonic() - self.started
 
     def _named(self, metrics: StepMetrics) -> dict[str, float]:
         """Returns a step's metrics by the names that the log gives them, without sources that the batch has no target of."""
@@ -290,5 +312,6 @@ class _Training:
     def _save(self, run: RunDirectory) -> None:
         """Starts to save a checkpoint of this step."""
         self.store.save(self.step, model={**self.trainable, **self.frozen}, optimizer=self.optimizer_state,
-                        data={"step": self.step, **self._fingerprints, "evaluated": self.evaluated}, assets=run.assets,
+                        data={"step": self.step, **self._fingerprints, "evaluated": self.evaluated,
+                              "tokens_seen": self.tokens_seen, "wall_seconds": self._wall_seconds()}, assets=run.assets,
                         shapes=self.objective.model.own_shapes)

@@ -75,6 +75,7 @@ class Objective(abc.ABC):
       sources: names of the data sources whose losses are also reported one by one; () if the loss does not tell them apart.
       has_held_out: whether `held_out` yields any batch.
       tokens_per_batch: tokens of a global batch, padding included.
+      rows_per_epoch: rows of the first epoch; None where every row is drawn anew.
       fingerprint: a text that changes whenever any batch would.
       origin: a text that changes whenever the initial parameters would, where these are read from files; "" where they are
         drawn.
@@ -86,6 +87,7 @@ class Objective(abc.ABC):
     sources: tuple[str, ...]
     has_held_out: bool
     tokens_per_batch: int
+    rows_per_epoch: int | None = None
     fingerprint: str
     origin: str
 

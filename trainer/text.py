@@ -146,7 +146,8 @@ class TextObjective(Objective):
         self.fingerprint = self.loader.fingerprint
         self._held_out_loader = load(split="held_out") if len(self.prepared.held_out) else None
         self.has_held_out = self._held_out_loader is not None
-        self.tokens_per_batch = rows * data.context_length
+        self.tokens_per_batch, self.rows_per_epoch = rows * data.context_length, len(self.loader)
+        self.config = dataclasses.replace(self.config, train=self.config.train.for_epochs(self.rows_per_epoch))
         self.part = local_part(self.mesh, rows, data.context_length)
         layout = permutation(data.context_length, self.mesh.shape["sequence"], self.config.attention.layout)
         indices, self.order = local_order(self.part, layout)

@@ -88,6 +88,8 @@ def _check_batch(config: RunConfig) -> None:
 
 
 def _check_profile(config: RunConfig) -> None:
+    require(config.train.epochs is None or not config.stages, "train.epochs", config.train.epochs,
+            "to be left out with stages, each of which has its steps")
     steps = config.logging.profile_steps
-    require(not steps or steps[1] <= config.train.steps, "logging.profile_steps", steps,
+    require(not steps or config.train.epochs is not None or steps[1] <= config.train.steps, "logging.profile_steps", steps,
             f"a last step of at most train.steps = {config.train.steps}")

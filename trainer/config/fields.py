@@ -60,6 +60,7 @@ _ELSEWHERE = {
     "train.batch_size": ("per_device_train_batch_size", "micro_batch_size", "global_batch_size", "bs", "batch"),
     "train.evaluate_every": ("eval_steps", "eval_interval", "eval_every"),
     "train.log_every": ("logging_steps", "log_interval", "log_period"),
+    "train.epochs": ("num_train_epochs", "num_epochs", "n_epochs", "max_epochs", "epoch"),
     "train.steps": ("max_steps", "num_steps", "iters", "train_iters", "total_steps"),
 }
 # What other trainers call a field -> our name of it.

@@ -251,6 +251,9 @@ class TrainConfig:
 
     steps: int = 100
     """Optimizer steps of the whole run; the decay depends on it."""
+    epochs: float | None = None
+    """Passes over the data, such as 3 or 0.5, in place of steps: the run has the steps that so many passes take. Every epoch is
+    counted as long as the first one; where sources have weights they differ a little."""
     batch_size: int = 1
     """Rows of context_length tokens in a step, over all devices; a multiple of mesh.data * mesh.fsdp * accumulation."""
     accumulation: int = 1
@@ -266,6 +269,22 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _require_at_least(self, "train", 1, "steps", "batch_size", "accumulation", "log_every")
         _require_at_least(self, "train", 0, "evaluate_every")
+        require(self.epochs is None or 0 < self.epochs < math.inf, "train.epochs", self.epochs, "a positive number")
+
+    def for_epochs(self, rows: int | None) -> "TrainConfig":
+        """Returns the section with the steps that its epochs take; itself without epochs.
+
+        Args:
+          rows: of an epoch; None where rows are drawn without end.
+
+        Raises:
+          ValueError: there are epochs to train, but the data have none.
+        """
+        if self.epochs is None:
+            return self
+        require(rows is not None, "train.epochs", self.epochs,
+                "to be left out where rows are drawn without end; give train.steps")
+        return dataclasses.replace(self, steps=max(1, math.ceil(self.epochs * (rows or 0) / self.batch_size)))
 
 
 @dataclasses.dataclass(frozen=True)

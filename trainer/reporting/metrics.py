@@ -2,7 +2,8 @@
 
 A line of metrics.jsonl is {"step": ..., NAMES...}, and with several sources `loss_by_source/NAME` of each that has a target in
 the step. Losses, target_tokens, grad_norm and learning_rate are those of the step itself. Times and rates are means over the
-steps since the line before. compile_seconds and the peaks cover the process so far.
+steps since the line before. compile_seconds and the peaks cover the process so far; epoch, tokens_seen (without padding) and
+wall_seconds (of training, evaluations and saves included) the whole run, over all its starts.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ NAMES = (
 )
 # The metrics that differ between two runs with bitwise the same results.
 MEASURED = ("tokens_per_second", "tokens_per_second_per_device", "mfu", "data_wait_seconds", "step_seconds",
-            "compile_seconds", "peak_device_gib", "peak_host_gib")
+            "compile_seconds", "peak_device_gib", "peak_host_gib", "wall_seconds")
 
 
 # Memory

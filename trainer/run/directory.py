@@ -44,6 +44,7 @@ PLACEMENT = (
     "name", "run_dir", "data.prepared", "compile_cache",  # locations
     "model.path", "model.tokenizer", "data.sources.path", "data.held_out_path",  # locations of files that have fingerprints
     "logging", "checkpoint", "evaluate", "evaluations", "train.log_every", "train.evaluate_every", "train.accumulation",
+    "train.epochs",  # the steps say how long a run is
     "train.non_finite",  # a run that stopped may continue with another choice
     "mesh", "distributed", "memory", "attention.kernel", "attention.query_tile", "attention.key_tile",
 )
@@ -127,11 +128,12 @@ def identity(config: RunConfig) -> dict[str, Any]:
     return _identity(configuration.resolved(config))
 
 
-def check_run(config: RunConfig, first: bool = True) -> RunDirectory:
+def check_run(config: RunConfig, first: bool = True, steps_known: bool = True) -> RunDirectory:
     """Returns the run's folder, without writing to it, if this configuration may train there.
 
     Args:
       first: this is process 0, which also looks for a lock and for files that belong to no run.
+      steps_known: False while train.epochs has not become steps; then these are not compared.
 
     Raises:
       UserError: the folder holds another run, or files of no run; it cannot be written to; or another process is training
@@ -144,7 +146,7 @@ def check_run(config: RunConfig, first: bool = True) -> RunDirectory:
     if first:
         _require_writable(run)
     if run.config.exists():
-        _require_same(run, config)
+        _require_same(run, config, steps_known)
         if first:
             require_free(run.lock)
     elif first and _foreign_files(config):
@@ -201,7 +203,7 @@ def _foreign_files(config: RunConfig) -> list[pathlib.Path]:
     return [path for path in files if not path.name.endswith(".tmp") and not prepared.is_relative_to(path.resolve())]
 
 
-def _require_same(run: RunDirectory, config: RunConfig) -> None:
+def _require_same(run: RunDirectory, config: RunConfig, steps_known: bool) -> None:
     """Raises UserError, naming the first difference, unless the folder's run and `config` have the same identity."""
     try:
         written = parse(run.config.read_text(encoding="utf-8"), str(run.config))
@@ -211,6 +213,8 @@ def _require_same(run: RunDirectory, config: RunConfig) -> None:
         raise UserError(f"{run.config}: cannot be read as a run's configuration ({error}); give another --run_dir, "
                         f"or delete {run.folder}") from error
     new_fields = identity(config)
+    if not steps_known:
+        old_fields["train.steps"] = new_fields["train.steps"]
     if _is_longer(run, config, old_fields, new_fields):
         return
     for name in {**new_fields, **old_fields}:
