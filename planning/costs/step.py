@@ -16,8 +16,9 @@ from trainer.flops import head_weights, layer_weights, training_flops
 from .hardware import Hardware
 from .rounds import Round, rounds
 
-# Matrix products of a tile. Ours on TPUs and GPUs are two backward kernels that both compute scores and dP again: three
-# products for dQ, four for dK and dV. FlashAttention-2's, in the papers' systems, is one of five.
+# Matrix products of a tile. Two backward kernels both compute scores and dP again: three products for dQ, four for dK and dV.
+# So do ours on GPUs, on TPU v3, and on v4 and v5p for an odd number of key heads; elsewhere on TPUs seven is an upper bound,
+# since one kernel computes all in five, as FlashAttention-2's does in the papers' systems.
 FORWARD_PRODUCTS, BACKWARD_PRODUCTS, FLASH_BACKWARD_PRODUCTS = 2, 7, 5
 # AdamW in float32 reads the parameter, two moments and the gradient of each weight, and writes three of them.
 OPTIMIZER_BYTES = 28

@@ -13,6 +13,8 @@ from .kernel import Kernel
 from .padding import pad, padded, tile_size
 from .tpu_tiles import LANES, TileOptions, fitting
 
+V3 = "TPU v3"
+
 
 @dataclasses.dataclass(frozen=True)
 class TpuKernel(Kernel):
@@ -21,11 +23,14 @@ class TpuKernel(Kernel):
     Attributes:
       query_tile, key_tile: tokens to aim at; rounded to multiples of 128, and reduced until the tiles fit into VMEM. Lengths
         that they do not divide are padded with tokens of no document.
+      fused: whether one kernel computes dq, dk and dv, in five products a tile, instead of one for dq and one for dk and dv, in
+        seven. None: where the device allows it, see `_fused`.
       interpret: False on a TPU; True or `pltpu.InterpretParams()` runs the same kernel anywhere, slowly, for tests.
     """
 
     query_tile: int = 1024
     key_tile: int = 1024
+    fused: bool | None = None
     interpret: object = False
 
     def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
@@ -55,17 +60,36 @@ class TpuKernel(Kernel):
         q_first, kv_first = _heads_first(q, q_tile), _keys(kv, kv_tile)
         saved = Saved(_heads_first(dout.astype(q.dtype), q_tile), pad(lse, q_tile, 2), pad(delta, q_tile, 2))
         block = (q_first, kv_first, saved, _coords(queries.coords, q_tile), _coords(keys.coords, kv_tile), options)
-        dkv = tpu_backward.dkv(*block)
-        dq = tpu_backward.dq(None if carry is None else _heads_first(carry, q_tile), *block)
+        carry = None if carry is None else _heads_first(carry, q_tile)
+        if _fused(q.shape[0] * kv[0].shape[2]) if self.fused is None else self.fused:
+            dq, dkv = tpu_backward.dq_dkv(carry, *block)
+        else:
+            dkv = tpu_backward.dkv(*block)
+            dq = tpu_backward.dq(carry, *block)
         return _heads_last(dq, q.shape[1]), _heads_last(dkv, kv[0].shape[1])
 
     def _options(self, q, kv, mask: Mask, scale: float) -> TileOptions:
         if mask.global_tokens:
             raise ValueError(f"kernel: 'tpu' does not serve Mask.global_tokens = {mask.global_tokens}; 'auto' and 'xla' do")
-        float32_operands = getattr(jax.sharding.get_abstract_mesh().abstract_device, "device_kind", "") == "TPU v3"
+        float32_operands = _device_kind() == V3
         query_tile, key_tile = fitting(self.query_tile, self.key_tile, q.shape[3], 4 if float32_operands else q.dtype.itemsize)
         q_tile, kv_tile = tile_size(q.shape[1], query_tile, LANES), tile_size(kv[0].shape[1], key_tile, LANES)
         return TileOptions(mask, scale, q_tile, kv_tile, float32_operands, self.interpret)
+
+
+def _device_kind() -> str:
+    """The kind of device for which the program is traced; "" where no mesh tells."""
+    return getattr(jax.sharding.get_abstract_mesh().abstract_device, "device_kind", "")
+
+
+def _fused(rows_and_heads: int) -> bool:
+    """Whether the fused backward kernel is the faster one, for so many pairs of a batch row and a key head.
+
+    It adds to dq from one tile of keys after the other, so that the cores of a chip (two of v4 and v5p) can share only the
+    pairs: with an odd number of them one core would wait. v3's compiler refuses its copies of tiles.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device is not None and device.device_kind != V3 and rows_and_heads % (device.num_cores or 1) == 0
 
 
 def _kv(keys: Keys | StackedKeys):

@@ -15,6 +15,7 @@ from jax.experimental.pallas import tpu as pltpu
 from ..coords import FULL, MASKED, Mask, TokenCoords
 from ..partial import AttentionPartial
 from .tpu_tiles import (
+    LOG2_E,
     LOWEST,
     QueryTileGrid,
     TileOptions,
@@ -22,10 +23,12 @@ from .tpu_tiles import (
     column,
     coordinate_rows,
     cost,
+    document_column,
     nbytes,
     product,
     seen,
     spread,
+    sub_tiles,
 )
 
 
@@ -37,11 +40,11 @@ def _kernel(*refs, mask: Mask, scale: float, carried: bool, float32_operands: bo
 
     @pl.when(step == 0)
     def _start():
-        q_index[...], q_segment[...] = column(q_rows[0:1]), column(q_rows[1:2])
+        q_index[...], q_segment[...] = column(q_rows[0:1]), document_column(q_rows[1:2])
         if carried:
             lse = column(carry[1][...])
             empty = jnp.isneginf(lse)
-            highest_ref[...] = jnp.where(empty, LOWEST, lse)
+            highest_ref[...] = jnp.where(empty, LOWEST, lse * LOG2_E)
             total_ref[...] = jnp.where(empty, 0.0, 1.0)
             out_ref[...] = carry[0][...]
         else:
@@ -50,18 +53,19 @@ def _kernel(*refs, mask: Mask, scale: float, carried: bool, float32_operands: bo
             out_ref[...] = jnp.zeros_like(out_ref)
 
     def attend(masked: bool):
-        scores = product(q_ref[...], k_ref[...], 1, 1, float32_operands) * scale
-        tokens = scores.shape[1]
-        if masked:
-            q_tile_coords = spread(q_index[...], tokens), spread(q_segment[...], tokens)
-            scores = jnp.where(seen(q_tile_coords, (kv_rows[0:1], kv_rows[1:2]), mask), scores, -jnp.inf)
-        highest = jnp.maximum(highest_ref[...], scores.max(1, keepdims=True))
-        weights = jnp.exp(scores - spread(highest, tokens))
-        shrink = jnp.exp(highest_ref[...] - highest)
-        highest_ref[...] = highest
-        total_ref[...] = total_ref[...] * shrink + weights.sum(1, keepdims=True)
-        weighted_values = product(weights.astype(v_ref.dtype), v_ref[...], 1, 0, float32_operands)
-        out_ref[...] = out_ref[...] * spread(shrink, out_ref.shape[1]) + weighted_values
+        for keys in sub_tiles(k_ref.shape[0]):
+            scores = product(q_ref[...], k_ref[keys], 1, 1, float32_operands) * (scale * LOG2_E)
+            tokens = scores.shape[1]
+            if masked:
+                q_tile_coords = spread(q_index[...], tokens), spread(q_segment[...], tokens)
+                scores = jnp.where(seen(q_tile_coords, (kv_rows[0:1, keys], kv_rows[1:2, keys]), mask), scores, -jnp.inf)
+            highest = jnp.maximum(highest_ref[...], scores.max(1, keepdims=True))
+            weights = jnp.exp2(scores - spread(highest, tokens))
+            shrink = jnp.exp2(highest_ref[...] - highest)
+            highest_ref[...] = highest
+            total_ref[...] = total_ref[...] * shrink + weights.sum(1, keepdims=True)
+            weighted_values = product(weights.astype(v_ref.dtype), v_ref[keys], 1, 0, float32_operands)
+            out_ref[...] = out_ref[...] * spread(shrink, out_ref.shape[1]) + weighted_values
 
     kind = ranges.kind(row, tile, step, mask, False)
     pl.when(kind == FULL)(lambda: attend(False))
@@ -72,7 +76,7 @@ def _kernel(*refs, mask: Mask, scale: float, carried: bool, float32_operands: bo
         total = total_ref[...]
         nonzero = jnp.where(total == 0, 1.0, total)
         out_ref[...] = out_ref[...] / spread(nonzero, out_ref.shape[1])
-        lse = jnp.where(total == 0, -jnp.inf, highest_ref[...] + jnp.log(nonzero))
+        lse = jnp.where(total == 0, -jnp.inf, highest_ref[...] / LOG2_E + jnp.log(nonzero))
         lse_ref[...] = lse.T[0:1]
 
 

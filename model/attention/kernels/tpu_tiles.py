@@ -20,6 +20,9 @@ from jaxtyping import Array, Int
 from ..coords import SKIP, Mask, TileBounds, TokenCoords, tile_bounds, tile_kind
 
 LANES = 128
+LOG2_E = math.log2(math.e)
+# Keys whose scores are computed at a time.
+SUB_TILE = 512
 # Instead of -inf as the largest score of a row that has seen no key: -inf - -inf is NaN. Hidden scores themselves are -inf.
 LOWEST = -1e30
 # Of the 16 MiB that the compiler gives a kernel on every generation; the rest is for coordinates.
@@ -193,20 +196,34 @@ def column(row: jax.Array) -> jax.Array:
     return jnp.broadcast_to(row, (LANES, row.shape[1])).T
 
 
+def document_column(row: jax.Array) -> jax.Array:
+    """The `column` of segments, with padding as -1: padding on the other side, which is 0, is not equal to it."""
+    return column(jnp.where(row == 0, -1, row))
+
+
 def spread(statistics: jax.Array, width: int) -> jax.Array:
     """Columns [n, 128] of `column` as [n, width], or as [n, 1], which broadcasts to it."""
     repeats, rest = divmod(width, LANES)
     return statistics[:, :1] if rest else jnp.tile(statistics, (1, repeats))
 
 
+def sub_tiles(tile: int) -> list[slice]:
+    """The parts in which a kernel goes through a tile of keys: the scores of one are computed beside the sums of another."""
+    return [slice(start, min(start + SUB_TILE, tile)) for start in range(0, tile, SUB_TILE)]
+
+
 def seen(q: tuple, kv: tuple, mask: Mask) -> jax.Array:
-    """`coords.visible` of one tile, from (index, segment) of queries and of keys that broadcast against each other."""
+    """`coords.visible` of one tile, from (index, segment) of queries and of keys that broadcast against each other.
+
+    The segments of one of both are those of `document_column`.
+    """
     (q_index, q_segment), (kv_index, kv_segment) = q, kv
-    visible = (q_segment == kv_segment) & (q_segment > 0)
+    visible = q_segment == kv_segment
     if mask.causal:
         visible &= q_index >= kv_index
     if mask.window is not None:
-        visible &= jnp.abs(q_index - kv_index) < mask.window
+        distance = q_index - kv_index
+        visible &= (distance if mask.causal else jnp.abs(distance)) < mask.window
     return visible
 
 

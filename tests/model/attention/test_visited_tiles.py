@@ -23,7 +23,8 @@ from .cases import QUICK, SCHEDULES, mesh_of
 HEAD_DIM = 16
 TILE = 16
 GPU = GpuKernel(TILE, TILE, TILE, interpret=True)
-KERNELS = {"tpu": TpuKernel(128, 128, interpret=True), "gpu": GPU, "xla": XlaKernel(TILE, TILE),
+KERNELS = {"tpu": TpuKernel(128, 128, fused=True, interpret=True), "tpu pair": TpuKernel(128, 128, fused=False, interpret=True),
+           "gpu": GPU, "xla": XlaKernel(TILE, TILE),
            "auto": PlatformKernel(TpuKernel(), GPU, XlaKernel(TILE, TILE))}
 
 
@@ -80,7 +81,7 @@ ALL_CASES = [(name, shards, layout) for name in KERNELS for shards in (2, 3, 4, 
     *QUICK_CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL_CASES if case not in QUICK_CASES)])
 def test_kernels_visit_the_needed_tiles_and_no_others(name, shards, layout):
     """Of a block that is the tokens of all shards, as after a gather; also as many as the cost model counts."""
-    tile, tiles = 128 if name == "tpu" else TILE, 2
+    tile, tiles = 128 if name.startswith("tpu") else TILE, 2
     order = permutation(shards * tiles * tile, shards, layout)
     needed = needed_tiles(order, tile)
     visited = visited_tiles(KERNELS[name].over_shards(shards, shards), order, tile)

@@ -1,0 +1,212 @@
+"""Reads the cycles of a tile of each TPU kernel, ours and jax's splash attention, from what the TPU's compiler makes of it.
+
+    python -m scripts.benchmarks.kernel_cycles            # compiles all, and writes docs/results/kernel_cycles.json
+    python -m scripts.benchmarks.kernel_cycles --check    # compiles ours, and fails where one is slower than stored
+
+Needs no TPU. The compiler schedules a kernel into bundles, each of which takes a cycle where nothing waits, and prints them
+(`--xla_jf_dump_llo_text`). A kernel's tile of scores is a region of its own there: one for tiles that need no mask, and in our
+kernels another for tiles that do. Splash attention masks all tiles or none; it is compiled without a mask.
+"""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import re
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from data.errors import UserError
+from scripts.benchmarks.commands import in_own_process, make_parser
+from scripts.benchmarks.results import load, measured, row, save
+from trainer import entry
+
+NAME = "kernel_cycles"
+TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+PASSES = ("forward", "backward")
+TOKENS, TILE, HEADS, KV_HEADS, HEAD_DIM = 4096, 1024, 4, 2, 128
+WORSE = 1.03  # a kernel with more bundles than this times the stored ones fails the check
+COLUMNS = ("generation", "pass", "kernel", "full tile", "masked tile", "other bundles")
+BUNDLE = re.compile(r"^ *(?:0x([0-9a-f]+)|0) +(?:[A-Z]{2})?:", re.MULTILINE)
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What one process compiles: a pass (`direction`) of a kernel, ours or splash."""
+
+    generation: str
+    direction: str
+    kernel: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Program:
+    """A kernel's bundles: of all of it, and of each region that computes a tile, in the order of the text."""
+
+    bundles: int
+    tiles: list[int]
+
+
+def read_program(text: str) -> Program:
+    """Reads the final bundles of a kernel, as the compiler prints them.
+
+    A tile's region is one with matrix products that contains no smaller region with all of them.
+    """
+    starts = [*BUNDLE.finditer(text)]
+    ends = [*(match.start() for match in starts[1:]), len(text)]
+    opened: dict[str, int] = {}
+    regions, products = [], []
+    for number, (match, end) in enumerate(zip(starts, ends, strict=True)):
+        bundle = text[match.start():end]
+        opened.update(dict.fromkeys(re.findall(r"Start region (\d+)", bundle), number))
+        regions += [(opened[name], number) for name in re.findall(r"End region (\d+)", bundle) if name in opened]
+        products += [number] if "vmatmul" in bundle else []
+    working = [region for region in regions if any(region[0] <= number <= region[1] for number in products)]
+    tiles = [region for region in working
+             if not any(other != region and region[0] <= other[0] and other[1] <= region[1] for other in working)]
+    return Program(len(starts), [last - first + 1 for first, last in sorted(tiles)])
+
+
+def compile_ours(mesh, direction: str) -> None:
+    """Compiles a pass of our kernel in its own arrays, as a ring's round calls it."""
+    import jax
+    import jax.numpy as jnp
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    from model.attention import AttentionPartial, Mask, Queries, Saved, StackedKeys, TokenCoords
+    from model.attention.kernels import get_kernel
+
+    def shape(*dims, dtype=jnp.float32):
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+    kernel, options = get_kernel("tpu", query_tile=TILE, key_tile=TILE), {"mask": Mask(), "scale": HEAD_DIM ** -0.5}
+    q, statistics = shape(1, TOKENS, HEADS, HEAD_DIM, dtype=jnp.bfloat16), shape(1, HEADS, TOKENS)
+    coords = TokenCoords(*[shape(1, TOKENS, dtype=jnp.int32)] * 2)
+    blocks = Queries(q, coords), StackedKeys(shape(2, 1, TOKENS, KV_HEADS, HEAD_DIM, dtype=jnp.bfloat16), coords)
+    if direction == "forward":
+        arguments = AttentionPartial(shape(*q.shape), statistics), *blocks
+        function = kernel.extend
+    else:
+        arguments = shape(*q.shape), *blocks, Saved(q, statistics, statistics)
+        function = kernel.gradients
+    jax.jit(lambda *arrays: function(*arrays, **options), donate_argnums=0).lower(*arguments).compile()
+
+
+def compile_splash(mesh, direction: str) -> None:
+    """Compiles a pass of splash attention without a mask, by whole tiles, the backward fused: its fastest form."""
+    import jax
+    import jax.numpy as jnp
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    mask = masks.MultiHeadMask([masks.FullMask((TOKENS, TOKENS))] * HEADS)
+    sizes = splash.BlockSizes(TILE, TILE, block_q_dkv=TILE, block_kv_dkv=TILE, use_fused_bwd_kernel=True)
+    kernel = splash.make_splash_mha(mask, block_sizes=sizes, head_shards=1, q_seq_shards=1)
+    arrays = [jax.ShapeDtypeStruct((HEADS, TOKENS, HEAD_DIM), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec()))] * 3
+    if direction == "forward":
+        function = kernel
+    else:
+        def function(*arrays):
+            return jax.vjp(kernel, *arrays)[1](arrays[0])
+    jax.jit(function).lower(*arrays).compile()
+
+
+def compile_case(case: Case, folder: Path) -> dict:
+    """Compiles a case in this process, whose compiler prints into the folder, and returns its Program.
+
+    Raises:
+      UserError: the compiler printed no such kernel.
+    """
+    import jax
+    import numpy as np
+
+    from planning.topology import topology_devices
+
+    mesh = jax.sharding.Mesh(np.array(topology_devices(TOPOLOGIES[case.generation])[:1]), "sequence")
+    if case.kernel == "ours":
+        with jax.set_mesh(mesh):  # tells the kernel its device, as the trainer's mesh does
+            compile_ours(mesh, case.direction)
+    else:
+        compile_splash(mesh, case.direction)
+    # Splash's own backward pass runs its forward before: the kernel asked for is the last one.
+    texts = [path.read_text() for path in sorted(folder.glob("*-final_bundles.txt")) if "analysis" not in path.name]
+    programs = [program for program in map(read_program, texts) if program.tiles]
+    if not programs:
+        raise UserError(f"{case}: the compiler printed no kernel with matrix products")
+    return dataclasses.asdict(programs[-1])
+
+
+def measure(case: Case) -> Program:
+    """Compiles a case in a process of its own: a compiler takes its flags when it is loaded."""
+    with tempfile.TemporaryDirectory() as folder:
+        flags = f"--xla_jf_dump_to={folder} --xla_jf_dump_llo_text=true --xla_jf_dump_llo_pass_label_regex=^final_bundles$"
+        return Program(**in_own_process(NAME, "--case", json.dumps(dataclasses.asdict(case)), folder,
+                                        environment={"LIBTPU_INIT_ARGS": flags, "JAX_PLATFORMS": "cpu"}))
+
+
+def measure_line(generation: str, direction: str, kernel: str) -> list:
+    """Returns the line of a kernel in the table."""
+    program = measure(Case(generation, direction, kernel))
+    full, masked = program.tiles if kernel == "ours" else (*program.tiles, None)
+    return [generation, direction, kernel, full, masked, program.bundles - sum(program.tiles)]
+
+
+def summarize(lines: list[list]) -> dict[str, dict[str, str]]:
+    """Returns the rows of the result: each pass of ours beside splash attention's, and masked tiles beside full ones."""
+    table = {tuple(line[:3]): line[3:] for line in lines}
+    rows = {}
+    for generation, direction in itertools.product(TOPOLOGIES, PASSES):
+        full, masked, _ = table[generation, direction, "ours"]
+        splash, share = table[generation, direction, "splash"][0], 1.05 if direction == "backward" else 1.0
+        goal = f"at most {share * splash:,.0f}, splash attention's" + (" and 5%" if share > 1 else "")
+        name = f"{direction}_{generation}"
+        rows[name] = row(f"{direction}, a tile without a mask, {generation}", f"{full:,} bundles", goal, full <= share * splash)
+        rows[f"{name}_masked"] = row(f"{direction}, a tile with a mask, {generation}", f"{masked:,} bundles",
+                                     f"at most 5% more than without: {1.05 * full:,.0f}", masked <= 1.05 * full)
+    return rows
+
+
+def write() -> None:
+    """Compiles all kernels and writes the result."""
+    start, lines = time.perf_counter(), []
+    for case in itertools.product(TOPOLOGIES, PASSES, ("ours", "splash")):
+        lines.append(measure_line(*case))
+        print(*lines[-1], flush=True)
+    save(NAME, measured(
+        f"Bundles of a tile of {TILE} x {TILE} scores, heads of {HEAD_DIM}, bfloat16, by the TPU's compiler", summarize(lines),
+        f"python -m scripts.benchmarks.{NAME}", ("model/attention/kernels/*.py", f"scripts/benchmarks/{NAME}.py"),
+        tables={"bundles": {"columns": list(COLUMNS), "rows": lines}}, seconds=round(time.perf_counter() - start, 1),
+        note="docs/notes/kernels.md"))
+
+
+def check() -> int:
+    """Compiles our kernels and prints them beside the stored ones; returns 1 where one has become slower, else 0."""
+    stored = {tuple(line[:2]): line[3:] for line in load(NAME).tables["bundles"]["rows"] if line[2] == "ours"}
+    slower = False
+    for (generation, direction), before in stored.items():
+        after = measure_line(generation, direction, "ours")[3:]
+        worse = any(new > WORSE * old for new, old in zip(after, before, strict=True))
+        slower |= worse
+        print(f"{generation} {direction}: bundles {before} -> {after}{': SLOWER' if worse else ''}", flush=True)
+    return int(slower)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = make_parser(NAME, __doc__)
+    parser.add_argument("--check", action="store_true", help="compare ours with the stored result, and write nothing")
+    parser.add_argument("--case", nargs=2, metavar=("CASE", "FOLDER"), help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.case:
+        case, folder = args.case
+        print(json.dumps(compile_case(Case(**json.loads(case)), Path(folder))))
+        return 0
+    return check() if args.check else entry.run(write)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
