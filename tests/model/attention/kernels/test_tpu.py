@@ -13,6 +13,7 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from model.attention import Keys, Mask, Queries, Saved, StackedKeys, TokenCoords
+from model.attention.kernels import tpu_tiles
 from model.attention.kernels.padding import tile_size
 from model.attention.kernels.tpu import TpuKernel
 from model.attention.kernels.tpu_tiles import LANES, fitting
@@ -113,8 +114,10 @@ def test_kernel_is_exact_in_every_case(head_dim, mask, layout, kind):
     check_case(head_dim, mask, layout, kind)
 
 
-def test_two_kernels_are_exact():
-    check_case(80, MASKS[0], "striped", "packed", PAIR)
+@pytest.mark.parametrize("fused", [True, False])
+def test_one_and_two_kernels_are_exact_by_parts_of_a_tile(fused, monkeypatch):
+    monkeypatch.setattr(tpu_tiles, "SUB_TILE", 128)
+    check_case(80, MASKS[0], "striped", "packed", dataclasses.replace(KERNEL, key_tile=256, fused=fused))
 
 
 @pytest.mark.slow
