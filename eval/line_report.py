@@ -78,7 +78,8 @@ def by_depth(outcomes: list[Outcome]) -> list[dict[str, Any]]:
 
 def as_json(scores: list[Score], about: dict[str, Any], depths: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns the contents of results.json, in which lengths within and beyond the trained one are separate."""
-    rows = [dataclasses.asdict(item) | {"chance": item.chance, "above_chance": item.above_chance} for item in scores]
+    rows = [dataclasses.asdict(item) | {"chance": item.chance, "above_chance": item.above_chance,
+                                        "above_chance_reason": item.above_chance_reason} for item in scores]
     return {
         "about": about,
         "scoring": "last integer of the generated text equals the expected one; 95% Wilson interval",

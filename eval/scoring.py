@@ -36,6 +36,9 @@ class Outcome:
         return self.answer == self.case.expected_number
 
 
+ENOUGH = 100  # cases, from which on a score may be called above chance
+
+
 @dataclasses.dataclass(frozen=True)
 class Score:
     """The accuracy over the cases of one source and number of lines that are all within or all beyond the trained length."""
@@ -59,9 +62,14 @@ class Score:
         return 1 / self.num_lines
 
     @property
-    def above_chance(self) -> bool:
-        """Whether the interval lies above chance, with at least 100 cases."""
-        return self.cases >= 100 and self.low > self.chance
+    def above_chance(self) -> bool | None:
+        """Whether the interval lies above chance; None with fewer than ENOUGH cases, which are too few to say."""
+        return self.low > self.chance if self.cases >= ENOUGH else None
+
+    @property
+    def above_chance_reason(self) -> str | None:
+        """Why `above_chance` is None; None where it is not."""
+        return f"{self.cases} cases; at least {ENOUGH} are needed" if self.above_chance is None else None
 
 
 def last_integer(text: str) -> int | None:

@@ -65,7 +65,7 @@ def evaluation_command(config: RunConfig, checkpoint: pathlib.Path, output: path
 
 def describe(row: dict) -> str:
     """Returns a score of results.json as a sentence."""
-    verdict = "above chance" if row["above_chance"] else "not shown to be above chance"
+    verdict = "above chance" if row["above_chance"] else row["above_chance_reason"] or "not shown to be above chance"
     return (
         f"Line retrieval, {row['num_lines']} lines, held-out cases: {row['right']} of {row['cases']} right, "
         f"{row['accuracy']:.0%} (95% interval {row['low']:.0%} to {row['high']:.0%}); chance {row['chance']:.0%}: {verdict}"

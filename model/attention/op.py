@@ -18,6 +18,8 @@ from .layout import check_length
 from .partial import AttentionPartial
 from .schedules import Context, Payload, Ranks, Schedule, get_schedule
 
+_AXES = ("data", "fsdp", "tensor", "sequence")
+
 
 @dataclasses.dataclass(frozen=True)
 class AttentionOp:
@@ -158,7 +160,8 @@ def attention(q, k, v, coords, *, kv_coords=None, mesh: Mesh, layout="striped", 
       q: [B, L, Hq, D]; k, v: [B, L, Hkv, D], Hq a multiple of Hkv.
       coords: TokenCoords (or a pair; a third, `start`, for global tokens) of int32 [B, L], permuted as the tokens are;
         `kv_coords` the same for k and v, if they are not the queries' own.
-      mesh: axes out of data, fsdp (batch), tensor (heads), sequence (length); a missing one has size 1.
+      mesh: axes out of data, fsdp (batch), tensor (heads), sequence (length); a missing one has size 1, and another name is
+        refused, since its devices would all compute the same.
       layout: name of the layout that the arrays are in; it does not change the result, only the balance (and in a
         contiguous one `ring` and `balanced` leave out the ranks of which nothing can be visible).
       schedule: a name, or a schedule with options. kernel: a name, or a Kernel.
@@ -173,6 +176,9 @@ def attention(q, k, v, coords, *, kv_coords=None, mesh: Mesh, layout="striped", 
     coords = TokenCoords(*coords)
     own_coords = kv_coords is None
     kv_coords = coords if own_coords else TokenCoords(*kv_coords)
+    _check_mesh(mesh)
+    _check_coords("coords", coords, q.shape[:2])
+    _check_coords("kv_coords", kv_coords, k.shape[:2])
     size = mesh.shape.get("sequence", 1)
     batch = tuple(axis for axis in ("data", "fsdp") if axis in mesh.shape)
     _check(q, k, v, mesh, size, batch, layout)
@@ -192,6 +198,25 @@ def attention(q, k, v, coords, *, kv_coords=None, mesh: Mesh, layout="striped", 
         local, mesh=mesh, in_specs=(vectors, vectors, vectors, tokens, tokens),
         out_specs=(vectors, PartitionSpec(batch, heads, sequence)), check_vma=False)(q, k, v, coords, kv_coords)
     return (out, lse) if return_lse else out
+
+
+def _check_mesh(mesh: Mesh) -> None:
+    """Refuses axes that attention does not split anything over."""
+    unknown = [axis for axis in mesh.shape if axis not in _AXES]
+    if unknown:
+        raise ValueError(f"mesh: found the axis {unknown[0]!r}; attention knows {', '.join(_AXES)}")
+
+
+def _check_coords(name: str, coords: TokenCoords, shape: tuple[int, ...]) -> None:
+    """Refuses coordinates that are no integers of the tokens' shape [B, L]."""
+    for field, values in zip(coords._fields, coords, strict=True):
+        if values is None:
+            continue
+        if jnp.shape(values) != tuple(shape):
+            raise ValueError(f"{name}.{field}: found shape {jnp.shape(values)}; needs [B, L] = {tuple(shape)}, a number for "
+                             "each token of each row")
+        if not jnp.issubdtype(jnp.result_type(values), jnp.integer):
+            raise ValueError(f"{name}.{field}: found dtype {jnp.result_type(values)}; needs integers, such as int32")
 
 
 def _check(q, k, v, mesh, size, batch, layout):

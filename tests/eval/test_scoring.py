@@ -40,6 +40,7 @@ def test_above_chance_needs_the_interval_and_a_hundred_cases():
         answers = ["7"] * right + ["8"] * (cases - right)
         return score([outcome(LineCase("", 7, 4, ""), text, 1, 100, 1) for text in answers])[0]
 
-    assert scored(40, 100).above_chance
-    assert not scored(30, 100).above_chance, "30 of 100 may be luck where chance is 1 in 4"
-    assert not scored(50, 50).above_chance, "too few to say"
+    assert scored(40, 100).above_chance is True and scored(40, 100).above_chance_reason is None
+    assert scored(30, 100).above_chance is False, "30 of 100 may be luck where chance is 1 in 4"
+    assert scored(50, 50).above_chance is None, "too few to say"
+    assert scored(50, 50).above_chance_reason == "50 cases; at least 100 are needed"

@@ -168,3 +168,18 @@ def test_a_length_that_does_not_divide_names_the_next():
 def test_any_packing_on_any_ring_is_exact(data, layout, size, heads, mask, schedule):
     """The properties above, on every number of shards, kind of heads and mask: for `make soak`."""
     check_documents(*random_documents(data, 20, gaps=False), layout, size, schedule, heads, MASKS[mask])
+
+
+@pytest.mark.parametrize(("axes", "change", "message"), [
+    (("seq",), {}, "mesh: found the axis 'seq'; attention knows data, fsdp, tensor, sequence"),
+    (("sequence",), {"index": lambda x: x.astype(jnp.float32)}, "coords.index: found dtype float32; needs integers"),
+    (("sequence",), {"segment_ids": lambda x: x[0]}, r"coords.segment_ids: found shape (240,); needs [B, L] = (1, 240)"),
+    (("sequence",), {"index": lambda x: x[:, :100]}, "coords.index: found shape (1, 100)")])
+def test_meshes_and_coordinates_that_cannot_be_meant_are_refused(axes, change, message):
+    q, k, v = (jnp.ones((1, LENGTH, 2, 8)) for _ in range(3))
+    coords = TokenCoords(jnp.arange(LENGTH)[None], jnp.ones((1, LENGTH), int))
+    coords = coords._replace(**{name: apply(getattr(coords, name)) for name, apply in change.items()})
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), axes)
+    with pytest.raises(ValueError) as error:
+        attention(q, k, v, coords, mesh=mesh, kernel="reference")
+    assert message in str(error.value) and "\n" not in str(error.value)
