@@ -83,7 +83,7 @@ def _reply(rng: np.random.Generator, about: str) -> str:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m eval.coreference", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = entry.CommandParser(prog="python -m eval.coreference", description=__doc__.splitlines()[0], allow_abbrev=False)
     runner.add_flags(parser, new_tokens=None)
     parser.add_argument("--tokens", nargs="+", type=entry.at_least_one, required=True, help="lengths, answers included")
     parser.add_argument("--alike", nargs="+", type=int, default=[2, 4, 8], choices=range(2, len(ORDINALS) + 1),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m eval.harness", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = entry.CommandParser(prog="python -m eval.harness", description=__doc__.splitlines()[0], allow_abbrev=False)
     runner.add_flags(parser, new_tokens=256)
     parser.add_argument("--tasks", required=True, help="names of tasks, with commas between them")
     parser.add_argument("--include-path", metavar="DIR", help="folder with tasks of your own")

@@ -29,7 +29,7 @@ from trainer import entry
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m eval.in_context", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = entry.CommandParser(prog="python -m eval.in_context", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--checkpoint", required=True, help="checkpoint or run folder of a model of trajectories")
     parser.add_argument("--episodes", type=entry.at_least_one, default=8, help="number of episodes, one after the other "
                         "(default 8); a new context begins after as many as the model was trained with")

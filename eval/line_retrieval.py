@@ -22,7 +22,7 @@ MOST_TOKENS = 1_100_000  # in a generated case
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m eval.line_retrieval", description=__doc__.splitlines()[0],
+    parser = entry.CommandParser(prog="python -m eval.line_retrieval", description=__doc__.splitlines()[0],
                                      allow_abbrev=False)
     runner.add_flags(parser)
     parser.add_argument("--cases", nargs="+", default=[], metavar="FILE.jsonl", help="case files in LongChat's form")

@@ -67,7 +67,7 @@ def make_cases(count: Callable[[runner.Prompt], int], lengths: Sequence[int], de
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m eval.needle", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = entry.CommandParser(prog="python -m eval.needle", description=__doc__.splitlines()[0], allow_abbrev=False)
     runner.add_flags(parser, new_tokens=None)
     parser.add_argument("--tokens", nargs="+", type=entry.at_least_one, required=True, help="lengths, answers included")
     parser.add_argument("--depths", nargs="+", type=float, default=[0, 0.25, 0.5, 0.75, 1], help="depths, from 0 to 1")

@@ -300,7 +300,7 @@ def page(runs: Sequence[Run]) -> str:
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m eval.report", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = entry.CommandParser(prog="python -m eval.report", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; two are shown side by side")
     parser.add_argument("--evaluations", nargs="+", action="append", type=Path, default=[], metavar="DIR", help="folders with "
                         "results of evaluations; the first --evaluations are of the first run, the second of the second")

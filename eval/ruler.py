@@ -119,7 +119,7 @@ def qa_cases(path: str, count: Callable[[runner.Prompt], int], lengths: Sequence
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m eval.ruler", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = entry.CommandParser(prog="python -m eval.ruler", description=__doc__.splitlines()[0], allow_abbrev=False)
     runner.add_flags(parser, new_tokens=None)
     parser.add_argument("--tokens", nargs="+", type=entry.at_least_one, required=True, help="lengths, answers included")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS), help="tasks (default: all)")

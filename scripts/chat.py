@@ -28,7 +28,7 @@ DOCUMENT = "Here is a text. Answer the questions about it.\n\n{text}\n\n{questio
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.chat", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = entry.CommandParser(prog="python -m scripts.chat", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("checkpoint", help="checkpoint, run folder, Hugging Face folder or org/name")
     parser.add_argument("--document", metavar="FILE", help="the text that is talked about")
     parser.add_argument("--question", nargs="+", default=[], metavar="TEXT", help="ask these instead of reading the terminal")

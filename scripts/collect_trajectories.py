@@ -304,7 +304,7 @@ def claim(path: Path, description: dict[str, Any]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.collect_trajectories", description=__doc__.splitlines()[0],
+    parser = entry.CommandParser(prog="python -m scripts.collect_trajectories", description=__doc__.splitlines()[0],
                                      allow_abbrev=False)
     parser.add_argument("--task", required=True, help=f"out of {', '.join(TASKS)}")
     parser.add_argument("--output", required=True, help="folder, which gets {domain}/{algorithm}/buffer/*.npz")

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.download_trajectories", description=__doc__.splitlines()[0],
+    parser = entry.CommandParser(prog="python -m scripts.download_trajectories", description=__doc__.splitlines()[0],
                                      allow_abbrev=False)
     parser.add_argument("--domain", required=True, help=f"out of {', '.join(DOMAINS)}")
     parser.add_argument("--algorithm", required=True, nargs="+", help=f"some of {', '.join(ALGORITHMS)}")

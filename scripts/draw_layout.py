@@ -3,7 +3,6 @@
     python -m scripts.draw_layout [--output FILE.png]
 """
 
-import argparse
 import pathlib
 import sys
 from collections.abc import Sequence
@@ -118,7 +117,7 @@ def _draw_block(axes: "Axes", block: list[list[str]], device: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command, which prints the file's name, and returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.draw_layout", allow_abbrev=False, description=(
+    parser = entry.CommandParser(prog="python -m scripts.draw_layout", allow_abbrev=False, description=(
         "Draws which tokens each device holds, and which tiles it computes in each round of a ring."))
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("docs/striped_layout.png"), metavar="FILE.png",
                         help="picture to write (default docs/striped_layout.png, the repository's own)")

@@ -12,7 +12,7 @@ from trainer import entry
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.export_hf", allow_abbrev=False, description=(
+    parser = entry.CommandParser(prog="python -m scripts.export_hf", allow_abbrev=False, description=(
         "Writes a Hugging Face folder (safetensors, config, generation config, tokenizer, chat template) from a "
         "checkpoint, in the dtype that the model was read in. Needs only the checkpoint, and no accelerator."))
     parser.add_argument("checkpoint", metavar="CHECKPOINT",

@@ -11,7 +11,7 @@ from trainer import entry
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.import_hf", allow_abbrev=False, description=(
+    parser = entry.CommandParser(prog="python -m scripts.import_hf", allow_abbrev=False, description=(
         "Makes a checkpoint (model and assets, no optimizer state) from a Hugging Face LLaMA. Training and evaluation also "
         "read Hugging Face folders directly; a checkpoint has checksums and is read in parallel, which is faster."))
     parser.add_argument("hf_dir", metavar="HF_DIR",

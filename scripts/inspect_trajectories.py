@@ -119,7 +119,7 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.inspect_trajectories", description=__doc__.splitlines()[0],
+    parser = entry.CommandParser(prog="python -m scripts.inspect_trajectories", description=__doc__.splitlines()[0],
                                      allow_abbrev=False)
     parser.add_argument("path", help="folder with {domain}/{algorithm}/buffer/*.npz below it, or one of these buffers")
     parser.add_argument("--task", required=True, help=f"out of {', '.join(TASKS)}")

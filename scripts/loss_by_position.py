@@ -89,7 +89,7 @@ class Measurement(NamedTuple):
 
 def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
     """Returns the options of the command line, and the flags that are fields of the recipe."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.loss_by_position", description=__doc__.splitlines()[0],
+    parser = entry.CommandParser(prog="python -m scripts.loss_by_position", description=__doc__.splitlines()[0],
                                      allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="RECIPE.yaml", help="the recipe; its fields may follow as flags")
     parser.add_argument("--checkpoint", required=True, nargs="+", metavar="DIR_OR_HF",

@@ -35,11 +35,18 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse_args(self, args=None, namespace=None):  # type: ignore[override]
         """As of argparse; raises SystemExit(2) after one line for what it does not know."""
-        parsed, unknown = self.parse_known_args(args, namespace)
+        words = list(sys.argv[1:] if args is None else args)
+        # A misspelt flag is named before the required one that it may have been meant to be.
+        for word in words[:words.index("--")] if "--" in words else words:
+            if re.match("--[a-z]", word) and word.partition("=")[0] not in self._option_string_actions:
+                self._refuse(word)
+        parsed, unknown = self.parse_known_args(words, namespace)
         if unknown:
-            self.error(f"{unknown[0].partition('=')[0]} is no option of this command{self._meant(unknown[0])}; "
-                       "--help lists them")
+            self._refuse(unknown[0])
         return parsed
+
+    def _refuse(self, word: str) -> NoReturn:
+        self.error(f"{word.partition('=')[0]} is no option of this command{self._meant(word)}; --help lists them")
 
     def error(self, message: str) -> NoReturn:
         """Prints the message in one line and exits with 2."""

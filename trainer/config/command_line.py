@@ -49,7 +49,8 @@ def split(argv: list[str], own: Iterable[str] = ()) -> CommandLine:
             recipes.append(recipe)
             continue
         if not name.startswith("--"):
-            raise UserError(f"command line: {word!r} belongs to no flag; write --section.field value")
+            flag = f"--config {word}" if word.endswith((".yaml", ".yml")) else "--section.field value"
+            raise UserError(f"command line: {word!r} belongs to no flag; write {flag}")
         _check_name(name.removeprefix("--"), own)
         value = text if equals else next(words, "--")
         if not equals and value.startswith("--"):

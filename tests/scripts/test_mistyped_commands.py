@@ -1,0 +1,61 @@
+"""Thirty mistyped or half-right commands: each is answered by one line that names the mend, before anything runs."""
+import importlib
+
+import pytest
+
+import train
+
+TRAIN = ["--config", "configs/quickstart.yaml"]
+PLAN = ["--model", "llama-3.1-8b"]
+LINES = ["--checkpoint", "runs/none"]
+CASES = [
+    # train.py: flags that are misspelt, or that other trainers have.
+    ("train", ["--confg", "configs/quickstart.yaml"], "did you mean --config?"),
+    ("train", ["configs/quickstart.yaml"], "--config configs/quickstart.yaml"),
+    ("train", [*TRAIN, "--config"], "--config needs the path of a recipe"),
+    ("train", ["--config", "configs/quikstart.yaml"], "configs/quickstart.yaml"),
+    ("train", [*TRAIN, "--optimizer.lr", "1e-4"], "did you mean --optimizer.learning_rate?"),
+    ("train", [*TRAIN, "--lr", "1e-4"], "did you mean --optimizer.learning_rate?"),
+    ("train", [*TRAIN, "--learning_rate", "1e-4"], "did you mean --optimizer.learning_rate?"),
+    ("train", [*TRAIN, "--train.step", "4"], "did you mean --train.steps?"),
+    ("train", [*TRAIN, "--num_train_epochs", "3"], "did you mean --train.epochs?"),
+    ("train", [*TRAIN, "--per-device-train-batch-size", "3"], "did you mean --train.batch_size?"),
+    ("train", [*TRAIN, "--max_seq_length", "4096"], "did you mean --data.context_length?"),
+    ("train", [*TRAIN, "--context_length", "4096"], "did you mean --data.context_length?"),
+    ("train", [*TRAIN, "--output_dir", "here"], "did you mean --run_dir?"),
+    ("train", [*TRAIN, "--mesh", "fsdp=8"], "--mesh is a section; its fields are mesh.data"),
+    ("train", [*TRAIN, "--mesh.sequnce", "8"], "did you mean --mesh.sequence?"),
+    ("train", [*TRAIN, "--train.steps", "many"], "train.steps: found many, expects int"),
+    ("train", [*TRAIN, "--train.steps"], "--train.steps needs a value"),
+    ("train", [*TRAIN, "--memory.remat", "offlod"], "offload"),
+    ("train", [*TRAIN, "--dry_run"], "did you mean --dry-run?"),
+    ("train", [*TRAIN, "--dry-run", "8xH10"], "did you mean H100?"),
+    ("train", ["--help", "optimiser"], "did you mean optimizer?"),
+    # The other commands.
+    ("scripts.plan", [*PLAN, "--machine", "8xH100", "--contxt", "64K"], "did you mean --context?"),
+    ("scripts.plan", [*PLAN, "--machine", "v5p32", "--context", "64K"], "v5p"),
+    ("scripts.plan", [*PLAN, "--machine", "8xH100", "--context", "64 thousand"], "such as 4096, 64K or 1M"),
+    ("scripts.plan", ["--model", "lama-7b", "--machine", "8xH100", "--context", "64K"], "did you mean llama-7b?"),
+    ("scripts.plan", [*PLAN, "--machine", "8xH100", "--context", "64K", "--remat", "noting"], "did you mean nothing?"),
+    ("scripts.export_hf", ["runs/none", "model", "--dtyp", "float16"], "is no option of this command"),
+    ("scripts.chat", ["runs/none", "--documnt", "book.txt"], "did you mean --document?"),
+    ("eval.line_retrieval", [*LINES, "--case", "cases.jsonl"], "did you mean --cases?"),
+    ("eval.report", ["runs/none", "--outptu", "report.html"], "did you mean --output?"),
+]
+
+
+@pytest.mark.parametrize(("command", "argv", "mend"), CASES)
+def test_one_line_names_the_mend(command, argv, mend, repository, monkeypatch, capsys):
+    monkeypatch.chdir(repository)
+    main = train.main if command == "train" else importlib.import_module(command).main
+    try:
+        status = main(argv)
+    except SystemExit as exit:
+        status = exit.code
+    said = capsys.readouterr().err
+    assert status == 2 and said.startswith("error: ") and said.count("\n") == 1, said
+    assert mend in said
+
+
+def test_there_are_thirty():
+    assert len(CASES) == 30
