@@ -33,6 +33,7 @@ from .mesh import batch_sharding, local_order, local_part, place_batch
 from .model_source import chat_templates, choose_model, for_templates
 from .objective import DeviceBatch, HostBatch, LossParams, Objective, Params
 from .run.cluster import first_then_others
+from .run.directory import RunDirectory
 
 
 def text_batch(rows: int, length: int, mesh: Mesh, with_sources: bool = False) -> dict[str, jax.ShapeDtypeStruct]:
@@ -139,7 +140,7 @@ class TextObjective(Objective):
         prepare = functools.partial(prepare_text, self.config, self.tokenizer, self.config.logging.console)
         self.prepared = first_then_others(lambda key: prepare(key=key), lambda prepared: prepared.folder.name)
         if jax.process_index() == 0:
-            print(self.prepared.report.summary(), flush=True)
+            self._report_data()
         load = functools.partial(Loader, self.prepared, data.context_length, rows, data.seed,
                                  with_sources=bool(self.sources))
         self.loader = load()
@@ -152,6 +153,17 @@ class TextObjective(Objective):
         layout = permutation(data.context_length, self.mesh.shape["sequence"], self.config.attention.layout)
         indices, self.order = local_order(self.part, layout)
         self._local: _LocalPart = {"rows": self.part.rows.tolist(), "indices": indices}
+
+    def _report_data(self) -> None:
+        """Prints what became of the records, at the run's first start alone, and a warning if none of them was held out."""
+        data = self.config.data
+        if not RunDirectory(self.config.folder).config.exists():
+            print(self.prepared.report.summary(), flush=True)
+        if not len(self.prepared.held_out) and (data.held_out_path or data.held_out_fraction):
+            wanted = (f"data.held_out_path {data.held_out_path} has no document to measure on" if data.held_out_path else
+                      f"data.held_out_fraction {data.held_out_fraction:g} of {len(self.prepared.train):,} documents is none")
+            print(f"warning: there is no held-out loss: {wanted}; a larger data.held_out_fraction or another "
+                  "data.held_out_path would give one", file=sys.stderr, flush=True)
 
     def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:
         """Returns the sums of the cross-entropy in nats over the targets and of their weights; see `Llama.loss`."""
