@@ -52,6 +52,7 @@ HEADLINES = (
 SECTIONS = {
     "Exactness": ("exactness", "exactness_by_hand", "suite"),
     "Speed on a CPU": ("step", "kernels"),
+    "Cycles of the TPU kernels, by the TPU's compiler": ("kernel_cycles",),
     "Balance": ("balance", "balance_time"),
     "What schedules send, and what hides it": ("bytes", "distflashattn_volume", "overlap", "placement", "launch_flags"),
     "Memory": ("memory_length", "activation_memory", "memory_1m", "megatron_memory", "export_memory",
