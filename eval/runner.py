@@ -42,6 +42,8 @@ def add_flags(parser: argparse.ArgumentParser, new_tokens: int | None = 100, eva
         parser.add_argument("--output", required=True, help="folder for the results; the same command again continues an "
                             "evaluation that was interrupted")
         parser.add_argument("--rows", type=int, default=1, help="number of prompts in a batch (default 1)")
+    parser.add_argument("--adapter", metavar="FOLDER", help="an adapter beside the model: a folder that peft has written, or a "
+                        "run with adapters")
     parser.add_argument("--template", choices=NAMES, help="chat template of the question (default: the model's own; plain text "
                         "for a model without one)")
     if new_tokens is not None:
@@ -359,19 +361,20 @@ def open_respondent(args: argparse.Namespace) -> Opened:
     from model.decode import Sampling
     from model.sharding import STORAGE_AXES
     from trainer.build import build_llama
-    from trainer.config.schema import AttentionConfig, MeshConfig, ModelConfig, RunConfig
+    from trainer.config.schema import AdapterConfig, AttentionConfig, MeshConfig, ModelConfig, RunConfig
     from trainer.mesh import make_mesh, simulate
-    from trainer.model_source import open_model
+    from trainer.model_source import open_adapter, open_model
 
     sampling = Sampling(args.temperature, args.top_p, args.sample_seed)
     if args.simulate:
         simulate(args.simulate)
     entry.keep_compiled()
-    source = open_model(args.checkpoint)
+    source = open_adapter(args.adapter, args.checkpoint) if args.adapter else open_model(args.checkpoint)
     tokenizer = source.tokenizer()
     template = args.template or ("tokenizer" if tokenizer.chat_template else None)
     mesh = make_mesh(MeshConfig(fsdp=args.fsdp, tensor=args.tensor, sequence=args.sequence), schedule=args.schedule)
     config = RunConfig(model=ModelConfig(compute_dtype=args.compute_dtype),
+                       adapter=source.adapter.config if source.adapter else AdapterConfig(),
                        attention=AttentionConfig(schedule=args.schedule, window=source.mask.window,
                                                  global_tokens=source.mask.global_tokens))
     model = build_llama(config, source.config, mesh, () if args.replicate else STORAGE_AXES)

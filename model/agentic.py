@@ -21,6 +21,7 @@ from jaxtyping import Array, Float
 
 from .config import LlamaConfig
 from .feedforward import RMSNorm, param, rms_norm
+from .frozen import array
 from .loss import LossSums, global_sums
 from .memory.chunked import chunked, chunked_total, product
 from .modules import EndsModule
@@ -124,7 +125,8 @@ class AgenticTransformer(Transformer):
         return jnp.take_along_axis(actions, best[..., None, None], 2)[:, :, 0]
 
     def _head_weights(self, params: Shards) -> dict[str, jax.Array]:
-        return self.weights.whole(params, ("norm.weight", "action_head.weight", "action_head.bias"))
+        weights = self.weights.whole(params, ("norm.weight", "action_head.weight", "action_head.bias"))
+        return {name: array(weight) for name, weight in weights.items()}
 
     def _predict(self, weights: dict[str, jax.Array], x: Float[Array, "B T E"]) -> Mixture:
         norm = rms_norm(x, weights["norm.weight"], self.config.rms_norm_eps)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from .adapter import FEED_FORWARD, PROJECTIONS, AdapterConfig
 from .families import FAMILIES, family_of, find_preset
 from .families.family import NEUTRAL
 
@@ -85,7 +86,7 @@ class RopeConfig:
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The sizes of a LLaMA, or of a model that has its form. Field names are Hugging Face's, but for the last five; `rope`
+    """The sizes of a LLaMA, or of a model that has its form. Field names are Hugging Face's, but for the last six; `rope`
     holds what Hugging Face spells in two ways.
 
     `num_key_value_heads` and `head_dim` may be left out (None): they become `num_attention_heads` and
@@ -101,6 +102,7 @@ class LlamaConfig:
       output_bias: whether the output projection has a bias; None for `attention_bias`, which q, k and v follow.
       qk_norm: the RMS norm of queries and keys before RoPE: "none", of each "head", or of "all" heads together.
       norm_after: norms follow attention and feed-forward instead of preceding them.
+      adapter: the adapters beside the projections, if there are any; all other weights are frozen.
     """
 
     vocab_size: int = 32000
@@ -130,6 +132,7 @@ class LlamaConfig:
     output_bias: bool = None  # type: ignore[assignment]
     qk_norm: str = "none"
     norm_after: bool = False
+    adapter: AdapterConfig | None = None
 
     def __post_init__(self) -> None:
         if self.output_bias is None:
@@ -178,6 +181,10 @@ class LlamaConfig:
         if not isinstance(self.rope, RopeConfig):
             raise ValueError(f"rope: {self.rope!r} is not a RopeConfig")
         self._check_family()
+        if self.adapter is not None:
+            self.adapter.check_sizes({name: self.projection_sizes(name) for name in PROJECTIONS})
+            fused = [name.rpartition(".")[2] for names in FAMILIES[self.family].fused.values() for name in names]
+            self.adapter.check_targets(self.family, fused)
         if self.rope.rule == "dynamic":
             if self.head_dim < 4:
                 raise ValueError(f"head_dim: {self.head_dim} is too small for rope_type 'dynamic'; 4 or more would work")
@@ -202,6 +209,20 @@ class LlamaConfig:
             if name not in (*family.takes, *family.computes) and getattr(self, name) not in NEUTRAL[name]:
                 raise ValueError(f"{name}: found {getattr(self, name)!r}; models of the family {self.family} have "
                                  f"{NEUTRAL[name][0]!r}")
+
+    def adapter_of(self, projection: str) -> AdapterConfig | None:
+        """Returns the adapter of a projection, such as q_proj, if it has one."""
+        return self.adapter if self.adapter is not None and projection in self.adapter.projections else None
+
+    def with_adapter(self, adapter: AdapterConfig) -> LlamaConfig:
+        """This model with adapters beside its projections; itself for rank 0."""
+        return dataclasses.replace(self, adapter=adapter) if adapter.rank else self
+
+    def projection_sizes(self, name: str) -> tuple[int, int]:
+        """Returns the inputs and the outputs of a layer's projection, such as q_proj."""
+        heads = self.num_attention_heads if name in ("q_proj", "o_proj") else self.num_key_value_heads
+        width = self.intermediate_size if name in FEED_FORWARD else heads * self.head_dim
+        return (width, self.hidden_size) if name in ("o_proj", "down_proj") else (self.hidden_size, width)
 
     @property
     def scale(self) -> float:
@@ -234,7 +255,7 @@ class LlamaConfig:
             raise ValueError(f"a Hugging Face config is a JSON object, found {type(config).__name__}")
         family = family_of(config)
         config = family.read(config)
-        names = {f.name for f in dataclasses.fields(cls)} - {"rope", "family"}
+        names = {f.name for f in dataclasses.fields(cls)} - {"rope", "family", "adapter"}
         values = {name: config[name] for name in names if name in config}
         for name in ("bos_token_id", "eos_token_id"):  # "not given" means transformers' default, null means none
             values.setdefault(name, {"bos_token_id": 1, "eos_token_id": 2}[name])

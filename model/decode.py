@@ -275,7 +275,7 @@ class Generator:
 
     def _prefill_bytes(self, cached: CachedModel) -> int:
         """Returns the bytes that a prefill takes on each device: parameters, cache and what the compiler adds."""
-        params = {name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32, sharding=self.model.shardings[name])
+        params = {name: jax.ShapeDtypeStruct(parameter.shape, parameter.dtype, sharding=self.model.shardings[name])
                   for name, parameter in self.model.parameters.items()}
         cache = jax.tree.map(lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
                              cached.shapes, cached.shardings)

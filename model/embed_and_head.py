@@ -14,11 +14,12 @@ from jaxtyping import Array, Float, Int
 
 from .config import LlamaConfig
 from .feedforward import rms_norm
+from .frozen import Weight, array, rows
 from .loss import token_losses
 from .memory.chunked import chunked, chunked_total, product
 from .sharding import Parallel
 
-Weights = dict[str, jax.Array]
+Weights = dict[str, Weight]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,11 +51,12 @@ class EmbedAndHead:
         float32."""
         def embed(weights, arrays, labels):
             table, ids = weights["embed_tokens.weight"], labels["tokens"]
+            local_size = self.parallel.vocab_size // self.parallel.tensor
             if self.parallel.tensor > 1:
-                ids = ids - self.parallel.rank() * table.shape[0]
-            is_local = (ids >= 0) & (ids < table.shape[0])
-            rows = jnp.where(is_local[..., None], table[jnp.where(is_local, ids, 0)], 0.0)
-            return self.parallel.combine((rows * self.config.embedding_multiplier).astype(self.dtype), "vocab")
+                ids = ids - self.parallel.rank() * local_size
+            is_local = (ids >= 0) & (ids < local_size)
+            embedded = jnp.where(is_local[..., None], rows(table, jnp.where(is_local, ids, 0)), 0.0)
+            return self.parallel.combine((embedded * self.config.embedding_multiplier).astype(self.dtype), "vocab")
 
         with jax.named_scope("embed"):
             return chunked(embed, weights, {}, {"tokens": tokens}, dtype=self.dtype)
@@ -86,7 +88,7 @@ class EmbedAndHead:
 
     def _local_logits(self, weights: Weights, x: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """Final norm, and float32 logits of this tensor rank's vocabulary; minus infinity where it is padded."""
-        norm = rms_norm(x, weights["norm.weight"], self.config.rms_norm_eps)
+        norm = rms_norm(x, array(weights["norm.weight"]), self.config.rms_norm_eps)
         # Rounded to bfloat16, a logit above 8 would be off by up to 0.03, and so would its token's loss.
         if self.config.tie_word_embeddings:
             logits = product("bte,ve->btv", norm, weights["embed_tokens.weight"], jnp.float32)

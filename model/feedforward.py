@@ -7,8 +7,9 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float
 
+from .adapter import AdapterConfig
 from .config import LlamaConfig
-from .memory.chunked import product
+from .memory.chunked import letters, product
 from .sharding import Parallel
 
 Shape = tuple[int, ...]
@@ -21,18 +22,34 @@ def param(rngs: nnx.Rngs, shape: Shape, axes: Axes, std: float) -> nnx.Param:
 
 
 class Projection(nnx.Module):
-    """A linear map, given by an einsum equation. The bias, if any, is added after the tensor ranks' sum."""
+    """A linear map, given by an einsum equation whose weight has its inputs first, and the low-rank adapter beside it, if any.
+
+    The bias, if any, is added after the tensor ranks' sum. The adapter's products commute with that sum: where the ranks split
+    the inputs they split A, otherwise B.
+    """
 
     def __init__(self, equation: str, shape: Shape, axes: Axes, std: float, bias_shape: Shape | None = None,
-                 bias_axes: Axes | None = None, *, rngs: nnx.Rngs):
-        self.equation = equation
+                 bias_axes: Axes | None = None, *, adapter: AdapterConfig | None = None, rngs: nnx.Rngs):
+        self.equation, self.adapter = equation, adapter
         self.weight = param(rngs, shape, axes, std)
         if bias_shape is not None:
             self.bias = nnx.Param(jnp.zeros(bias_shape, jnp.float32), axes=bias_axes)
+        if adapter is not None:
+            x_axes, w_axes, _ = letters(equation)
+            inputs = len(set(x_axes) & set(w_axes))
+            # Zeros here; `modules.init_adapters` draws A.
+            self.lora_A = nnx.Param(jnp.zeros((*shape[:inputs], adapter.rank), jnp.float32), axes=(*axes[:inputs], "rank"))
+            self.lora_B = nnx.Param(jnp.zeros((adapter.rank, *shape[inputs:]), jnp.float32), axes=("rank", *axes[inputs:]))
 
     def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
-        """Returns the product with the weight, without the bias."""
-        return product(self.equation, x, self.weight[...])
+        """Returns the product with the weight, and the adapter's products beside it, without the bias."""
+        y = product(self.equation, x, self.weight.get_value())
+        if self.adapter is None:
+            return y
+        x_axes, w_axes, y_axes = letters(self.equation)
+        inputs = len(set(x_axes) & set(w_axes))
+        low = product(f"{x_axes},{w_axes[:inputs]}r->btr", x, self.lora_A[...])
+        return y + self.adapter.scale * product(f"btr,r{w_axes[inputs:]}->{y_axes}", low, self.lora_B[...])
 
     def add_bias(self, y: Float[Array, ...]) -> Float[Array, ...]:
         """Returns y with the bias added in float32, in y's dtype."""
@@ -89,9 +106,12 @@ class FeedForward(nnx.Module):
         hidden, width, std = config.hidden_size, config.intermediate_size, config.initializer_range
         width_bias = ((width,), ("mlp",)) if config.mlp_bias else ()
         hidden_bias = ((hidden,), ("norm",)) if config.mlp_bias else ()
-        self.gate_proj = Projection("bte,ef->btf", (hidden, width), ("embed", "mlp"), std, *width_bias, rngs=rngs)
-        self.up_proj = Projection("bte,ef->btf", (hidden, width), ("embed", "mlp"), std, *width_bias, rngs=rngs)
-        self.down_proj = Projection("btf,fe->bte", (width, hidden), ("mlp", "embed"), std, *hidden_bias, rngs=rngs)
+        self.gate_proj = Projection("bte,ef->btf", (hidden, width), ("embed", "mlp"), std, *width_bias,
+                                    adapter=config.adapter_of("gate_proj"), rngs=rngs)
+        self.up_proj = Projection("bte,ef->btf", (hidden, width), ("embed", "mlp"), std, *width_bias,
+                                  adapter=config.adapter_of("up_proj"), rngs=rngs)
+        self.down_proj = Projection("btf,fe->bte", (width, hidden), ("mlp", "embed"), std, *hidden_bias,
+                                    adapter=config.adapter_of("down_proj"), rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T E"], parallel: Parallel) -> Float[Array, "B T E"]:
         """Returns the feed-forward of normalised hidden states, summed over the tensor ranks."""

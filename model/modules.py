@@ -4,16 +4,20 @@
 """
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from .config import LlamaConfig
 from .feedforward import AllHeadsNorm, FeedForward, HeadNorm, Projection, RMSNorm, param
+from .frozen import Weight, array
 from .rope import apply_rope, attention_scaling, inverse_frequencies
 from .sharding import Parallel, Parameter
 
@@ -45,16 +49,17 @@ class SelfAttention(nnx.Module):
         self.config = config
         hidden, size, std, bias = config.hidden_size, config.head_dim, config.initializer_range, config.attention_bias
 
-        def heads_projection(heads, axis):
+        def heads_projection(name, heads, axis):
             bias_declaration = ((heads, size), (axis, "head_dim")) if bias else ()
             return Projection("bte,ehd->bthd", (hidden, heads, size), ("embed", axis, "head_dim"), std, *bias_declaration,
-                              rngs=rngs)
+                              adapter=config.adapter_of(name), rngs=rngs)
 
-        self.q_proj = heads_projection(config.num_attention_heads, "heads")
-        self.k_proj = heads_projection(config.num_key_value_heads, "kv_heads")
-        self.v_proj = heads_projection(config.num_key_value_heads, "kv_heads")
+        self.q_proj = heads_projection("q_proj", config.num_attention_heads, "heads")
+        self.k_proj = heads_projection("k_proj", config.num_key_value_heads, "kv_heads")
+        self.v_proj = heads_projection("v_proj", config.num_key_value_heads, "kv_heads")
         self.o_proj = Projection("bthd,hde->bte", (config.num_attention_heads, size, hidden), ("heads", "head_dim", "embed"),
-                                 std, *(((hidden,), ("norm",)) if config.output_bias else ()), rngs=rngs)
+                                 std, *(((hidden,), ("norm",)) if config.output_bias else ()),
+                                 adapter=config.adapter_of("o_proj"), rngs=rngs)
         for name, heads, axis in (("q", config.num_attention_heads, "heads"), ("k", config.num_key_value_heads, "kv_heads")):
             if config.qk_norm != "none":
                 norm = HeadNorm(config) if config.qk_norm == "head" else AllHeadsNorm(config, heads, axis)
@@ -152,6 +157,9 @@ def declare(config: LlamaConfig, ends: EndsModule = EmbedAndHead) -> dict[str, P
     parameters = _declared(nnx.state(nnx.eval_shape(lambda: ends(config, rngs=nnx.Rngs(0)))))
     for name, parameter in declare_layer(config).items():
         parameters[LAYERS + name] = Parameter((config.num_hidden_layers, *parameter.shape), ("layers", *parameter.axes))
+    if config.adapter is not None:
+        parameters = {name: dataclasses.replace(parameter, frozen=not config.adapter.trains(name))
+                      for name, parameter in parameters.items()}
     return dict(sorted(parameters.items()))
 
 
@@ -161,8 +169,8 @@ def own_shapes(config: LlamaConfig, ends: EndsModule = EmbedAndHead) -> dict[str
 
 
 def init(config: LlamaConfig, key: jax.Array, ends: EndsModule = EmbedAndHead) -> dict[str, Float[Array, ...]]:
-    """Returns fresh float32 parameters: normal with `initializer_range`, norms 1, biases 0. To be jitted with output
-    shardings."""
+    """Returns fresh float32 parameters: normal with `initializer_range`, norms 1, biases 0, adapters as of `init_adapters`. To
+    be jitted with output shardings."""
     ends_key, layers_key = jax.random.split(key)
 
     def init_layer(key):
@@ -171,18 +179,37 @@ def init(config: LlamaConfig, key: jax.Array, ends: EndsModule = EmbedAndHead) -
 
     layers = jax.vmap(init_layer)(jax.random.split(layers_key, config.num_hidden_layers))
     outside = {name: leaf[...] for name, leaf in _flat(nnx.state(ends(config, rngs=nnx.Rngs(ends_key)))).items()}
-    return dict(sorted({**outside, **layers}.items()))
+    return dict(sorted({**outside, **layers, **init_adapters(config, key)}.items()))
 
 
-def bind(config: LlamaConfig, weights: dict[str, jax.Array]) -> DecoderLayer:
+def init_adapters(config: LlamaConfig, key: jax.Array) -> dict[str, Float[Array, ...]]:
+    """Returns fresh adapters as PEFT draws them: A uniform within 1 / sqrt(inputs), B zero. To be jitted with output
+    shardings."""
+    adapters = {LAYERS + name: parameter.shape for name, parameter in declare_layer(config).items() if ".lora_" in name}
+
+    def draw(i, name, shape):
+        shape = (config.num_hidden_layers, *shape)
+        if name.endswith("lora_B"):
+            return jnp.zeros(shape, jnp.float32)
+        bound = math.prod(shape[1:-1]) ** -0.5
+        return jax.random.uniform(jax.random.fold_in(key, i), shape, jnp.float32, -bound, bound)
+
+    return {name: draw(i, name, adapters[name]) for i, name in enumerate(sorted(adapters))}
+
+
+def bind(config: LlamaConfig, weights: dict[str, Weight]) -> DecoderLayer:
     """Returns a decoder layer with these weights.
 
     Args:
       weights: named as by `declare_layer`: "self_attn.q_proj.weight" becomes `layer.self_attn.q_proj.weight`. Some may be
-        missing, if their modules are not called; names that a layer lacks are ignored.
+        missing, if their modules are not called; names that a layer lacks are ignored. Frozen matrices stay as they are, for
+        products to open.
     """
+    def value(name):
+        return weights[name] if name.endswith("_proj.weight") else array(weights[name])
+
     graph, state = _layer_module(config)
-    leaves = [(path, leaf.replace(weights[name]) if name in weights else leaf)
+    leaves = [(path, leaf.replace(value(name)) if name in weights else leaf)
               for (path, leaf), name in zip(nnx.to_flat_state(state), _flat(state), strict=True)]
     return nnx.merge(graph, nnx.from_flat_state(leaves))
 

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
+from .adapter import AdapterConfig
 from .config import LlamaConfig
 from .families import FAMILIES
 from .modules import declare
@@ -64,6 +65,8 @@ def _declared_axes() -> dict[str, tuple[str, ...]]:
         biases: dict[str, Any] = {field: True for field in ("attention_bias", "mlp_bias") if field in family.takes}
         config = LlamaConfig(family=name, tie_word_embeddings=False, **biases, **family.computes)
         axes |= {parameter: declared.axes for parameter, declared in declare(config).items()}
+    adapters = LlamaConfig(tie_word_embeddings=False, adapter=AdapterConfig(rank=1))  # the same in all families
+    axes |= {parameter: declared.axes for parameter, declared in declare(adapters).items()}
     return axes
 
 

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from .config import LlamaConfig
 
@@ -46,6 +46,7 @@ RULES = {
     "kv_heads": AxisRule(tensor=True, storage=1),
     "mlp": AxisRule(tensor=True, storage=1),
     "head_dim": AxisRule(tensor=False, storage=1),
+    "rank": AxisRule(tensor=False, storage=None),  # of an adapter
     "inputs": AxisRule(tensor=False, storage=None),  # continuous inputs and outputs of a trajectory: a few numbers
     "actions": AxisRule(tensor=False, storage=None),
     "kinds": AxisRule(tensor=False, storage=None),
@@ -56,10 +57,15 @@ HIDDEN = tuple(axis for axis, rule in RULES.items() if rule.storage == 0)
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A parameter's shape and the logical names of its axes."""
+    """A parameter's shape, the logical names of its axes, and its dtype in storage.
+
+    frozen: whether it has no gradient in any run of the model; `trainable` may freeze others.
+    """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
+    dtype: str = "float32"
+    frozen: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,11 +249,16 @@ def gather(shard: Float[Array, ...], spec: PartitionSpec, dtype: Any) -> Float[A
     It is sent in `dtype` and float32 by type: a cotangent has its primal's dtype, so the gradients, one from each device, are
     float32 until the reduce-scatter has added them up.
     """
-    whole = shard.astype(dtype)
+    return gather_frozen(shard.astype(dtype), spec).astype(jnp.float32)
+
+
+def gather_frozen(shard: Shaped[Array, ...], spec: PartitionSpec) -> Shaped[Array, ...]:
+    """Returns the whole array (of this tensor rank) from its shard, in the shard's dtype and without gradient."""
+    whole = shard
     for i, axes in storage_axes_of(spec):
         for stage_axes, groups in reversed(_stages(axes)):
             whole = lax.all_gather(whole, stage_axes, axis=i, axis_index_groups=groups, tiled=True)
-    return whole.astype(jnp.float32)
+    return whole
 
 
 def reduce_scatter(spec: PartitionSpec, gradient: Float[Array, ...]) -> Float[Array, ...]:

@@ -23,7 +23,7 @@ from .config import LlamaConfig
 from .layer import Layer
 from .memory.options import MemoryConfig, check_combination
 from .memory.runners import layer_runner
-from .modules import EndsModule, declare, init, own_shapes
+from .modules import EndsModule, declare, init, init_adapters, own_shapes
 from .padding import pad, sizes_in_memory
 from .sharding import BATCH_AXES, STORAGE_AXES, Parallel, Parameter, Sharding
 from .weights import Shards, Weights
@@ -41,7 +41,7 @@ class Transformer(abc.ABC):
 
     Attributes:
       schedule, kernel, mask: see `model.attention`.
-      dtype: the compute dtype; parameters stay float32.
+      dtype: the compute dtype; parameters that are trained stay float32.
       memory: what is kept for the backward pass, and in what pieces the rest is computed.
       storage_axes: mesh axes that the storage of parameters is split over.
       sequence_parallel: Megatron's (`Parallel.split_tokens`): hidden states are split over `tensor` too, along the length.
@@ -67,6 +67,8 @@ class Transformer(abc.ABC):
         check_combination(
             self.memory, layers=self.config.num_hidden_layers, key_heads=parallel.local_key_heads, schedule=self.schedule,
             sequence=self.mesh.shape["sequence"], sequence_parallel=parallel.split_tokens)
+        if self.config.adapter is not None:
+            self.config.adapter.check_train(list(self.own_shapes))
         if self.config.qk_norm == "all" and self.memory.attention_groups > 1:
             raise ValueError(f"memory.attention_groups: found {self.memory.attention_groups}; the family {self.config.family} "
                              "normalises all heads together, so it needs 1")
@@ -99,8 +101,9 @@ class Transformer(abc.ABC):
 
     @functools.cached_property
     def parameters(self) -> dict[str, Parameter]:
-        """Every parameter as it is in memory, padding included."""
-        return declare(self.in_memory, self.ends)
+        """Every parameter as it is in memory, padding included. Frozen ones lie in the dtype that they are sent in."""
+        return {name: dataclasses.replace(parameter, dtype=jnp.dtype(self.dtype).name) if parameter.frozen else parameter
+                for name, parameter in declare(self.in_memory, self.ends).items()}
 
     @functools.cached_property
     def own_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -137,9 +140,18 @@ class Transformer(abc.ABC):
         number."""
         def padded(key):
             arrays = init(self.config, key, self.ends)
-            return {name: pad(array, self.parameters[name].shape) for name, array in arrays.items()}
+            return {name: pad(array, self.parameters[name].shape).astype(self.parameters[name].dtype)
+                    for name, array in arrays.items()}
 
         return jax.jit(padded, out_shardings=self.shardings)(jax.random.key(seed))
+
+    def init_adapters(self, seed: int) -> dict[str, Float[Array, ...]]:
+        """Returns fresh adapters, those of `init`; none if the model has none."""
+        def padded(key):
+            return {name: pad(array, self.parameters[name].shape) for name, array in init_adapters(self.config, key).items()}
+
+        names = jax.eval_shape(padded, jax.random.key(seed))
+        return jax.jit(padded, out_shardings={name: self.shardings[name] for name in names})(jax.random.key(seed))
 
     # On a device
 

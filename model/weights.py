@@ -9,9 +9,10 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .config import LlamaConfig
+from .frozen import Plain, Weight
 from .modules import LAYERS
 from .padding import trim
-from .sharding import OnHost, Parallel, Parameter, gather, to_device
+from .sharding import OnHost, Parallel, Parameter, gather, gather_frozen, to_device
 
 Shards = dict[str, jax.Array | OnHost]
 
@@ -22,7 +23,7 @@ class Weights:
 
     Attributes:
       config: the model's own sizes; parameters, specs: of all parameters, in memory.
-      dtype: the precision that weights are sent in; they are float32 by type (`sharding.gather`).
+      dtype: the precision that trained weights are sent in; they are float32 by type (`sharding.gather`).
     """
 
     config: LlamaConfig
@@ -31,28 +32,41 @@ class Weights:
     specs: dict[str, PartitionSpec]
     dtype: Any
 
-    def whole(self, params: Shards, names: Iterable[str]) -> dict[str, jax.Array]:
+    def whole(self, params: Shards, names: Iterable[str]) -> dict[str, Weight]:
         """Returns these parameters whole, without their padding of the hidden axis."""
         with jax.named_scope("gather_weights"):
-            return {name: trim(gather(to_device(params[name]), self.specs[name], self.dtype), self.parameters[name].axes,
-                               self.config, self.parallel) for name in names}
+            return {name: self._weight(name, self._gather(name, params[name], self.specs[name]), self.parameters[name].axes)
+                    for name in names}
 
     def of_layers(self, params: Shards) -> Shards:
         """Returns the parameters of the layers, stacked, named as within a layer."""
         return {name.removeprefix(LAYERS): params[name] for name, parameter in self.parameters.items()
                 if "layers" in parameter.axes}
 
-    def layer(self, shards: Shards) -> dict[str, jax.Array]:
+    def layer(self, shards: Shards) -> dict[str, Weight]:
         """Returns one layer's weights whole, from its shards; both named as within the layer. They are gathered once for all
         that the layer does in one direction."""
         with jax.named_scope("gather_weights"):
-            return self.trim_layer({name: gather(to_device(shard), self.layer_spec(name), self.dtype)
-                                    for name, shard in shards.items()})
+            return self.gathered_layer({name: self._gather(LAYERS + name, shard, self.layer_spec(name))
+                                        for name, shard in shards.items()})
 
-    def trim_layer(self, whole: dict[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns a layer's gathered weights without the padding of their hidden axis."""
-        return {name: trim(weight, self.parameters[LAYERS + name].axes[1:], self.config, self.parallel)
-                for name, weight in whole.items()}
+    def gathered_layer(self, whole: dict[str, jax.Array]) -> dict[str, Weight]:
+        """Returns a layer's weights from gathered arrays: without the padding of their hidden axis, and the frozen ones marked
+        as such."""
+        return {name: self._weight(LAYERS + name, array, self.parameters[LAYERS + name].axes[1:])
+                for name, array in whole.items()}
+
+    def is_frozen(self, name: str) -> bool:
+        """Whether a layer's parameter, named as within the layer, is frozen."""
+        return self.parameters[LAYERS + name].frozen
+
+    def _gather(self, name: str, shard: jax.Array | OnHost, spec: PartitionSpec) -> jax.Array:
+        shard = to_device(shard)
+        return gather_frozen(shard, spec) if self.parameters[name].frozen else gather(shard, spec, self.dtype)
+
+    def _weight(self, name: str, array: jax.Array, axes: tuple[str, ...]) -> Weight:
+        array = trim(array, axes, self.config, self.parallel)
+        return Plain(array) if self.parameters[name].frozen else array
 
     def layer_spec(self, name: str) -> PartitionSpec:
         """Returns the spec of one layer's shards, without the axis of the layers."""

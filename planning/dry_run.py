@@ -24,7 +24,7 @@ from . import answer
 from .compiled import GIB
 from .machines import ANY_GPU, device_count, host_gib, topology_of
 from .memory_estimate import estimate_memory
-from .parts import state_bytes
+from .parts import checkpoint_bytes
 from .plan import Job
 
 
@@ -102,7 +102,7 @@ def _share(documents) -> str:
 
 def _disk_lines(config: RunConfig, model: LlamaConfig) -> Iterator[str]:
     """Yields the size of a checkpoint, what the run's checkpoints take together, and what the disk has."""
-    parameters, moments = (size * config.mesh.devices / config.mesh.data for size in state_bytes(config, model))
+    parameters, moments = checkpoint_bytes(config, model)
     every, steps = config.checkpoint.every or config.train.steps, config.train.steps
     saved = math.ceil(steps / every)
     # A new checkpoint is whole before the oldest one goes.

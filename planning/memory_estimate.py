@@ -12,10 +12,9 @@ import math
 from typing import Literal
 
 from trainer.flops import head_weights, layer_weights
-from trainer.optimizer import split_trainable
 
 from .compiled import GIB
-from .parts import declared_once, device_tokens, host_parts_gib, parts_gib
+from .parts import declared_once, device_tokens, host_parts_gib, parts_gib, trained_names
 from .plan import Job
 
 # Arrays of [tokens, hidden], [tokens, query heads x head size] and [tokens, key heads x head size] in bfloat16; of a layer's
@@ -95,6 +94,5 @@ def _working_bytes(job: Job) -> float:
 
 def _trained_numbers(job: Job) -> int:
     """The numbers of all trained parameters."""
-    declared = declared_once(job.model)
-    trained, _ = split_trainable(declared, job.run.model.trainable)
-    return sum(math.prod(declared[name].shape) for name in trained)
+    declared = declared_once(job.model.with_adapter(job.run.adapter))
+    return sum(math.prod(declared[name].shape) for name in trained_names(job.run, job.model))

@@ -68,15 +68,33 @@ def device_tokens(run: RunConfig) -> float:
 
 
 def state_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:
-    """A device's bytes of (float32 parameters, moments of the trained ones)."""
-    declared, mesh = declared_once(model), run.mesh
-    trained, _ = split_trainable(declared, run.model.trainable)
+    """A device's bytes of (parameters, moments of the trained ones). Parameters are float32; the base of adapters lies in the
+    compute dtype."""
+    declared, mesh = declared_once(model.with_adapter(run.adapter)), run.mesh
+    trained = trained_names(run, model)
 
     def device_count(names, copies=lambda name: 1) -> float:
         return sum(copies(name) * math.prod(declared[name].shape) for name in names) * mesh.data / mesh.devices
 
     moment_bytes = 2 if run.optimizer.moment_dtype == "bfloat16" else 4
-    return 4 * device_count(declared), moment_bytes * device_count(trained, functools.partial(moment_count, run.optimizer))
+    frozen_bytes = 2 if run.model.compute_dtype == "bfloat16" else 4
+    parameter_bytes = device_count(declared, lambda name: frozen_bytes if declared[name].frozen else 4)
+    return parameter_bytes, moment_bytes * device_count(trained, functools.partial(moment_count, run.optimizer))
+
+
+def checkpoint_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:
+    """The bytes of a checkpoint's (float32 parameters, moments). Beside adapters, the base is not saved."""
+    parameters, moments = (size * run.mesh.devices / run.mesh.data for size in state_bytes(run, model))
+    if run.adapter.rank:
+        declared = declared_once(model.with_adapter(run.adapter))
+        parameters = 4.0 * sum(math.prod(declared[name].shape) for name in trained_names(run, model))
+    return parameters, moments
+
+
+def trained_names(run: RunConfig, model: LlamaConfig) -> list[str]:
+    """The names of the parameters that the run trains."""
+    declared = declared_once(model.with_adapter(run.adapter))
+    return split_trainable([name for name, parameter in declared.items() if not parameter.frozen], run.model.trainable)[0]
 
 
 @functools.cache

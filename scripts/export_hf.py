@@ -1,4 +1,4 @@
-"""Exports a checkpoint as a Hugging Face folder: python -m scripts.export_hf CHECKPOINT HF_DIR"""
+"""Exports a checkpoint as a Hugging Face folder: python -m scripts.export_hf CHECKPOINT HF_DIR [--merge]"""
 
 from __future__ import annotations
 
@@ -14,10 +14,15 @@ def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = entry.CommandParser(prog="python -m scripts.export_hf", allow_abbrev=False, description=(
         "Writes a Hugging Face folder (safetensors, config, generation config, tokenizer, chat template) from a "
-        "checkpoint, in the dtype that the model was read in. Needs only the checkpoint, and no accelerator."))
+        "checkpoint, in the dtype that the model was read in; of a run with adapters, a folder that peft loads. Needs no "
+        "accelerator."))
     parser.add_argument("checkpoint", metavar="CHECKPOINT",
                         help="a checkpoint folder (RUN/checkpoints/STEP), or a run folder, for its newest undamaged one")
     parser.add_argument("hf_dir", metavar="HF_DIR", type=Path, help="folder to write, which must be empty or not exist")
+    parser.add_argument("--merge", action="store_true", help="of adapters: write the whole model with the adapters' products "
+                        "added to its weights; otherwise they are written alone, as peft loads them")
+    parser.add_argument("--base", metavar="MODEL", help="the model that the adapters belong to, where it is not at the path "
+                        "that they name")
     return parser
 
 
@@ -28,15 +33,35 @@ def main(argv: list[str] | None = None) -> int:
 
     def work() -> None:
         # Imported here, so that --help answers at once and Ctrl-C ends with one line.
+        import contextlib
+        import dataclasses
+
+        from data.errors import UserError
         from data.paths import new_folder
         from model.config import LlamaConfig
         from trainer.checkpoint.store import find_checkpoint, stored_parameters
+        from trainer.huggingface import peft
+        from trainer.huggingface.merge import merged
         from trainer.huggingface.write import write_hf
+        from trainer.model_source import open_adapter
 
-        new_folder(arguments.hf_dir)  # before comparing all checksums, which takes long
+        out = new_folder(arguments.hf_dir)  # before comparing all checksums, which takes long
         checkpoint = find_checkpoint(arguments.checkpoint, ["model", "assets"])
-        params = stored_parameters(checkpoint, verified=True)
-        write_hf(params, LlamaConfig.from_hf(checkpoint / "assets"), checkpoint / "assets", arguments.hf_dir)
+        params, config = stored_parameters(checkpoint, verified=True), LlamaConfig.from_hf(checkpoint / "assets")
+        is_adapter = (checkpoint / "assets" / peft.CONFIG).is_file()
+        if not is_adapter and (arguments.merge or arguments.base):
+            raise UserError(f"--{'merge' if arguments.merge else 'base'}: {checkpoint} holds a whole model, without adapters")
+        if not is_adapter:
+            write_hf(params, config, checkpoint / "assets", out)
+        else:
+            adapter, base = peft.read_config(checkpoint / "assets")
+            config = dataclasses.replace(config, adapter=adapter)
+            if not arguments.merge:
+                peft.write_adapter(params, config, arguments.base or base, out)
+            else:
+                with contextlib.ExitStack() as stack:
+                    source = open_adapter(str(checkpoint), arguments.base)
+                    write_hf(merged(source.stored(stack), params, config), config, checkpoint / "assets", out)
         print(f"{arguments.hf_dir}: from {checkpoint}")
 
     return entry.run(work)

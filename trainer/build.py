@@ -19,7 +19,8 @@ from .config.schema import RunConfig
 
 def build_llama(config: RunConfig, model_config: LlamaConfig, mesh: Mesh,
                 storage_axes: tuple[str, ...] = STORAGE_AXES) -> Llama:
-    """Returns a model of this shape, to be computed as the run's sections `attention`, `memory`, `model` and `mesh` say.
+    """Returns a model of this shape with the adapters of the run, to be computed as its sections `attention`, `memory`, `model`
+    and `mesh` say.
 
     Args:
       storage_axes: the mesh axes that parameters are split over; () keeps a copy on each device.
@@ -27,6 +28,7 @@ def build_llama(config: RunConfig, model_config: LlamaConfig, mesh: Mesh,
     Raises:
       ValueError: options that do not go together, or not with the mesh.
     """
+    model_config = model_config.with_adapter(config.adapter)
     return Llama(model_config, mesh, storage_axes=storage_axes, **_options(config, model_config, mesh))
 
 

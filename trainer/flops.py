@@ -33,7 +33,7 @@ def head_weights(config: LlamaConfig) -> int:
     return config.hidden_size * config.vocab_size
 
 
-def training_flops(weights: float, attention_width: float, tokens: float, pairs: float) -> float:
+def training_flops(weights: float, attention_width: float, tokens: float, pairs: float, frozen: float = 0) -> float:
     """FLOPs of one training step, forward and backward.
 
     A weight of a matrix takes 2 a token forward and 4 backward. A visible pair takes 4 for each number of a query forward
@@ -44,11 +44,16 @@ def training_flops(weights: float, attention_width: float, tokens: float, pairs:
       attention_width: layers x query heads x head size.
       tokens: all tokens but padding, whether in the loss or not.
       pairs: visible query-key pairs, of one layer and head.
+      frozen: how many of the weights have no gradient, which saves 2 FLOPs a token for each.
     """
-    return 6.0 * weights * tokens + 12.0 * attention_width * pairs
+    return (6.0 * weights - 2.0 * frozen) * tokens + 12.0 * attention_width * pairs
 
 
 def flops_per_step(config: LlamaConfig, tokens: float, pairs: float) -> float:
-    """FLOPs of one training step of this model; `tokens` and `pairs` as in `training_flops`."""
-    weights = config.num_hidden_layers * layer_weights(config) + head_weights(config)
-    return training_flops(weights, config.num_hidden_layers * config.num_attention_heads * config.head_dim, tokens, pairs)
+    """FLOPs of one training step of this model; `tokens` and `pairs` as in `training_flops`. Beside adapters, the model's own
+    matrices are frozen."""
+    base = config.num_hidden_layers * layer_weights(config) + head_weights(config)
+    adapters = 0 if config.adapter is None else config.num_hidden_layers * config.adapter.rank * sum(
+        sum(config.projection_sizes(name)) for name in config.adapter.projections)
+    attention_width = config.num_hidden_layers * config.num_attention_heads * config.head_dim
+    return training_flops(base + adapters, attention_width, tokens, pairs, frozen=base if adapters else 0)

@@ -117,15 +117,17 @@ class _Training:
     def _begin(self) -> None:
         params = self.objective.read_params()
         self.optimizer_state = self.builder.init_optimizer({name: params[name] for name in self.builder.trainable})
-        self._set_params({name: jax.device_put(x, self.builder.abstract_params[name].sharding) for name, x in params.items()})
+        self._set_params(self._placed(params))
         self.step, self.evaluated = 0, False
         self.tokens_seen, self.earlier_seconds = 0, 0.0
+        self._print(self.builder.saved_size)
 
     def _restore(self, checkpoint_step: int) -> None:
-        restored = self.store.restore(checkpoint_step, self.builder.abstract_params, self.builder.abstract_optimizer)
+        restored = self.store.restore(checkpoint_step, self.builder.abstract_saved, self.builder.abstract_optimizer)
         path, data = self.store.path(checkpoint_step), restored.data or {}
         self._check_fingerprints(data, path)
-        self._set_params(restored.model)
+        base = self._placed(self.objective.read_params()) if self.builder.saves_trainable_only else {}
+        self._set_params({**base, **restored.model})
         self.optimizer_state = restored.optimizer
         self.step, self.evaluated = data["step"], data.get("evaluated", True)
         # Earlier releases did not record these two.
@@ -147,6 +149,10 @@ class _Training:
     def _fingerprints(self) -> dict[str, str]:
         """What a checkpoint records about the contents of the files that the run is made from."""
         return {"fingerprint": self.objective.fingerprint, "model": self.objective.origin}
+
+    def _placed(self, params: Params) -> Params:
+        """Returns the parameters in the memory, the device's or the host's, where the step takes them from."""
+        return {name: jax.device_put(x, self.builder.abstract_params[name].sharding) for name, x in params.items()}
 
     def _set_params(self, params: Params) -> None:
         self.trainable = {name: params[name] for name in self.builder.trainable}
@@ -311,7 +317,8 @@ class _Training:
 
     def _save(self, run: RunDirectory) -> None:
         """Starts to save a checkpoint of this step."""
-        self.store.save(self.step, model={**self.trainable, **self.frozen}, optimizer=self.optimizer_state,
+        frozen = {} if self.builder.saves_trainable_only else self.frozen
+        self.store.save(self.step, model={**self.trainable, **frozen}, optimizer=self.optimizer_state,
                         data={"step": self.step, **self._fingerprints, "evaluated": self.evaluated,
                               "tokens_seen": self.tokens_seen, "wall_seconds": self._wall_seconds()}, assets=run.assets,
                         shapes=self.objective.model.own_shapes)

@@ -1,10 +1,13 @@
 """The origin of a model: a Hugging Face folder (or hub name), a checkpoint, a run's newest checkpoint, or a shape alone."""
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import hashlib
 import json
+import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,18 +16,22 @@ import jax
 from data.errors import UserError
 from data.templates import end_ids, missing_controls
 from data.tokenizer import Tokenizer
+from model.adapter import AdapterConfig
 from model.attention import Mask
 from model.config import POSITIONS, LlamaConfig
 from model.llama import Llama
 from model.padding import vocabulary_axes
 
 from .checkpoint.manifest import MANIFEST, fingerprint
-from .checkpoint.store import assets_dir, restore_model
+from .checkpoint.store import assets_dir, read_data, restore_model, stored_parameters
 from .config.schema import DataConfig, ModelConfig
+from .huggingface import peft
 from .huggingface.read import (
     copy_assets,
+    hf_layout,
     read_hf,
     resolve_model_path,
+    stored_hf,
     trained_mask,
     weights_fingerprint,
     write_source_dtype,
@@ -42,6 +49,7 @@ class ModelSource:
       tokenizer_path: the argument of `Tokenizer.load`.
       mask: the attention mask that it was trained with by this project.
       verified: all of the checkpoint has been compared with its manifest.
+      adapter: the adapter that stands beside this model, if one is read.
     """
 
     config: LlamaConfig
@@ -50,32 +58,61 @@ class ModelSource:
     tokenizer_path: Path
     mask: Mask = Mask()
     verified: bool = False
+    adapter: AdapterSource | None = None
 
     def read(self, model: Llama, seed: int = 0) -> dict[str, jax.Array]:
-        """Reads the parameters in float32 onto the mesh of `model`, each device its own part; from scratch, draws them.
+        """Reads the parameters onto the mesh of `model`, each device its own part; from scratch, draws them.
 
         Args:
-          seed: of the parameters of a model from scratch, and of the vocabulary rows that the files do not have (see
-            `with_vocabulary`).
+          seed: of the parameters of a model from scratch, of new adapters, and of the vocabulary rows that the files do not
+            have (see `with_vocabulary`).
         """
         if self.folder is None:
             return model.init(seed)
+        adapters = model.init_adapters(seed) if self.adapter is None else self.adapter.read(model)
+        return {**self._read_base(model, seed), **adapters}
+
+    def _read_base(self, model: Llama, seed: int) -> dict[str, jax.Array]:
+        assert self.folder is not None
+        base = {entry.name: model.parameters[entry.name] for entry in hf_layout(model.config)}
+        shardings = {name: model.shardings[name] for name in base}
+        dtypes = {name: parameter.dtype for name, parameter in base.items()}
         if self.kind == "huggingface":
             stored = LlamaConfig.from_hf(self.folder)
-            params = read_hf(self.folder, stored, model.shardings, in_memory=model.in_memory)
+            params = read_hf(self.folder, stored, shardings, dtypes, model.in_memory)
         else:
             stored = LlamaConfig.from_hf(self.folder / "assets")
-            shapes = {name: parameter.shape for name, parameter in model.parameters.items()}
-            params = restore_model(self.folder, model.shardings, dtype="float32", shapes=shapes, verified=self.verified)
+            shapes = {name: parameter.shape for name, parameter in base.items()}
+            params = restore_model(self.folder, shardings, dtype=dtypes, shapes=shapes, verified=self.verified)
         grown = stored.vocab_size < model.config.vocab_size
         return _draw_rows(params, model, stored.vocab_size, seed) if grown else params
 
     @property
     def fingerprint(self) -> str:
         """A hash of the initial weights, wherever their files are; empty from scratch."""
+        return self.base_fingerprint + (f"+{self.adapter.fingerprint}" if self.adapter else "")
+
+    @property
+    def base_fingerprint(self) -> str:
+        """A hash of the weights beside which the adapter stands, if there is one."""
         if self.folder is None:
             return ""
         return weights_fingerprint(self.folder) if self.kind == "huggingface" else fingerprint(self.folder)
+
+    @property
+    def name(self) -> str:
+        """What an adapter's configuration calls its base: the name on the hub, or the folder."""
+        if self.folder is None:
+            return ""
+        cached = re.search(r"models--([^/]+)/snapshots/", f"{self.folder}/")
+        return cached[1].replace("--", "/", 1) if cached else str(self.folder.absolute())
+
+    def stored(self, stack: contextlib.ExitStack) -> Mapping[str, Any]:
+        """Returns the base's parameters on disk, of which a layer is read when it is sliced; files are closed with `stack`."""
+        assert self.folder is not None
+        if self.kind == "huggingface":
+            return stored_hf(self.folder, LlamaConfig.from_hf(self.folder), stack)
+        return stored_parameters(self.folder, verified=self.verified)
 
     def with_vocabulary(self, tokenizer: Tokenizer) -> ModelSource:
         """This model with at least one row of vocabulary for each of the tokenizer's ids."""
@@ -147,6 +184,7 @@ def _draw_rows(params: dict[str, jax.Array], model: Llama, stored_rows: int, see
             noise = config.initializer_range * jax.random.normal(jax.random.fold_in(jax.random.key(seed), axis), shape)
             noise = jax.numpy.pad(noise, ((0, 0), (0, old.shape[1 - axis] - config.hidden_size)))
             rows = old.mean(axis, keepdims=True) + (noise.T if axis else noise)
+            rows = rows.astype(params[name].dtype)
             drawn[name] = jax.lax.dynamic_update_slice_in_dim(params[name], rows, stored_rows, axis)
         return drawn
 
@@ -156,20 +194,108 @@ def _draw_rows(params: dict[str, jax.Array], model: Llama, stored_rows: int, see
 
 
 def open_model(path: str) -> ModelSource:
-    """The model at `path`: a Hugging Face folder, org/name@revision, a checkpoint, or a run with checkpoints.
+    """The model at `path`: a Hugging Face folder, org/name@revision, a checkpoint, a run with checkpoints, or an adapter, which
+    names its base.
 
     Raises:
       ValueError: there is none, or one of another architecture; one line that says what would work.
     """
     folder = Path(path).expanduser()
+    if (folder / peft.CONFIG).is_file() and not (folder / "config.json").exists():
+        return open_adapter(path)
     if folder.is_dir() and not (folder / "config.json").exists():
         assets = assets_dir(folder)
+        if (assets / peft.CONFIG).is_file():
+            return open_adapter(path)
         source = ModelSource(LlamaConfig.from_hf(assets), "checkpoint", assets.parent, assets, trained_mask(assets),
                              verified=not (folder / MANIFEST).exists())  # the search for a run's newest good one verifies it
     else:
         folder = resolve_model_path(path)
         source = ModelSource(LlamaConfig.from_hf(folder), "huggingface", folder, folder)
     return source.ending_at(_generation_ends(source.tokenizer_path))
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterSource:
+    """An adapter that can be read onto any mesh.
+
+    Attributes:
+      config: its rank, targets and scale.
+      folder: a folder of PEFT's, or a checkpoint.
+      is_checkpoint: which of the two.
+    """
+
+    config: AdapterConfig
+    folder: Path
+    is_checkpoint: bool
+
+    def read(self, model: Llama) -> dict[str, jax.Array]:
+        """Reads the trained parameters in float32 onto the mesh of `model`, each device its own part."""
+        if not self.is_checkpoint:
+            return peft.read_adapter(self.folder, model)
+        trained = {name: parameter.shape for name, parameter in model.parameters.items() if not parameter.frozen}
+        return restore_model(self.folder, {name: model.shardings[name] for name in trained}, dtype="float32", shapes=trained)
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of its contents."""
+        if self.is_checkpoint:
+            return fingerprint(self.folder)
+        return hashlib.sha256((self.folder / peft.WEIGHTS).read_bytes()).hexdigest()[:32]
+
+
+def adapter_source(path: str) -> tuple[AdapterSource, str]:
+    """Returns the adapter at `path`, and the path or name of its base.
+
+    Args:
+      path: a folder of PEFT's, a checkpoint with adapters, or a run with such checkpoints.
+
+    Raises:
+      ValueError: there is none, or one of a kind that is not computed here.
+    """
+    folder = Path(path).expanduser()
+    is_checkpoint = folder.is_dir() and not (folder / peft.CONFIG).is_file()
+    if is_checkpoint:
+        assets = assets_dir(folder)
+        if not (assets / peft.CONFIG).is_file():
+            raise ValueError(f"{path}: a checkpoint of a whole model, where an adapter is needed")
+        folder = assets.parent
+    config, base = peft.read_config(assets if is_checkpoint else folder)
+    return AdapterSource(config, folder, is_checkpoint), base
+
+
+def open_adapter(path: str, base: str | None = None) -> ModelSource:
+    """Returns the adapter at `path` with the base that it names, or with the model at `base`.
+
+    Raises:
+      ValueError: as `adapter_source`, `open_model` and `with_adapter`.
+    """
+    _, named = adapter_source(path)
+    if not (base or named):
+        raise ValueError(f"{path}: {peft.CONFIG} names no base_model_name_or_path; give the base beside --adapter")
+    return with_adapter(open_model(base or named), path)
+
+
+def with_adapter(source: ModelSource, path: str) -> ModelSource:
+    """Returns this model with the adapter at `path`.
+
+    Raises:
+      ValueError: as `adapter_source`; or the adapter's checkpoint was trained on another base.
+    """
+    adapter, _ = adapter_source(path)
+    if source.adapter is not None:
+        raise ValueError(f"{path}: an adapter needs a whole model as its base, found the adapter {source.adapter.folder}")
+    if source.folder is None:
+        raise ValueError(f"{path}: an adapter needs a pretrained base, found a model from scratch; give --model.path")
+    source = dataclasses.replace(source, adapter=adapter)
+    if not adapter.is_checkpoint:
+        return source
+    trained_on = (read_data(adapter.folder) or {}).get("model", "").partition("+")[0]
+    if trained_on not in ("", source.base_fingerprint):
+        raise ValueError(f"{path}: an adapter of another base (its fingerprint is {trained_on}, that of {source.folder} "
+                         f"{source.base_fingerprint}); give the model that it was trained on")
+    assets = adapter.folder / "assets"  # with the trained length, and tokens that the run added
+    return dataclasses.replace(source, config=LlamaConfig.from_hf(assets), tokenizer_path=assets, mask=trained_mask(assets))
 
 
 def _generation_ends(folder: Path) -> list[int]:
@@ -190,6 +316,9 @@ def choose_model(config: ModelConfig) -> ModelSource:
     """
     if config.path:
         source = open_model(config.path)
+        if source.adapter is not None:
+            raise UserError(f"model.path: {config.path} is an adapter; --adapter.path goes on with it, and python -m "
+                            "scripts.export_hf --merge makes a whole model of it")
         return dataclasses.replace(source, config=source.config.with_positions(**config.overrides),
                                    tokenizer_path=Path(config.tokenizer or source.tokenizer_path))
     if not config.preset and not config.overrides:
@@ -211,7 +340,7 @@ def scratch_config(config: ModelConfig, **defaults: Any) -> LlamaConfig:
     Raises:
       UserError, ValueError: a field that LlamaConfig does not have, or a shape that no model has.
     """
-    names = {field.name for field in dataclasses.fields(LlamaConfig)} - {"rope"} | set(POSITIONS)
+    names = {field.name for field in dataclasses.fields(LlamaConfig)} - {"rope", "adapter"} | set(POSITIONS)
     unknown = sorted(set(config.overrides) - names)
     if unknown:
         raise UserError(f"model.overrides: unknown field {unknown[0]!r}; valid: {', '.join(sorted(names))}")

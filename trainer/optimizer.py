@@ -75,7 +75,7 @@ def _is_matrix(name: str) -> bool:
 
 def _inputs(name: str) -> tuple[int, ...]:
     """Returns the axes of a layer's stacked matrix [N, ...] that its product sums over; the later ones are its outputs."""
-    return (1, 2) if ".o_proj." in name else (1,)
+    return (1, 2) if ".o_proj." in name and not name.endswith("lora_B") else (1,)
 
 
 def _is_layers_matrix(name: str) -> bool:
@@ -86,7 +86,7 @@ def _dimension_numbers(params: dict[str, Any]) -> dict[str, Any]:
     """Returns which axes of each of a layer's weights make a matrix; None for other parameters."""
     def numbers(name):
         inputs = _inputs(name)
-        outputs = (2, 3) if ".self_attn." in name and len(inputs) == 1 else (inputs[-1] + 1,)
+        outputs = tuple(range(inputs[-1] + 1, len(params[name].shape)))
         return optax.contrib.MuonDimensionNumbers(inputs, outputs)
 
     return {name: numbers(name) if _is_layers_matrix(name) else None for name in params}

@@ -75,7 +75,8 @@ class StepBuilder:
     @functools.cached_property
     def trainable(self) -> tuple[str, ...]:
         """Names of the trained parameters."""
-        return tuple(split_trainable(self.model.parameters, self.trainable_pattern)[0])
+        names = [name for name, parameter in self.model.parameters.items() if not parameter.frozen]
+        return tuple(split_trainable(names, self.trainable_pattern)[0])
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
@@ -84,11 +85,11 @@ class StepBuilder:
 
     @functools.cached_property
     def abstract_params(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """All parameters, in float32, with their shardings."""
+        """All parameters with their shardings: in float32, or frozen in the model's compute dtype."""
         shardings = self.model.shardings
         if self.memory_config.parameters_on_host:
             shardings = {name: in_host_memory(sharding) for name, sharding in shardings.items()}
-        return {name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32, sharding=shardings[name])
+        return {name: jax.ShapeDtypeStruct(parameter.shape, jnp.dtype(parameter.dtype), sharding=shardings[name])
                 for name, parameter in self.model.parameters.items()}
 
     @property
@@ -100,6 +101,25 @@ class StepBuilder:
     def abstract_frozen(self) -> dict[str, jax.ShapeDtypeStruct]:
         """The others."""
         return {name: x for name, x in self.abstract_params.items() if name not in self.trainable}
+
+    @property
+    def saves_trainable_only(self) -> bool:
+        """Whether checkpoints hold the trained parameters alone: adapters, without the base beside which they stand."""
+        return any(parameter.frozen for parameter in self.model.parameters.values())
+
+    @property
+    def abstract_saved(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Those of `abstract_params` that checkpoints hold."""
+        return self.abstract_trainable if self.saves_trainable_only else self.abstract_params
+
+    @property
+    def saved_size(self) -> str:
+        """The number of trained parameters and the size of a checkpoint, in words."""
+        trained, total = (sum(math.prod(x.shape) for x in params.values())
+                          for params in (self.abstract_trainable, self.abstract_params))
+        saved = jax.tree.leaves((self.abstract_saved, self.abstract_optimizer))
+        size = sum(math.prod(x.shape) * x.dtype.itemsize for x in saved)
+        return f"trains {trained:,} of {total:,} parameters; a checkpoint takes {size / 1e6:,.1f} MB"
 
     @functools.cached_property
     def abstract_optimizer(self) -> Any:

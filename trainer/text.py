@@ -22,6 +22,7 @@ from data.sources import Source
 from data.synthetic import source as synthetic
 from data.templates import jinja_template
 from data.tokenizer import Tokenizer
+from model.adapter import AdapterConfig
 from model.attention.layout import permutation
 from model.llama import Llama
 from model.loss import LossSums
@@ -29,8 +30,9 @@ from model.loss import LossSums
 from .build import build_llama
 from .config import load as configuration
 from .config.schema import RunConfig, SourceConfig
+from .huggingface import peft
 from .mesh import batch_sharding, local_order, local_part, place_batch
-from .model_source import chat_templates, choose_model, for_templates
+from .model_source import ModelSource, chat_templates, choose_model, for_templates, with_adapter
 from .objective import DeviceBatch, HostBatch, LossParams, Objective, Params
 from .run.cluster import first_then_others
 from .run.directory import RunDirectory
@@ -127,6 +129,9 @@ class TextObjective(Objective):
     def _open_model(self) -> None:
         data = self.config.data
         source, self.tokenizer = for_templates(choose_model(self.config.model), data)
+        if self.config.adapter.path:
+            source = with_adapter(source, self.config.adapter.path)
+            _check_same(self.config.adapter, source)
         # Exports and evaluation take the trained length for the length that the model can use.
         self.source = dataclasses.replace(source, config=source.config.with_length(data.context_length))
         if self.tokenizer.vocab_size > self.source.config.vocab_size:
@@ -207,3 +212,15 @@ class TextObjective(Objective):
         # A model that is trained on texts alone keeps the chat template it had.
         template = jinja_template(templates[0], self.tokenizer) if templates else self.tokenizer.chat_template
         self.source.write_assets(folder, self.tokenizer, template, configuration.dump(self.config))
+        if self.config.adapter.rank:
+            peft.write_config(self.config.adapter, self.source.name, folder)
+
+
+def _check_same(section: AdapterConfig, source: ModelSource) -> None:
+    """Raises UserError unless the recipe's section describes the adapter that training goes on from."""
+    assert source.adapter is not None
+    for name in ("rank", "alpha", "projections", "use_rslora", "train"):
+        needed, found = getattr(source.adapter.config, name), getattr(section, name)
+        if needed != found:
+            raise UserError(f"adapter.{name.replace('projections', 'targets')}: found {found!r}; the adapter in {section.path} "
+                            f"has {needed!r}")

@@ -38,7 +38,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType({
     "use_sliding_window": (False, None),
 })
 # Fields of LlamaConfig that no config.json has: they follow from the family.
-_NOT_WRITTEN = ("family", "output_bias", "qk_norm", "norm_after")
+_NOT_WRITTEN = ("adapter", "family", "output_bias", "qk_norm", "norm_after")
 # What a refusal proposes, where there is more to say than the neutral value.
 _INSTEAD = {
     "pretraining_tp": "only 1 is supported (the weights are the same: set it to 1 to accept another order of summation)",

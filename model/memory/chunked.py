@@ -10,7 +10,7 @@ Weights are float32 *by type*: `sharding.gather` sent them in the compute dtype,
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -19,6 +19,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from model.attention.kernels.padding import tile_size
+from model.frozen import FrozenWeight, Weight, split
 
 # Arrays by name; those of tokens are [B, T, ...].
 Arrays = dict[str, jax.Array]
@@ -29,32 +30,61 @@ def _chunk_size(length: int, at_most: int) -> int:
     return tile_size(length, at_most) if at_most else length
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
-def product(equation: str, x: Float[Array, ...], w: Float[Array, ...], dtype: Any = None) -> Float[Array, ...]:
-    """Returns the einsum of activations with a weight that is float32 by type; the weight's gradient is a float32 sum.
+def product(equation: str, x: Float[Array, ...], w: Weight, dtype: Any = None) -> Float[Array, ...]:
+    """Returns the einsum of activations with a weight that is frozen, or float32 by type; then its gradient is a float32 sum.
 
     Operands have x's dtype, in the backward pass too. So has the result, unless `dtype` asks for more of the sums' own
     float32.
     """
+    if isinstance(w, FrozenWeight):
+        return _frozen_product(equation, x, w, dtype)
+    return _trained_product(equation, x, w, dtype)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def _trained_product(equation, x, w, dtype):
     return jnp.einsum(equation, x, w.astype(x.dtype), preferred_element_type=dtype)
 
 
 def _product_forward(equation, x, w, dtype):
-    # The einsum itself: remat policies that keep the results of products do not look into a call of `product`.
+    # The einsum itself: remat policies that keep the results of products do not look into a call of `_trained_product`.
     return jnp.einsum(equation, x, w.astype(x.dtype), preferred_element_type=dtype), (x, w)
 
 
 def _product_backward(equation, _, residuals, dy):
     x, w = residuals
     dy = dy.astype(x.dtype)
-    inputs, y_axes = equation.split("->")
-    x_axes, w_axes = inputs.split(",")
+    x_axes, w_axes, y_axes = letters(equation)
     dx = jnp.einsum(f"{y_axes},{w_axes}->{x_axes}", dy, w.astype(x.dtype))
     dw = jnp.einsum(f"{x_axes},{y_axes}->{w_axes}", x, dy, preferred_element_type=jnp.float32)
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 
-product.defvjp(_product_forward, _product_backward)
+_trained_product.defvjp(_product_forward, _product_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
+def _frozen_product(equation, x, w, dtype):
+    return jnp.einsum(equation, x, w.open(x.dtype), preferred_element_type=dtype)
+
+
+def _frozen_forward(equation, x, w, dtype):
+    # Kept is the weight as it lies, which the backward pass opens once more; of x only the dtype is needed.
+    return jnp.einsum(equation, x, w.open(x.dtype), preferred_element_type=dtype), (w, jnp.zeros(0, x.dtype))
+
+
+def _frozen_backward(equation, _, residuals, dy):
+    w, like = residuals
+    x_axes, w_axes, y_axes = letters(equation)
+    return jnp.einsum(f"{y_axes},{w_axes}->{x_axes}", dy.astype(like.dtype), w.open(like.dtype)), None
+
+
+_frozen_product.defvjp(_frozen_forward, _frozen_backward)
+
+
+def letters(equation: str) -> list[str]:
+    """Returns the axes of x, of w and of the result in an einsum equation."""
+    return equation.replace("->", ",").split(",")
 
 
 def _slice(tree: Any, start: Any, size: int) -> Any:
@@ -121,20 +151,37 @@ def _sum_over_chunks(step: Callable, arrays: Any, size: int) -> tuple[Any, Any]:
     return over_chunks(add, jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums), arrays, size)
 
 
-def cast(weights: Arrays, dtype: Any) -> Arrays:
-    """Returns the weights in another dtype. Cast to the compute dtype before a loop and back to float32 inside it, so that the
-    loop reads bfloat16."""
-    return {name: w.astype(dtype) for name, w in weights.items()}
+def cast(weights: Mapping[str, Weight], dtype: Any) -> dict[str, Weight]:
+    """Returns the weights in another dtype, frozen ones as they are. Cast to the compute dtype before a loop and back to
+    float32 inside it, so that the loop reads bfloat16."""
+    return {name: w if isinstance(w, FrozenWeight) else w.astype(dtype) for name, w in weights.items()}
 
 
-def chunked(fn: Callable, weights: Arrays, arrays: Arrays, labels: Arrays, *, dtype: Any, chunk: int = 0,
+def vjp(fn: Callable, weights: Mapping[str, Weight], *arrays: Any, has_aux: bool = False) -> tuple[Any, ...]:
+    """Returns `jax.vjp(fn, weights, *arrays)`, which gives a gradient None to weights that are frozen."""
+    trained, frozen = split(weights)
+
+    def run(trained, *arrays):
+        result = fn({**trained, **frozen}, *arrays)
+        return result if has_aux else (result, None)
+
+    result, pull, aux = jax.vjp(run, trained, *arrays, has_aux=True)
+
+    def pull_all(cotangent):
+        dw, *dx = pull(cotangent)
+        return {name: dw.get(name) for name in weights}, *dx
+
+    return (result, pull_all, aux) if has_aux else (result, pull_all)
+
+
+def chunked(fn: Callable, weights: Mapping[str, Weight], arrays: Arrays, labels: Arrays, *, dtype: Any, chunk: int = 0,
             through: str | None = None) -> Any:
     """Returns fn(weights, arrays, labels), computed in chunks of the sequence.
 
     Args:
       fn: position-wise; takes weights, float arrays and integer labels of one chunk [B, c, ...],
         and returns a tree of arrays [B, c, ...]. It must close over no traced value.
-      weights: whole, float32 by type.
+      weights: whole, float32 by type, or frozen.
       arrays: differentiated, [B, T, ...]; labels: not differentiated, [B, T].
       dtype: the compute dtype, in which the weights' values are exact.
       chunk: most tokens in a chunk; 0 computes all at once.
@@ -158,7 +205,7 @@ def chunked(fn: Callable, weights: Arrays, arrays: Arrays, labels: Arrays, *, dt
         def step(part):
             arrays, labels, dy = part
             passed, dy = (dy[0], dy[1:]) if through else (None, dy)
-            dw, dx = jax.vjp(lambda w, a: fn(w, a, labels), cast(cast_weights, jnp.float32), arrays)[1](dy)
+            dw, dx = vjp(lambda w, a: fn(w, a, labels), cast(cast_weights, jnp.float32), arrays)[1](dy)
             return dw, {**dx, through: passed + dx[through]} if through else dx
 
         return *_sum_over_chunks(step, (arrays, labels, dy), size), None
@@ -167,8 +214,8 @@ def chunked(fn: Callable, weights: Arrays, arrays: Arrays, labels: Arrays, *, dt
     return run(weights, arrays, labels)
 
 
-def chunked_total(fn: Callable, weights: Arrays, arrays: Arrays, labels: Arrays, shares: Float[Array, "B T"], *, dtype: Any,
-                  chunk: int = 0) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
+def chunked_total(fn: Callable, weights: Mapping[str, Weight], arrays: Arrays, labels: Arrays, shares: Float[Array, "B T"], *,
+                  dtype: Any, chunk: int = 0) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
     """Returns the sum of fn(weights, arrays, labels) * shares over all tokens, and fn's values without gradient.
 
     The gradient is taken in the forward pass, chunk by chunk, where the values are available: the backward pass only scales it
@@ -194,8 +241,7 @@ def chunked_total(fn: Callable, weights: Arrays, arrays: Arrays, labels: Arrays,
 
         def step(part):
             arrays, *rest = part
-            value, pull, values = jax.vjp(lambda w, a: total(w, a, *rest), cast(cast_weights, jnp.float32), arrays,
-                                          has_aux=True)
+            value, pull, values = vjp(lambda w, a: total(w, a, *rest), cast(cast_weights, jnp.float32), arrays, has_aux=True)
             dw, dx = pull(jnp.ones_like(value))
             return (value, dw), (values, dx)
 

@@ -17,9 +17,10 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from model.attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords, keep
+from model.frozen import Weight, split
 from model.modules import declare_layer, read_by
 
-from .chunked import cast
+from .chunked import cast, vjp
 from .layer_runner import ScanRunner
 
 # The axes of heads: of attention's output [B, T, Hq, D] and of its log-sum-exp [B, Hq, T].
@@ -67,9 +68,12 @@ class HeadGroups:
         """Returns all heads, with `part` as their group i."""
         return lax.dynamic_update_slice_in_dim(x, part, i * part.shape[axis], axis)
 
-    def weights(self, weights: dict[str, jax.Array], i: Any) -> dict[str, jax.Array]:
-        """Returns group i's weights, float32 by type, from those of all heads in the compute dtype."""
-        return {name: weight if (axis := self.axes[name]) is None else self.take(weight, i, axis)
+    def weights(self, weights: dict[str, Weight], i: Any) -> dict[str, Weight]:
+        """Returns group i's weights, float32 by type or frozen, from those of all heads in the compute dtype."""
+        def take(weight, axis):
+            return weight if axis is None else jax.tree.map(lambda x: self.take(x, i, axis), weight)
+
+        return {name: take(weight, self.axes[name])
                 for name, weight in cast(weights, jnp.float32).items()}
 
     def over(self, step: Callable, carry: Any, axes: Any) -> tuple[Any, Any]:
@@ -113,12 +117,12 @@ class GroupedAttention:
     groups: HeadGroups
     dtype: Any
 
-    def __call__(self, weights: dict[str, jax.Array], x: Float[Array, "B T E"], positions: Int[Array, "B T"],
+    def __call__(self, weights: dict[str, Weight], x: Float[Array, "B T E"], positions: Int[Array, "B T"],
                  coords: TokenCoords) -> tuple[Float[Array, "B T E"], Float[Array, "B T Hq D"]]:
         """Returns x, and attention's output of all heads.
 
         Args:
-          weights: whole, float32 by type, with values of the compute dtype.
+          weights: whole, float32 by type with values of the compute dtype, or frozen.
           x: the layer's input.
         """
         run = jax.custom_vjp(lambda *arrays: self._forward(*arrays)[0])
@@ -139,17 +143,18 @@ class GroupedAttention:
         weights, x, positions, coords, out, lse = residuals
         dx, dout = cotangents
         groups = self.groups
-        head_axes = {name: groups.axes[name] for name in weights if groups.axes[name] is not None}
+        trained, _ = split(weights)
+        head_axes = {name: groups.axes[name] for name in trained if groups.axes[name] is not None}
 
         def add_group(carry, i):
             dx, d_shared = carry
-            (_, q, k, v), pull = jax.vjp(lambda w, x: self.project(w, x, positions), groups.weights(weights, i), x)
+            (_, q, k, v), pull = vjp(lambda w, x: self.project(w, x, positions), groups.weights(weights, i), x)
             result = AttentionPartial(groups.take(out, i, 2), groups.take(lse, i, 1))
             gradients = self.attention.backward(Queries(q, coords), Keys(k, v, coords), result, groups.take(dout, i, 2))
             dw, dx = pull((dx, *gradients))
             d_shared = {name: total + dw[name] for name, total in d_shared.items()}
             return (dx, d_shared), {name: dw[name] for name in head_axes}
 
-        d_shared = {name: jnp.zeros(weight.shape, jnp.float32) for name, weight in weights.items() if name not in head_axes}
+        d_shared = {name: jnp.zeros(weight.shape, jnp.float32) for name, weight in trained.items() if name not in head_axes}
         (dx, d_shared), d_heads = groups.over(add_group, (dx, d_shared), head_axes)
-        return {**d_shared, **d_heads}, dx, None, None
+        return {name: {**d_shared, **d_heads}.get(name) for name in weights}, dx, None, None

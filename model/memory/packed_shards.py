@@ -28,57 +28,74 @@ class PackedShards:
     Attributes:
       shapes: name -> shape of a rank's shard, for the parameters that travel.
       split_axes: name -> the axis that storage is split along.
-      dtype: the dtype in which weights travel; sums of gradients are float32.
+      dtypes: name -> the dtype in which it travels; sums of gradients are float32.
+      trained: the names of those that have a gradient.
     """
 
     shapes: dict[str, tuple[int, ...]]
     split_axes: dict[str, int]
     fsdp: int
     sequence: int
-    dtype: Any
+    dtypes: dict[str, Any]
+    trained: frozenset[str]
 
     @classmethod
     def of(cls, specs: dict[str, PartitionSpec], shapes: dict[str, tuple[int, ...]], sizes: dict[str, int],
-           dtype: Any) -> PackedShards:
+           dtypes: dict[str, Any], trained: frozenset[str]) -> PackedShards:
         """Returns how a layer is packed. Parameters that are not split over all ranks along one axis do not travel.
 
         Args:
-          specs, shapes: of a layer's parameters and their shards; sizes: of the mesh axes.
+          specs, shapes, dtypes: of a layer's parameters and their shards; sizes: of the mesh axes.
         """
         axes = ("fsdp", "sequence") if sizes["fsdp"] > 1 else ("sequence",)
         splits = {name: storage_axes_of(spec) for name, spec in specs.items()}
         split_axes = {name: split[0][0] for name, split in splits.items() if [mesh_axes for _, mesh_axes in split] == [axes]}
-        return cls({name: shapes[name] for name in split_axes}, split_axes, sizes["fsdp"], sizes["sequence"], dtype)
+        return cls({name: shapes[name] for name in split_axes}, split_axes, sizes["fsdp"], sizes["sequence"], dtypes, trained)
 
     @property
     def _arrays(self) -> list[list[str]]:
-        """The names of the parameters in each packed array: those whose split axis has the same length in a shard."""
-        by_rows: dict[int, list[str]] = {}
+        """The names of the parameters in each packed array: those of one dtype whose split axis has the same length in a
+        shard."""
+        arrays: dict[Any, list[str]] = {}
         for name, shape in self.shapes.items():
-            by_rows.setdefault(shape[self.split_axes[name]], []).append(name)
-        return list(by_rows.values())
+            arrays.setdefault((shape[self.split_axes[name]], jnp.dtype(self.dtypes[name])), []).append(name)
+        return list(arrays.values())
+
+    @property
+    def _gradient_arrays(self) -> list[list[str]]:
+        """The names of the parameters in each packed array of gradients: of `_arrays` those that are trained."""
+        trained = ([name for name in names if name in self.trained] for names in self._arrays)
+        return [names for names in trained if names]
 
     def pack(self, shards: dict[str, jax.Array]) -> list[Float[Array, "F R C"]]:
-        """Returns the packed arrays of float32 shards."""
-        packed = [self._columns({name: shards[name].astype(self.dtype) for name in names}) for names in self._arrays]
+        """Returns the packed arrays of shards."""
+        packed = [self._columns({name: shards[name].astype(self.dtypes[name]) for name in names}) for names in self._arrays]
         return [lax.all_gather(x, "fsdp") if self.fsdp > 1 else x[None] for x in packed]
 
     def unpack(self, packed: list[Float[Array, "P F R C"]]) -> dict[str, jax.Array]:
-        """Returns the whole weights from all ranks' packed arrays, float32 by type as those of `sharding.gather`."""
+        """Returns the whole weights from all ranks' packed arrays: those that are trained float32 by type as of
+        `sharding.gather`, the others in their own dtype."""
         weights: dict[str, jax.Array] = {}
         for names, x in zip(self._arrays, packed, strict=True):
             weights |= self._cut(names, x.swapaxes(0, 1).reshape(-1, x.shape[-1]), self.fsdp * self.sequence)
-        return {name: weight.astype(jnp.float32) for name, weight in weights.items()}
+        return {name: weight.astype(jnp.float32) if name in self.trained else weight for name, weight in weights.items()}
+
+    def zero_gradients(self) -> list[Float[Array, "P F R C"]]:
+        """Returns zeros of the shapes of `pack_gradients`."""
+        ranks = self.fsdp * self.sequence
+        whole = {name: jax.ShapeDtypeStruct([n * ranks if i == self.split_axes[name] else n for i, n in enumerate(shape)],
+                                            jnp.float32) for name, shape in self.shapes.items()}
+        return [jnp.zeros(x.shape, x.dtype) for x in jax.eval_shape(self.pack_gradients, whole)]
 
     def pack_gradients(self, gradients: dict[str, jax.Array]) -> list[Float[Array, "P F R C"]]:
         """Returns this rank's summands for all ranks' packed arrays, from the float32 gradients of whole weights."""
-        columns = [self._columns({name: gradients[name] for name in names}) for names in self._arrays]
+        columns = [self._columns({name: gradients[name] for name in names}) for names in self._gradient_arrays]
         return [x.reshape(self.fsdp, self.sequence, -1, x.shape[-1]).swapaxes(0, 1) for x in columns]
 
     def unpack_gradient(self, packed: list[Float[Array, "F R C"]]) -> dict[str, jax.Array]:
         """Returns the float32 gradients of the shards, from packed gradients summed over the sequence axis."""
         gradients: dict[str, jax.Array] = {}
-        for names, x in zip(self._arrays, packed, strict=True):
+        for names, x in zip(self._gradient_arrays, packed, strict=True):
             gradients |= self._cut(names, lax.psum_scatter(x, "fsdp") if self.fsdp > 1 else x[0], 1)
         return gradients
 

@@ -17,11 +17,13 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from model.attention import AttentionPartial, Keys, Payload, Queries
+from model.frozen import Weight, split
 from model.layer import Layer
 from model.modules import read_by
-from model.sharding import gather, reduce_scatter
+from model.sharding import gather_frozen, reduce_scatter
 from model.weights import Shards, Weights
 
+from .chunked import vjp
 from .layer_runner import LayerRunner
 from .packed_shards import PackedShards
 
@@ -35,8 +37,10 @@ class PrefetchRunner(LayerRunner):
 
     def run(self, shards, x, positions, coords):
         specs = {name: self.weights.layer_spec(name) for name in shards}
+        trained = frozenset(name for name in shards if not self.weights.is_frozen(name))
+        dtypes = {name: self.layer.dtype if name in trained else shard.dtype for name, shard in shards.items()}
         packed = PackedShards.of(specs, {name: shard.shape[1:] for name, shard in shards.items()},
-                                 dict(jax.sharding.get_abstract_mesh().shape), self.layer.dtype)
+                                 dict(jax.sharding.get_abstract_mesh().shape), dtypes, trained)
         layers = _PrefetchedLayers(self.layer, self.weights, packed, jax.tree.leaves(shards)[0].shape[0])
         run = jax.custom_vjp(lambda *arrays: layers.forward(*arrays)[0])
         run.defvjp(layers.forward, layers.backward)
@@ -72,9 +76,8 @@ class _PrefetchedLayers:
             kept = jax.device_put(x, _SPACES[policy.inputs])
             return (self.layer.finish(weights, x, out), whole, positions, coords), (kept, *attention)
 
-        # `gather` takes float32 by type and sends the travelling dtype; it runs in stages where the compiler needs them.
-        whole = [gather(array.astype(jnp.float32)[None], RANKS, array.dtype).astype(array.dtype)
-                 for array in self._of_layer(shards, 0)[0]]
+        # In stages, where the compiler needs them.
+        whole = [gather_frozen(array[None], RANKS) for array in self._of_layer(shards, 0)[0]]
         (y, whole, *_), kept = lax.scan(run_layer, (x, whole, positions, coords), jnp.arange(self.count))
         return y, (shards, kept, whole, positions, coords)
 
@@ -86,20 +89,24 @@ class _PrefetchedLayers:
             dx, whole, d_above, positions, coords = carry
             i, (x, *attention) = layer_inputs
             x, *attention = jax.device_put((x, *attention), jax.memory.Space.Device)
-            weights, unpack_gradients = jax.vjp(self._weights, self.packed.unpack(whole), self._of_layer(shards, i)[1])
+            travelled, others = map(self._split, (self.packed.unpack(whole), self._of_layer(shards, i)[1]))
+            trained, unpack_gradients, frozen = jax.vjp(
+                lambda *trained: split(self._weights({**trained[0], **travelled[1]}, {**trained[1], **others[1]})),
+                travelled[0], others[0], has_aux=True)
             below = self._of_layer(shards, i - 1)[0]
-            dx, dw, whole, d_above = self._backward_layer(weights, (x, *attention), dx, below, d_above, positions, coords)
-            d_travelling, d_others = unpack_gradients(dw)
+            dx, dw, whole, d_above = self._backward_layer({**trained, **frozen}, (x, *attention), dx, below, d_above, positions,
+                                                          coords)
+            d_travelling, d_others = unpack_gradients({name: dw[name] for name in trained})
             d_packed = self.packed.pack_gradients(d_travelling)
             return (dx, whole, d_packed, positions, coords), (self.packed.unpack_gradient(d_above), d_others)
 
-        zeros = [jnp.zeros(array.shape, jnp.float32) for array in whole]
         (dx, _, d_first, *_), (d_above, d_others) = lax.scan(
-            run_layer, (dy, whole, zeros, positions, coords), (jnp.arange(self.count), kept), reverse=True)
+            run_layer, (dy, whole, self.packed.zero_gradients(), positions, coords), (jnp.arange(self.count), kept),
+            reverse=True)
         first = self.packed.unpack_gradient([reduce_scatter(RANKS, array)[0] for array in d_first])
         # Layer i's gradients returned while layer i - 1 ran.
         d_travelling = {name: jnp.concatenate([first[name][None], d_above[name][:-1]]) for name in first}
-        return {**d_travelling, **d_others}, dx, None, None
+        return {name: {**d_travelling, **d_others}.get(name) for name in shards}, dx, None, None
 
     def _backward_layer(self, weights, kept, dx, below, d_above, positions, coords):
         """Returns a layer's dx and dw; `below`, the packed shards of the layer below, of all ranks; and this rank's sum of
@@ -109,20 +116,25 @@ class _PrefetchedLayers:
         """
         x, *saved = kept
         attention = self.layer.attention
-        (_, q, k, v), pull = jax.vjp(lambda w, x: self.layer.project(w, x, positions, through=True), read_by("qkv", weights), x)
+        (_, q, k, v), pull = vjp(lambda w, x: self.layer.project(w, x, positions, through=True), read_by("qkv", weights), x)
         queries, keys = Queries(q, coords), Keys(k, v, coords)
         whole = None
         if not saved:
             saved, whole = attention.carry_forward(queries, keys, below)
-        dw_output, dx, dout = jax.vjp(self.layer.finish, read_by(("output",), weights), x, saved[0])[1](dx)
+        dw_output, dx, dout = vjp(self.layer.finish, read_by(("output",), weights), x, saved[0])[1](dx)
         payload = Payload(below if whole is None else None, d_above)
         dqkv, whole_after, d_above = attention.carry_backward(queries, keys, AttentionPartial(*saved), dout, payload)
         dw_project, dx = pull((dx, *dqkv))
         return dx, {**dw_project, **dw_output}, whole_after if whole is None else whole, d_above
 
-    def _weights(self, travelled: dict[str, jax.Array], others: Shards) -> dict[str, jax.Array]:
+    def _split(self, arrays: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Those of a layer's arrays that are trained, and the frozen ones."""
+        frozen = {name: x for name, x in arrays.items() if self.weights.is_frozen(name)}
+        return {name: x for name, x in arrays.items() if name not in frozen}, frozen
+
+    def _weights(self, travelled: dict[str, jax.Array], others: Shards) -> dict[str, Weight]:
         """A layer's weights, from those that travelled and the shards of the others."""
-        return {**self.weights.trim_layer(travelled), **self.weights.layer(others)}
+        return {**self.weights.gathered_layer(travelled), **self.weights.layer(others)}
 
     def _of_layer(self, shards: Shards, i: Any) -> tuple[list[jax.Array], Shards]:
         """The packed shards of layer i, or of the nearest layer that there is, and the shards that are not packed."""

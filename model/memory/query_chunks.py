@@ -25,8 +25,9 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from model.attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords
+from model.frozen import Weight, split
 
-from .chunked import cast, over_chunks
+from .chunked import cast, over_chunks, vjp
 from .head_groups import OUT_AND_LSE, HeadGroups
 from .layer_runner import ScanRunner
 
@@ -59,12 +60,12 @@ class LayerInChunks:
     groups: HeadGroups
     dtype: Any
 
-    def __call__(self, weights: dict[str, jax.Array], x: Float[Array, "B T E"], positions: Int[Array, "B T"],
+    def __call__(self, weights: dict[str, Weight], x: Float[Array, "B T E"], positions: Int[Array, "B T"],
                  coords: TokenCoords) -> Float[Array, "B T E"]:
         """Returns the layer's output.
 
         Args:
-          weights: the layer's, whole, float32 by type, with values of the compute dtype.
+          weights: the layer's, whole, float32 by type with values of the compute dtype, or frozen.
           x: the layer's input.
 
         Raises:
@@ -98,15 +99,17 @@ class LayerInChunks:
             dw, dkv, source = sums
             source, (x, positions, chunk_coords, dy) = lax.optimization_barrier((source, chunk))
             float32_weights = cast(weights, jnp.float32)
-            (_, q), pull = jax.vjp(lambda w, x: self.project(w, x, positions, "q"), float32_weights, x)
+            (_, q), pull = vjp(lambda w, x: self.project(w, x, positions, "q"), float32_weights, x)
             out, lse = self._attend(weights, source, q, chunk_coords)
-            dw_finish, dx, dout = jax.vjp(self.finish, float32_weights, x, out)[1](dy)
+            dw_finish, dx, dout = vjp(self.finish, float32_weights, x, out)[1](dy)
             dkv, dq = self._gradients(dkv, weights, source, Queries(q, chunk_coords), AttentionPartial(out, lse), dout)
             dw_project, dx = pull((dx, dq))
             return (jax.tree.map(lambda *parts: sum(parts), dw, dw_finish, dw_project), dkv, source), dx
 
-        (_, *kv), pull = jax.vjp(lambda w, x: self.project(w, x, positions, "kv"), cast(weights, jnp.float32), x)
-        dw, dkv = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (weights, kv))
+        (_, *kv), pull = vjp(lambda w, x: self.project(w, x, positions, "kv"), cast(weights, jnp.float32), x)
+        trained, _ = split(weights)
+        dw, dkv = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (trained, kv))
+        dw |= {name: None for name in weights if name not in trained}
         (dw, dkv, _), dx = over_chunks(add_chunk, (dw, dkv, self._key_source(*residuals)), (x, positions, coords, dy),
                                        x.shape[1] // self.chunks)
         dw_kv, dx = pull((dx, *(total.astype(array.dtype) for total, array in zip(dkv, kv, strict=True))))

@@ -260,7 +260,7 @@ def restore_model(
 
     Args:
       shardings: by name (a sharding, or a ShapeDtypeStruct that has one), one for all, or None for numpy arrays on the host.
-      dtype: what the arrays are cast to; None keeps the stored dtypes.
+      dtype: what the arrays are cast to: by name, or one for all; None keeps the stored dtypes.
       shapes: by name, where parameters are padded for another mesh than the one that the checkpoint was saved from.
       verified: the checkpoint has been compared with its manifest already.
 
@@ -283,7 +283,9 @@ def restore_model(
             if name not in abstract:
                 raise ValueError(f"{folder}: parameter {name} is not in the checkpoint")
     params = _restore_item(folder, "model", abstract)
-    return params if dtype is None else {name: value.astype(dtype) for name, value in params.items()}
+    if dtype is None:
+        return params
+    return {name: value.astype(dtype[name] if isinstance(dtype, Mapping) else dtype) for name, value in params.items()}
 
 
 def stored_parameters(path: str | Path, *, verified: bool = False) -> dict[str, tensorstore.TensorStore]:

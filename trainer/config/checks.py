@@ -24,6 +24,7 @@ def check(config: RunConfig, source: str = "configuration") -> RunConfig:
         _check_batch(config)
         _check_profile(config)
         _check_optimizer(config)
+        _check_adapter(config)
     except ValueError as error:
         raise UserError(f"{source}: {error}") from error
     return config
@@ -45,6 +46,15 @@ def _check_trajectories(config: RunConfig) -> None:
             "a shape, here or as model.overrides, or in model.path a run on trajectories")
     require(not config.data.sources, "data.sources", [source.path for source in config.data.sources],
             "to be left out with trajectories.path; keep one of them")
+
+
+def _check_adapter(config: RunConfig) -> None:
+    """Adapters stand beside a pretrained language model, and say themselves what is trained."""
+    if config.adapter.rank:
+        require(not config.trajectories.path, "adapter.rank", config.adapter.rank,
+                "0 with trajectories: their model begins from scratch")
+        require(config.model.trainable == ".*", "model.trainable", config.model.trainable,
+                "to be left out with adapters; adapter.train names modules that are trained beside them")
 
 
 def _check_optimizer(config: RunConfig) -> None:

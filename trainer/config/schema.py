@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from data.clean import CleanConfig
 from data.trajectories.options import TrajectoryConfig
+from model.adapter import AdapterConfig
 from model.attention.options import AttentionConfig
 from model.config import POSITIONS
 from model.memory.options import MemoryConfig
@@ -417,6 +418,7 @@ class RunConfig:
     distributed: DistributedConfig = dataclasses.field(default_factory=DistributedConfig)
     attention: AttentionConfig = dataclasses.field(default_factory=AttentionConfig)
     memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
+    adapter: AdapterConfig = dataclasses.field(default_factory=AdapterConfig)
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)

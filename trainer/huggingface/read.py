@@ -187,7 +187,7 @@ def read_hf(
     Args:
       config: the model's own sizes.
       shardings: by name, or one for all.
-      dtype: of the arrays.
+      dtype: of the arrays: by name, or one for all.
       in_memory: the sizes of the arrays, if they are padded (see model.padding); the padding is zero.
 
     Raises:
@@ -201,14 +201,40 @@ def read_hf(
         params: dict[str, jax.Array] = {}
         for entry, padded in zip(layout, hf_layout(in_memory or config), strict=True):
             sharding = shardings[entry.name] if isinstance(shardings, Mapping) else shardings
-            read = functools.partial(_padded_part, files, entry, padded.shape, dtype)
+            dtype_of_entry = np.dtype(dtype[entry.name] if isinstance(dtype, Mapping) else dtype)
+            read = functools.partial(padded_part, files, entry, padded.shape, dtype_of_entry)
             params[entry.name] = jax.make_array_from_callback(padded.shape, sharding, read)
             # Transfers may lag behind; waiting keeps one array's parts on the host, not those of all.
             params[entry.name].block_until_ready()
         return params
 
 
-def _padded_part(
+class StoredParameter:
+    """A parameter in the files of a Hugging Face folder, of which a layer is read when it is sliced."""
+
+    def __init__(self, files: Mapping[str, Any], entry: HFEntry) -> None:
+        self.files, self.entry, self.shape = files, entry, entry.shape
+
+    def __getitem__(self, layer: int) -> np.ndarray:
+        return self._read(self.entry.hf_names()[layer])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        names = self.entry.hf_names()
+        whole = self._read(names[0]) if self.entry.layers is None else np.stack([self._read(name) for name in names])
+        return whole if dtype is None else whole.astype(dtype)
+
+    def _read(self, name: str) -> np.ndarray:
+        return self.entry.read(self.files[name].get_slice(name), tuple(map(slice, self.entry.layer_shape)))
+
+
+def stored_hf(folder: str | Path, config: LlamaConfig, stack: ExitStack) -> dict[str, StoredParameter]:
+    """Returns the parameters in `folder` without reading them; the files are closed with `stack`. Errors as in `read_hf`."""
+    files, layout = _open_tensors(Path(folder), stack), hf_layout(config)
+    _check_tensors(Path(folder), files, layout, config)
+    return {entry.name: StoredParameter(files, entry) for entry in layout}
+
+
+def padded_part(
     files: Mapping[str, Any], entry: HFEntry, shape: tuple[int, ...], dtype: Any, index: tuple[slice, ...]
 ) -> np.ndarray:
     """Reads the part `index` of a parameter that is padded to `shape` with zeros."""

@@ -42,7 +42,8 @@ from trainer.run.lock import require_free
 # Sections and fields that may change when a run continues.
 PLACEMENT = (
     "name", "run_dir", "data.prepared", "compile_cache",  # locations
-    "model.path", "model.tokenizer", "data.sources.path", "data.held_out_path",  # locations of files that have fingerprints
+    # locations of files that have fingerprints
+    "model.path", "model.tokenizer", "adapter.path", "data.sources.path", "data.held_out_path",
     "logging", "checkpoint", "evaluate", "evaluations", "train.log_every", "train.evaluate_every", "train.accumulation",
     "train.epochs",  # the steps say how long a run is
     "train.non_finite",  # a run that stopped may continue with another choice

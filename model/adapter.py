@@ -1,0 +1,91 @@
+"""Low-rank adapters as a recipe describes them (LoRA, Hu et al., arXiv 2106.09685), in PEFT's words; imports no JAX."""
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+# The projections of a layer, as PEFT names them in `target_modules`.
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
+PROJECTIONS = (*ATTENTION, *FEED_FORWARD)
+ALL_LINEAR = "all-linear"
+# The last parts of the names of an adapter's parameters.
+PARTS = ("lora_A", "lora_B")
+
+
+@dataclasses.dataclass(frozen=True)
+class AdapterConfig:
+    """Low-rank adapters beside frozen weights: a projection W x becomes W x + s B (A x), of which A and B are trained."""
+
+    rank: int = 0
+    """Rank of the adapters, r; 0 trains the model's own weights, without adapters."""
+    alpha: float = 16.0
+    """The adapters' products are multiplied by s = alpha / rank."""
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """Projections with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; all-linear for all."""
+    use_rslora: bool = False
+    """Rank-stabilised: s = alpha / sqrt(rank)."""
+    train: tuple[str, ...] = ()
+    """Modules that are trained whole beside the adapters, by the ends of their names, such as [embed_tokens, norm]: PEFT's
+    modules_to_save. norm means every norm."""
+    path: str | None = None
+    """Folder of an adapter in PEFT's format, from which training goes on; its rank, alpha and targets are this section's."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 0:
+            raise ValueError(f"adapter.rank: found {self.rank}, needs at least 1, or 0 for no adapters")
+        if self.alpha <= 0:
+            raise ValueError(f"adapter.alpha: found {self.alpha}, needs a positive number")
+        unknown = [target for target in self.targets if target not in (*PROJECTIONS, ALL_LINEAR)]
+        if unknown or not self.targets:
+            raise ValueError(f"adapter.targets: found {unknown[0] if unknown else 'none'!r}, needs some of "
+                             f"{', '.join(PROJECTIONS)}, or {ALL_LINEAR}")
+        if self.rank == 0 and (self.path or self.train):
+            raise ValueError(f"adapter.rank: found 0 beside adapter.{'path' if self.path else 'train'}; needs at least 1")
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """The projections that have an adapter, in the order of a layer."""
+        return PROJECTIONS if ALL_LINEAR in self.targets else tuple(name for name in PROJECTIONS if name in self.targets)
+
+    @property
+    def scale(self) -> float:
+        """s, by which the adapters' products are multiplied (rsLoRA: Kalajdzievski, arXiv 2312.03732)."""
+        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    def trains(self, name: str) -> bool:
+        """Whether the parameter of this name is trained: a part of an adapter, or of a module that `train` names."""
+        module, _, part = name.rpartition(".")
+        return part in PARTS or module.endswith(self.train)
+
+    def check_sizes(self, sizes: Mapping[str, tuple[int, int]]) -> None:
+        """Checks the rank.
+
+        Args:
+          sizes: the inputs and outputs of each projection.
+
+        Raises:
+          ValueError: the rank is above a dimension.
+        """
+        for name in self.projections:
+            if self.rank > min(sizes[name]):
+                inputs, outputs = sizes[name]
+                raise ValueError(f"adapter.rank: found {self.rank}, needs at most {min(inputs, outputs)}: {name} has {inputs} "
+                                 f"inputs and {outputs} outputs")
+
+    def check_targets(self, family: str, fused: list[str]) -> None:
+        """Raises ValueError for a target out of `fused`, projections that models of the family store as rows of one tensor:
+        PEFT's adapter of that tensor has one A for all of them."""
+        for name in self.projections:
+            if name in fused:
+                separate = ", ".join(projection for projection in PROJECTIONS if projection not in fused)
+                raise ValueError(f"adapter.targets: found {name}; models of the family {family} store it in one tensor with "
+                                 f"others, so it needs some of {separate}")
+
+    def check_train(self, names: list[str]) -> None:
+        """Raises ValueError if an entry of `train` is the end of none of the modules that hold the parameters `names`."""
+        modules = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in names} - set(PROJECTIONS))
+        for entry in self.train:
+            if not any(name.rpartition(".")[0].endswith(entry) for name in names):
+                raise ValueError(f"adapter.train: found {entry!r}, needs some of {', '.join(modules)}")

@@ -1,0 +1,54 @@
+"""Weights that are not trained: `FrozenWeight`. They have no gradient, and lie and travel in fewer bits than float32."""
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+
+class FrozenWeight(abc.ABC):
+    """A whole weight (of this tensor rank) without gradient. Products open it where they take it."""
+
+    @abc.abstractmethod
+    def open(self, dtype: Any) -> Float[Array, ...]:
+        """Returns the weight as an array of this dtype."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plain(FrozenWeight):
+    """A frozen weight in the compute dtype."""
+
+    value: Float[Array, ...]
+
+    def open(self, dtype: Any) -> Float[Array, ...]:
+        """See `FrozenWeight.open`."""
+        return jax.lax.stop_gradient(self.value).astype(dtype)
+
+
+Weight = jax.Array | FrozenWeight
+
+
+def array(weight: Weight) -> Float[Array, ...]:
+    """Returns a weight that may be frozen as a float32 array."""
+    return weight.open(jnp.float32) if isinstance(weight, FrozenWeight) else weight
+
+
+def rows(table: Weight, ids: Int[Array, "B T"]) -> Float[Array, "B T E"]:
+    """Returns rows of a table that may be frozen, float32; the table itself is not cast."""
+    if isinstance(table, FrozenWeight):
+        assert isinstance(table, Plain), "tables are frozen as they are"
+        return table.value[ids].astype(jnp.float32)
+    return table[ids]
+
+
+def split(weights: Mapping[str, Any]) -> tuple[dict[str, jax.Array], dict[str, FrozenWeight]]:
+    """Returns the trained and the frozen ones of some weights. Functions with a hand-written gradient return none for the
+    latter."""
+    trained = {name: weight for name, weight in weights.items() if not isinstance(weight, FrozenWeight)}
+    return trained, {name: weight for name, weight in weights.items() if name not in trained}

@@ -1,0 +1,111 @@
+"""Low-rank adapters in the model: the same loss and gradients however the layers run, and frozen weights without gradients."""
+import functools
+import math
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.adapter import AdapterConfig
+from tests.model.build import llama, mean_loss, packed_batch, permuted, tiny
+from trainer.mesh import place_batch
+from trainer.step import StepBuilder
+from trainer.text import text_batch
+
+ADAPTER = AdapterConfig(rank=4, alpha=8.0, train=("norm",))
+CONFIG = tiny(adapter=ADAPTER)
+BATCH = (4, 64)  # rows, tokens
+
+
+def loss_and_gradients(model, batch):
+    """The mean loss, and its gradients by name, of adapters whose B is not zero."""
+    params = model.init(0)
+    frozen = {name: x for name, x in params.items() if model.parameters[name].frozen}
+    generator = np.random.default_rng(0)
+    trained = {name: jax.device_put(x + 0.05 * generator.normal(size=x.shape).astype(np.float32), x.sharding)
+               for name, x in params.items() if name not in frozen}
+    fn = jax.jit(jax.value_and_grad(lambda trained: mean_loss(model)({**trained, **frozen}, batch)[0]))
+    value, gradients = fn(trained)
+    return float(value), {name: np.asarray(x) for name, x in gradients.items()}
+
+
+@functools.cache
+def on_one_device():
+    return loss_and_gradients(llama(CONFIG), packed_batch(CONFIG, *BATCH))
+
+
+@pytest.mark.parametrize(("mesh", "options"), [
+    ({"fsdp": 2, "tensor": 2, "sequence": 2}, {}),
+    pytest.param({"fsdp": 2, "sequence": 2}, {"prefetch": True}, marks=pytest.mark.slow),
+    pytest.param({"data": 2, "tensor": 4}, {}, marks=pytest.mark.slow),
+    pytest.param({"sequence": 2}, {"attention_groups": 2}, marks=pytest.mark.slow),
+    pytest.param({"sequence": 2}, {"query_chunks": 2, "remat": "nothing"}, marks=pytest.mark.slow),
+    pytest.param({"sequence": 2}, {"query_chunks": 2, "attention_groups": 2, "remat": "every_k"}, marks=pytest.mark.slow),
+    pytest.param({"fsdp": 2}, {"remat": "everything"}, marks=pytest.mark.slow),
+    pytest.param({"sequence": 2, "tensor": 2}, {"sequence_parallel": True}, marks=pytest.mark.slow),
+    pytest.param({"sequence": 4}, {"schedule": "all_gather"}, marks=pytest.mark.slow),
+], ids=str)
+def test_every_mesh_and_memory_option_computes_the_same(mesh, options):
+    """Within 1e-5 of one device, gradients relative to the largest of their parameter."""
+    model = llama(CONFIG, mesh, **options)
+    batch, _ = permuted(packed_batch(CONFIG, *BATCH), model)
+    loss, gradients = loss_and_gradients(model, place_batch(batch, model.mesh))
+    expected_loss, expected = on_one_device()
+    assert abs(loss - expected_loss) <= 1e-5
+    assert gradients.keys() == expected.keys() and any(name.endswith("lora_A") for name in gradients)
+    for name, x in expected.items():
+        assert np.abs(gradients[name] - x).max() <= 1e-5 * np.abs(x).max(), name
+
+
+def test_new_adapters_change_nothing():
+    """B is zero, and A within PEFT's bounds and not constant; the base is that of a model without adapters."""
+    batch = packed_batch(CONFIG, rows=1, length=32)
+    plain, adapted = llama(tiny()), llama(CONFIG)
+    params, adapters = plain.init(0), adapted.init_adapters(0)
+    assert all(not np.any(x) for name, x in adapters.items() if name.endswith("lora_B"))
+    a = np.asarray(adapters["layers.self_attn.o_proj.lora_A"])
+    assert a.shape == (2, 8, 8, 4) and 0.1 < np.abs(a).max() <= 1 / 8 and abs(a.mean()) < 0.02
+    losses = [jax.jit(mean_loss(model))(weights, batch)[0]
+              for model, weights in ((adapted, {**params, **adapters}), (plain, params))]
+    assert losses[0] == losses[1]
+    assert {name for name, parameter in adapted.parameters.items() if not parameter.frozen} == {
+        *adapters, *(name for name in params if name.endswith("norm.weight"))}
+
+
+def float32_sizes(adapter):
+    """The sizes of all float32 arrays in the traced training step of a bfloat16 model, and those of its matrices, as stored and
+    of a layer."""
+    config = tiny(hidden_size=88, intermediate_size=112, num_attention_heads=5, num_key_value_heads=1, head_dim=24,
+                  vocab_size=176, num_hidden_layers=3, adapter=adapter)
+    model = llama(config, dtype=jnp.bfloat16)
+    text = StepBuilder(model, model.loss, text_batch(2, 32, model.mesh)).lower_train().as_text()
+    arrays = {math.prod(map(int, shape.split("x")[:-1])) for shape in re.findall(r"tensor<([\dx]+xf32)>", text)}
+    matrices = [parameter.shape for name, parameter in model.parameters.items() if name.endswith(("_proj.weight", "s.weight"))]
+    return arrays, {math.prod(shape[start:]) for shape in matrices for start in (0, 1) if len(shape[start:]) > 1}
+
+
+def test_no_float32_array_has_the_size_of_a_frozen_matrix():
+    """Neither a copy nor a gradient nor a moment, in the step as it is handed to the compiler; with all trained all matrices
+    have them."""
+    arrays, matrices = float32_sizes(AdapterConfig(rank=4))
+    assert not arrays & matrices, arrays & matrices
+    arrays, matrices = float32_sizes(None)
+    assert arrays >= matrices
+
+
+@pytest.mark.parametrize(("fields", "facts"), [
+    ({"targets": ("q_proj", "key")}, ["adapter.targets", "'key'", "q_proj, k_proj, v_proj", "all-linear"]),
+    ({"rank": -1}, ["adapter.rank", "-1"]),
+    ({"rank": 17}, ["adapter.rank: found 17", "at most 16", "k_proj has 64 inputs and 16 outputs"]),
+    ({"rank": 4, "train": ("embeddings",)}, ["adapter.train", "'embeddings'", "embed_tokens", "lm_head"]),
+    ({"alpha": 0.0}, ["adapter.alpha", "positive"]),
+    ({"path": "x", "rank": 0}, ["adapter.rank", "adapter.path"]),
+], ids=str)
+def test_what_makes_no_adapter_is_refused(fields, facts):
+    """In one line that names the field and what would work."""
+    with pytest.raises(ValueError) as error:
+        llama(tiny(adapter=AdapterConfig(**{"rank": 4, **fields})))
+    message = str(error.value)
+    assert all(fact in message for fact in facts) and "\n" not in message, message

@@ -1,0 +1,155 @@
+"""Adapters beside peft's own: losses, logits and files."""
+import dataclasses
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from model.adapter import AdapterConfig
+from tests.model.build import llama, mean_loss
+from trainer.config.schema import OptimizerConfig, TrainConfig
+from trainer.huggingface import peft as ours
+from trainer.huggingface.merge import merged
+from trainer.huggingface.write import write_hf
+from trainer.mesh import place_batch
+from trainer.model_source import open_adapter, open_model
+from trainer.step import StepBuilder
+from trainer.text import text_batch
+
+peft = pytest.importorskip("peft")
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+ADAPTER = AdapterConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
+KINDS = {"lora": ADAPTER, "rslora": dataclasses.replace(ADAPTER, use_rslora=True),
+         "norms": dataclasses.replace(ADAPTER, targets=("all-linear",), train=("norm",))}
+LENGTH = 32
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def adapter(request, hf_model, tmp_path_factory):
+    """An adapter's configuration and a folder of it that peft wrote, whose B is not zero."""
+    config = KINDS[request.param]
+    base = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
+    torch.manual_seed(0)
+    targets = "all-linear" if "all-linear" in config.targets else list(config.targets)
+    model = peft.get_peft_model(base, peft.LoraConfig(
+        r=config.rank, lora_alpha=config.alpha, target_modules=targets, use_rslora=config.use_rslora,
+        modules_to_save=list(config.train) or None, task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name or (parameter.requires_grad and "norm" in name):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder)
+    return config, folder, model
+
+
+def batch_of(tokens):
+    """Rows of one document each; every token but the last predicts the next one."""
+    index = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
+    weights = np.ones(tokens.shape, np.float32)
+    weights[:, -1] = 0
+    return {"tokens": tokens, "targets": np.roll(tokens, -1, 1), "index": index, "positions": index,
+            "segment_ids": np.ones(tokens.shape, np.int32), "loss_weights": weights}
+
+
+def tokens_of(rows, seed):
+    return np.random.default_rng(seed).integers(0, 1024, (rows, LENGTH), np.int32)
+
+
+def test_logits_are_those_of_peft(adapter, hf_model):
+    """Within 1e-4, through our reader; and the configuration that is read is the one that was written."""
+    config, folder, model = adapter
+    source = open_adapter(str(folder), str(hf_model))
+    assert source.adapter.config.scale == config.scale and source.adapter.config.projections == config.projections
+    reader = llama(dataclasses.replace(source.config, adapter=source.adapter.config))
+    tokens = tokens_of(2, 0)
+    logits = jax.jit(reader.logits)(source.read(reader), batch_of(tokens))
+    with torch.no_grad():
+        expected = model(torch.tensor(tokens, dtype=torch.long)).logits.numpy()
+    scale = np.abs(expected).max()
+    assert np.abs(np.asarray(logits) - expected).max() <= 1e-4 * scale
+
+
+def test_the_file_goes_through_peft_and_back_byte_for_byte(adapter, hf_model, tmp_path):
+    """peft's file read and written by us; then loaded and written by peft."""
+    _, folder, _ = adapter
+    source = open_adapter(str(folder), str(hf_model))
+    model = llama(dataclasses.replace(source.config, adapter=source.adapter.config), {"fsdp": 2, "tensor": 2})
+    params = source.read(model)
+    ours.write_adapter(params, model.config, str(hf_model), tmp_path / "ours")
+    written = (tmp_path / "ours" / ours.WEIGHTS).read_bytes()
+    assert written == (folder / ours.WEIGHTS).read_bytes()
+    base = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
+    peft.PeftModel.from_pretrained(base, tmp_path / "ours").save_pretrained(tmp_path / "again")
+    assert (tmp_path / "again" / ours.WEIGHTS).read_bytes() == written
+
+
+def test_merged_weights_compute_the_same(adapter, hf_model, tmp_path):
+    """Losses within 1e-5 of the adapter beside its base."""
+    _, folder, _ = adapter
+    source = open_adapter(str(folder), str(hf_model))
+    model = llama(dataclasses.replace(source.config, adapter=source.adapter.config))
+    params = source.read(model)
+    base = open_model(str(hf_model)).read(llama(source.config))
+    whole = merged(base, {name: params[name] for name in params if not model.parameters[name].frozen}, model.config)
+    write_hf(whole, source.config, hf_model, tmp_path / "merged")
+    read_again = open_model(str(tmp_path / "merged"))
+    batch = batch_of(tokens_of(2, 1))
+    plain = llama(source.config)
+    beside, of_base, of_merged = (float(jax.jit(mean_loss(m))(p, batch)[0])
+                                  for m, p in ((model, params), (plain, base), (plain, read_again.read(plain))))
+    assert abs(beside - of_merged) <= 1e-5
+    assert abs(beside - of_base) > 1e-2, "the adapter does something"
+
+
+@pytest.mark.parametrize("steps", [6, pytest.param(50, marks=pytest.mark.slow)])
+def test_losses_of_training_are_those_of_peft_and_torch(adapter, hf_model, steps):
+    """From the same adapter, on the same rows, with AdamW: every loss within 1e-3."""
+    _, folder, _ = adapter
+    source = open_adapter(str(folder), str(hf_model))
+    model = llama(dataclasses.replace(source.config, adapter=source.adapter.config))
+    optimizer = OptimizerConfig(learning_rate=2e-3, schedule="constant", warmup_steps=0, clip_norm=0.0, beta2=0.999,
+                                weight_decay=0.0)
+    builder = StepBuilder(model, model.loss, text_batch(2, LENGTH, model.mesh), optimizer, TrainConfig(steps=steps))
+    params = source.read(model)
+    trained = {name: params[name] for name in builder.trainable}
+    frozen = {name: x for name, x in params.items() if name not in trained}
+    state, step = builder.init_optimizer(trained), builder.lower_train().compile()
+    base = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
+    theirs = peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
+    adamw = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], lr=2e-3, betas=(0.9, 0.999),
+                              eps=optimizer.epsilon, weight_decay=0.0)
+    losses = []
+    for number in range(steps):
+        tokens = tokens_of(2, number % 3)
+        trained, state, metrics = step(trained, frozen, state, place_batch(batch_of(tokens), model.mesh), np.int32(number))
+        ids = torch.tensor(tokens, dtype=torch.long)
+        loss = theirs(ids, labels=ids).loss
+        adamw.zero_grad()
+        loss.backward()
+        adamw.step()
+        losses.append((float(metrics.loss), float(loss.detach())))
+    assert losses[3][0] < losses[0][0], losses  # the same rows
+    assert max(abs(a - b) for a, b in losses) <= 1e-3, losses
+
+
+@pytest.mark.parametrize(("change", "facts"), [
+    ({"r": 8}, ["has shape [4, 32]", "needs [8, 32]", "another base, or has another rank"]),
+    ({"peft_type": "IA3"}, ["peft_type", "'IA3'", "'LORA'"]),
+    ({"bias": "all"}, ["bias", "'all'", "'none'"]),
+    ({"target_modules": ["q_proj", "c_attn"]}, ["adapter.targets", "'c_attn'", "q_proj"]),
+], ids=str)
+def test_adapters_that_are_not_read_are_named(adapter, hf_model, tmp_path, change, facts):
+    """One line with the file, the field, and what would work."""
+    _, folder, _ = adapter
+    written = json.loads((folder / ours.CONFIG).read_text())
+    (tmp_path / ours.CONFIG).write_text(json.dumps({**written, **change}))
+    (tmp_path / ours.WEIGHTS).write_bytes((folder / ours.WEIGHTS).read_bytes())
+    with pytest.raises(ValueError) as error:
+        source = open_adapter(str(tmp_path), str(hf_model))
+        source.read(llama(dataclasses.replace(source.config, adapter=source.adapter.config)))
+    message = str(error.value)
+    assert all(fact in message for fact in facts) and str(tmp_path) in message and "\n" not in message, message

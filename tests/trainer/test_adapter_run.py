@@ -1,0 +1,132 @@
+"""A run that trains adapters beside a pretrained base: its checkpoints, how it goes on, what is exported, what is refused."""
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+import train
+from scripts import export_hf
+from tests.model.build import llama
+from trainer.checkpoint.store import stored_arrays
+from trainer.huggingface import peft
+from trainer.model_source import open_adapter, open_model
+
+STEPS = 4
+ADAPTER = {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "down_proj"], "train": ["norm"]}
+
+
+@pytest.fixture(scope="module")
+def command(small_recipe, hf_model, tmp_path_factory):
+    """Gives a command line of a short run on the model, with a rate at which adapters learn something in a few steps."""
+    folder = tmp_path_factory.mktemp("adapters")
+    written = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
+    written["model"] = {"compute_dtype": "float32"}
+    written["data"] |= {"held_out_path": None, "held_out_fraction": 0.0}
+    written |= {"mesh": {"data": 4, "fsdp": 2, "simulate": 8}, "attention": {"kernel": "reference"}, "adapter": ADAPTER}
+    written["train"] = {"steps": STEPS, "batch_size": 8}
+    written["optimizer"] |= {"learning_rate": 0.02, "schedule": "constant", "warmup_steps": 0}
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(written), encoding="utf-8")
+
+    def line(run, *flags, model=hf_model):
+        return ["--config", str(path), "--run_dir", str(folder / run), "--model.path", str(model), *flags]
+
+    return line
+
+
+@pytest.fixture(scope="module")
+def run(command):
+    """The folder of a run that was stopped after two steps, as if killed, and went on."""
+    arguments = command("run", "--checkpoint.every", "2")
+    assert train.main(arguments) == 0
+    folder = pathlib.Path(arguments[3])
+    shutil.rmtree(folder / "checkpoints" / str(STEPS))
+    before = [json.loads(line)["loss_nats_per_target"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert train.main(arguments) == 0
+    after = [json.loads(line)["loss_nats_per_target"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert before == after and after[-1] < after[0] - 0.05
+    return folder
+
+
+def parameters(source, adapter=True):
+    config = dataclasses.replace(source.config, adapter=source.adapter.config) if adapter else source.config
+    return source.read(llama(config))
+
+
+def test_checkpoints_hold_adapters_and_their_moments_alone(run):
+    """By name, for the model and the optimizer; the file of PEFT's configuration lies among the assets."""
+    checkpoint = run / "checkpoints" / str(STEPS)
+    names = set(stored_arrays(checkpoint, "model"))
+    parts = {f"layers.{module}.lora_{part}" for module in ("self_attn.q_proj", "mlp.down_proj") for part in "AB"}
+    norms = {"norm.weight", "layers.input_layernorm.weight", "layers.post_attention_layernorm.weight"}
+    assert names == parts | norms
+    moments = {name for name in stored_arrays(checkpoint, "optimizer") if ".mu." in name}
+    assert {name.partition(".mu.")[2] for name in moments} == names
+    adapter, _ = peft.read_config(checkpoint / "assets")
+    assert (adapter.rank, adapter.projections, adapter.train) == (2, ("q_proj", "down_proj"), ("norm",))
+
+
+def test_the_run_its_export_and_the_merged_model_are_one_model(run, hf_model, tmp_path):
+    """The same parameters from the checkpoint and through PEFT's format; merged, the same logits within 1e-5."""
+    assert export_hf.main([str(run), str(tmp_path / "peft")]) == 0
+    assert export_hf.main([str(run), str(tmp_path / "whole"), "--merge"]) == 0
+    ours, through_peft = parameters(open_model(str(run))), parameters(open_adapter(str(tmp_path / "peft"), str(hf_model)))
+    assert ours.keys() == through_peft.keys()
+    for name, x in ours.items():
+        assert np.array_equal(x, through_peft[name]), name
+    whole = open_model(str(tmp_path / "whole"))
+    tokens = np.random.default_rng(0).integers(0, 1024, (1, 32), np.int32)
+    batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens),
+             **dict.fromkeys(("index", "positions"), np.arange(32, dtype=np.int32)[None])}
+    adapted = llama(dataclasses.replace(whole.config, adapter=open_model(str(run)).adapter.config))
+    logits = [np.asarray(jax.jit(model.logits)(params, batch))
+              for model, params in ((adapted, ours), (llama(whole.config), parameters(whole, adapter=False)))]
+    assert np.abs(logits[0] - logits[1]).max() <= 1e-5 * np.abs(logits[0]).max()
+
+
+def test_another_base_is_refused(run, command, hf_model, tmp_path, capfd):
+    """By the run that would go on, and by whoever reads the adapter; each names both fingerprints."""
+    other = pathlib.Path(shutil.copytree(hf_model, tmp_path / "other"))
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[len(weights) * 63 // 64] ^= 1  # in a block that the fingerprint covers
+    (other / "model.safetensors").write_bytes(weights)
+    capfd.readouterr()
+    assert train.main(command("run", "--checkpoint.every", "2", model=other)) == 2
+    assert "began with another model (fingerprint" in capfd.readouterr().err
+    with pytest.raises(ValueError, match=r"an adapter of another base \(its fingerprint is"):
+        open_adapter(str(run), str(other))
+
+
+@pytest.mark.parametrize(("flags", "facts"), [
+    (["--model.trainable", ".*norm.*"], ["model.trainable", "adapter.train"]),
+    (["--adapter.rank", "64"], ["adapter.rank: found 64", "at most 32"]),
+    (["--adapter.targets", "[qkv]"], ["adapter.targets", "'qkv'", "q_proj"]),
+    (["--adapter.path", "/nowhere"], ["/nowhere", "no adapter_config.json here"]),
+], ids=str)
+def test_bad_input_is_one_line(command, capfd, flags, facts):
+    """With the field, what was found and what would work."""
+    capfd.readouterr()
+    assert train.main(command("refused", *flags)) == 2
+    error = capfd.readouterr().err.splitlines()
+    assert len(error) == 1 and all(fact in error[0] for fact in facts), error
+
+
+def test_a_run_goes_on_from_a_peft_adapter(run, command, tmp_path, capfd):
+    """It begins with the adapter's loss, not the base's. Another rank, and an adapter as base, are refused."""
+    assert export_hf.main([str(run), str(tmp_path / "peft")]) == 0
+    last, first = ([json.loads(line)["loss_nats_per_target"] for line in (run / "metrics.jsonl").read_text().splitlines()][i]
+                   for i in (-1, 0))
+    arguments = command("again", "--adapter.path", str(tmp_path / "peft"), "--train.steps", "1")
+    assert train.main(arguments) == 0
+    begun = json.loads((pathlib.Path(arguments[3]) / "metrics.jsonl").read_text())["loss_nats_per_target"]
+    assert abs(begun - last) < abs(begun - first)
+    capfd.readouterr()
+    assert train.main(command("more", "--adapter.path", str(tmp_path / "peft"), "--adapter.rank", "4")) == 2
+    assert "adapter.rank: found 4; the adapter in" in capfd.readouterr().err
+    assert train.main(command("more", model=run)) == 2
+    assert "is an adapter; --adapter.path goes on with it" in capfd.readouterr().err
