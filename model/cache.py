@@ -20,10 +20,11 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from .attention import AttentionPartial, Keys, Queries, TokenCoords, merge
+from .attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords, merge
 from .attention.layout import permutation
 from .attention.partial import per_row
 from .attention.schedules import in_any_layout
+from .memory.period import scan_periods
 from .sharding import BATCH_AXES
 from .transformer import TOKENS, Batch, Transformer
 from .weights import Shards
@@ -49,6 +50,11 @@ def merge_over(partial: AttentionPartial, axis: str, scatter: bool = False) -> A
         out, total = lax.psum(out, axis), lax.psum(weight, axis)
     safe = jnp.where(total == 0, 1.0, total)
     return AttentionPartial(out / per_row(safe), jnp.where(total == 0, -jnp.inf, maximum + jnp.log(safe)))
+
+
+def _over_cache(op: AttentionOp, queries: Queries, keys: Keys) -> AttentionPartial:
+    """Returns attention over this device's part of the cache."""
+    return op.kernel.forward(queries, keys, mask=op.mask, scale=op.scale)
 
 
 class Cache(NamedTuple):
@@ -185,24 +191,22 @@ class CachedModel:
         # The schedule may have been made for a contiguous layout.
         return dataclasses.replace(self.model, sequence_parallel=False, schedule=in_any_layout(self.model.schedule))
 
-    def _attend(self, queries: Queries, keys: Keys) -> AttentionPartial:
-        """Attention over this device's part of the cache."""
-        return self._model.kernel.forward(queries, keys, mask=self._model.mask, scale=self._model.config.scale)
+    def _attend_whole(self, op: AttentionOp, queries: Queries, new: Keys, cached: Keys,
+                      before: TokenCoords) -> Float[Array, "B n Hq D"]:
+        return merge_over(_over_cache(op, queries, cached), "sequence").out
 
-    def _attend_whole(self, queries: Queries, new: Keys, cached: Keys, before: TokenCoords) -> Float[Array, "B n Hq D"]:
-        return merge_over(self._attend(queries, cached), "sequence").out
-
-    def _attend_split(self, queries: Queries, new: Keys, cached: Keys, before: TokenCoords) -> Float[Array, "B n Hq D"]:
+    def _attend_split(self, op: AttentionOp, queries: Queries, new: Keys, cached: Keys,
+                      before: TokenCoords) -> Float[Array, "B n Hq D"]:
         every = jax.tree.map(lambda x: lax.all_gather(x, "sequence", axis=1, tiled=True), queries)
-        past = merge_over(self._attend(every, cached._replace(coords=before)), "sequence", scatter=True)
-        return merge(self._model.attention.forward(queries, new), past).out
+        past = merge_over(_over_cache(op, every, cached._replace(coords=before)), "sequence", scatter=True)
+        return merge(op.forward(queries, new), past).out
 
     def _run(self, params: Shards, cache: Cache, batch: Batch, attend: Callable) -> tuple[Cache, Float[Array, "B n E"]]:
         """Runs the layers on new tokens and keeps their keys and values.
 
         Args:
-          attend: attention's output from the new tokens' queries and keys, all keys that this device then has, and the
-            coordinates that leave the new ones among these out.
+          attend: attention's output from a layer's operation, the new tokens' queries and keys, all keys that this device then
+            has, and the coordinates that leave the new ones among these out.
         """
         model, index, segment_ids = self._model, batch["index"], batch["segment_ids"]
         write = self._writer(cache, index, segment_ids)
@@ -211,20 +215,22 @@ class CachedModel:
         slots = TokenCoords(write(cache.index, index), write(cache.segment_ids, segment_ids), before.start)
         coords = TokenCoords(index, segment_ids, jnp.zeros_like(index))
         # With the RoPE rule `dynamic` all tokens have one embedding, that of a full cache, so that cached keys stay valid.
-        layer = model.layer(self.capacity)
+        layers = model.layers(self.capacity)
 
         # The cache is in the carry, where it is changed in place; stacked anew it would be in memory twice.
-        def run_layer(carry, of_layer):
+        def run_layer(layer, carry, of_layer):
             x, k, v = carry
             shards, number = of_layer
             weights = model.weights.layer(shards)
             q, new_k, new_v = layer.project(weights, x, index)
             k, v = write(k, new_k, number), write(v, new_v, number)
-            attended = attend(Queries(q, coords), Keys(new_k, new_v, coords), Keys(k[number], v[number], slots), before)
+            attended = attend(layer.attention, Queries(q, coords), Keys(new_k, new_v, coords),
+                              Keys(k[number], v[number], slots), before)
             return (layer.finish(weights, x, attended.astype(x.dtype)), k, v), None
 
-        layers = (model.weights.of_layers(params), jnp.arange(model.config.num_hidden_layers))
-        (x, k, v), _ = lax.scan(run_layer, (model.local_embed(params, batch), cache.k, cache.v), layers)
+        (x, k, v), _ = scan_periods(
+            [functools.partial(run_layer, layer) for layer in layers], (model.local_embed(params, batch), cache.k, cache.v),
+            (model.weights.of_layers(params), jnp.arange(model.config.num_hidden_layers)))
         return Cache(k, v, slots.index, slots.segment_ids), x
 
     def _writer(self, cache: Cache, index: Int[Array, "B n"], segment_ids: Int[Array, "B n"]) -> Callable:

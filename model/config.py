@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from .adapter import FEED_FORWARD, PROJECTIONS, AdapterConfig
 from .families import FAMILIES, family_of, find_preset
-from .families.family import NEUTRAL
+from .families.family import BY_FAMILY, NEUTRAL
 
 # The numbers that each RoPE rule needs, and those that it may be given, with their defaults; names are Hugging Face's.
 _ROPE_NEEDS: dict[str, tuple[str, ...]] = {
@@ -30,6 +31,7 @@ _ROPE_MAY: dict[str, dict[str, Any]] = {
 }
 _PER_CHANNEL = ("short_factor", "long_factor")
 ROPE_RULES = tuple(_ROPE_NEEDS)
+LAYER_TYPES = ("sliding_attention", "full_attention")
 # The fields that may change while the weights stay the same; names are Hugging Face's.
 POSITIONS = ("rope_theta", "rope_scaling", "max_position_embeddings")
 
@@ -84,24 +86,38 @@ class RopeConfig:
                                  f"{getattr(self, low)}")
 
 
+class LayerKind(NamedTuple):
+    """What layers of one kind have of their own: the rotary embedding, or None for none, and the sliding window."""
+
+    rope: RopeConfig | None
+    window: int | None
+
+
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The sizes of a LLaMA, or of a model that has its form. Field names are Hugging Face's, but for the last six; `rope`
-    holds what Hugging Face spells in two ways.
+    """The sizes of a LLaMA, or of a model that has its form. Field names are Hugging Face's, up to `rope`,
+    which holds what Hugging Face spells in two ways.
 
     `num_key_value_heads` and `head_dim` may be left out (None): they become `num_attention_heads` and
     `hidden_size // num_attention_heads`. `eos_token_id` is an int or, with several, a tuple.
     Hashable, so it may be a static argument of jax.jit. Raises ValueError, one line, naming the field.
 
     Attributes:
-      sliding_window: only keys fewer than this many tokens away are seen; None for all.
+      sliding_window: only keys fewer than this many tokens away are seen; None for all. With `layer_types` it is that of the
+        layers of type "sliding_attention"; those of type "full_attention" have none.
+      no_rope_layers: 1 for a layer with RoPE, 0 for one without; None for RoPE in all.
       embedding_multiplier, residual_multiplier: of the embeddings, and of what attention and feed-forward add to the stream.
       attention_multiplier: of the scores; None for head_dim ** -0.5.
+      query_pre_attn_scalar: the scores are multiplied by its power -0.5; None for `attention_multiplier`.
       logits_scaling: what logits are divided by.
+      local_rope: the rotary embedding of layers of type "sliding_attention"; None for that of all others.
       family: a name in `model.families.FAMILIES`.
       output_bias: whether the output projection has a bias; None for `attention_bias`, which q, k and v follow.
       qk_norm: the RMS norm of queries and keys before RoPE: "none", of each "head", or of "all" heads together.
-      norm_after: norms follow attention and feed-forward instead of preceding them.
+      norms: whether norms come "before" attention and feed-forward, "after" them, or "both".
+      norm_offset: what is added to the weights of norms.
+      activation: of the feed-forward's gate: "silu", or "gelu_tanh", the approximation of GELU by tanh.
+      scaled_embeddings: embeddings are multiplied by the square root of hidden_size.
       adapter: the adapters beside the projections, if there are any; all other weights are frozen.
     """
 
@@ -123,15 +139,22 @@ class LlamaConfig:
     eos_token_id: int | tuple[int, ...] | None = 2
     pad_token_id: int | None = None
     sliding_window: int | None = None
+    layer_types: tuple[str, ...] | None = None
+    no_rope_layers: tuple[int, ...] | None = None
     embedding_multiplier: float = 1.0
     attention_multiplier: float | None = None
+    query_pre_attn_scalar: float | None = None
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
     rope: RopeConfig = field(default_factory=RopeConfig)
+    local_rope: RopeConfig | None = None
     family: str = "llama"
     output_bias: bool = None  # type: ignore[assignment]
     qk_norm: str = "none"
-    norm_after: bool = False
+    norms: str = "before"
+    norm_offset: float = 0.0
+    activation: str = "silu"
+    scaled_embeddings: bool = False
     adapter: AdapterConfig | None = None
 
     def __post_init__(self) -> None:
@@ -162,15 +185,18 @@ class LlamaConfig:
         _require_number("initializer_range", self.initializer_range, above=0, or_equal=True)
         for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
             _require_number(name, getattr(self, name), above=0)
-        if self.attention_multiplier is not None:
-            _require_number("attention_multiplier", self.attention_multiplier, above=0)
+        for name in ("attention_multiplier", "query_pre_attn_scalar"):
+            if getattr(self, name) is not None:
+                _require_number(name, getattr(self, name), above=0)
         if self.sliding_window is not None:
             _require_int("sliding_window", self.sliding_window, at_least=1)
-        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "output_bias", "norm_after"):
+        for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "output_bias"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not true or false")
-        if isinstance(self.eos_token_id, list):
-            object.__setattr__(self, "eos_token_id", tuple(self.eos_token_id))
+        for name in ("eos_token_id", "layer_types", "no_rope_layers"):
+            if isinstance(getattr(self, name), list):
+                object.__setattr__(self, name, tuple(getattr(self, name)))
+        self._check_layers()
         eos = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
         for name, values in (("bos_token_id", (self.bos_token_id,)), ("eos_token_id", eos),
                              ("pad_token_id", (self.pad_token_id,))):
@@ -196,12 +222,27 @@ class LlamaConfig:
                 raise ValueError(f"rope_scaling.{name}: found {len(numbers)} numbers; head_dim {self.head_dim} needs "
                                  f"{self.head_dim // 2}")
 
+    def _check_layers(self) -> None:
+        """Refuses lists that do not say of each layer what it is."""
+        for name, values in (("layer_types", LAYER_TYPES), ("no_rope_layers", (0, 1))):
+            of_layers = getattr(self, name)
+            if of_layers is None:
+                continue
+            if len(of_layers) != self.num_hidden_layers:
+                raise ValueError(f"{name}: found {len(of_layers)} entries; num_hidden_layers {self.num_hidden_layers} "
+                                 f"needs {self.num_hidden_layers}")
+            for value in of_layers:
+                if value not in values:
+                    raise ValueError(f"{name}: found {value!r}; computed here are {', '.join(map(str, values))}")
+        if self.sliding_window is None and LAYER_TYPES[0] in (self.layer_types or ()):
+            raise ValueError(f"sliding_window: found null beside {LAYER_TYPES[0]!r} in layer_types; needs a number of tokens")
+
     def _check_family(self) -> None:
         """Refuses what no config.json of the family can say: an exported model would be another one."""
         if self.family not in FAMILIES:
             raise ValueError(f"family: found {self.family!r}; known: {', '.join(FAMILIES)}")
         family = FAMILIES[self.family]
-        plain = {"qk_norm": "none", "norm_after": False, "output_bias": self.attention_bias}
+        plain = {name: getattr(type(self), name) for name in BY_FAMILY} | {"output_bias": self.attention_bias}
         for name, value in {**plain, **family.computes}.items():
             if getattr(self, name) != value:
                 raise ValueError(f"{name}: found {getattr(self, name)!r}; models of the family {self.family} have {value!r}")
@@ -224,10 +265,34 @@ class LlamaConfig:
         width = self.intermediate_size if name in FEED_FORWARD else heads * self.head_dim
         return (width, self.hidden_size) if name in ("o_proj", "down_proj") else (self.hidden_size, width)
 
+    @functools.cached_property
+    def layer_kinds(self) -> tuple[LayerKind, ...]:
+        """The kinds of the layers, as far as they repeat: layer i is of kind i modulo their number. A window that all layers
+        have alike is the mask's (`common_window`), not theirs."""
+        local = LayerKind(self.local_rope or self.rope, self.sliding_window)
+        kinds = [local if self.layer_types and self.layer_types[i] == LAYER_TYPES[0] else LayerKind(self.rope, None)
+                 for i in range(self.num_hidden_layers)]
+        for i, roped in enumerate(self.no_rope_layers or ()):
+            kinds[i] = kinds[i] if roped else kinds[i]._replace(rope=None)
+        period = next(p for p in range(1, len(kinds) + 1) if all(kind == kinds[i % p] for i, kind in enumerate(kinds)))
+        return tuple(kinds[:period])
+
+    @property
+    def common_window(self) -> int | None:
+        """The sliding window of all layers alike; None where there is none, or layers of several kinds have their own."""
+        return None if self.layer_types else self.sliding_window
+
     @property
     def scale(self) -> float:
         """What attention's scores are multiplied by."""
+        if self.query_pre_attn_scalar is not None:
+            return self.query_pre_attn_scalar ** -0.5
         return 1.0 / math.sqrt(self.head_dim) if self.attention_multiplier is None else self.attention_multiplier
+
+    @property
+    def embedding_scale(self) -> float:
+        """What embeddings are multiplied by."""
+        return self.embedding_multiplier * (math.sqrt(self.hidden_size) if self.scaled_embeddings else 1.0)
 
     @classmethod
     def from_hf(cls, folder: str | Path) -> LlamaConfig:
@@ -255,37 +320,33 @@ class LlamaConfig:
             raise ValueError(f"a Hugging Face config is a JSON object, found {type(config).__name__}")
         family = family_of(config)
         config = family.read(config)
-        names = {f.name for f in dataclasses.fields(cls)} - {"rope", "family", "adapter"}
+        names = {f.name for f in dataclasses.fields(cls)} - {"rope", "local_rope", "family", "adapter"}
         values = {name: config[name] for name in names if name in config}
         for name in ("bos_token_id", "eos_token_id"):  # "not given" means transformers' default, null means none
             values.setdefault(name, {"bos_token_id": 1, "eos_token_id": 2}[name])
         for name in values:
             if values[name] is None and name not in ("bos_token_id", "eos_token_id", "pad_token_id", "head_dim",
-                                                     "num_key_value_heads", "sliding_window", "attention_multiplier"):
+                                                     "num_key_value_heads", "sliding_window", "layer_types", "no_rope_layers",
+                                                     "attention_multiplier", "query_pre_attn_scalar"):
                 raise ValueError(f"{name}: found null; needs a value")
-        rope = _rope_from_hf(config, values.get("max_position_embeddings", cls.max_position_embeddings))
-        return cls(**values, rope=rope, family=family.model_type)
+        length = values.get("max_position_embeddings", cls.max_position_embeddings)
+        local = config.get("local_rope_parameters")
+        local_rope = None if local is None else _rope_from_hf({"rope_parameters": local}, length)
+        return cls(**values, rope=_rope_from_hf(config, length), local_rope=local_rope, family=family.model_type)
 
     def to_hf(self) -> dict[str, Any]:
         """A Hugging Face config as a JSON-ready dict. It carries no dtype: who writes weights adds it.
 
         The rotary embedding is written in both spellings, so that transformers 4 and 5 (and others) read the same.
         """
-        rope = self.rope
-        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "rope"}
-        if isinstance(self.eos_token_id, tuple):
-            values["eos_token_id"] = list(self.eos_token_id)
-        scaling = None
-        if rope.rule != "default":
-            numbers = {f.name: getattr(rope, f.name) for f in dataclasses.fields(rope) if f.name not in ("rule", "theta")}
-            if rope.rule == "dynamic":  # transformers knows it as max_position_embeddings
-                numbers.pop("original_max_position_embeddings")
-            scaling = {"rope_type": rope.rule, **{name: list(value) if name in _PER_CHANNEL else value
-                                                  for name, value in numbers.items() if value is not None}}
+        values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("rope", "local_rope")}
+        values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+        values["rope_parameters"] = _rope_to_hf(self.rope)
+        if self.local_rope is not None:
+            values["local_rope_parameters"] = _rope_to_hf(self.local_rope)
+        scaling = {name: value for name, value in values["rope_parameters"].items() if name != "rope_theta"}
         return FAMILIES[self.family].write({
-            **values, "rope_theta": rope.theta, "rope_scaling": scaling,
-            "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": rope.theta},
-        })
+            **values, "rope_theta": self.rope.theta, "rope_scaling": None if self.rope.rule == "default" else scaling})
 
     def with_positions(self, **changes: Any) -> LlamaConfig:
         """This model with other POSITIONS, written as Hugging Face writes them: `rope_scaling` is a dict or None.
@@ -314,8 +375,17 @@ class LlamaConfig:
         unknown one.
         """
         family, fields = find_preset(name)
-        rope = RopeConfig(**fields.get("rope", {}))
-        return cls(**{"family": family.model_type, **family.computes, **fields, "rope": rope, **changes})
+        ropes = {name: RopeConfig(**fields[name]) for name in ("rope", "local_rope") if name in fields}
+        return cls(**{"family": family.model_type, **family.computes, **fields, **ropes, **changes})
+
+
+def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
+    """The rotary embedding as Hugging Face's `rope_parameters`."""
+    numbers = {f.name: getattr(rope, f.name) for f in dataclasses.fields(rope) if f.name not in ("rule", "theta")}
+    if rope.rule == "dynamic":  # transformers knows it as max_position_embeddings
+        numbers.pop("original_max_position_embeddings")
+    return {"rope_type": rope.rule, **{name: list(value) if name in _PER_CHANNEL else value
+                                       for name, value in numbers.items() if value is not None}, "rope_theta": rope.theta}
 
 
 def _rope_from_hf(config: dict[str, Any], max_position_embeddings: int) -> RopeConfig:

@@ -13,7 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from .config import LlamaConfig
-from .feedforward import rms_norm
+from .feedforward import scaled_norm
 from .frozen import Weight, array, rows
 from .loss import token_losses
 from .memory.chunked import chunked, chunked_total, product
@@ -56,7 +56,7 @@ class EmbedAndHead:
                 ids = ids - self.parallel.rank() * local_size
             is_local = (ids >= 0) & (ids < local_size)
             embedded = jnp.where(is_local[..., None], rows(table, jnp.where(is_local, ids, 0)), 0.0)
-            return self.parallel.combine((embedded * self.config.embedding_multiplier).astype(self.dtype), "vocab")
+            return self.parallel.combine((embedded * self.config.embedding_scale).astype(self.dtype), "vocab")
 
         with jax.named_scope("embed"):
             return chunked(embed, weights, {}, {"tokens": tokens}, dtype=self.dtype)
@@ -88,7 +88,7 @@ class EmbedAndHead:
 
     def _local_logits(self, weights: Weights, x: Float[Array, "B T E"]) -> Float[Array, "B T V"]:
         """Final norm, and float32 logits of this tensor rank's vocabulary; minus infinity where it is padded."""
-        norm = rms_norm(x, array(weights["norm.weight"]), self.config.rms_norm_eps)
+        norm = scaled_norm(x, array(weights["norm.weight"]), self.config)
         # Rounded to bfloat16, a logit above 8 would be off by up to 0.03, and so would its token's loss.
         if self.config.tie_word_embeddings:
             logits = product("bte,ve->btv", norm, weights["embed_tokens.weight"], jnp.float32)

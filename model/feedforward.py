@@ -1,6 +1,9 @@
 """The SwiGLU feed-forward and RMS normalisations, as Flax modules on whole (or tensor-split) weights."""
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -14,6 +17,8 @@ from .sharding import Parallel
 
 Shape = tuple[int, ...]
 Axes = tuple[str, ...]
+ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
+    "silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
 def param(rngs: nnx.Rngs, shape: Shape, axes: Axes, std: float) -> nnx.Param:
@@ -63,26 +68,31 @@ def rms_norm(x: Float[Array, "... E"], weight: Float[Array, " E"], epsilon: floa
     return (x32 * weight).astype(x.dtype)
 
 
+def scaled_norm(x: Float[Array, "... E"], weight: Float[Array, " E"], config: LlamaConfig) -> Float[Array, "... E"]:
+    """Returns `rms_norm` with the model's epsilon, by a weight that may be stored without its offset (Gemma's is 1)."""
+    return rms_norm(x, weight + config.norm_offset if config.norm_offset else weight, config.rms_norm_eps)
+
+
 class RMSNorm(nnx.Module):
     """Root-mean-square normalisation of the hidden axis."""
 
     def __init__(self, config: LlamaConfig):
-        self.epsilon = config.rms_norm_eps
-        self.weight = nnx.Param(jnp.ones((config.hidden_size,), jnp.float32), axes=("norm",))
+        self.config = config
+        self.weight = nnx.Param(jnp.full((config.hidden_size,), 1 - config.norm_offset, jnp.float32), axes=("norm",))
 
     def __call__(self, x: Float[Array, "... E"]) -> Float[Array, "... E"]:
-        return rms_norm(x, self.weight[...], self.epsilon)
+        return scaled_norm(x, self.weight[...], self.config)
 
 
 class HeadNorm(nnx.Module):
     """Root-mean-square normalisation of each head, with one weight for all."""
 
     def __init__(self, config: LlamaConfig):
-        self.epsilon = config.rms_norm_eps
-        self.weight = nnx.Param(jnp.ones((config.head_dim,), jnp.float32), axes=("head_dim",))
+        self.config = config
+        self.weight = nnx.Param(jnp.full((config.head_dim,), 1 - config.norm_offset, jnp.float32), axes=("head_dim",))
 
     def __call__(self, x: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
-        return rms_norm(x, self.weight[...], self.epsilon)
+        return scaled_norm(x, self.weight[...], self.config)
 
 
 class AllHeadsNorm(nnx.Module):
@@ -100,9 +110,10 @@ class AllHeadsNorm(nnx.Module):
 
 
 class FeedForward(nnx.Module):
-    """down(silu(gate(x)) * up(x)); the width F is split over `tensor`."""
+    """down(activation(gate(x)) * up(x)); the width F is split over `tensor`."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.activation = ACTIVATIONS[config.activation]
         hidden, width, std = config.hidden_size, config.intermediate_size, config.initializer_range
         width_bias = ((width,), ("mlp",)) if config.mlp_bias else ()
         hidden_bias = ((hidden,), ("norm",)) if config.mlp_bias else ()
@@ -118,4 +129,4 @@ class FeedForward(nnx.Module):
         x = parallel.whole(x)
         gate = self.gate_proj.add_bias(self.gate_proj(x))
         up = self.up_proj.add_bias(self.up_proj(x))
-        return self.down_proj.add_bias(parallel.combine(self.down_proj(jax.nn.silu(gate) * up), "mlp"))
+        return self.down_proj.add_bias(parallel.combine(self.down_proj(self.activation(gate) * up), "mlp"))

@@ -9,7 +9,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from .attention import AttentionOp, Keys, Queries, TokenCoords, attend
-from .config import LlamaConfig
+from .config import LlamaConfig, RopeConfig
 from .memory.chunked import chunked
 from .memory.options import MemoryConfig
 from .modules import bind, read_by
@@ -27,7 +27,7 @@ class Layer:
 
     Attributes:
       config: the model's own sizes; length: tokens in a whole row, for RoPE.
-      attention: attention over all shards of the sequence.
+      attention: attention over all shards of the sequence, and rope: the rotary embedding, of this layer's kind.
     """
 
     config: LlamaConfig
@@ -35,6 +35,7 @@ class Layer:
     memory: MemoryConfig
     dtype: Any
     attention: AttentionOp
+    rope: RopeConfig | None
     length: int
 
     def __call__(self, weights: dict, x: Hidden, positions: Int[Array, "B T"], coords: TokenCoords) -> Hidden:
@@ -51,10 +52,10 @@ class Layer:
         def project(weights, arrays, labels):
             layer = bind(self.config, weights)
             with jax.named_scope("input_norm"):
-                x = arrays["x"] if self.config.norm_after else layer.input_layernorm(arrays["x"])
+                x = arrays["x"] if self.config.norms == "after" else layer.input_layernorm(arrays["x"])
                 x = self.parallel.whole(x)
             with jax.named_scope("qkv_projection"):
-                return layer.self_attn.project(x, labels["positions"], self.length, self.parallel, stages)
+                return layer.self_attn.project(x, labels["positions"], self.rope, self.length, self.parallel, stages)
 
         return self._position_wise(project, read_by(stages, weights), {"x": x}, {"positions": positions},
                                    self.memory.projection_chunk, "x" if through else None)
@@ -67,14 +68,15 @@ class Layer:
     def finish(self, weights: dict, x: Hidden, attended: Heads) -> Hidden:
         """Returns the layer's output from its input and attention's output."""
         def finish(weights, arrays, labels):
-            layer = bind(self.config, weights)
+            layer, norms = bind(self.config, weights), self.config.norms
             with jax.named_scope("attention_output"):
                 branch = layer.self_attn.output(arrays["attended"], self.parallel)
-                x = self._add(arrays["x"], layer.post_attention_layernorm(branch) if self.config.norm_after else branch)
+                x = self._add(arrays["x"], branch if norms == "before" else layer.post_attention_layernorm(branch))
             with jax.named_scope("feed_forward"):
-                if self.config.norm_after:
-                    return self._add(x, layer.post_feedforward_layernorm(layer.mlp(x, self.parallel)))
-                return self._add(x, layer.mlp(layer.post_attention_layernorm(x), self.parallel))
+                if norms == "before":
+                    return self._add(x, layer.mlp(layer.post_attention_layernorm(x), self.parallel))
+                hidden = layer.pre_feedforward_layernorm(x) if norms == "both" else x
+                return self._add(x, layer.post_feedforward_layernorm(layer.mlp(hidden, self.parallel)))
 
         return self._position_wise(finish, read_by(("output",), weights), {"x": x, "attended": attended}, {},
                                    self.memory.feed_forward_chunk)

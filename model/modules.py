@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from .config import LlamaConfig
+from .config import LlamaConfig, RopeConfig
 from .feedforward import AllHeadsNorm, FeedForward, HeadNorm, Projection, RMSNorm, param
 from .frozen import Weight, array
 from .rope import apply_rope, attention_scaling, inverse_frequencies
@@ -35,6 +35,7 @@ STAGES = {
     "self_attn.k_norm": ("k",),
     "self_attn.o_proj": ("output",),
     "post_attention_layernorm": ("output",),
+    "pre_feedforward_layernorm": ("output",),
     "post_feedforward_layernorm": ("output",),
     "mlp.gate_proj": ("output",),
     "mlp.up_proj": ("output",),
@@ -65,23 +66,23 @@ class SelfAttention(nnx.Module):
                 norm = HeadNorm(config) if config.qk_norm == "head" else AllHeadsNorm(config, heads, axis)
                 setattr(self, f"{name}_norm", norm)
 
-    def project(self, x: Float[Array, "B T E"], positions: Int[Array, "B T"], length: int, parallel: Parallel,
-                stages: str = "qkv") -> tuple[Float[Array, "B T H D"], ...]:
-        """Returns those of q, k and v that `stages` names, with RoPE applied to q and k.
+    def project(self, x: Float[Array, "B T E"], positions: Int[Array, "B T"], rope: RopeConfig | None, length: int,
+                parallel: Parallel, stages: str = "qkv") -> tuple[Float[Array, "B T H D"], ...]:
+        """Returns those of q, k and v that `stages` names, with RoPE, if the layer has it, applied to q and k.
 
         Args:
           x: normalised hidden states; H is the number of heads that the weights have.
           positions: of the tokens in their documents; length: of the whole row, see `model.rope`.
         """
-        rope = self.config.rope
-        frequencies = inverse_frequencies(rope, self.config.head_dim, length)
-
         def heads(name):
             projection = getattr(self, f"{name}_proj")
             projected = projection.add_bias(projection(x))
             if name == "v":
                 return projected
             projected = self._normalised(name, projected, parallel)
+            if rope is None:
+                return projected
+            frequencies = inverse_frequencies(rope, self.config.head_dim, length)
             with jax.named_scope("rope"):
                 return apply_rope(projected, positions, frequencies, attention_scaling(rope), length)
 
@@ -105,12 +106,15 @@ class DecoderLayer(nnx.Module):
     """The modules of one layer: attention and feed-forward with their norms. `model.layer` runs them."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        if config.norm_after:
-            self.post_feedforward_layernorm = RMSNorm(config)
-        else:
+        if config.norms != "after":
             self.input_layernorm = RMSNorm(config)
         self.self_attn = SelfAttention(config, rngs=rngs)
+        # Before the feed-forward if there are norms before alone, after attention otherwise, as Hugging Face has it.
         self.post_attention_layernorm = RMSNorm(config)
+        if config.norms == "both":
+            self.pre_feedforward_layernorm = RMSNorm(config)
+        if config.norms != "before":
+            self.post_feedforward_layernorm = RMSNorm(config)
         self.mlp = FeedForward(config, rngs=rngs)
 
 

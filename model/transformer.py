@@ -40,7 +40,7 @@ class Transformer(abc.ABC):
     on a device's shards.
 
     Attributes:
-      schedule, kernel, mask: see `model.attention`.
+      schedule, kernel, mask: see `model.attention`. Layers that have a window of their own see what both windows show.
       dtype: the compute dtype; parameters that are trained stay float32.
       memory: what is kept for the backward pass, and in what pieces the rest is computed.
       storage_axes: mesh axes that the storage of parameters is split over.
@@ -65,8 +65,9 @@ class Transformer(abc.ABC):
     def __post_init__(self) -> None:
         parallel = self.parallel
         check_combination(
-            self.memory, layers=self.config.num_hidden_layers, key_heads=parallel.local_key_heads, schedule=self.schedule,
-            sequence=self.mesh.shape["sequence"], sequence_parallel=parallel.split_tokens)
+            self.memory, layers=self.config.num_hidden_layers, period=len(self.config.layer_kinds),
+            key_heads=parallel.local_key_heads, schedule=self.schedule, sequence=self.mesh.shape["sequence"],
+            sequence_parallel=parallel.split_tokens)
         if self.config.adapter is not None:
             self.config.adapter.check_train(list(self.own_shapes))
         if self.config.qk_norm == "all" and self.memory.attention_groups > 1:
@@ -125,15 +126,15 @@ class Transformer(abc.ABC):
         """How shards become whole weights."""
         return Weights(self.config, self.parallel, self.parameters, self.specs, self.dtype)
 
-    @property
-    def attention(self) -> AttentionOp:
-        """Attention over the shards of the sequence axis."""
+    def attention(self, window: int | None = None) -> AttentionOp:
+        """Returns attention over the shards of the sequence axis, within a layer's own window too."""
         return AttentionOp.create(self.config.head_dim, schedule=self.schedule, kernel=self.kernel, axis="sequence",
-                                  size=self.mesh.shape["sequence"], mask=self.mask, scale=self.config.scale)
+                                  size=self.mesh.shape["sequence"], mask=self.mask.within(window), scale=self.config.scale)
 
-    def layer(self, length: int) -> Layer:
-        """Returns one layer, for whole rows of `length` tokens."""
-        return Layer(self.config, self.parallel, self.memory, self.dtype, self.attention, length)
+    def layers(self, length: int) -> tuple[Layer, ...]:
+        """Returns one layer of each kind, in the period that they repeat in, for whole rows of `length` tokens."""
+        return tuple(Layer(self.config, self.parallel, self.memory, self.dtype, self.attention(kind.window), kind.rope, length)
+                     for kind in self.config.layer_kinds)
 
     def init(self, seed: int) -> dict[str, Float[Array, ...]]:
         """Returns fresh parameters, born sharded. They are drawn at the model's own sizes, so that the mesh changes no
@@ -173,8 +174,7 @@ class Transformer(abc.ABC):
     def local_hidden(self, params: Shards, batch: Batch) -> Float[Array, "B T E"]:
         """Returns the last layer's output."""
         positions = batch["positions"]
-        layer = self.layer(positions.shape[1] * self.mesh.shape["sequence"])
-        runner = layer_runner(layer, self.weights)
+        runner = layer_runner(self.layers(positions.shape[1] * self.mesh.shape["sequence"]), self.weights)
         x = self.local_embed(params, batch)
         x = runner.run(self.weights.of_layers(params), x, positions, self.local_coords(batch))
         return self.parallel.whole(x)

@@ -47,4 +47,4 @@ def _options(config: RunConfig, model_config: LlamaConfig, mesh: Mesh) -> dict[s
         "kernel": get_kernel(attention.kernel, query_tile=attention.query_tile, key_tile=attention.key_tile),
         "dtype": jnp.dtype(config.model.compute_dtype), "memory": config.memory,
         "sequence_parallel": config.mesh.sequence_parallel,
-        "mask": Mask(window=attention.window or model_config.sliding_window, global_tokens=attention.global_tokens)}
+        "mask": Mask(window=attention.window or model_config.common_window, global_tokens=attention.global_tokens)}

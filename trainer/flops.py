@@ -21,6 +21,13 @@ def visible_pairs(lengths: np.ndarray, mask: Mask = Mask()) -> int:
     return pairs
 
 
+def pairs_per_layer(config: LlamaConfig, lengths: np.ndarray, mask: Mask = Mask()) -> float:
+    """The number of visible query-key pairs, averaged over layers that may have windows of their own."""
+    kinds = config.layer_kinds
+    pairs = [visible_pairs(lengths, mask.within(kind.window)) for kind in kinds]
+    return sum(pairs[i % len(kinds)] for i in range(config.num_hidden_layers)) / config.num_hidden_layers
+
+
 def layer_weights(config: LlamaConfig) -> int:
     """The number of weights in the matrices of one layer: attention's projections and the feed-forward network."""
     query_width = config.num_attention_heads * config.head_dim

@@ -66,6 +66,11 @@ class Mask:
         if self.global_tokens < 0:
             raise ValueError(f"Mask.global_tokens: found {self.global_tokens}; a number of tokens is at least 0")
 
+    def within(self, window: int | None) -> Mask:
+        """This mask within a window too; None adds none."""
+        windows = [size for size in (self.window, window) if size is not None]
+        return dataclasses.replace(self, window=min(windows, default=None))
+
     def reach(self, tokens: int, shards: int) -> int:
         """How many shards away a visible key can be, if the shards are consecutive runs of `tokens` tokens."""
         if self.window is None or self.global_tokens:

@@ -21,6 +21,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType({
     "hidden_activation": ("silu", None),
     "kv_lora_rank": (None,),
     "layer_types": (None,),
+    "local_rope": (None,),
     "logits_scaling": (1, None),
     "mlp_bias": (False, None),
     "mlp_only_layers": ([], None),
@@ -34,11 +35,12 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType({
     "query_pre_attn_scalar": (None,),
     "residual_multiplier": (1, None),
     "sliding_window": (None,),
+    "use_bidirectional_attention": (False, None),
     "use_qk_norm": (False, None),
     "use_sliding_window": (False, None),
 })
 # Fields of LlamaConfig that no config.json has: they follow from the family.
-_NOT_WRITTEN = ("adapter", "family", "output_bias", "qk_norm", "norm_after")
+BY_FAMILY = ("output_bias", "qk_norm", "norms", "norm_offset", "activation", "scaled_embeddings")
 # What a refusal proposes, where there is more to say than the neutral value.
 _INSTEAD = {
     "pretraining_tp": "only 1 is supported (the weights are the same: set it to 1 to accept another order of summation)",
@@ -56,6 +58,7 @@ class Family:
       computes: fields of `LlamaConfig` that are the same in all of the family's models, and not in its config.json.
       defaults: values of fields that config.json may leave out, where they differ from LlamaConfig's (transformers' own).
       takes: fields of NEUTRAL that the family's models may set, which become LlamaConfig's of the same name.
+      theta: RoPE's base where config.json leaves it out.
       constants: what a written config.json has besides.
       fused: tensors of the files that hold the weights of several projections, one below the other: module -> projections.
       presets: published sizes: fields of LlamaConfig, and `rope`, a mapping of RopeConfig's.
@@ -66,6 +69,7 @@ class Family:
     computes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     takes: tuple[str, ...] = ()
+    theta: float = 10000.0
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
@@ -81,6 +85,8 @@ class Family:
             if name in config and name not in self.takes and config[name] not in neutral:
                 instead = _INSTEAD.get(name, f"only {neutral[0]!r} is supported in {self.architecture}")
                 raise ValueError(f"{name}: found {config[name]!r}; {instead}")
+        if all((config.get(key) or {}).get("rope_theta") is None for key in ("rope_parameters", "rope_scaling")):
+            config["rope_theta"] = self.theta if config.get("rope_theta") is None else config["rope_theta"]
         return {**self.defaults, **config, **self.computes}
 
     def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -94,7 +100,7 @@ class Family:
                 "attention_dropout": 0.0, "use_cache": True, **self.constants, **own}
 
     def _writes(self, name: str) -> bool:
-        return name in self.takes if name in NEUTRAL else name not in _NOT_WRITTEN
+        return name in self.takes if name in NEUTRAL else name not in ("adapter", "family", *BY_FAMILY)
 
 
 class WindowedFamily(Family):

@@ -6,7 +6,7 @@ from .family import Family
 OLMO2 = Family(
     model_type="olmo2",
     architecture="Olmo2ForCausalLM",
-    computes={"qk_norm": "all", "norm_after": True},
+    computes={"qk_norm": "all", "norms": "after"},
     defaults={"vocab_size": 50304, "rms_norm_eps": 1e-5, "pad_token_id": 1, "bos_token_id": None, "eos_token_id": 50279},
     takes=("attention_bias",),
     presets={

@@ -30,12 +30,11 @@ OUT_AND_LSE = (2, 1)
 class HeadGroupRunner(ScanRunner):
     """A scan in which each layer attends in groups of heads."""
 
-    def run_layer(self, weights, x, positions, coords):
-        layer = self.layer
+    def run_layer(self, layer, weights, x, positions, coords):
         project = functools.partial(layer.project, through=True)
         attend_in_groups = GroupedAttention(project, layer.attention, HeadGroups.of(layer), layer.dtype)
         x, attended = attend_in_groups(read_by("qkv", weights), x, positions, coords)
-        return layer.finish(weights, x, attended), None
+        return layer.finish(weights, x, attended)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
-from typing import Any
+import functools
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
@@ -23,10 +23,11 @@ class LayerRunner(abc.ABC):
     All runners compute the same function; they differ in what is kept for the backward pass, and in what pieces a layer runs.
 
     Attributes:
-      layer: one layer; weights: makes its weights whole.
+      layers: one layer of each kind: layer i is run by layers[i % P], with P of them.
+      weights: makes a layer's weights whole.
     """
 
-    layer: Layer
+    layers: tuple[Layer, ...]
     weights: Weights
 
     @abc.abstractmethod
@@ -48,22 +49,16 @@ class ScanRunner(LayerRunner):
     """
 
     def run(self, shards, x, positions, coords):
-        return self.scan(shards, x, positions, coords)[0]
-
-    def scan(self, shards: Shards, x: Float[Array, "B T E"], positions: Int[Array, "B T"], coords: TokenCoords,
-             ) -> tuple[Float[Array, "B T E"], Any]:
-        """Returns the output of the last layer, and what `run_layer` adds to the output of each, stacked."""
-        def body(carry, shards):
+        def body(layer, carry, shards):
             x, positions, coords = carry
             x = checkpoint_name(x, "layer_input")
-            x, extra = self.run_layer(self.weights.layer(shards), x, positions, coords)
-            return (x, positions, coords), extra
+            return (self.run_layer(layer, self.weights.layer(shards), x, positions, coords), positions, coords), None
 
-        memory = self.layer.memory
-        (x, _, _), extras = scan_layers(body, (x, positions, coords), shards, memory.remat, memory.every_k)
-        return x, extras
+        memory = self.layers[0].memory
+        bodies = [functools.partial(body, layer) for layer in self.layers]
+        return scan_layers(bodies, (x, positions, coords), shards, memory.remat, memory.every_k)[0]
 
-    def run_layer(self, weights: dict[str, jax.Array], x: Float[Array, "B T E"], positions: Int[Array, "B T"],
-                  coords: TokenCoords) -> tuple[Float[Array, "B T E"], Any]:
-        """Returns one layer's output from its whole weights, and a tree of arrays that each layer adds, or None."""
-        return self.layer(weights, x, positions, coords), None
+    def run_layer(self, layer: Layer, weights: dict[str, jax.Array], x: Float[Array, "B T E"], positions: Int[Array, "B T"],
+                  coords: TokenCoords) -> Float[Array, "B T E"]:
+        """Returns one layer's output from its whole weights."""
+        return layer(weights, x, positions, coords)

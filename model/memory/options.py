@@ -58,12 +58,13 @@ class MemoryConfig:
         return POLICIES[self.remat]
 
 
-def check_combination(memory: MemoryConfig, *, layers: int, key_heads: int, sequence: int, sequence_parallel: bool,
-                      schedule: Any) -> None:
+def check_combination(memory: MemoryConfig, *, layers: int, period: int = 1, key_heads: int, sequence: int,
+                      sequence_parallel: bool, schedule: Any) -> None:
     """Refuses memory options that go neither together nor with the model, the mesh and the schedule.
 
     Args:
-      layers: of the model; key_heads: key/value heads of a device; sequence: devices along the sequence axis.
+      layers: of the model; period: how many of them differ before they repeat; key_heads: key/value heads of a device;
+      sequence: devices along the sequence axis.
       schedule: as of `model.attention.schedules.get_schedule`.
 
     Raises:
@@ -74,6 +75,9 @@ def check_combination(memory: MemoryConfig, *, layers: int, key_heads: int, sequ
     resolved = get_schedule(schedule, sequence)
     if memory.policy.every_k:
         _check_divides("every_k", memory.every_k, layers, f"{layers} layers")
+        if memory.every_k % period:
+            raise ValueError(f"memory.every_k: found {memory.every_k}; the model's layers repeat in a period of {period}, so "
+                             f"it needs a multiple of {period} that divides {layers}")
     _check_divides("attention_groups", memory.attention_groups, key_heads, f"the {key_heads} key/value heads of a device")
     if memory.query_chunks > 1:
         _check_query_chunks(memory, sequence_parallel, resolved)

@@ -9,6 +9,7 @@ scans are written by hand. Only the first layer's gather and scatter have nothin
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from model.weights import Shards, Weights
 from .chunked import vjp
 from .layer_runner import LayerRunner
 from .packed_shards import PackedShards
+from .period import scan_periods, stacked
 
 # Of packed shards with a leading axis of ranks: that axis is split over the sequence.
 RANKS = PartitionSpec("sequence")
@@ -38,10 +40,10 @@ class PrefetchRunner(LayerRunner):
     def run(self, shards, x, positions, coords):
         specs = {name: self.weights.layer_spec(name) for name in shards}
         trained = frozenset(name for name in shards if not self.weights.is_frozen(name))
-        dtypes = {name: self.layer.dtype if name in trained else shard.dtype for name, shard in shards.items()}
+        dtypes = {name: self.layers[0].dtype if name in trained else shard.dtype for name, shard in shards.items()}
         packed = PackedShards.of(specs, {name: shard.shape[1:] for name, shard in shards.items()},
                                  dict(jax.sharding.get_abstract_mesh().shape), dtypes, trained)
-        layers = _PrefetchedLayers(self.layer, self.weights, packed, jax.tree.leaves(shards)[0].shape[0])
+        layers = _PrefetchedLayers(self.layers, self.weights, packed, jax.tree.leaves(shards)[0].shape[0])
         run = jax.custom_vjp(lambda *arrays: layers.forward(*arrays)[0])
         run.defvjp(layers.forward, layers.backward)
         return run(shards, x, positions, coords)
@@ -53,39 +55,41 @@ class _PrefetchedLayers:
     runs next.
 
     Attributes:
+      layers: one of each kind, as of `LayerRunner`.
       packed: how the weights that travel are packed; `weights` gathers the others.
       count: number of layers.
     """
 
-    layer: Layer
+    layers: tuple[Layer, ...]
     weights: Weights
     packed: PackedShards
     count: int
 
     def forward(self, shards: Shards, x, positions, coords):
         """Returns the last layer's output, and the residuals."""
-        policy = self.layer.memory.policy
+        policy = self.layers[0].memory.policy
 
-        def run_layer(carry, i):
+        def run_layer(layer, carry, i):
             x, whole, positions, coords = carry
             weights = self._weights(self.packed.unpack(whole), self._of_layer(shards, i)[1])
-            q, k, v = self.layer.project(weights, x, positions)
-            (out, lse), whole = self.layer.attention.carry_forward(
+            q, k, v = layer.project(weights, x, positions)
+            (out, lse), whole = layer.attention.carry_forward(
                 Queries(q, coords), Keys(k, v, coords), self._of_layer(shards, i + 1)[0])
             attention = jax.device_put((out, lse), _SPACES[policy.attention]) if policy.attention else ()
             kept = jax.device_put(x, _SPACES[policy.inputs])
-            return (self.layer.finish(weights, x, out), whole, positions, coords), (kept, *attention)
+            return (layer.finish(weights, x, out), whole, positions, coords), (kept, *attention)
 
         # In stages, where the compiler needs them.
         whole = [gather_frozen(array[None], RANKS) for array in self._of_layer(shards, 0)[0]]
-        (y, whole, *_), kept = lax.scan(run_layer, (x, whole, positions, coords), jnp.arange(self.count))
+        (y, whole, *_), kept = scan_periods([functools.partial(run_layer, layer) for layer in self.layers],
+                                            (x, whole, positions, coords), jnp.arange(self.count))
         return y, (shards, kept, whole, positions, coords)
 
     def backward(self, residuals, dy):
         """Returns the gradients of the shards and of x."""
         shards, kept, whole, positions, coords = residuals
 
-        def run_layer(carry, layer_inputs):
+        def run_layer(layer, carry, layer_inputs):
             dx, whole, d_above, positions, coords = carry
             i, (x, *attention) = layer_inputs
             x, *attention = jax.device_put((x, *attention), jax.memory.Space.Device)
@@ -94,34 +98,35 @@ class _PrefetchedLayers:
                 lambda *trained: split(self._weights({**trained[0], **travelled[1]}, {**trained[1], **others[1]})),
                 travelled[0], others[0], has_aux=True)
             below = self._of_layer(shards, i - 1)[0]
-            dx, dw, whole, d_above = self._backward_layer({**trained, **frozen}, (x, *attention), dx, below, d_above, positions,
-                                                          coords)
+            dx, dw, whole, d_above = self._backward_layer(layer, {**trained, **frozen}, (x, *attention), dx, below, d_above,
+                                                          positions, coords)
             d_travelling, d_others = unpack_gradients({name: dw[name] for name in trained})
             d_packed = self.packed.pack_gradients(d_travelling)
             return (dx, whole, d_packed, positions, coords), (self.packed.unpack_gradient(d_above), d_others)
 
-        (dx, _, d_first, *_), (d_above, d_others) = lax.scan(
-            run_layer, (dy, whole, self.packed.zero_gradients(), positions, coords), (jnp.arange(self.count), kept),
-            reverse=True)
+        (dx, _, d_first, *_), results = scan_periods(
+            [functools.partial(run_layer, layer) for layer in self.layers],
+            (dy, whole, self.packed.zero_gradients(), positions, coords), jnp.arange(self.count), kept, reverse=True)
+        d_above, d_others = stacked(results)
         first = self.packed.unpack_gradient([reduce_scatter(RANKS, array)[0] for array in d_first])
         # Layer i's gradients returned while layer i - 1 ran.
         d_travelling = {name: jnp.concatenate([first[name][None], d_above[name][:-1]]) for name in first}
         return {name: {**d_travelling, **d_others}.get(name) for name in shards}, dx, None, None
 
-    def _backward_layer(self, weights, kept, dx, below, d_above, positions, coords):
+    def _backward_layer(self, layer, weights, kept, dx, below, d_above, positions, coords):
         """Returns a layer's dx and dw; `below`, the packed shards of the layer below, of all ranks; and this rank's sum of
         `d_above`, the packed gradients of the layer above.
 
         The weights travel with attention's forward where that runs again, otherwise with its backward.
         """
         x, *saved = kept
-        attention = self.layer.attention
-        (_, q, k, v), pull = vjp(lambda w, x: self.layer.project(w, x, positions, through=True), read_by("qkv", weights), x)
+        attention = layer.attention
+        (_, q, k, v), pull = vjp(lambda w, x: layer.project(w, x, positions, through=True), read_by("qkv", weights), x)
         queries, keys = Queries(q, coords), Keys(k, v, coords)
         whole = None
         if not saved:
             saved, whole = attention.carry_forward(queries, keys, below)
-        dw_output, dx, dout = vjp(self.layer.finish, read_by(("output",), weights), x, saved[0])[1](dx)
+        dw_output, dx, dout = vjp(layer.finish, read_by(("output",), weights), x, saved[0])[1](dx)
         payload = Payload(below if whole is None else None, d_above)
         dqkv, whole_after, d_above = attention.carry_backward(queries, keys, AttentionPartial(*saved), dout, payload)
         dw_project, dx = pull((dx, *dqkv))

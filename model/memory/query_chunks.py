@@ -35,11 +35,10 @@ from .layer_runner import ScanRunner
 class QueryChunkRunner(ScanRunner):
     """A scan in which the tokens go through each layer in chunks."""
 
-    def run_layer(self, weights, x, positions, coords):
-        layer = self.layer
+    def run_layer(self, layer, weights, x, positions, coords):
         in_chunks = LayerInChunks(functools.partial(layer.project, through=True), layer.finish, layer.attention,
                                   layer.memory.query_chunks, HeadGroups.of(layer), layer.dtype)
-        return in_chunks(weights, x, positions, coords), None
+        return in_chunks(weights, x, positions, coords)
 
 
 @dataclasses.dataclass(frozen=True)

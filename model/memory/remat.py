@@ -8,6 +8,7 @@ import jax
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
+from .period import scan_periods
 from .policies import POLICIES, RematPolicy
 
 
@@ -29,8 +30,8 @@ def _layer_policy(policy: RematPolicy) -> Callable[..., Any]:
     return policies.save_from_both_policies(policies.dots_saveable, policies.save_only_these_names(*device))
 
 
-def scan_layers(body: Callable, carry: Any, layers: Any, remat: str, every_k: int = 1) -> tuple[Any, Any]:
-    """Returns `lax.scan(body, carry, layers)`, which keeps for the backward pass what the remat policy names.
+def scan_layers(bodies: Sequence[Callable], carry: Any, layers: Any, remat: str, every_k: int = 1) -> Any:
+    """Returns the last carry of a scan over the layers, which keeps for the backward pass what the remat policy names.
 
     With `save_attention` the backward pass never runs attention forward again (DistFlashAttn, section 3.3). With `everything`
     it repeats only element-wise work, and nothing runs in chunks. With `every_k` it runs k layers again to get their inputs,
@@ -38,21 +39,21 @@ def scan_layers(body: Callable, carry: Any, layers: Any, remat: str, every_k: in
     with Sublinear Memory Cost, section 4).
 
     Args:
-      body: as of `lax.scan`; names its hidden states `layer_input`, and attention's results `attention_out` and
-        `attention_lse`, by `checkpoint_name`.
+      bodies: one for each kind of layer, as of `scan_periods`, without results; each names its hidden states `layer_input`,
+        and attention's results `attention_out` and `attention_lse`, by `checkpoint_name`.
       layers: a tree of arrays with the layers on the leading axis.
       remat: a name of `POLICIES`; every_k: a divisor of the number of layers, for the policies that group layers.
     """
     policy = POLICIES[remat]
-    body = jax.checkpoint(body, policy=_layer_policy(policy), prevent_cse=False)
+    bodies = [jax.checkpoint(body, policy=_layer_policy(policy), prevent_cse=False) for body in bodies]
     if not policy.every_k:
-        return lax.scan(body, carry, layers)
+        return scan_periods(bodies, carry, layers)[0]
     groups = jax.tree.map(lambda x: x.reshape(-1, every_k, *x.shape[1:]), layers)
 
     def run_group(carry, layers):
         # Hidden states alone: TPU compilers cannot put the integer labels of the carry on the host.
-        return lax.scan(body, jax.tree.map(lambda x: checkpoint_name(x, "group_input") if x.ndim > 2 else x, carry), layers)
+        return scan_periods(
+            bodies, jax.tree.map(lambda x: checkpoint_name(x, "group_input") if x.ndim > 2 else x, carry), layers)[0], None
 
     group_policy = _keep([], ["group_input"] if policy.inputs == "host" else [])
-    carry, results = lax.scan(jax.checkpoint(run_group, policy=group_policy, prevent_cse=False), carry, groups)
-    return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)
+    return lax.scan(jax.checkpoint(run_group, policy=group_policy, prevent_cse=False), carry, groups)[0]

@@ -10,13 +10,17 @@ from .prefetch import PrefetchRunner
 from .query_chunks import QueryChunkRunner
 
 
-def layer_runner(layer: Layer, weights: Weights) -> LayerRunner:
-    """Returns what runs all layers as the layer's memory options say; `options.check_combination` has let them pass."""
-    memory = layer.memory
+def layer_runner(layers: tuple[Layer, ...], weights: Weights) -> LayerRunner:
+    """Returns what runs all layers as their memory options say; `options.check_combination` has let them pass.
+
+    Args:
+      layers: one of each kind, in the period that they repeat in.
+    """
+    memory = layers[0].memory
     if memory.prefetch:
-        return PrefetchRunner(layer, weights)
+        return PrefetchRunner(layers, weights)
     if memory.query_chunks > 1:
-        return QueryChunkRunner(layer, weights)
+        return QueryChunkRunner(layers, weights)
     if memory.attention_groups > 1:
-        return HeadGroupRunner(layer, weights)
-    return ScanRunner(layer, weights)
+        return HeadGroupRunner(layers, weights)
+    return ScanRunner(layers, weights)

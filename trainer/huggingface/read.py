@@ -133,7 +133,7 @@ def hf_layout(config: LlamaConfig) -> list[HFEntry]:
                                n if layer else None, transpose))
 
     add("embed_tokens.weight", (v, e), (v, e), layer=False)
-    if not config.norm_after:
+    if config.norms != "after":
         add("input_layernorm.weight", (e,), (e,))
     for letter, heads in (("q", hq), ("k", hkv), ("v", hkv)):
         add(f"self_attn.{letter}_proj.weight", (e, heads, d), (heads * d, e))
@@ -148,7 +148,9 @@ def hf_layout(config: LlamaConfig) -> list[HFEntry]:
     if config.output_bias:
         add("self_attn.o_proj.bias", (e,), (e,))
     add("post_attention_layernorm.weight", (e,), (e,))
-    if config.norm_after:
+    if config.norms == "both":
+        add("pre_feedforward_layernorm.weight", (e,), (e,))
+    if config.norms != "before":
         add("post_feedforward_layernorm.weight", (e,), (e,))
     for part, size_in, size_out in (("gate", e, f), ("up", e, f), ("down", f, e)):
         add(f"mlp.{part}_proj.weight", (size_in, size_out), (size_out, size_in))

@@ -21,7 +21,7 @@ from data.errors import UserError
 from model.attention import Mask
 from model.config import LlamaConfig
 from trainer.devices import peak_flops
-from trainer.flops import flops_per_step, visible_pairs
+from trainer.flops import flops_per_step, pairs_per_layer
 from trainer.reporting.boards import Board, TensorBoard, WeightsAndBiases
 from trainer.run.directory import RunDirectory
 
@@ -87,7 +87,8 @@ class Meter:
         self._reset()
 
     def _reset(self) -> None:
-        self._steps = self._tokens = self._batch_tokens = self._pairs = 0
+        self._steps = self._tokens = self._batch_tokens = 0
+        self._pairs = 0.0
         self._data_wait = self._not_counted = 0.0
         self._start = self._clock()
 
@@ -127,7 +128,7 @@ class Meter:
         self._steps += 1
         self._tokens += int(np.sum(lengths))
         self._batch_tokens += batch_tokens
-        self._pairs += visible_pairs(lengths, self._mask)
+        self._pairs += pairs_per_layer(self._config, lengths, self._mask)
 
     def read(self, step: int, **values: float) -> dict[str, Any]:
         """Returns one row of metrics for `step`, which includes the loop's own `values`, and begins the next interval."""

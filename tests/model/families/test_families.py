@@ -14,6 +14,7 @@ from model.config import LlamaConfig
 from model.decode import Generator
 from model.families import FAMILIES
 from tests.model.build import llama, mean_loss, packed_batch, permuted, tiny
+from trainer.flops import pairs_per_layer
 from trainer.huggingface.read import copy_assets, hf_layout, read_hf
 from trainer.huggingface.write import write_hf
 
@@ -31,6 +32,11 @@ KINDS = {
     "olmo2 with one key head": {"num_key_value_heads": 1},
     "olmo2": {},
     "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64, "max_position_embeddings": 128},
+    "smollm3": {"num_hidden_layers": 3, "no_rope_layer_interval": 2},
+    "gemma3_text": {"num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 20, "layer_types": [
+        "sliding_attention", "full_attention", "sliding_attention"], "rope_parameters": {
+            "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "phi3 with a window": {"sliding_window": 9},
     "granite": {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22, "logits_scaling": 4.0},
 }
@@ -54,7 +60,7 @@ def saved(kind: str, folder):
     return model
 
 
-OF_EACH_FAMILY = ("qwen2", "qwen3", "mistral with a window", "olmo2", "phi3", "granite")
+OF_EACH_FAMILY = ("qwen2", "qwen3", "mistral with a window", "olmo2", "phi3", "smollm3", "gemma3_text", "granite")
 
 
 def marked(*kinds):
@@ -78,7 +84,7 @@ def test_every_family_is_tested():
 
 def ours(config, folder, shape):
     """Our model on a mesh, and its parameters."""
-    own = llama(config, shape, mask=Mask(window=config.sliding_window))
+    own = llama(config, shape, mask=Mask(window=config.common_window))
     return own, read_hf(folder, config, own.shardings, in_memory=own.in_memory)
 
 
@@ -89,7 +95,7 @@ def documents(batch):
         yield from ((row, slice(*edge)) for edge in itertools.pairwise(edges) if segments[edge[0]] > 0)
 
 
-@pytest.mark.parametrize("model", marked(*OF_EACH_FAMILY), indirect=True)
+@pytest.mark.parametrize("model", marked(*(kind for kind in OF_EACH_FAMILY if kind != "smollm3")), indirect=True)
 def test_loss_and_gradients_of_packed_documents_are_those_of_each_alone(model):
     truth, folder, config = model
     batch = packed_batch(config, rows=4, length=64)
@@ -156,8 +162,58 @@ def test_import_then_export_gives_the_same_bytes(model, tmp_path):
     assert all(torch.equal(theirs[name], exported[name]) for name in theirs)
 
 
+MEMORY = {
+    "prefetch": {"prefetch": True},
+    "prefetch, attention kept": {"prefetch": True, "remat": "save_attention"},
+    "everything": {"remat": "everything"},
+    "groups": {"attention_groups": 2},
+    "query chunks": {"query_chunks": 2, "attention_groups": 2, "remat": "nothing"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["smollm3", "gemma3_text"], indirect=True)
+@pytest.mark.parametrize("memory", MEMORY)
+def test_layers_of_two_kinds_are_the_same_however_they_run(model, memory):
+    """The loss and the gradients of 3 layers in a period of 2, against those of the plain scan."""
+    _, folder, config = model
+    batch = packed_batch(config, rows=2, length=64)
+
+    def run(**options):
+        own = llama(config, {"sequence": 2}, **options)
+        params = read_hf(folder, config, own.shardings)
+        return jax.jit(jax.value_and_grad(mean_loss(own), has_aux=True))(params, permuted(batch, own)[0])
+
+    (expected, _), expected_gradients = run()
+    (loss, _), gradients = run(**MEMORY[memory])
+    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    for name, gradient in gradients.items():
+        difference = np.abs(np.asarray(gradient) - np.asarray(expected_gradients[name])).max()
+        assert difference <= 1e-5 * np.abs(np.asarray(expected_gradients[name])).max(), name
+
+
+@pytest.mark.slow
+def test_groups_of_layers_of_two_kinds_give_the_same_gradients():
+    config = tiny(family="smollm3", num_hidden_layers=4, no_rope_layers=(1, 0, 1, 0))
+
+    def run(**options):
+        own = llama(config, **options)
+        gradients = jax.jit(jax.grad(mean_loss(own), has_aux=True))(own.init(0), packed_batch(config, rows=1, length=64))[0]
+        return {name: np.asarray(gradient) for name, gradient in gradients.items()}
+
+    expected, gradients = run(), run(remat="every_k", every_k=2)
+    for name, gradient in gradients.items():
+        assert np.abs(gradient - expected[name]).max() <= 1e-5 * np.abs(expected[name]).max(), name
+
+
+def test_a_group_of_layers_is_whole_periods():
+    config = tiny(family="smollm3", num_hidden_layers=6, no_rope_layers=(1, 1, 0, 1, 1, 0))
+    with pytest.raises(ValueError, match=r"memory\.every_k: found 2; .* period of 3, so it needs a multiple of 3"):
+        llama(config, remat="every_k", every_k=2)
+
+
 def test_groups_of_heads_cannot_normalise_all_heads_together():
-    config = tiny(family="olmo2", qk_norm="all", norm_after=True)
+    config = tiny(family="olmo2", qk_norm="all", norms="after")
     with pytest.raises(ValueError, match=r"memory\.attention_groups: found 2.* needs 1"):
         llama(config, attention_groups=2)
 
@@ -172,15 +228,22 @@ def test_presets_are_configs_of_transformers(family):
         assert type(theirs).model_type == family
         for field in ("vocab_size", "hidden_size", "num_key_value_heads", "rms_norm_eps", "tie_word_embeddings"):
             assert getattr(theirs, field) == getattr(config, field)
-        assert theirs.rope_parameters["rope_theta"] == config.rope.theta
+        ropes = theirs.rope_parameters
+        assert ropes.get("full_attention", ropes)["rope_theta"] == config.rope.theta
+        assert (ropes["sliding_attention"]["rope_theta"] if config.local_rope else None) == (
+            config.local_rope and config.local_rope.theta)
 
 
 @pytest.mark.parametrize(("change", "words"), [
     ({"qk_norm": "head"}, ["qk_norm", "'head'", "llama"]),
     ({"family": "qwen3"}, ["qk_norm", "'none'", "qwen3"]),
+    ({"norm_offset": 1.0}, ["norm_offset", "1.0", "llama"]),
     ({"residual_multiplier": 0.5}, ["residual_multiplier", "0.5", "llama"]),
     ({"sliding_window": 5}, ["sliding_window", "5", "llama"]),
     ({"family": "bert"}, ["family", "bert", "qwen3"]),
+    ({"no_rope_layers": (1, 0)}, ["no_rope_layers", "llama"]),
+    ({"family": "smollm3", "no_rope_layers": (1,)}, ["no_rope_layers", "1 entries", "needs 2"]),
+    ({"family": "smollm3", "no_rope_layers": (1, 2)}, ["no_rope_layers", "2", "0, 1"]),
 ])
 def test_what_no_config_of_the_family_can_say_is_refused(change, words):
     with pytest.raises(ValueError) as caught:
@@ -198,3 +261,31 @@ def test_fields_that_are_not_computed_are_refused_by_name(change, words):
     with pytest.raises(ValueError) as caught:
         LlamaConfig.from_hf_dict({**LlamaConfig.preset("qwen3-0.6b").to_hf(), **change})
     assert all(word in str(caught.value) for word in words), caught.value
+
+
+@pytest.mark.parametrize(("change", "words"), [
+    ({"attn_logit_softcapping": 50.0}, ["attn_logit_softcapping", "50.0", "Gemma3ForCausalLM"]),
+    ({"use_bidirectional_attention": True}, ["use_bidirectional_attention", "True"]),
+    ({"hidden_activation": "relu"}, ["hidden_activation", "gelu_pytorch_tanh"]),
+    ({"layer_types": ["chunked_attention"] * 18}, ["layer_types", "chunked_attention", "sliding_attention"]),
+    ({"sliding_window": None}, ["sliding_window", "null", "layer_types"]),
+])
+def test_fields_of_gemma_that_are_not_computed_are_refused_by_name(change, words):
+    with pytest.raises(ValueError) as caught:
+        LlamaConfig.from_hf_dict({**LlamaConfig.preset("gemma-3-270m").to_hf(), **change})
+    assert all(word in str(caught.value) for word in words), caught.value
+
+
+def test_gemma_3_is_read_from_the_fields_of_transformers_4():
+    config = LlamaConfig.preset("gemma-3-12b")
+    written = {name: value for name, value in config.to_hf().items() if name not in ("rope_parameters", "layer_types")}
+    assert written["rope_theta"] == 1e6 and written["rope_local_base_freq"] == 1e4
+    assert LlamaConfig.from_hf_dict({**written, "sliding_window_pattern": 6}) == config
+    assert len(config.layer_kinds) == 6
+    assert [kind.window for kind in config.layer_kinds] == [1024] * 5 + [None]
+
+
+def test_pairs_are_counted_in_layers_with_a_window_and_without():
+    config = tiny(family="gemma3_text", num_hidden_layers=3, sliding_window=2, **FAMILIES["gemma3_text"].computes,
+                  layer_types=("sliding_attention", "full_attention", "sliding_attention"))
+    assert pairs_per_layer(config, np.array([4])) == (7 + 10 + 7) / 3

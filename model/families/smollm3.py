@@ -1,0 +1,40 @@
+"""SmolLM3: Llama's layer, without RoPE in every fourth."""
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .family import WindowedFamily
+
+_LAYERS = 36
+
+
+class SmolLM3Family(WindowedFamily):
+    """A family whose configs name the layers without RoPE, or the interval that they lie at."""
+
+    def normalise(self, config: Mapping[str, Any]) -> dict[str, Any]:
+        """See `Family.normalise`. Published configs have `pretraining_tp`, which transformers' SmolLM3 does not read."""
+        config = super().normalise(config)
+        interval, layers = config.pop("no_rope_layer_interval", 4), config.get("num_hidden_layers", _LAYERS)
+        config.pop("pretraining_tp", None)
+        if config.get("no_rope_layers") is None:
+            config["no_rope_layers"] = [int((i + 1) % interval != 0) for i in range(layers)]
+        return config
+
+
+SMOLLM3 = SmolLM3Family(
+    model_type="smollm3",
+    architecture="SmolLM3ForCausalLM",
+    defaults={"vocab_size": 128256, "hidden_size": 2048, "num_hidden_layers": _LAYERS, "num_attention_heads": 16,
+              "num_key_value_heads": 4, "max_position_embeddings": 32768, "tie_word_embeddings": True,
+              "bos_token_id": 128000, "eos_token_id": 128001, "pad_token_id": 128004},
+    takes=("attention_bias", "mlp_bias", "no_rope_layers"),
+    theta=2e6,
+    constants={"use_sliding_window": False},
+    presets={
+        "smollm3-3b": {"hidden_size": 2048, "intermediate_size": 11008, "num_hidden_layers": _LAYERS,
+                       "num_attention_heads": 16, "num_key_value_heads": 4, "max_position_embeddings": 65536,
+                       "vocab_size": 128256, "tie_word_embeddings": True, "bos_token_id": None, "eos_token_id": 128012,
+                       "pad_token_id": 128004, "no_rope_layers": (1, 1, 1, 0) * (_LAYERS // 4), "rope": {"theta": 5e6}},
+    },
+)
