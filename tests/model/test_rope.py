@@ -206,7 +206,7 @@ def test_in_a_model_scores_depend_on_distance_alone_however_far_the_tokens():
 
     @jax.jit
     def scores(positions):
-        q, k, _ = bind(model.config, weights).self_attn.project(x, positions, LONGEST, model.parallel)
+        q, k, _ = bind(model.config, weights).self_attn.project(x, positions, model.config.rope, LONGEST, model.parallel)
         return jnp.einsum("bqgrd,bkgd->bgrqk", q.reshape(1, 12, 2, 4, 32), k)
 
     near = scores(places)
