@@ -110,6 +110,7 @@ class LlamaConfig:
       attention_multiplier: of the scores; None for head_dim ** -0.5.
       query_pre_attn_scalar: the scores are multiplied by its power -0.5; None for `attention_multiplier`.
       logits_scaling: what logits are divided by.
+      attn_logit_softcapping, final_logit_softcapping: scores and logits x become cap * tanh(x / cap); None for no cap.
       local_rope: the rotary embedding of layers of type "sliding_attention"; None for that of all others.
       family: a name in `model.families.FAMILIES`.
       output_bias: whether the output projection has a bias; None for `attention_bias`, which q, k and v follow.
@@ -146,6 +147,8 @@ class LlamaConfig:
     query_pre_attn_scalar: float | None = None
     residual_multiplier: float = 1.0
     logits_scaling: float = 1.0
+    attn_logit_softcapping: float | None = None
+    final_logit_softcapping: float | None = None
     rope: RopeConfig = field(default_factory=RopeConfig)
     local_rope: RopeConfig | None = None
     family: str = "llama"
@@ -185,7 +188,7 @@ class LlamaConfig:
         _require_number("initializer_range", self.initializer_range, above=0, or_equal=True)
         for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
             _require_number(name, getattr(self, name), above=0)
-        for name in ("attention_multiplier", "query_pre_attn_scalar"):
+        for name in ("attention_multiplier", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
             if getattr(self, name) is not None:
                 _require_number(name, getattr(self, name), above=0)
         if self.sliding_window is not None:
@@ -327,7 +330,8 @@ class LlamaConfig:
         for name in values:
             if values[name] is None and name not in ("bos_token_id", "eos_token_id", "pad_token_id", "head_dim",
                                                      "num_key_value_heads", "sliding_window", "layer_types", "no_rope_layers",
-                                                     "attention_multiplier", "query_pre_attn_scalar"):
+                                                     "attention_multiplier", "query_pre_attn_scalar",
+                                                     "attn_logit_softcapping", "final_logit_softcapping"):
                 raise ValueError(f"{name}: found null; needs a value")
         length = values.get("max_position_embeddings", cls.max_position_embeddings)
         local = config.get("local_rope_parameters")

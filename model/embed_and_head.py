@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
+from .attention.kernels.softcap import capped
 from .config import LlamaConfig
 from .feedforward import scaled_norm
 from .frozen import Weight, array, rows
@@ -96,6 +97,7 @@ class EmbedAndHead:
             logits = product("bte,ev->btv", norm, weights["lm_head.weight"], jnp.float32)
         if self.config.logits_scaling != 1:
             logits = logits / self.config.logits_scaling
+        logits = capped(logits, self.config.final_logit_softcapping)
         if self.parallel.vocab_size == self.config.vocab_size:
             return logits
         ids = self.parallel.rank() * logits.shape[-1] + jnp.arange(logits.shape[-1])

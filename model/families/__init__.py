@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .family import Family
+from .gemma2 import GEMMA2
 from .gemma3 import GEMMA3
 from .granite import GRANITE
 from .llama import LLAMA
@@ -17,7 +18,7 @@ from .smollm3 import SMOLLM3
 
 __all__ = ["FAMILIES", "Family", "family_of", "find_preset"]
 FAMILIES: Mapping[str, Family] = {
-    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GRANITE, OLMO2, PHI3, SMOLLM3, GEMMA3)}
+    family.model_type: family for family in (LLAMA, QWEN2, QWEN3, MISTRAL, GRANITE, OLMO2, PHI3, SMOLLM3, GEMMA2, GEMMA3)}
 
 
 def family_of(config: Mapping[str, Any]) -> Family:

@@ -6,7 +6,7 @@ from typing import Any
 
 from .family import Family
 
-_ACTIVATION = "gelu_pytorch_tanh"
+ACTIVATION = "gelu_pytorch_tanh"
 
 
 class Gemma3Family(Family):
@@ -16,8 +16,8 @@ class Gemma3Family(Family):
         """See `Family.normalise`. Takes the spellings of transformers 4 (`rope_local_base_freq`) and 5."""
         config = dict(config)
         for name in ("hidden_act", "hidden_activation"):
-            if config.pop(name, None) not in (None, _ACTIVATION):
-                raise ValueError(f"{name}: only {_ACTIVATION!r} is supported in {self.architecture}")
+            if config.pop(name, None) not in (None, ACTIVATION):
+                raise ValueError(f"{name}: only {ACTIVATION!r} is supported in {self.architecture}")
         pattern, layers = config.pop("sliding_window_pattern", None) or 6, config.get("num_hidden_layers", 26)
         if config.get("layer_types") is None:
             config["layer_types"] = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
@@ -55,7 +55,7 @@ GEMMA3 = Gemma3Family(
               "tie_word_embeddings": True, "bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0, "sliding_window": 4096,
               "query_pre_attn_scalar": 256},
     takes=("attention_bias", "sliding_window", "layer_types", "query_pre_attn_scalar", "local_rope"),
-    constants={"hidden_act": _ACTIVATION, "hidden_activation": _ACTIVATION},
+    constants={"hidden_act": ACTIVATION, "hidden_activation": ACTIVATION},
     presets={
         "gemma-3-270m": _sizes(640, 2048, 18, 4, 1, 512),
         "gemma-3-1b": _sizes(1152, 6912, 26, 4, 1, 512),

@@ -38,7 +38,17 @@ class PlatformKernel(Kernel):
     other: Kernel
 
     def over_shards(self, queries: int, keys: int) -> PlatformKernel:
-        return PlatformKernel(*(kernel.over_shards(queries, keys) for kernel in (self.tpu, self.gpu, self.other)))
+        kernels = (kernel.over_shards(queries, keys) for kernel in (self.tpu, self.gpu, self.other))
+        return PlatformKernel(*kernels, softcap=self.softcap)
+
+    def with_softcap(self, softcap: float | None) -> Kernel:
+        """As of Kernel. NVIDIA GPUs are served by `other` then, which a warning says."""
+        if softcap is None:
+            return self
+        if jax.default_backend() == "gpu":
+            warnings.warn("attention kernel: soft-caps of scores are served by xla, not by gpu", stacklevel=2)
+        tpu, other = (kernel.with_softcap(softcap) for kernel in (self.tpu, self.other))
+        return PlatformKernel(tpu, other, other, softcap=softcap)
 
     def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
         return self._call("forward", queries, keys, mask=mask, scale=scale)

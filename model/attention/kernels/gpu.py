@@ -182,6 +182,12 @@ class GpuKernel(Kernel):
         q, k, v = (pad(pad(x, tile, 1), head_dim, 3) for x, tile in ((q, query_tile), (k, key_tile), (v, key_tile)))
         return q, k, v, padded(q_coords, query_tile), padded(kv_coords, key_tile)
 
+    def with_softcap(self, softcap: float | None) -> Kernel:
+        """As of Kernel; there is no bound here."""
+        if softcap is not None:
+            raise ValueError(f"kernel: 'gpu' does not serve a soft-cap of scores, found {softcap}; 'auto' and 'xla' do")
+        return self
+
     def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
         _check(mask)
         (q, q_coords), (k, v, kv_coords) = queries, keys

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -11,6 +12,7 @@ from ..coords import Mask
 from ..partial import AttentionPartial, merge
 
 
+@dataclasses.dataclass(frozen=True)
 class Kernel(abc.ABC):
     """Attention of one block of queries over one block of keys.
 
@@ -20,7 +22,20 @@ class Kernel(abc.ABC):
 
     A schedule of several rounds calls `extend` and `gradients`, which accumulate over the rounds. A kernel that can accumulate
     in place overrides them, and so spares a pass over the results in every round.
+
+    Attributes:
+      softcap: bounds the scaled scores, before they are masked, by softcap * tanh(score / softcap) (Gemma 2); None: no bound.
     """
+
+    softcap: float | None = dataclasses.field(default=None, kw_only=True)
+
+    def with_softcap(self, softcap: float | None) -> Kernel:
+        """Returns the kernel with this bound of the scores.
+
+        Raises:
+          ValueError: a kernel that has none.
+        """
+        return dataclasses.replace(self, softcap=softcap)
 
     def over_shards(self, queries: int, keys: int) -> Kernel:
         """Returns the kernel for blocks that are the tokens of several shards in a row, as after a gather.

@@ -18,6 +18,7 @@ from ..blocks import Gradients, Keys, Queries, Saved
 from ..coords import Mask, visible
 from ..partial import AttentionPartial
 from .kernel import Kernel
+from .softcap import capped, with_slope
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,7 @@ class ReferenceKernel(Kernel):
 
     def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
         batch, length, heads, _ = queries.q.shape
-        scores = _scores(group_heads(queries.q, keys.k.shape[2]), queries, keys, mask, scale)
+        scores = self._scores(group_heads(queries.q, keys.k.shape[2]), queries, keys, mask, scale)
         highest = scores.max(-1, keepdims=True)
         weights = jnp.exp(scores - jnp.where(jnp.isneginf(highest), 0.0, highest))
         total = weights.sum(-1, keepdims=True)
@@ -40,14 +41,21 @@ class ReferenceKernel(Kernel):
         kv_heads = keys.k.shape[2]
         q, dout = group_heads(queries.q, kv_heads), group_heads(saved.dout, kv_heads)
         lse, delta = (x.reshape(batch, kv_heads, heads // kv_heads, length, 1) for x in (saved.lse, saved.delta))
-        scores = _scores(q, queries, keys, mask, scale)
+        scores = self._scores(q, queries, keys, mask, scale)
         weights = jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0.0, lse))
         dweights = jnp.einsum("bhgqd,bkhd->bhgqk", dout, keys.v.astype(jnp.float32), precision="highest")
-        dscores = weights * (dweights - delta) * scale
+        dscores = with_slope(weights * (dweights - delta), scores, self.softcap) * scale
         dq = jnp.einsum("bhgqk,bkhd->bhgqd", dscores, keys.k.astype(jnp.float32), precision="highest")
         dk = jnp.einsum("bhgqk,bhgqd->bkhd", dscores, q, precision="highest")
         dv = jnp.einsum("bhgqk,bhgqd->bkhd", weights, dout, precision="highest")
         return Gradients(_ungroup_heads(dq), dk, dv)
+
+    def _scores(self, q: Float[Array, "B Hkv G Tq D"], queries: Queries, keys: Keys, mask: Mask,
+                scale: float) -> Float[Array, "B Hkv G Tq Tk"]:
+        """The scaled scores of the grouped queries `q`; -inf where the query does not see the key."""
+        seen = visible(queries.coords, keys.coords, mask)[:, None, None]
+        scores = jnp.einsum("bhgqd,bkhd->bhgqk", q, keys.k.astype(jnp.float32), precision="highest") * scale
+        return jnp.where(seen, capped(scores, self.softcap), -jnp.inf)
 
 
 def group_heads(x: Float[Array, "B T Hq D"], kv_heads: int) -> Float[Array, "B Hkv G T D"]:
@@ -60,11 +68,3 @@ def group_heads(x: Float[Array, "B T Hq D"], kv_heads: int) -> Float[Array, "B H
 def _ungroup_heads(x: Float[Array, "B Hkv G T D"]) -> Float[Array, "B T Hq D"]:
     batch, kv_heads, group, length, head_dim = x.shape
     return x.transpose(0, 3, 1, 2, 4).reshape(batch, length, kv_heads * group, head_dim)
-
-
-def _scores(q: Float[Array, "B Hkv G Tq D"], queries: Queries, keys: Keys, mask: Mask,
-            scale: float) -> Float[Array, "B Hkv G Tq Tk"]:
-    """The scaled scores of the grouped queries `q`; -inf where the query does not see the key."""
-    seen = visible(queries.coords, keys.coords, mask)[:, None, None]
-    scores = jnp.einsum("bhgqd,bkhd->bhgqk", q, keys.k.astype(jnp.float32), precision="highest") * scale
-    return jnp.where(seen, scores, -jnp.inf)

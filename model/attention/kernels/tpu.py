@@ -74,7 +74,7 @@ class TpuKernel(Kernel):
         float32_operands = _device_kind() == V3
         query_tile, key_tile = fitting(self.query_tile, self.key_tile, q.shape[3], 4 if float32_operands else q.dtype.itemsize)
         q_tile, kv_tile = tile_size(q.shape[1], query_tile, LANES), tile_size(kv[0].shape[1], key_tile, LANES)
-        return TileOptions(mask, scale, q_tile, kv_tile, float32_operands, self.interpret)
+        return TileOptions(mask, scale, q_tile, kv_tile, float32_operands, self.interpret, self.softcap)
 
 
 def _device_kind() -> str:

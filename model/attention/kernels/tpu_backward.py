@@ -11,11 +11,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..blocks import Saved
-from ..coords import FULL, MASKED, Mask, TokenCoords
+from ..coords import FULL, MASKED, TokenCoords
 from .tpu_tiles import (
     LANES,
     LOG2_E,
     QueryTileGrid,
+    Scores,
     TileOptions,
     TileRanges,
     column,
@@ -24,7 +25,6 @@ from .tpu_tiles import (
     document_column,
     key_operands,
     nbytes,
-    product,
     seen,
     spread,
     sub_tiles,
@@ -36,7 +36,7 @@ def _finite(lse):
     return jnp.where(jnp.isneginf(lse), 0.0, lse)
 
 
-def _dq_kernel(*refs, mask: Mask, scale: float, carried: bool, float32_operands: bool):
+def _dq_kernel(*refs, compute: Scores, carried: bool):
     ranges = TileRanges(*refs[:2])
     q_ref, k_ref, v_ref, dout_ref, lse_row, delta_row, q_rows, kv_rows, *rest = refs[2:]
     carry, (dq_ref, lse_ref, delta_ref, q_index, q_segment) = rest[:carried], rest[carried:]
@@ -50,23 +50,24 @@ def _dq_kernel(*refs, mask: Mask, scale: float, carried: bool, float32_operands:
 
     def differentiate(masked: bool):
         for keys in sub_tiles(k_ref.shape[0]):
-            scores = product(q_ref[...], k_ref[keys], 1, 1, float32_operands) * (scale * LOG2_E)
+            scores = exponents = compute.exponents(q_ref[...], k_ref[keys])
             tokens = scores.shape[1]
             if masked:
                 q_tile_coords = spread(q_index[...], tokens), spread(q_segment[...], tokens)
-                scores = jnp.where(seen(q_tile_coords, (kv_rows[0:1, keys], kv_rows[1:2, keys]), mask), scores, -jnp.inf)
+                visible = seen(q_tile_coords, (kv_rows[0:1, keys], kv_rows[1:2, keys]), compute.mask)
+                scores = jnp.where(visible, scores, -jnp.inf)
             weights = jnp.exp2(scores - spread(lse_ref[...], tokens))
-            dweights = product(dout_ref[...], v_ref[keys], 1, 1, float32_operands)
-            dscores = weights * (dweights - spread(delta_ref[...], tokens))
-            dq_ref[...] += product(dscores.astype(k_ref.dtype), k_ref[keys], 1, 0, float32_operands)
+            dweights = compute.product(dout_ref[...], v_ref[keys], 1, 1)
+            dscores = compute.before_cap(weights * (dweights - spread(delta_ref[...], tokens)), exponents)
+            dq_ref[...] += compute.product(dscores.astype(k_ref.dtype), k_ref[keys], 1, 0)
 
-    kind = ranges.kind(row, tile, step, mask, False)
+    kind = ranges.kind(row, tile, step, compute.mask, False)
     pl.when(kind == FULL)(lambda: differentiate(False))
     pl.when(kind == MASKED)(lambda: differentiate(True))
 
     @pl.when(step == pl.num_programs(3) - 1)
     def _finish():
-        dq_ref[...] = dq_ref[...] * scale + (carry[0][...] if carried else 0.0)
+        dq_ref[...] = dq_ref[...] * compute.scale + (carry[0][...] if carried else 0.0)
 
 
 class _DqTiles(NamedTuple):
@@ -123,7 +124,7 @@ class _DqTiles(NamedTuple):
             self.state[buffer] = 0
 
 
-def _key_tile_kernel(*refs, mask: Mask, scale: float, float32_operands: bool, fused: bool):
+def _key_tile_kernel(*refs, compute: Scores, fused: bool):
     """Scores are transposed, with keys along the sublanes, so that lse and delta are used as the rows that they are."""
     ranges = TileRanges(*refs[:2])
     q_ref, k_ref, v_ref, dout_ref, lse_row, delta_row, q_rows, kv_rows, *rest = refs[2:]
@@ -145,30 +146,30 @@ def _key_tile_kernel(*refs, mask: Mask, scale: float, float32_operands: bool, fu
             dq_tiles.start_read(row, kv_head * pl.num_programs(3) + member, ranges.tile(row, tile, step))
         dq_share: jax.Array | float = 0.0
         for keys in sub_tiles(k_ref.shape[0]):
-            scores = product(k_ref[keys], q_ref[...], 1, 1, float32_operands) * (scale * LOG2_E)
+            scores = exponents = compute.exponents(k_ref[keys], q_ref[...])
             if masked:
                 tokens = scores.shape[1]
                 kv_tile_coords = spread(kv_index[keys], tokens), spread(kv_segment[keys], tokens)
-                scores = jnp.where(seen((q_rows[0:1], q_rows[1:2]), kv_tile_coords, mask), scores, -jnp.inf)
+                scores = jnp.where(seen((q_rows[0:1], q_rows[1:2]), kv_tile_coords, compute.mask), scores, -jnp.inf)
             weights = jnp.exp2(scores - _finite(lse_row[...]) * LOG2_E)
-            dkv_ref[1, keys] += product(weights.astype(dout_ref.dtype), dout_ref[...], 1, 0, float32_operands)
-            dweights = product(v_ref[keys], dout_ref[...], 1, 1, float32_operands)
-            dscores = (weights * (dweights - delta_row[...])).astype(q_ref.dtype)
-            dkv_ref[0, keys] += product(dscores, q_ref[...], 1, 0, float32_operands)
+            dkv_ref[1, keys] += compute.product(weights.astype(dout_ref.dtype), dout_ref[...], 1, 0)
+            dweights = compute.product(v_ref[keys], dout_ref[...], 1, 1)
+            dscores = compute.before_cap(weights * (dweights - delta_row[...]), exponents).astype(q_ref.dtype)
+            dkv_ref[0, keys] += compute.product(dscores, q_ref[...], 1, 0)
             if fused:
-                dq_share += product(dscores, k_ref[keys], 0, 0, float32_operands)
+                dq_share += compute.product(dscores, k_ref[keys], 0, 0)
         if fused:
-            dq_tiles.add(row, dq_share * scale)
+            dq_tiles.add(row, dq_share * compute.scale)
 
     if fused:
         pl.when((tile == 0) & (member == 0) & (step == 0))(dq_tiles.reset)
-    kind = ranges.kind(row, tile, step, mask, True)
+    kind = ranges.kind(row, tile, step, compute.mask, True)
     pl.when(kind == FULL)(lambda: differentiate(False))
     pl.when(kind == MASKED)(lambda: differentiate(True))
 
     @pl.when(last)
     def _finish():
-        dkv_ref[0] *= scale
+        dkv_ref[0] *= compute.scale
 
     if fused:
         pl.when(last & (tile == pl.num_programs(2) - 1))(dq_tiles.finish)
@@ -188,7 +189,7 @@ def dq(carry, q, kv, saved: Saved, q_coords: TokenCoords, kv_coords: TokenCoords
               coordinate_rows(kv_coords), *before)
     result = jax.ShapeDtypeStruct(q.shape, jnp.float32)
     return pl.pallas_call(
-        functools.partial(_dq_kernel, carried=carry is not None, **options.scores),
+        functools.partial(_dq_kernel, carried=carry is not None, compute=options.scores),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(tiles.ranges),
             grid=tiles.grid,
@@ -260,7 +261,7 @@ def _by_key_tiles(carry, q, kv, saved: Saved, q_coords: TokenCoords, kv_coords: 
     inputs = (*ranges, q, *keys, dout, lse[:, :, None], delta[:, :, None], coordinate_rows(q_coords),
               coordinate_rows(kv_coords), *before)
     return pl.pallas_call(
-        functools.partial(_key_tile_kernel, fused=carry is not None, **options.scores),
+        functools.partial(_key_tile_kernel, fused=carry is not None, compute=options.scores),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(ranges),
             grid=(batch, kv_heads, kv_length // key_tile, group, steps),

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..coords import FULL, MASKED, Mask, TokenCoords
+from ..coords import FULL, MASKED, TokenCoords
 from ..partial import AttentionPartial
 from .tpu_tiles import (
     LOG2_E,
     LOWEST,
     QueryTileGrid,
+    Scores,
     TileOptions,
     TileRanges,
     column,
@@ -25,14 +26,13 @@ from .tpu_tiles import (
     cost,
     document_column,
     nbytes,
-    product,
     seen,
     spread,
     sub_tiles,
 )
 
 
-def _kernel(*refs, mask: Mask, scale: float, carried: bool, float32_operands: bool):
+def _kernel(*refs, compute: Scores, carried: bool):
     ranges = TileRanges(*refs[:2])
     q_ref, k_ref, v_ref, q_rows, kv_rows, *rest = refs[2:]
     carry, (out_ref, lse_ref, highest_ref, total_ref, q_index, q_segment) = rest[:2 * carried], rest[2 * carried:]
@@ -54,20 +54,21 @@ def _kernel(*refs, mask: Mask, scale: float, carried: bool, float32_operands: bo
 
     def attend(masked: bool):
         for keys in sub_tiles(k_ref.shape[0]):
-            scores = product(q_ref[...], k_ref[keys], 1, 1, float32_operands) * (scale * LOG2_E)
+            scores = compute.exponents(q_ref[...], k_ref[keys])
             tokens = scores.shape[1]
             if masked:
                 q_tile_coords = spread(q_index[...], tokens), spread(q_segment[...], tokens)
-                scores = jnp.where(seen(q_tile_coords, (kv_rows[0:1, keys], kv_rows[1:2, keys]), mask), scores, -jnp.inf)
+                visible = seen(q_tile_coords, (kv_rows[0:1, keys], kv_rows[1:2, keys]), compute.mask)
+                scores = jnp.where(visible, scores, -jnp.inf)
             highest = jnp.maximum(highest_ref[...], scores.max(1, keepdims=True))
             weights = jnp.exp2(scores - spread(highest, tokens))
             shrink = jnp.exp2(highest_ref[...] - highest)
             highest_ref[...] = highest
             total_ref[...] = total_ref[...] * shrink + weights.sum(1, keepdims=True)
-            weighted_values = product(weights.astype(v_ref.dtype), v_ref[keys], 1, 0, float32_operands)
+            weighted_values = compute.product(weights.astype(v_ref.dtype), v_ref[keys], 1, 0)
             out_ref[...] = out_ref[...] * spread(shrink, out_ref.shape[1]) + weighted_values
 
-    kind = ranges.kind(row, tile, step, mask, False)
+    kind = ranges.kind(row, tile, step, compute.mask, False)
     pl.when(kind == FULL)(lambda: attend(False))
     pl.when(kind == MASKED)(lambda: attend(True))
 
@@ -95,7 +96,7 @@ def forward(carry: AttentionPartial | None, q, kv, q_coords: TokenCoords, kv_coo
     results = (jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct((batch, heads, 1, length), jnp.float32))
     inputs = (*tiles.ranges, q, *tiles.keys, coordinate_rows(q_coords), coordinate_rows(kv_coords), *before)
     out, lse = pl.pallas_call(
-        functools.partial(_kernel, carried=carry is not None, **options.scores),
+        functools.partial(_kernel, carried=carry is not None, compute=options.scores),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(tiles.ranges),
             grid=tiles.grid,

@@ -49,12 +49,43 @@ def fitting(query_tile: int, key_tile: int, head_dim: int, itemsize: int) -> tup
     return query_tile, key_tile
 
 
+class Scores(NamedTuple):
+    """How a kernel's function computes the scores of a tile: as exponents of 2, which the hardware takes.
+
+    Attributes:
+      mask, scale, softcap: as of Kernel.
+      float32_operands: tiles are cast to float32 before they are multiplied.
+    """
+
+    mask: Mask
+    scale: float
+    softcap: float | None
+    float32_operands: bool
+
+    def product(self, a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
+        """The product of two matrices over these axes, accumulated in float32."""
+        a, b = (x.astype(jnp.float32) for x in (a, b)) if self.float32_operands else (a, b)
+        return lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=jnp.float32)
+
+    def exponents(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """The scores of rows of a and rows of b in units of log 2, nothing hidden yet."""
+        if self.softcap is None:
+            return self.product(a, b, 1, 1) * (self.scale * LOG2_E)
+        return self.softcap * LOG2_E * jnp.tanh(self.product(a, b, 1, 1) * (self.scale / self.softcap))
+
+    def before_cap(self, dscores: jax.Array, exponents: jax.Array) -> jax.Array:
+        """The gradient of scores before the soft-cap, from that of capped ones and their `exponents`."""
+        if self.softcap is None:
+            return dscores
+        return dscores * (1.0 - jnp.square(exponents * (1.0 / (self.softcap * LOG2_E))))
+
+
 @dataclasses.dataclass(frozen=True)
 class TileOptions:
     """What the kernels are compiled for.
 
     Attributes:
-      mask, scale: as of Kernel.
+      mask, scale, softcap: as of Kernel.
       query_tile, key_tile: tokens in a tile; they divide the (padded) lengths.
       float32_operands: tiles are cast to float32 before they are multiplied.
       interpret: as of TpuKernel.
@@ -66,11 +97,12 @@ class TileOptions:
     key_tile: int
     float32_operands: bool = False
     interpret: Any = False
+    softcap: float | None = None
 
     @property
-    def scores(self) -> dict[str, Any]:
-        """The keyword arguments of a kernel's function."""
-        return {"mask": self.mask, "scale": self.scale, "float32_operands": self.float32_operands}
+    def scores(self) -> Scores:
+        """How a kernel's function computes its scores."""
+        return Scores(self.mask, self.scale, self.softcap, self.float32_operands)
 
 
 class TileRanges(NamedTuple):
@@ -225,12 +257,6 @@ def seen(q: tuple, kv: tuple, mask: Mask) -> jax.Array:
         distance = q_index - kv_index
         visible &= (distance if mask.causal else jnp.abs(distance)) < mask.window
     return visible
-
-
-def product(a: jax.Array, b: jax.Array, a_axis: int, b_axis: int, float32_operands: bool) -> jax.Array:
-    """The product of two matrices over these axes, accumulated in float32; the operands are cast to float32 first if asked."""
-    a, b = (x.astype(jnp.float32) for x in (a, b)) if float32_operands else (a, b)
-    return lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=jnp.float32)
 
 
 def cost(products: int, q_shape, kv_length: int, mask: Mask, bytes_accessed: int):

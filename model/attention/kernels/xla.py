@@ -22,6 +22,7 @@ from ..coords import FULL, MASKED, SKIP, Mask, TokenCoords, tile_bounds, tile_ki
 from ..partial import AttentionPartial
 from .kernel import Kernel
 from .padding import pad, padded, tile_size
+from .softcap import capped, with_slope
 
 
 def _query_tiles(x: Float[Array, "B T Hq D"], kv_heads: int, tile: int) -> Float[Array, "n B Hkv G*tile D"]:
@@ -106,7 +107,7 @@ class XlaKernel(Kernel):
 
     def _scores(self, q, k, q_coords, kv_coords, mask, masked, scale):
         """One tile of scores [B, Hkv, tk, G * tq]; in a `masked` tile hidden scores are -inf."""
-        scores = _product("bhkd,bhqd->bhkq", k, q) * scale
+        scores = capped(_product("bhkd,bhqd->bhkq", k, q) * scale, self.softcap)
         if not masked:
             return scores
         seen = visible(q_coords, kv_coords, mask).swapaxes(1, 2)[:, None, :, None]
@@ -172,7 +173,7 @@ class XlaKernel(Kernel):
                 weights = jnp.exp(scores - lse_tile)
                 dv = dv + _product("bhkq,bhqd->bhkd", weights.astype(q.dtype), dout_tile)
                 dweights = _product("bhkd,bhqd->bhkq", v_tile, dout_tile)
-                dscores = (weights * (dweights - delta_tile) * scale).astype(q.dtype)
+                dscores = (with_slope(weights * (dweights - delta_tile), scores, self.softcap) * scale).astype(q.dtype)
                 dk = dk + _product("bhkq,bhqd->bhkd", dscores, q_tile)
                 dq_tile = _tile(dq, i) + _product("bhdk,bhkq->bhdq", k_transposed, dscores)
                 return lax.dynamic_update_index_in_dim(dq, dq_tile, i, 0), dk, dv

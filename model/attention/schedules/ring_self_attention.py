@@ -21,6 +21,7 @@ from ..blocks import Gradients, Keys, Queries, Saved
 from ..coords import Mask, TokenCoords, visible
 from ..kernels.kernel import Kernel
 from ..kernels.reference import group_heads
+from ..kernels.softcap import capped, with_slope
 from ..partial import AttentionPartial
 from . import plan
 from .ring_pass import ring_pass
@@ -32,9 +33,8 @@ class RingSelfAttention(Schedule):
     """The scores of all keys on each rank."""
 
     def forward(self, kernel: Kernel, queries: Queries, keys: Keys, context: Context) -> AttentionPartial:
-        del kernel
         q, k, v, ranks = queries.q, keys.k, keys.v, context.ranks
-        scores = _all_scores(group_heads(q, k.shape[2]), queries.coords, keys, context)
+        scores = _all_scores(group_heads(q, k.shape[2]), queries.coords, keys, context, kernel.softcap)
         highest = scores.max((0, -1), keepdims=True)
         weights = jnp.exp(scores - jnp.where(jnp.isneginf(highest), 0.0, highest))
         total = weights.sum((0, -1), keepdims=True)
@@ -52,18 +52,17 @@ class RingSelfAttention(Schedule):
         return AttentionPartial(out.reshape(q.shape), lse.reshape(batch, heads, length))
 
     def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context) -> Gradients:
-        del kernel
         q, k, v, ranks, scale = queries.q, keys.k, keys.v, context.ranks, context.scale
         batch, length = q.shape[:2]
         grouped, dout = group_heads(q, k.shape[2]), group_heads(saved.dout, k.shape[2])
         lse, delta = (x.reshape(batch, k.shape[2], -1, length, 1) for x in (saved.lse, saved.delta))
-        scores = _all_scores(grouped, queries.coords, keys, context)
+        scores = _all_scores(grouped, queries.coords, keys, context, kernel.softcap)
         weights = jnp.exp(scores - jnp.where(jnp.isneginf(lse), 0.0, lse))
 
         def visit_values(i, v):
             dweights = _product("bhgqd,bkhd->bhgqk", dout, v)
             dv = _product("bhgqk,bhgqd->bkhd", weights[i], dout)
-            return i + 1, dv, weights[i] * (dweights - delta) * scale
+            return i + 1, dv, with_slope(weights[i] * (dweights - delta), scores[i], kernel.softcap) * scale
 
         _, dv, dscores = ring_pass(v, ranks.size - 1, ranks.shift, ranks.shift, visit_values, 0)
 
@@ -101,13 +100,13 @@ class RingSelfAttention(Schedule):
             (*rounds((1, 5), with_keys), *rounds((2, 5), [values], [dv]), *rounds((2, 5), [keys], [dk], first=False)))
 
 
-def _all_scores(q: Float[Array, "B Hkv G T D"], coords: TokenCoords, keys: Keys,
-                context: Context) -> Float[Array, "P B Hkv G T T"]:
+def _all_scores(q: Float[Array, "B Hkv G T D"], coords: TokenCoords, keys: Keys, context: Context,
+                softcap: float | None) -> Float[Array, "P B Hkv G T T"]:
     """Scores of the grouped queries `q` against every rank's keys, in the order in which they arrive; hidden ones are -inf."""
     def visit(carry, block):
         k, kv_coords = block
         seen = visible(coords, kv_coords, context.mask)[:, None, None]
-        scores = _product("bhgqd,bkhd->bhgqk", q, k) * context.scale
+        scores = capped(_product("bhgqd,bkhd->bhgqk", q, k) * context.scale, softcap)
         return carry, (), jnp.where(seen, scores, -jnp.inf)
 
     shift = context.ranks.shift

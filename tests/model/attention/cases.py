@@ -71,7 +71,7 @@ def mesh_of(size):
 
 def out_and_gradients(schedule, size, mask=Mask(), layout="striped", kernel="reference", tiles=(64, 32)):
     """A jitted function of q, k, v, dout and coordinates: out, lse, dq, dk, dv."""
-    kernel = get_kernel(kernel, query_tile=tiles[0], key_tile=tiles[1])
+    kernel = get_kernel(kernel, query_tile=tiles[0], key_tile=tiles[1]) if isinstance(kernel, str) else kernel
 
     def run(q, k, v, dout, coords):
         if mask.global_tokens:

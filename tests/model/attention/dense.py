@@ -18,18 +18,23 @@ def visible(index, segment_ids, causal=True, window=None, global_tokens=0):
     return seen
 
 
-def dense_attention(q, k, v, index, segment_ids, dout, **mask):
+def dense_attention(q, k, v, index, segment_ids, dout, softcap=None, **mask):
     """out, lse and the gradients of sum(out * dout); arrays like the product's, all float64.
 
     Args: q [B, L, Hq, D]; k, v [B, L, Hkv, D]; index, segment_ids [B, L] (in the order of q, k, v); dout like q; mask: as
-      `visible`'s.
+      `visible`'s; softcap: scores become softcap * tanh(scores / softcap).
     """
     q, k, v, dout = (np.asarray(x, np.float64) for x in (q, k, v, dout))
     group = q.shape[2] // k.shape[2]
     k_wide, v_wide = np.repeat(k, group, 2), np.repeat(v, group, 2)
     seen = visible(index, segment_ids, **mask)
     scale = q.shape[-1] ** -0.5
-    scores = np.where(seen[:, None], np.einsum("bqhd,bkhd->bhqk", q, k_wide) * scale, -np.inf)
+    scores = np.einsum("bqhd,bkhd->bhqk", q, k_wide) * scale
+    slope = 1.0
+    if softcap is not None:
+        slope = np.cosh(scores / softcap) ** -2
+        scores = softcap * np.tanh(scores / softcap)
+    scores = np.where(seen[:, None], scores, -np.inf)
     top = scores.max(-1, keepdims=True, initial=-1e30)
     weights = np.exp(scores - top)
     total = weights.sum(-1, keepdims=True)
@@ -38,7 +43,7 @@ def dense_attention(q, k, v, index, segment_ids, dout, **mask):
         lse = np.where(total > 0, top + np.log(total), -np.inf)[..., 0]
     out = np.einsum("bhqk,bkhd->bqhd", weights, v_wide)
     dweights = np.einsum("bqhd,bkhd->bhqk", dout, v_wide)
-    dscores = weights * (dweights - (weights * dweights).sum(-1, keepdims=True)) * scale
+    dscores = weights * (dweights - (weights * dweights).sum(-1, keepdims=True)) * slope * scale
     dq = np.einsum("bhqk,bkhd->bqhd", dscores, k_wide)
 
     def per_kv_head(x):

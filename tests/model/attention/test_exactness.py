@@ -37,6 +37,22 @@ def test_masks_are_exact(kernel, mask):
     check(compiled(2, mask=mask, kernel=kernel)(*arrays, coords), truth("8/2", "packed", mask, LENGTH), order)
 
 
+@pytest.mark.parametrize(("kernel", "schedule"), [("xla", "ring"), ("reference", "ring"), ("xla", "ring_self_attention"),
+                                                  ("auto", "balanced")])
+def test_softcap_is_exact(kernel, schedule):
+    order = permutation(LENGTH, 2, "striped")
+    arrays, coords = inputs("8/2", LENGTH), documents("packed", LENGTH)
+    expected = dense_attention(*arrays[:3], *coords, arrays[3], 1.5)
+    capped = get_kernel(kernel, query_tile=20, key_tile=10).with_softcap(1.5)
+    run = out_and_gradients(schedule, 2, Mask(), kernel=capped)
+    check(run(*(x[:, order] for x in arrays), TokenCoords(*(x[:, order] for x in coords))), expected, order)
+
+
+def test_a_softcap_that_a_kernel_lacks_is_refused():
+    with pytest.raises(ValueError, match=r"'gpu' does not serve a soft-cap of scores, found 50\.0; 'auto' and 'xla' do"):
+        get_kernel("gpu").with_softcap(50.0)
+
+
 def random_documents(data, most, gaps):
     """Any documents of two rows; with `gaps` padding may be anywhere between them."""
     index = np.tile(np.arange(LENGTH, dtype=np.int32), (2, 1))

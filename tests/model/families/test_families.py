@@ -37,6 +37,8 @@ KINDS = {
         "sliding_attention", "full_attention", "sliding_attention"], "rope_parameters": {
             "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
             "sliding_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "gemma2": {"num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 20, "attn_logit_softcapping": 2.0,
+               "final_logit_softcapping": 0.5, "rms_norm_eps": 1e-6},
     "phi3 with a window": {"sliding_window": 9},
     "granite": {"embedding_multiplier": 12.0, "attention_multiplier": 0.2, "residual_multiplier": 0.22, "logits_scaling": 4.0},
 }
@@ -60,7 +62,7 @@ def saved(kind: str, folder):
     return model
 
 
-OF_EACH_FAMILY = ("qwen2", "qwen3", "mistral with a window", "olmo2", "phi3", "smollm3", "gemma3_text", "granite")
+OF_EACH_FAMILY = ("qwen2", "qwen3", "mistral with a window", "olmo2", "phi3", "smollm3", "gemma2", "gemma3_text", "granite")
 
 
 def marked(*kinds):

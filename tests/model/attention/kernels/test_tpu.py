@@ -89,7 +89,7 @@ def check_case(head_dim, mask, layout, kind, kernel=KERNEL):
     arrays = inputs(head_dim)
     rows, length = arrays[0].shape[:2]
     at = documents(kind, rows, length)
-    expected = dense_attention(*arrays[:3], *at, arrays[3], causal=mask.causal, window=mask.window)
+    expected = dense_attention(*arrays[:3], *at, arrays[3], kernel.softcap, causal=mask.causal, window=mask.window)
     order = permutation(length, 2, layout)
     coords = TokenCoords(*(x[:, order] for x in at))
     check(attend(*(x[:, order] for x in arrays), coords, mask, kernel), expected, order)
@@ -118,6 +118,11 @@ def test_kernel_is_exact_in_every_case(head_dim, mask, layout, kind):
 def test_one_and_two_kernels_are_exact_by_parts_of_a_tile(fused, monkeypatch):
     monkeypatch.setattr(tpu_tiles, "SUB_TILE", 128)
     check_case(80, MASKS[0], "striped", "packed", dataclasses.replace(KERNEL, key_tile=256, fused=fused))
+
+
+@pytest.mark.parametrize("kernel", [KERNEL, PAIR], ids=["fused", "pair"])
+def test_softcap_is_exact(kernel):
+    check_case(64, MASKS[0], "striped", "packed", kernel.with_softcap(1.5))
 
 
 @pytest.mark.slow

@@ -24,14 +24,14 @@ GENERATIONS = {"v3:2x2": jnp.float32, "v4:2x2x1": jnp.bfloat16, "v5e:2x2": jnp.b
 HEAD_SIZES = (64, 80, 96, 100, 128, 256)
 
 
-def lower_both(topology, dtype, head_dim, mask=Mask(), kv_heads=2):
+def lower_both(topology, dtype, head_dim, mask=Mask(), kv_heads=2, softcap=None):
     """Forward and backward of 131,072 queries against as many keys, in place as in a ring, for one device: lowered."""
     mesh = Mesh(np.array(topology_devices(topology)[:1]), "sequence")
 
     def shape(*dims, dtype):
         return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
 
-    kernel, options = get_kernel("tpu"), {"mask": mask, "scale": head_dim ** -0.5}
+    kernel, options = get_kernel("tpu").with_softcap(softcap), {"mask": mask, "scale": head_dim ** -0.5}
     q, kv = shape(1, TOKENS, 4, head_dim, dtype=dtype), shape(2, 1, TOKENS, kv_heads, head_dim, dtype=dtype)
     coords = TokenCoords(*[shape(1, TOKENS, dtype=jnp.int32)] * 2)
     rows, float32 = shape(1, 4, TOKENS, dtype=jnp.float32), shape(*q.shape, dtype=jnp.float32)
@@ -42,10 +42,10 @@ def lower_both(topology, dtype, head_dim, mask=Mask(), kv_heads=2):
         return forward.lower(AttentionPartial(float32, rows), *blocks), backward.lower(float32, *blocks, Saved(q, rows, rows))
 
 
-def check(topology, dtype, head_dim, mask=Mask(), kv_heads=2, pair=False):
+def check(topology, dtype, head_dim, mask=Mask(), kv_heads=2, pair=False, softcap=None):
     """The calls are counted before the compiler: jaxlib cannot read all that libtpu writes for v5p and v6e."""
     start = time.process_time()  # the processor's, so that other work on the machine does not count
-    lowered = lower_both(topology, dtype, head_dim, mask, kv_heads)
+    lowered = lower_both(topology, dtype, head_dim, mask, kv_heads, softcap)
     for part in lowered:
         part.compile()
     assert time.process_time() - start < 60
@@ -72,6 +72,12 @@ def test_an_odd_number_of_key_heads_has_two_backward_kernels_where_a_chip_has_tw
 @pytest.mark.parametrize("mask", [Mask(causal=False), Mask(window=4096)], ids=str)
 def test_kernels_compile_with_other_masks(mask):
     check("v5e:2x2", jnp.bfloat16, 128, mask)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("topology", ["v5p:2x2x1", "v6e:2x2"])
+def test_kernels_compile_with_a_softcap(topology):
+    check(topology, jnp.bfloat16, 256, Mask(window=4096), softcap=50.0)
 
 
 @pytest.mark.slow
