@@ -14,6 +14,7 @@ from pathlib import Path
 from data.errors import UserError
 from data.loader import Loader
 from model.config import LlamaConfig
+from trainer.build import window_notes
 from trainer.config.schema import RunConfig
 from trainer.model_source import choose_model, for_templates
 from trainer.stages import stages_of
@@ -65,7 +66,7 @@ def _report(config: RunConfig, topology: str, named: bool) -> bool:
     mesh = dataclasses.replace(config.mesh, simulate=0)
     job = Job(dataclasses.replace(config, mesh=mesh), model, topology, config.name, host_gib=host_gib(topology))
     memory = estimate_memory(job)
-    print(f"settings: {answer.settings(job)}", "", *answer.memory_lines(memory), "", sep="\n")
+    print(f"settings: {answer.settings(job)}", *window_notes(config, model), "", *answer.memory_lines(memory), "", sep="\n")
     if named:
         tokens = config.train.steps * job.batch * job.context
         print(*answer.time_lines(job, tokens=tokens), "", answer.verdict(memory), sep="\n")

@@ -343,6 +343,7 @@ def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
     from planning import answer
     from planning.machines import device_count
     from planning.memory_estimate import estimate_memory
+    from trainer.build import window_notes
 
     mesh, devices = job.run.mesh, device_count(job.topology)
     if mesh.devices != devices and not args.best:
@@ -353,7 +354,7 @@ def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
         job = answer.choose(job) or job
     memory = estimate_memory(job)
     times = {"tokens": args.tokens, "price": args.price_per_device_hour}
-    print(answer.heading(job), answer.settings(job), "", sep="\n")
+    print(answer.heading(job), answer.settings(job), *window_notes(job.run, job.model), "", sep="\n")
     print(*answer.memory_lines(memory), "", *answer.time_lines(job, **times), "", answer.verdict(memory), sep="\n")
     if memory.fits == "no":
         print(*(f"  {line}" for line in answer.advice(job)), sep="\n")

@@ -10,6 +10,7 @@ from model.agentic import AgenticTransformer, TrajectorySizes
 from model.attention import Mask
 from model.attention.kernels import get_kernel
 from model.attention.schedules import get_schedule
+from model.attention.schedules.window import window_lines
 from model.config import LlamaConfig
 from model.llama import Llama
 from model.sharding import STORAGE_AXES
@@ -47,4 +48,16 @@ def _options(config: RunConfig, model_config: LlamaConfig, mesh: Mesh) -> dict[s
         "kernel": get_kernel(attention.kernel, query_tile=attention.query_tile, key_tile=attention.key_tile),
         "dtype": jnp.dtype(config.model.compute_dtype), "memory": config.memory,
         "sequence_parallel": config.mesh.sequence_parallel,
-        "mask": Mask(window=attention.window or model_config.common_window, global_tokens=attention.global_tokens)}
+        "mask": _mask(config, model_config)}
+
+
+def _mask(config: RunConfig, model_config: LlamaConfig) -> Mask:
+    attention = config.attention
+    return Mask(window=attention.window or model_config.common_window, global_tokens=attention.global_tokens)
+
+
+def window_notes(config: RunConfig, model_config: LlamaConfig) -> list[str]:
+    """Returns what a sliding window does not save with the run's schedule and layout; see `window_lines`."""
+    masks = [_mask(config, model_config).within(kind.window) for kind in model_config.layer_kinds]
+    attention, size = config.attention, config.mesh.sequence
+    return window_lines(attention.schedule, attention.layout, size, config.data.context_length // size, masks)

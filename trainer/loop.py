@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from data.errors import UserError
 from data.folders import named_errors
 
+from .build import window_notes
 from .checkpoint.store import CheckpointStore
 from .config.load import resolved
 from .config.schema import RunConfig
@@ -120,7 +121,7 @@ class _Training:
         self._set_params(self._placed(params))
         self.step, self.evaluated = 0, False
         self.tokens_seen, self.earlier_seconds = 0, 0.0
-        self._print(self.builder.saved_size)
+        self._print("\n".join((self.builder.saved_size, *window_notes(self.config, self.objective.model.config))))
 
     def _restore(self, checkpoint_step: int) -> None:
         restored = self.store.restore(checkpoint_step, self.builder.abstract_saved, self.builder.abstract_optimizer)

@@ -1,0 +1,48 @@
+"""What sliding windows save with a schedule and a layout, and what would save more."""
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..coords import Mask
+from . import get_schedule
+from .plan import Block, Plan, received
+
+
+def window_lines(schedule: str | Mapping[str, Any], layout: str, size: int, tokens: int, masks: Sequence[Mask]) -> list[str]:
+    """Returns a line where keys beyond a window still travel, or hidden scores are still computed; else none.
+
+    Args:
+      schedule: a name or a mapping, as in `AttentionConfig`.
+      size: devices on the sequence axis; tokens: of a row on each of them.
+      masks: of one layer of each kind, in the period that they repeat in.
+    """
+    windows = [mask.window for mask in masks if mask.window is not None and not mask.global_tokens]
+    if not windows or size == 1:
+        return []
+    mask = Mask(window=max(windows))
+    layers = "all layers" if len(windows) == len(masks) else f"{len(windows)} of every {len(masks)} layers"
+    name = f"the window of {mask.window:,} tokens in {layers}"
+    plan = _plan(schedule, layout, size, tokens, mask)
+    if any(task.dense for each in plan.forward for task in each.tasks):
+        return [f"attention.schedule {schedule} also computes the scores that {name} hides; other schedules skip them"]
+    if _volume(plan, size) < _volume(_plan(schedule, layout, size, tokens, Mask()), size):
+        return []
+    line = f"{name} saves products but no communication: every device still receives all keys"
+    reach = mask.reach(tokens, size)
+    if reach < size - 1 and _volume(_plan("ring", "contiguous", size, tokens, mask), size) < _volume(plan, size):
+        line += (f"; --attention.schedule ring --attention.layout contiguous receives those of {reach} other "
+                 f"{'device' if reach == 1 else 'devices'} alone")
+        if len(windows) < len(masks):
+            line += " there, but leaves the layers without a window unbalanced"
+    return [line]
+
+
+def _plan(schedule: str | Mapping[str, Any], layout: str, size: int, tokens: int, mask: Mask) -> Plan:
+    """The plan for blocks of so many tokens. Of the heads only the proportions are read."""
+    return get_schedule(schedule, size, layout).plan(size, Block(1, tokens, size, size, 2), mask)
+
+
+def _volume(plan: Plan, size: int) -> float:
+    """The bytes that the ranks receive in a forward pass, together."""
+    return float(received(plan.forward, size).sum())
