@@ -8,6 +8,7 @@ import pathlib
 import pytest
 import yaml
 
+from model.config import POSITIONS
 from trainer.config.load import dump, load, resolved
 
 REPOSITORY = pathlib.Path(__file__).resolve().parents[3]
@@ -20,7 +21,8 @@ GOLDEN = pathlib.Path(__file__).parent / "golden"
 def resolved_recipe(recipe: pathlib.Path) -> str:
     """The recipe's resolved configuration as YAML; what it leaves to the command line gets a placeholder."""
     given = yaml.safe_load(recipe.read_text(encoding="utf-8"))
-    flags = [] if {"path", "preset", "overrides"} & given["model"].keys() else ["--model.path", "HF_DIR"]
+    own = {"path", "preset"} & given["model"].keys() or given["model"].get("overrides", {}).keys() - set(POSITIONS)
+    flags = [] if own else ["--model.path", "HF_DIR"]
     has_data = "trajectories" in given or given["data"].get("sources") or given["data"].get("path")
     flags += [] if has_data else ["--data.path", "FILE.json"]
     return dump(load(["--config", str(recipe), *flags]))
