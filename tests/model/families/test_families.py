@@ -84,9 +84,9 @@ def test_every_family_is_tested():
     assert {kind.split()[0] for kind in KINDS} | {"llama"} == set(FAMILIES)
 
 
-def ours(config, folder, shape):
+def ours(config, folder, shape, **options):
     """Our model on a mesh, and its parameters."""
-    own = llama(config, shape, mask=Mask(window=config.common_window))
+    own = llama(config, shape, mask=Mask(window=config.common_window), **options)
     return own, read_hf(folder, config, own.shardings, in_memory=own.in_memory)
 
 
@@ -97,12 +97,12 @@ def documents(batch):
         yield from ((row, slice(*edge)) for edge in itertools.pairwise(edges) if segments[edge[0]] > 0)
 
 
-@pytest.mark.parametrize("model", marked(*(kind for kind in OF_EACH_FAMILY if kind != "smollm3")), indirect=True)
-def test_loss_and_gradients_of_packed_documents_are_those_of_each_alone(model):
+def check_packed_documents(model, shape, layout="striped", rows=4, **options):
+    """The loss and the gradients of packed documents, against transformers' of each document alone."""
     truth, folder, config = model
-    batch = packed_batch(config, rows=4, length=64)
-    own, params = ours(config, folder, MESH)
-    placed, _ = permuted(batch, own)
+    batch = packed_batch(config, rows=rows, length=64)
+    own, params = ours(config, folder, shape, **options)
+    placed, _ = permuted(batch, own, layout)
     (loss, _), gradients = jax.jit(jax.value_and_grad(mean_loss(own), has_aux=True))(params, placed)
     truth.zero_grad()
     total = torch.zeros(())
@@ -121,6 +121,36 @@ def test_loss_and_gradients_of_packed_documents_are_those_of_each_alone(model):
             gradient = entry.to_hf(gradient[tuple(map(slice, entry.layer_shape))])
             expected = theirs[name].grad.numpy()[entry.rows]
             assert np.abs(gradient - expected).max() <= 1e-4 * np.abs(expected).max(), name
+
+
+@pytest.mark.parametrize("model", marked(*(kind for kind in OF_EACH_FAMILY if kind != "smollm3")), indirect=True)
+def test_loss_and_gradients_of_packed_documents_are_those_of_each_alone(model):
+    check_packed_documents(model, MESH)
+
+
+REMATS = ("nothing", "save_attention", "everything", "every_k")
+COVERING = [("gemma2", "ulysses", "zigzag", "save_attention"), ("gemma3_text", "all_gather", "striped", "everything"),
+            ("mistral with a window", "ring", "zigzag", "nothing")]
+
+
+def covering():
+    """Of each family six combinations, so that every schedule and layout occurs, and all policies over two families."""
+    chosen = []
+    for number, family in enumerate(OF_EACH_FAMILY):
+        for index, (schedule, layout) in enumerate(itertools.product(("ring", "ulysses", "all_gather"), ("striped", "zigzag"))):
+            chosen.append((family, schedule, layout, REMATS[(index + number) % len(REMATS)]))
+    return chosen
+
+
+@pytest.mark.parametrize(("model", "schedule", "layout", "remat"), [
+    case if case in COVERING else pytest.param(*case, marks=pytest.mark.slow)
+    for case in dict.fromkeys((*COVERING, *covering()))], indirect=["model"])
+def test_every_schedule_layout_and_policy_serves_every_family(model, schedule, layout, remat):
+    period = len(model[2].layer_kinds)
+    every_k = {"every_k": period if period > 1 else 2} if remat == "every_k" else {}
+    if every_k and model[2].num_hidden_layers % every_k["every_k"]:
+        remat, every_k = "nothing", {}  # layers in groups must fill them
+    check_packed_documents(model, {"sequence": 2}, layout, rows=2, schedule=schedule, remat=remat, **every_k)
 
 
 @pytest.mark.parametrize("model", marked(*OF_EACH_FAMILY), indirect=True)
