@@ -36,17 +36,20 @@ CAPTION = (
     "round; the line is the busiest, for whom all wait. Below: what is sent meanwhile, by which ranks, how many ranks on."
 )
 TILES, TOKENS = 4, 4  # tiles on a side of a block, tokens on a side of a tile
-CELL = 8  # pixels on a side of a tile, which has a stripe for each rank that shares its heads
+CELL = 8  # image points on a side of a tile, which has a stripe for each rank that shares its heads
 COLOURS = np.array([  # Paul Tol's muted scheme, for all kinds of colour vision
     (0x33, 0x22, 0x88), (0x88, 0xCC, 0xEE), (0x11, 0x77, 0x33), (0xDD, 0xCC, 0x77),
     (0xCC, 0x66, 0x77), (0x44, 0xAA, 0x99), (0x88, 0x22, 0x55), (0x99, 0x99, 0x33)]) / 255
 SKIPPED, IDLE = np.array([0.86] * 3), np.array([0.975] * 3)  # colours of tiles that are skipped, or not in this round
 TEXT_COLOUR = "#2b2b2b"
 # Sizes in inches.
-WIDTH = 10.0  # of a picture, so that a page shows it without scaling
-LABELS, GAP, TITLE, BARS, TEXT_LINE = 0.6, 0.17, 0.25, 0.62, 0.165  # of row labels, gaps, titles, bars, a line of text
+WIDTH, HEIGHT = 12.0, 9.0  # of a picture at most, so that a screen shows all of it at the width of a page
+LABELS, GAP, TITLE, BARS, TEXT_LINE = 0.6, 0.14, 0.2, 0.5, 0.15  # of row labels, gaps, titles, bars, a line of text
+SIDE = 2.6  # of a panel, at most
 PANEL_LETTERS, CAPTION_LETTERS = 16, 13.5  # letters in an inch
-MAX_COLUMNS = 5  # rounds side by side
+MIN_WIDTH = 8.0
+MAX_COLUMNS = 8  # rounds side by side
+MAX_SIDE_BY_SIDE = 3  # rounds of a schedule whose layouts are drawn side by side, in one row
 
 
 def kinds(layout: str, size: int) -> Int[np.ndarray, "query_tiles key_tiles"]:
@@ -160,6 +163,7 @@ class Panel:
     """One round under one layout."""
 
     title: str
+    """Its round, if no panel above is of the same; the layout, if that has one round."""
     label: str
     """Label of the row of panels, if this is its first panel."""
     image: Float[np.ndarray, "height width 3"]
@@ -169,12 +173,14 @@ class Panel:
     """Largest number of tiles that any rank computes in any round."""
     text: list[str]
     """Lines below the panel, about what is sent."""
+    heading: str
+    """The layout, above the first of its panels if all layouts are one row."""
 
 
 def panel_rows(name: str, size: int) -> list[list[Panel]]:
     """Returns the panels of a schedule's picture, row by row.
 
-    The rounds under one layout are a row, or several if there are many. If every layout has one round only, these are one row.
+    The rounds under one layout are a row, or several if there are many. Those of all layouts are one row if there are few.
 
     Args:
         name: a key of CASES.
@@ -189,15 +195,18 @@ def panel_rows(name: str, size: int) -> list[list[Panel]]:
         tiles = np.array([work(item.round, tile_kinds, size) for item in rounds])
         label = f"{'every layout' if dense else layout}\nbusiest / mean {tiles.max(1).sum() / tiles.mean(1).sum():.2f}"
         columns = -(-len(rounds) // -(-len(rounds) // MAX_COLUMNS))
+        side_by_side = len(rounds) <= MAX_SIDE_BY_SIDE
+        titles = [f"round {number}" if side_by_side or layout == LAYOUTS[0] else "" for number in range(len(rounds))]
+        if len(rounds) == 1:
+            titles = [label]
+        heading = label.replace("\n", ": ") if side_by_side and len(rounds) > 1 else ""
         panels = [
-            Panel(f"round {number}", label if number % columns == 0 else "", picture(item.round, tile_kinds), tiles[number],
-                  tiles.max(), item.sends.splitlines())
+            Panel(titles[number], label if number % columns == 0 and not side_by_side else "", picture(item.round, tile_kinds),
+                  tiles[number], tiles.max(), item.sends.splitlines(), heading if number == 0 else "")
             for number, item in enumerate(rounds)
         ]
         rows += [panels[start:start + columns] for start in range(0, len(panels), columns)]
-    if all(len(row) == 1 for row in rows):
-        return [[replace(panel, title=panel.label, label="") for panel, in rows]]
-    return rows
+    return [[panel for row in rows for panel in row]] if side_by_side else rows
 
 
 def draw(name: str, size: int, path: pathlib.Path) -> None:
@@ -213,29 +222,31 @@ def draw(name: str, size: int, path: pathlib.Path) -> None:
 
     rows = panel_rows(name, size)
     columns = max(map(len, rows))
-    side = min((WIDTH - LABELS) / columns, 3.2) - GAP  # of a panel
-    width = max(LABELS + columns * (side + GAP), 7.0)
-    rows = [[replace(panel, text=_wrapped(panel.text, int(side * PANEL_LETTERS))) for panel in row] for row in rows]
+    pitch = min((WIDTH - LABELS) / columns, SIDE + GAP)  # from a panel to the next
+    rows = [[replace(panel, text=_wrapped(panel.text, int(pitch * PANEL_LETTERS))) for panel in row] for row in rows]
+    width = max(LABELS + columns * pitch, MIN_WIDTH)
     shared_heads = " Stripes: ranks share the heads." if name in SHARED_HEADS else ""
     caption = _wrapped([CAPTION + shared_heads], int(width * CAPTION_LETTERS))
-    legend_columns = int(width / 1.15)
-    legend_rows = -(-len(_legend_handles(size)) // legend_columns)
-    title_heights = [TITLE * max(1 + panel.title.count("\n") for panel in row) for row in rows]
-    text_heights = [0.3 + TEXT_LINE * max(len(panel.text) for panel in row) for row in rows]
-    above = 0.6 + 0.18 * len(caption)
-    height = above + len(rows) * (side + BARS) + sum(title_heights) + sum(text_heights) + 0.1 + 0.23 * legend_rows
+    legend_rows = -(-len(_legend_handles(size)) // int(width / 1.15))
+    title_heights = [TITLE * max(panel.title.count("\n") + bool(panel.title) + bool(panel.heading) for panel in row)
+                     for row in rows]
+    text_heights = [0.25 + TEXT_LINE * max(len(panel.text) for panel in row) for row in rows]
+    above = 0.5 + 0.17 * len(caption)
+    fixed = above + len(rows) * BARS + sum(title_heights) + sum(text_heights) + 0.23 * legend_rows
+    side = min(pitch - GAP, (HEIGHT - fixed) / len(rows))  # of a panel
+    height = fixed + len(rows) * side
 
     figure = Figure(figsize=(width, height), facecolor="white")
     FigureCanvasAgg(figure)
-    figure.text(0.5, 1 - 0.12 / height, f"{name.replace('_', ' ')} on {size} ranks, forward", fontsize=15, fontweight="bold",
+    figure.text(0.5, 1 - 0.1 / height, f"{name.replace('_', ' ')} on {size} ranks, forward", fontsize=15, fontweight="bold",
                 color=TEXT_COLOUR, ha="center", va="top")
-    figure.text(0.5, 1 - 0.5 / height, "\n".join(caption), fontsize=9.5, color="#555555", ha="center", va="top")
+    figure.text(0.5, 1 - 0.44 / height, "\n".join(caption), fontsize=9.5, color="#555555", ha="center", va="top")
     y = height - above
     for row, title_height, text_height in zip(rows, title_heights, text_heights, strict=True):
         y -= title_height + side
         for column, panel in enumerate(row):
-            x = (width + LABELS - columns * (side + GAP)) / 2 + column * (side + GAP)
-            _draw_panel(panel, size, _axes(figure, x, y, side, side), _axes(figure, x, y - BARS, side, BARS - 0.25))
+            x = (width + LABELS - columns * pitch) / 2 + column * pitch
+            _draw_panel(panel, size, _axes(figure, x, y, side, side), _axes(figure, x, y - BARS, side, BARS - 0.2))
         y -= BARS + text_height
     _draw_legend(figure, size, legend_rows)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -274,8 +285,11 @@ def _draw_panel(panel: Panel, size: int, matrix: "Axes", bars: "Axes") -> None:
     for spine in matrix.spines.values():
         spine.set(color="#bbbbbb", linewidth=0.6)
     matrix.set(xticks=[], yticks=[])
-    matrix.set_title(panel.title, fontsize=10, color=TEXT_COLOUR, pad=4)
-    matrix.set_ylabel(panel.label, fontsize=10, color=TEXT_COLOUR)
+    matrix.set_title(panel.title, fontsize=9.5, color=TEXT_COLOUR, pad=4, loc="left")
+    if panel.heading:
+        matrix.annotate(panel.heading, (0, 1), (0, 17), xycoords="axes fraction", textcoords="offset points", fontsize=9.5,
+                        color=TEXT_COLOUR)
+    matrix.set_ylabel(panel.label, fontsize=9.5, color=TEXT_COLOUR)
     busiest = panel.tiles.max()
     bars.bar(range(size), panel.tiles, width=0.8, color=COLOURS[:size])
     bars.axhline(busiest, color=TEXT_COLOUR, linewidth=0.8)

@@ -114,3 +114,15 @@ def hf_model(tmp_path_factory, repository):
     params = {entry.name: generator.normal(size=entry.shape).astype(np.float32) for entry in hf_layout(config)}
     write_hf(params, config, assets, folder / "hf")
     return folder / "hf"
+
+
+@pytest.fixture
+def saved_figures(monkeypatch) -> list:
+    """Returns the figures that the test saves, as a list that grows."""
+    from matplotlib.figure import Figure
+
+    figures: list = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: figures.append(figure) or save(
+        figure, *args, **options))
+    return figures

@@ -83,14 +83,16 @@ def draw(rows: list[dict], fits: dict, path: pathlib.Path) -> None:
     lengths = np.array([row["length"] for row in rows])
     for name, label in CURVES.items():
         line = fits[name]
-        points = axes.plot(lengths, [row[name] for row in rows], "o", label=label)[0]
-        axes.plot(lengths, line["mib_at_0"] + line["bytes_per_token"] * lengths / 2**20, color=points.get_color(),
-                  label=f"{line['bytes_per_token']:,.0f} bytes a token, off by {100 * line['worst_residual']:.1f}% at most")
-    ticks = lengths[lengths >= lengths.max() / 8]
-    axes.set_xticks(ticks, [f"{length / 1024:g}K" for length in ticks])
-    axes.set(xlabel="tokens in the row", ylabel="memory of the step, MiB", xlim=0, ylim=(0, axes.get_ylim()[1] * 1.3))
-    axes.set_title("A training step of the model `tiny`, one device", fontsize=11)
-    axes.legend(frameon=False, loc="upper left", fontsize=9)
+        ends = np.array([0, lengths.max()])
+        drawn = axes.plot(ends, line["mib_at_0"] + line["bytes_per_token"] * ends / 2**20)[0]
+        slope = f"{line['bytes_per_token']:,.0f} bytes a token, off by {100 * line['worst_residual']:.1f}% at most"
+        axes.plot(lengths, [row[name] for row in rows], "o", color=drawn.get_color(), label=f"{label}:\n{slope}")
+    step = lengths.max() // 8
+    axes.set_xticks(range(0, lengths.max() + 1, step), [f"{length / 1024:g}K" if length else "0"
+                                                       for length in range(0, lengths.max() + 1, step)])
+    axes.set(xlabel="tokens in the row", ylabel="memory of the step, MiB", xlim=0, ylim=(0, axes.get_ylim()[1] * 1.2))
+    axes.set_title("Memory of a training step grows with the length: model `tiny`, one device", fontsize=11)
+    axes.legend(frameon=False, loc="upper left", fontsize=9, labelspacing=0.8)
     figure.savefig(path, dpi=120)
 
 

@@ -58,22 +58,34 @@ def our_rows() -> list[dict[str, Any]]:
 
 
 def draw(rows: list[dict[str, Any]], path: Path) -> None:
-    """Draws each measured step against our range and estimate."""
+    """Draws each measured step against our range and estimate, with a panel for each program and model family."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(9, 7), facecolor="white", layout="constrained")
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for row in rows:
+        program, model, *_ = row["label"].split(", ")
+        groups.setdefault(f"{program}, {model if program == 'MaxText' else 'Qwen3'}", []).append(row)
+    figure = Figure(figsize=(9, 2.2 + 0.25 * len(rows)), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.subplots()
-    for height, row in enumerate(rows):
-        axes.plot((row["low"], row["high"]), (height, height), color="#4477aa", linewidth=5, alpha=0.4,
-                  label="our range" if height == 0 else None)
-        axes.plot(row["estimated"], height, "|", color="#4477aa", markersize=10, label="our estimate" if height == 0 else None)
-        axes.plot(row["measured"], height, "o", color="#222222", markersize=4, label="measured" if height == 0 else None)
-    axes.set(xscale="log", xlabel="seconds a step", yticks=range(len(rows)), yticklabels=[row["label"] for row in rows],
-             title="Steps that others measured, and ours by the cost model")
-    axes.invert_yaxis()
-    axes.legend(frameon=False)
+    panels = figure.subplots(len(groups), 1, height_ratios=[len(group) + 2 for group in groups.values()])
+    for axes, (name, group) in zip(panels, groups.items(), strict=True):
+        for height, row in enumerate(group):
+            axes.plot((row["low"], row["high"]), (height, height), color="#4477aa", linewidth=5, alpha=0.4, label="our range")
+            axes.plot(row["estimated"], height, "|", color="#4477aa", markersize=10, label="our estimate")
+            axes.plot(row["measured"], height, "o", color="#222222", markersize=4, label="measured")
+        low, high = min(row["low"] for row in group) / 1.2, max(row["high"] for row in group) * 1.2
+        ticks = [digit * 10**power for power in range(-1, 5) for digit in (1, 2, 5) if low <= digit * 10**power <= high]
+        labels = [row["label"].removeprefix(f"{name}, ").removeprefix("TRL, ") for row in group]
+        axes.set(xscale="log", xlim=(low, high), yticks=range(len(group)), yticklabels=labels, ylim=(len(group) - 0.4, -0.6))
+        axes.set_title(name, fontsize=10, loc="left")
+        axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
+        axes.minorticks_off()
+        axes.grid(axis="x", linewidth=0.3)
+    panels[-1].set_xlabel("seconds a step")
+    figure.suptitle("Steps that others measured, and ours by the cost model")
+    handles, names = panels[0].get_legend_handles_labels()
+    figure.legend(handles[:3], names[:3], frameon=False, ncols=3, loc="outside lower center")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 

@@ -40,6 +40,8 @@ MEMORIES = ("device", "ours")
 # Chunk sizes with which position-wise work runs on all of a device's tokens at once.
 ALL_AT_ONCE = {"projection_chunk": 0, "feed_forward_chunk": 0, "loss_chunk": 0}
 LEAST, MOST = 1 << 10, 1 << 30
+# Memory -> its mark, colour and name in the picture.
+MARKS = {"device": ("|", "#4477aa", "ours, device memory only"), "ours": ("D", "#ee6677", "ours, with host memory")}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -272,46 +274,86 @@ def fill(table: Table, cell: Cell, compiles: int | None = None) -> None:
             lambda: table.compiles >= most)
 
 
-def show(table: Table) -> None:
-    """Prints the table. Cells: device memory only / ours (the paper's); + where the double has not been tried yet."""
+def show(filled: dict[Cell, dict | None]) -> None:
+    """Prints the table of the cells' contents.
+
+    In a cell stand device memory only / ours (the paper's), and + where the double has not been tried yet.
+    """
     print(f"| hardware | model | {' | '.join(COLUMNS)} |\n|{'---|' * (2 + len(COLUMNS))}")
     for topology, models in PAPER.items():
         for model in models:
             row = []
             for column in COLUMNS:
-                filled = [table.filled(Cell(topology, model, column, memory)) for memory in MEMORIES]
+                contents = [filled[Cell(topology, model, column, memory)] for memory in MEMORIES]
                 text = " / ".join(f"{tokens_text(content['longest'])}{'' if content['next'] else '+'}" if content else "?"
-                                  for content in filled)
+                                  for content in contents)
                 row.append(f"{text} ({tokens_text(Cell(topology, model, column, 'ours').paper)})")
             print(f"| {topology} | {model.removeprefix('llama-')} | {' | '.join(row)} |")
 
 
-def draw(table: Table, path: Path) -> None:
-    """Draws each row's four contexts, ours beside the paper's."""
-    from matplotlib.figure import Figure
+def draw(longest_contexts: dict[Cell, int], path: Path) -> None:
+    """Draws a panel for each column of the table, with a line for each model and machine: the paper's context and ours.
 
-    rows = [(topology, model) for topology, models in PAPER.items() for model in models]
-    figure = Figure(figsize=(12, 5.5), layout="constrained")
-    axes = figure.subplots()
-    for column, colour in zip(COLUMNS, ("#999999", "#4477aa", "#228833", "#ee6677"), strict=True):
-        axes.plot([], [], "s", color=colour, label=column)
-        for x, (topology, model) in enumerate(rows):
-            axes.plot(x - 0.25, Cell(topology, model, column, "ours").paper, "o", color=colour, fillstyle="none")
-            for memory, shift, mark in (("device", 0.0, "v"), ("ours", 0.25, "*")):
-                content = table.filled(Cell(topology, model, column, memory))
-                if content and content["longest"]:
-                    axes.plot(x + shift, content["longest"], mark, color=colour, markersize=9 if mark == "*" else 6)
-    for mark, label in (("o", "the paper"), ("v", "device memory only"), ("*", "with host memory")):
-        axes.plot([], [], mark, color="black", fillstyle="none" if mark == "o" else "full", label=label)
-    axes.set_yscale("log", base=2)
-    ticks = [1 << power for power in range(10, 29, 2)]
-    axes.set_yticks(ticks, [tokens_text(tick) for tick in ticks])
-    axes.set_xticks(range(len(rows)), [f"{model.removeprefix('llama-')}\n{topology}" for topology, model in rows], fontsize=8,
-                    rotation=90)
-    axes.set(ylabel="tokens in a row", title="The longest context that the compilers accept, and Ring Attention's Table 3")
-    axes.grid(axis="y", linewidth=0.3)
-    axes.legend(frameon=False, fontsize=8, ncols=7, loc="upper center", bbox_to_anchor=(0.5, -0.22))
-    figure.savefig(path, dpi=120)
+    The panels are as wide as their contexts' range, so that a doubling is as long in each.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
+
+    ranges = {}
+    for column in COLUMNS:
+        contexts = [Cell(*row, column, "ours").paper for row in _rows()]
+        contexts += [context for cell, context in longest_contexts.items() if cell.column == column]
+        ranges[column] = (math.log2(min(contexts)) - 0.7, math.log2(max(contexts)) + 0.7)
+    # A machine's models stand together, under its name.
+    heights, names = {}, {}
+    for topology, models in PAPER.items():
+        names[len(heights) + len(names)] = topology
+        heights |= {(topology, model): len(heights) + len(names) + index for index, model in enumerate(models)}
+    figure = Figure(figsize=(12, 1.6 + 0.25 * (len(heights) + len(names))), facecolor="white", layout="constrained")
+    panels = figure.subplots(1, len(COLUMNS), sharey=True, width_ratios=[high - low for low, high in ranges.values()])
+    for axes, column in zip(panels, COLUMNS, strict=True):
+        for row, height in heights.items():
+            paper = Cell(*row, column, "ours").paper
+            ours = {memory: longest_contexts[cell] for memory in MEMORIES
+                    if (cell := Cell(*row, column, memory)) in longest_contexts}
+            ends = (min(paper, *ours.values()), max(paper, *ours.values())) if ours else (paper, paper)
+            axes.plot([math.log2(context) for context in ends], [height] * 2, color="#cccccc", zorder=1)
+            axes.plot(math.log2(paper), height, "o", markersize=9, color="#222222", fillstyle="none")
+            for memory, context in ours.items():
+                mark, colour, _ = MARKS[memory]
+                size, edge = (12, 2) if mark == "|" else (5, 1)
+                axes.plot(math.log2(context), height, mark, color=colour, markersize=size, markeredgewidth=edge)
+        axes.set(xlim=ranges[column], title=column)
+        powers = range(math.ceil(ranges[column][0]), math.floor(ranges[column][1]) + 1)
+        ticks = [power for power in powers if power % 2 == 0]
+        axes.set_xticks(ticks, [tokens_text(1 << power) for power in ticks])
+        axes.grid(axis="x", linewidth=0.3)
+        for spine in ("top", "right", "left"):
+            axes.spines[spine].set_visible(False)
+        axes.tick_params(axis="y", length=0)
+    panels[0].set_yticks([*heights.values(), *names],
+                         [f"{model.removeprefix('llama-').upper()} " for _, model in heights]
+                         + [machine_text(topology) for topology in names.values()])
+    for label in panels[0].get_yticklabels()[len(heights):]:
+        label.set_fontweight("bold")
+    panels[0].invert_yaxis()
+    figure.suptitle("Ring Attention's Table 3: the longest row in tokens, and what the compilers accept of our step")
+    marks = [Line2D([], [], marker="o", linestyle="", markersize=9, color="#222222", fillstyle="none", label="the paper")]
+    marks += [Line2D([], [], marker=mark, linestyle="", color=colour, markeredgewidth=2, label=label)
+              for mark, colour, label in MARKS.values()]
+    figure.legend(handles=marks, frameon=False, ncols=3, loc="outside lower center")
+    figure.savefig(path, dpi=100)
+
+
+def _rows() -> list[tuple[str, str]]:
+    """Returns the topology and the model of each row of the paper's table."""
+    return [(topology, model) for topology, models in PAPER.items() for model in models]
+
+
+def machine_text(topology: str) -> str:
+    """Returns a topology as the machine is called: `a100:4x8` as 32 A100, `v4:8x8x4` as 256 v4."""
+    kind, shape = topology.split(":")
+    return f"{math.prod(map(int, shape.split('x')))} {kind.upper() if kind[0] not in 'v' else kind}"
 
 
 def work(args: argparse.Namespace) -> None:
@@ -337,8 +379,9 @@ def work(args: argparse.Namespace) -> None:
             print(f"{cell.name}: the compiler failed: {str(error).splitlines()[0][:200]}", file=sys.stderr)
     if not args.show:
         table.save()
-    show(table)
-    draw(table, picture)
+    filled = {cell: table.filled(cell) for cell in cells()}
+    show(filled)
+    draw({cell: content["longest"] for cell, content in filled.items() if content and content["longest"]}, picture)
 
 
 def main(argv: list[str] | None = None) -> int:

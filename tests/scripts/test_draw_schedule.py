@@ -42,6 +42,7 @@ def test_a_picture_can_be_read(name, size, tmp_path, monkeypatch):
     assert len(np.unique(image.reshape(-1, image.shape[-1]), axis=0)) > 8
     empty = [len(list(rows)) for blank, rows in groupby((image == 255).all((1, 2))) if blank]
     assert max(empty) < dpi / 2
+    assert figure.get_figwidth() <= 12.01 and figure.get_figheight() <= 9.01
     figure.set_dpi(dpi)
     boxes = {text: text.get_window_extent() for text in figure.findobj(Text) if text.get_text() and text.get_visible()}
     assert len(boxes) > 12

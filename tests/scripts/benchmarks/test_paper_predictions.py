@@ -10,7 +10,9 @@ from planning.costs import rounds
 from scripts.benchmarks import paper_predictions as papers
 from scripts.benchmarks import paper_rows
 from scripts.benchmarks import papers as command
+from scripts.benchmarks.paper_pictures import PICTURES
 from scripts.benchmarks.paper_predictions import busiest_share, every_row, flops_ratio
+from tests.pictures import overlaps
 
 
 def _rows(source, table="", label=""):
@@ -101,7 +103,7 @@ def test_what_is_claimed_is_reproduced_and_what_is_missed_has_a_reason():
             assert row.note, row
 
 
-def test_the_command_prints_every_row_and_writes_them(tmp_path, capsys):
+def test_the_command_prints_every_row_and_writes_them(tmp_path, capsys, saved_figures):
     assert command.main(["--output", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
     written = json.loads((tmp_path / "papers.json").read_text(encoding="utf-8"))
@@ -111,6 +113,7 @@ def test_the_command_prints_every_row_and_writes_them(tmp_path, capsys):
         assert " ".join(row["row"].split()) in text
     assert max(len(line) for line in printed.splitlines() if str(tmp_path) not in line) <= 100
     assert written["summary"]["Striped Attention"]["claimed and reproduced"] == 133
-    assert (tmp_path / "papers.png").stat().st_size > 20_000
+    assert all((tmp_path / name).stat().st_size > 15_000 for name in PICTURES)
+    assert [overlaps(figure) for figure in saved_figures] == [[]] * len(PICTURES)
     for lost in ("Ring Attention Table 4", "Ring Attention Figure 3", "DistFlashAttn Table 2"):
         assert lost in printed
