@@ -24,6 +24,8 @@ class Hardware:
       attention, attention_backward: share of the peak that an attention kernel reaches on the tiles that it computes.
       tile: (queries, keys) of the tile that the kernel either skips or computes whole.
       matrix_unit: rows and columns of a TPU's matrix unit, which heads of fewer numbers fill in part; 0 on GPUs.
+      fused_cores: cores of a chip that share the pairs of a batch row and a key head, where one kernel computes attention's
+        whole backward pass if they come out even; 0 where two kernels do.
       network: the connections between devices.
       sources: figure -> where it comes from, the device's among them.
     """
@@ -36,6 +38,7 @@ class Hardware:
     network: Network
     sources: dict[str, str] = dataclasses.field(compare=False, hash=False)
     matrix_unit: int = 0
+    fused_cores: int = 0
 
     def filled(self, head_dim: int) -> float:
         """The share of the matrix unit that an attention kernel's products use: all have the head size on one side."""
@@ -66,7 +69,7 @@ _TCP = ("NVIDIA/nccl issue 464: over TCP on a 100 Gbit/s card ncclSend to one ra
         "more threads did not help. A rank is therefore given 28 Gbit/s, and a collective all of the card")
 
 
-def _tpu(name: str, matrix_unit: int = 128, far_exposed: bool = False) -> Hardware:
+def _tpu(name: str, matrix_unit: int = 128, *, fused_cores: int, far_exposed: bool = False) -> Hardware:
     """A TPU, whose network is a torus of its links."""
     device = DEVICES[name]
     return Hardware(
@@ -75,7 +78,7 @@ def _tpu(name: str, matrix_unit: int = 128, far_exposed: bool = False) -> Hardwa
          "matrix_unit": f"cloud.google.com/tpu/docs/{name}: {matrix_unit} x {matrix_unit}",
          "far_exposed": "compiled texts of v5e:8x8 (docs/results/placement.json): of `balanced` 12% of the bytes run beside a "
                         "kernel, of attention2d's overlap none, of the ring all; v6e routes as v5e does",
-         "tile": "what this project's kernels are compiled with for TPUs (scripts/plan.py)"}, matrix_unit)
+         "tile": "what this project's kernels are compiled with for TPUs (scripts/plan.py)"}, matrix_unit, fused_cores)
 
 
 def _gpu(name: str, rates: tuple[float, float], latency: float, sources: dict[str, str], **between_nodes) -> Hardware:
@@ -99,8 +102,8 @@ _TAKEN_OVER = "no published figure of such a kernel on this GPU was found; taken
 _INFINIBAND = {"node": 8, "far_latency": 9.6 * MICRO}
 
 HARDWARE: dict[str, Hardware] = {
-    "v3": _tpu("v3"), "v4": _tpu("v4"), "v5p": _tpu("v5p"),
-    "v5e": _tpu("v5e", far_exposed=True), "v6e": _tpu("v6e", 256, far_exposed=True),
+    "v3": _tpu("v3", fused_cores=0), "v4": _tpu("v4", fused_cores=2), "v5p": _tpu("v5p", fused_cores=2),
+    "v5e": _tpu("v5e", fused_cores=1, far_exposed=True), "v6e": _tpu("v6e", 256, fused_cores=1, far_exposed=True),
     "a100-nvlink": _gpu("a100", _A100_RATES, 3.4 * MICRO, {}),
     # DGX A100: eight GPUs, a network card for each, at 100 Gbit/s as in DistFlashAttn, section 4, and Ring Attention, Table 2.
     "a100-infiniband": _gpu(

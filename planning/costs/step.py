@@ -17,9 +17,8 @@ from .hardware import Hardware
 from .rounds import Round, rounds
 
 # Matrix products of a tile. Two backward kernels both compute scores and dP again: three products for dQ, four for dK and dV.
-# So do ours on GPUs, on TPU v3, and on v4 and v5p for an odd number of key heads; elsewhere on TPUs seven is an upper bound,
-# since one kernel computes all in five, as FlashAttention-2's does in the papers' systems.
-FORWARD_PRODUCTS, BACKWARD_PRODUCTS, FLASH_BACKWARD_PRODUCTS = 2, 7, 5
+# One for all, as FlashAttention-2's in the papers' systems and ours on most TPUs, has five.
+FORWARD_PRODUCTS, TWO_BACKWARD_KERNELS, ONE_BACKWARD_KERNEL = 2, 7, 5
 # AdamW in float32 reads the parameter, two moments and the gradient of each weight, and writes three of them.
 OPTIMIZER_BYTES = 28
 
@@ -86,7 +85,7 @@ class Job:
       zero: whether the parameters are gathered from their shards.
       partial: bytes of each number of a partial result on the wire.
       tile: (queries, keys), in place of the hardware's.
-      backward_products: matrix products of a tile in attention's backward pass.
+      backward_products: matrix products of a tile in attention's backward pass; 0: as many as this project's kernels have.
 
     Raises:
       ValueError: a mesh or remat policy that does not work, in one line naming the field.
@@ -108,7 +107,7 @@ class Job:
     zero: bool = True
     partial: int = 4
     tile: tuple[int, int] | None = None
-    backward_products: int = BACKWARD_PRODUCTS
+    backward_products: int = 0
 
     def __post_init__(self):
         if self.remat not in REMAT:
@@ -132,6 +131,14 @@ class Job:
     def tokens(self) -> int:
         """Tokens of a device."""
         return self.rows * self.length // self.sequence
+
+    @property
+    def tile_backward_products(self) -> int:
+        """Matrix products of a tile in attention's backward pass (`model.attention.kernels.tpu` chooses by the same rule)."""
+        if self.backward_products:
+            return self.backward_products
+        pairs, cores = self.block.batch * self.block.kv_heads, self.hardware.fused_cores
+        return ONE_BACKWARD_KERNEL if cores and pairs % cores == 0 else TWO_BACKWARD_KERNELS
 
     @property
     def block(self) -> Block:
@@ -201,7 +208,7 @@ def estimate(job: Job) -> Estimate:
     hardware, sizes = job.hardware, job.sizes
     _, tile_flops = job.tiles()
     peak = hardware.peak * hardware.filled(sizes.head_dim)
-    backward_flops = job.backward_products / FORWARD_PRODUCTS * tile_flops
+    backward_flops = job.tile_backward_products / FORWARD_PRODUCTS * tile_flops
     forward_rounds, backward_rounds = (
         tuple(_round(job, planned, flops / (peak * rate)) for planned in passes) for passes, flops, rate in zip(
             job.rounds(), (tile_flops, backward_flops), (hardware.attention, hardware.attention_backward), strict=True))

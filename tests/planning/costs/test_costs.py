@@ -16,7 +16,7 @@ from model.attention.layout import LAYOUTS, permutation
 from model.attention.schedules import Attention2D, Balanced, Ring, Ulysses, get_schedule, plan
 from model.config import LlamaConfig
 from planning.costs import HARDWARE, Job, Network, Sizes, estimate, rounds
-from planning.costs.step import BACKWARD_PRODUCTS, FORWARD_PRODUCTS
+from planning.costs.step import FORWARD_PRODUCTS, ONE_BACKWARD_KERNEL, TWO_BACKWARD_KERNELS
 from planning.costs.tiles import tile_counts
 from trainer.devices import peak_flops
 from trainer.flops import flops_per_step
@@ -236,12 +236,21 @@ def test_a_tile_has_as_many_products_as_the_kernels():
     statistic = jnp.zeros((1, 2, 256))
     blocks = Queries(queries, coords), Keys(keys, keys, coords)
     options = {"mask": Mask(), "scale": 1.0}
-    for kernel in (TpuKernel(128, 128, interpret=True), GpuKernel(interpret=True)):
+    tpu = TpuKernel(128, 128, interpret=True)
+    for kernel, products in ((tpu, TWO_BACKWARD_KERNELS), (dataclasses.replace(tpu, fused=True), ONE_BACKWARD_KERNEL),
+                             (GpuKernel(interpret=True), TWO_BACKWARD_KERNELS)):
         forward = jax.make_jaxpr(lambda *blocks, kernel=kernel: kernel.forward(*blocks, **options))(*blocks)
         backward = jax.make_jaxpr(lambda *blocks, kernel=kernel: kernel.backward(*blocks, **options))(
             *blocks, Saved(queries, statistic, statistic))
         branches = _products(forward.jaxpr) // FORWARD_PRODUCTS  # the masked and the other, or three ranges
-        assert branches in (2, 3) and _products(backward.jaxpr) == branches * BACKWARD_PRODUCTS
+        assert branches in (2, 3) and _products(backward.jaxpr) == branches * products
+
+
+@pytest.mark.parametrize(("machine", "kv_heads", "products"), [
+    ("v3", 8, 7), ("v4", 8, 5), ("v5p", 8, 5), ("v5p", 1, 7), ("v5e", 1, 5), ("v6e", 8, 5), ("h100-infiniband", 8, 7)])
+def test_one_backward_kernel_is_counted_where_the_tpu_kernel_takes_it(machine, kv_heads, products):
+    sizes = Sizes(1, 1, 1, 8, kv_heads, 128, 1024)
+    assert Job(sizes, HARDWARE[machine], 65536).tile_backward_products == products
 
 
 def test_small_heads_fill_a_part_of_the_matrix_unit():
