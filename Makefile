@@ -6,7 +6,7 @@ RUN := $(VENV)/bin/python
 REQUIREMENTS := requirements$(if $(filter cpu,$(PLATFORM)),,-$(PLATFORM)).txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint bench evidence soak
+.PHONY: help install quickstart test lint cycles bench evidence soak
 .DELETE_ON_ERROR:
 
 help:
@@ -38,6 +38,10 @@ test: $(VENV)/.requirements-test.stamp
 lint: $(VENV)/.requirements-test.stamp
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
+
+# No TPU is needed: the compiler tells the cycles of a tile.
+cycles: $(VENV)/.requirements-test.stamp
+	$(RUN) -m scripts.benchmarks.kernel_cycles --check
 
 bench: $(VENV)/.requirements-test.stamp
 	$(RUN) -m scripts.benchmarks

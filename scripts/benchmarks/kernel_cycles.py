@@ -21,12 +21,13 @@ from pathlib import Path
 
 from data.errors import UserError
 from scripts.benchmarks.commands import in_own_process, make_parser
-from scripts.benchmarks.results import load, measured, row, save
+from scripts.benchmarks.results import load, measured, row, save, versions
 from trainer import entry
 
 NAME = "kernel_cycles"
 TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
 PASSES = ("forward", "backward")
+COMPILERS = ("jax", "jaxlib", "libtpu")
 TOKENS, TILE, HEADS, KV_HEADS, HEAD_DIM = 4096, 1024, 4, 2, 128
 WORSE = 1.03  # a kernel with more bundles than this times the stored ones fails the check
 COLUMNS = ("generation", "pass", "kernel", "full tile", "masked tile", "other bundles")
@@ -184,8 +185,16 @@ def write() -> None:
 
 
 def check() -> int:
-    """Compiles our kernels and prints them beside the stored ones; returns 1 where one has become slower, else 0."""
-    stored = {tuple(line[:2]): line[3:] for line in load(NAME).tables["bundles"]["rows"] if line[2] == "ours"}
+    """Compiles our kernels and prints them beside the stored ones; returns 1 where one has become slower, else 0.
+
+    Compilers of other versions than the stored result's are not compared: what differs then may be theirs.
+    """
+    result, installed = load(NAME), versions()
+    for package in COMPILERS:
+        if installed.get(package) != result.versions[package]:
+            print(f"{package} {installed.get(package)}: not compared; the stored bundles are of {result.versions[package]}")
+            return 0
+    stored = {tuple(line[:2]): line[3:] for line in result.tables["bundles"]["rows"] if line[2] == "ours"}
     slower = False
     for (generation, direction), before in stored.items():
         after = measure_line(generation, direction, "ours")[3:]
