@@ -22,7 +22,11 @@ th:first-child, td:first-child { text-align: left; }
 svg { width: 100%; height: auto; display: block; }
 figure { margin: 0; } figcaption, .note { font-size: .85rem; color: #555; }
 pre { white-space: pre-wrap; overflow-wrap: anywhere; background: #f5f5f5; padding: .6rem; font-size: .8rem; }
+@media (max-width: 40rem) { table { font-size: .8rem; }
+  th, td { padding: .2rem .25rem; white-space: normal; vertical-align: bottom; } }
 @media print { body { max-width: none; font-size: 11px; padding: 0; } details > * { display: block; } h2 { break-after: avoid; }
+  .wide { overflow: visible; } th, td { white-space: normal; vertical-align: bottom; } section { break-inside: auto; }
+  details::details-content { content-visibility: visible; height: auto; } .side { grid-template-columns: 1fr 1fr; }
   figure, table, pre { break-inside: avoid; } * { print-color-adjust: exact; -webkit-print-color-adjust: exact; } }
 """
 
@@ -34,20 +38,43 @@ def text(value: object) -> str:
     return html.escape(str(value))
 
 
+def ticks(low: float, high: float, whole: bool = False) -> list[float]:
+    """Returns two to six round numbers, evenly spaced, from at or below `low` to at or above `high`.
+
+    Args:
+      whole: they are whole numbers.
+    """
+    span = high - low or abs(low) or 1.0
+    power = 10.0 ** math.floor(math.log10(span / 4))
+    step = next(digit * power for digit in (1, 2, 5, 10) if span / (digit * power) <= 4.5)
+    step = max(round(step), 1) if whole else step
+    # What float32 adds to a round number must not need a further tick.
+    first, last = math.floor(low / step + 1e-5), math.ceil(high / step - 1e-5)
+    return [index * step for index in range(first, max(last, first + 1) + 1)]
+
+
+def number(value: float) -> str:
+    """Returns a number for an axis: 1,500 and 0.0005 as they are, others by powers of ten."""
+    return f"{value:,.10g}" if value == 0 or 1e-5 <= abs(value) < 1e7 else f"{value:.3g}"
+
+
 def chart(series: Series, x_label: str, y_label: str, log: bool = False) -> str:
     """Returns a line chart as SVG: curves of points (x, y), by their names.
 
     Args:
       log: the x axis is logarithmic.
     """
-    width, height, left, bottom, top, right = 640, 360, 62, 46, 14, 12
+    width, height, left, bottom, top, right = 400, 250, 52, 40, 12, 16
     points = [point for curve in series.values() for point in curve if math.isfinite(point[1]) and (point[0] > 0 or not log)]
     if not points:
         return ""
     scale = math.log2 if log else float
+    x_ticks = ticks(*(bound(scale(x) for x, _ in points) for bound in (min, max)), whole=log)
+    y_ticks = ticks(*(bound(y for _, y in points) for bound in (min, max)))
     x_low, x_high = (bound(scale(x) for x, _ in points) for bound in (min, max))
-    y_low, y_high = (bound(y for _, y in points) for bound in (min, max))
-    x_span, y_span = x_high - x_low or 1.0, y_high - y_low or 1.0
+    x_ticks = [x for x in x_ticks if x_low <= x <= x_high] or [x_low]
+    y_low, y_high = y_ticks[0], y_ticks[-1]
+    x_span, y_span = x_high - x_low or 1.0, y_high - y_low
 
     def place(x: float, y: float) -> str:
         across = left + (scale(x) - x_low) / x_span * (width - left - right)
@@ -55,17 +82,16 @@ def chart(series: Series, x_label: str, y_label: str, log: bool = False) -> str:
         return f"{across:.1f},{down:.1f}"
 
     marks = []
-    for i in range(5):
-        y = y_low + y_span * i / 4
+    for y in y_ticks:
         _, down = place(points[0][0], y).split(",")
         marks.append(f'<line x1="{left}" x2="{width - right}" y1="{down}" y2="{down}" stroke="#ddd"/>'
-                     f'<text x="{left - 6}" y="{down}" text-anchor="end" dominant-baseline="middle">{y:.3g}</text>')
-        x = x_low + x_span * i / 4
+                     f'<text x="{left - 6}" y="{down}" text-anchor="end" dominant-baseline="middle">{number(y)}</text>')
+    for x in x_ticks:
         across = left + (x - x_low) / x_span * (width - left - right)
         marks.append(f'<text x="{across:.1f}" y="{height - bottom + 16}" text-anchor="middle">'
-                     f"{2 ** x if log else x:,.0f}</text>")
-    for number, (name, curve) in enumerate(series.items()):
-        color, dash = COLORS[number % 2], ("", ' stroke-dasharray="6 4"', ' stroke-dasharray="2 3"')[number // 2 % 3]
+                     f"{number(2 ** x if log else x)}</text>")
+    for index, (name, curve) in enumerate(series.items()):
+        color, dash = COLORS[index % 2], ("", ' stroke-dasharray="6 4"', ' stroke-dasharray="2 3"')[index // 2 % 3]
         path = " ".join(place(x, y) for x, y in curve if math.isfinite(y) and (x > 0 or not log))
         marks.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2"{dash}>'
                      f"<title>{text(name)}</title></polyline>")
@@ -73,8 +99,8 @@ def chart(series: Series, x_label: str, y_label: str, log: bool = False) -> str:
                   if len(curve) <= 24]
     marks.append(f'<text x="{(left + width) / 2}" y="{height - 8}" text-anchor="middle">{text(x_label)}</text>')
     squares = ("&#9632;", "&#9633;")
-    legend = " ".join(f'<span style="color:{COLORS[number % 2]}">{squares[number > 1]} {text(name)}</span>'
-                      for number, name in enumerate(series))
+    legend = " ".join(f'<span style="color:{COLORS[index % 2]}">{squares[index > 1]} {text(name)}</span>'
+                      for index, name in enumerate(series))
     return (f'<figure><figcaption>{text(y_label)}</figcaption><svg viewBox="0 0 {width} {height}" role="img" '
             f'aria-label="{text(y_label)} against {text(x_label)}" font-size="12" font-family="sans-serif">'
             f'{"".join(marks)}</svg>'

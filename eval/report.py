@@ -156,7 +156,7 @@ def cost(run: Run) -> dict[str, str]:
     tokens = sum(span * (row.get("step_seconds") or 0) * (row.get("tokens_per_second") or 0)
                  for span, row in zip(spans, rows, strict=True))
     last = rows[-1] if rows else {}
-    kind = "simulated devices" if mesh.get("simulate") else "devices"
+    kind = ("simulated " if mesh.get("simulate") else "") + ("device" if devices == 1 else "devices")
     values = {"steps": f"{steps[-1]:,}" if steps else "0", "tokens": f"{tokens:,.0f}", "training": _duration(seconds),
               "device hours": f"{seconds * devices / 3600:,.2f} on {devices} {kind}",
               "compilation": _duration(last.get("compile_seconds") or 0)}
@@ -236,7 +236,7 @@ def _map(scores: list[Score], title: str) -> str:
             color = f"hsl({120 * score.score:.0f} 60% 75%)" if score else "#eee"
             row.append(f'<td style="background:{color}" title="{hover}">{f"{score.score:.2f}" if score else ""}</td>')
         rows.append("<tr>" + "".join(row) + "</tr>")
-    head = "".join(f"<th>{size:,}</th>" for size in sizes)
+    head = "".join(f"<th>{size:,} {text(scores[0].unit)}</th>" for size in sizes)
     return (f'<figure class="wide"><figcaption>{text(title)}</figcaption><table class="map"><tr><th>depth</th>{head}</tr>'
             f'{"".join(rows)}</table></figure>')
 
@@ -247,6 +247,12 @@ def positions_of(runs: Sequence[Run]) -> str:
                      for row in rows] for run in runs for name, rows in run.curves.items()}
     drawn = chart(series, "tokens of the text before the target", "loss, nats per target", log=True)
     return f"<h2>Loss by position</h2>{drawn}" if drawn else ""
+
+
+def _folder(run: Run, evaluation: Evaluation) -> Path:
+    """Returns the folder of an evaluation, from the run's folder where it lies in it."""
+    folder = evaluation.path.parent
+    return folder.relative_to(run.folder) if folder.is_relative_to(run.folder) else folder
 
 
 def samples_of(run: Run) -> str:
@@ -265,18 +271,18 @@ def samples_of(run: Run) -> str:
             facts = f"{label}, {row.get('prompt_tokens')} tokens; expected {json.dumps(expected)}; score {float(verdict or 0)}"
             blocks.append(f"<pre>{text(facts)}\n\n{text(str(row.get('generated'))[:LONGEST_SAMPLE])}</pre>")
         if blocks:
-            parts.append(f"<details><summary>{text(evaluation.path.parent)}</summary>{''.join(blocks)}</details>")
+            parts.append(f"<details><summary>{text(_folder(run, evaluation))}</summary>{''.join(blocks)}</details>")
     return "".join(parts)
 
 
 def about_of(run: Run) -> str:
-    """Returns the cost of a run, how its evaluations were made, and its configuration."""
-    parts = [table(["", run.name], cost(run).items())]
+    """Returns how a run's evaluations were made, and its configuration."""
+    parts = []
     for evaluation in run.evaluations:
         about = evaluation.about
         command = " ".join(map(str, about.get("command", ())))
         facts = {key: value for key, value in about.items() if key != "command"}
-        parts.append(f"<details><summary>{text(evaluation.path.parent)}: how it was made</summary><pre>{text(command)}\n\n"
+        parts.append(f"<details><summary>{text(_folder(run, evaluation))}: how it was made</summary><pre>{text(command)}\n\n"
                      f"{text(json.dumps(facts, indent=1))}</pre></details>")
     configuration = yaml.safe_dump(run.config, sort_keys=False)
     command = f"python train.py --config {run.folder}/config.yaml --run_dir {run.folder}"
@@ -288,14 +294,15 @@ def about_of(run: Run) -> str:
 def page(runs: Sequence[Run]) -> str:
     """Returns the report as HTML."""
     title = " and ".join(run.name for run in runs)
-    columns = "".join(f"<section><h3>{text(run.name)}</h3><p class=\"note\">{text(run.folder)}</p>{about_of(run)}</section>"
-                      for run in runs)
+    costs = "".join(f"<section>{table(['', run.name], cost(run).items())}<p class=\"note\">{text(run.folder)}</p></section>"
+                    for run in runs)
+    about = "".join(f"<section><h3>{text(run.name)}</h3>{about_of(run)}</section>" for run in runs)
     samples = "".join(f"<section><h3>{text(run.name)}</h3>{samples_of(run) or '<p>None.</p>'}</section>" for run in runs)
     return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, '
             f'initial-scale=1"><title>{text(title)}</title><style>{STYLE}</style></head><body><h1>{text(title)}</h1>'
-            f"<h2>Cost and configuration</h2><div class=\"side\">{columns}</div><h2>Evaluations</h2>{scores_of(runs)}"
-            f'{positions_of(runs)}<h2>Curves</h2>{curves_of(runs)}<h2>Samples</h2><div class="side">{samples}</div></body>'
-            "</html>\n")
+            f"<h2>Cost</h2><div class=\"side\">{costs}</div><h2>Evaluations</h2>{scores_of(runs)}"
+            f'{positions_of(runs)}<h2>Curves</h2>{curves_of(runs)}<h2>Samples</h2><div class="side">{samples}</div>'
+            f'<h2>How it was made</h2><div class="side">{about}</div></body></html>\n')
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -9,6 +9,7 @@ import pytest
 from eval import report
 from eval.line_cases import LineCase
 from eval.line_report import write as write_lines
+from eval.page import number, ticks
 from eval.scoring import outcome
 
 
@@ -99,6 +100,16 @@ def test_curves_have_each_logged_point(runs):
     losses = [row["loss_nats_per_target"] for row in rows]
     assert sorted(range(len(rows)), key=losses.__getitem__) == sorted(range(len(rows)), key=lambda i: -heights[i])
     assert report.chart({}, "x", "y") == ""
+
+
+@pytest.mark.parametrize(("low", "high", "expected"), [
+    (1.33, 7.04, ["0", "2", "4", "6", "8"]), (0.00003, 0.0010000000475, ["0", "0.0005", "0.001"]),
+    (551, 6130, ["0", "2,000", "4,000", "6,000", "8,000"]), (3, 3, ["3", "4"]), (0, 0, ["0", "0.5"])])
+def test_ticks_are_round_numbers(low, high, expected):
+    assert [number(tick) for tick in ticks(low, high)] == expected
+
+
+def test_a_curve_with_what_is_no_number_is_drawn_without_it():
     assert not re.search(r"\bnan\b", report.chart({"a": [(1, 1.0), (2, float("nan"))]}, "x", "y"))
 
 
