@@ -4,16 +4,17 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import pairwise
-from typing import Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import numpy as np
 
 from data import html
 from data.conversation import Message
 from data.errors import UserError
+from data.tool_calls import new_id, parse_call_text, parse_calls, parse_tools
 
 Rendered = TypeVar("Rendered")
 
@@ -26,15 +27,18 @@ ROLES = {
     **dict.fromkeys(["tool", "function", "observation", "tool_response", "function_response", "ipython"], "tool"),
 }
 
+CALL_ROLES = ("function_call", "tool_call")  # whose text is a call in JSON
+
 # Reasons to drop a record, as the report counts them.
 NOT_A_RECORD = "not a record"
 NO_FIELD = "no conversations or messages"
+BAD_PAIR = "`prompt` and `completion` that are neither two texts nor two lists of turns"
 EMPTY_RECORD = "empty record"
 BROKEN_ID = "an `id` with broken characters"
 BAD_TURN = "a turn without role or text"
-TOOL_CALLS = "a turn with `tool_calls`, which are no text"
 BAD_HISTORY = "`history` that is no list of pairs"
 UNKNOWN_ROLE = "unknown role"
+CALL_OF_ANOTHER = "a tool call in a turn that is not the assistant's"
 BAD_HTML = "HTML that cannot be read"
 EMPTY_TURN = "empty turn"
 LATE_SYSTEM = "system turn in the middle"
@@ -111,6 +115,8 @@ class Cleaned(NamedTuple):
     """[system] user assistant (tool assistant)* user assistant ..."""
     changes: set[str]
     """What was changed, as the report counts it."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Descriptions of the tools that the assistant may call."""
 
 
 @dataclass
@@ -124,9 +130,9 @@ class Cleaner:
         """Returns the turns of a raw record.
 
         Args:
-            record: a dictionary with `conversations` of from/value, with `messages` of role/content, or with one exchange in
-                Alpaca's form (`instruction`, perhaps `input`, `output`, and the exchanges before it as pairs in `history`);
-                each perhaps with a text `system`.
+            record: a dictionary with `conversations` of from/value, with `messages` of role/content, with a `prompt` and a
+                `completion`, or with one exchange in Alpaca's form (`instruction`, perhaps `input`, `output`, and the
+                exchanges before it as pairs in `history`); each perhaps with a text `system` and a list `tools`.
 
         Raises:
             Drop: the record cannot be used.
@@ -138,7 +144,8 @@ class Cleaner:
         if not turns:
             raise Drop(EMPTY_RECORD)
         changes: set[str] = set()
-        if record.get("tools"):
+        tools = parse_tools(record["tools"]) if record.get("tools") else ()
+        if tools is None:
             changes.add(TOOLS_LEFT_OUT)
         messages = [self._message(turn, changes) for turn in turns]
         messages = self._with_system(messages, _first_present(record, "system", "system_prompt"), changes)
@@ -146,26 +153,40 @@ class Cleaner:
         if self.config.rate_limits:
             messages = _before_rate_limit(messages, changes)
         self._filter(messages)
-        content = json.dumps([(message.role, message.content) for message in messages], ensure_ascii=True)
+        messages = _with_call_ids(messages)
+        content = json.dumps([_said(message) for message in messages] + [*(tools or ())], ensure_ascii=True)
         digest = hashlib.sha256(content.encode()).digest()[:16]
         if self.config.duplicates:
             if digest in self._seen:
                 raise Drop(DUPLICATE)
             self._seen.add(digest)
-        return Cleaned(record_id or digest.hex()[:16], tuple(messages), changes)
+        return Cleaned(record_id or digest.hex()[:16], tuple(messages), changes, tools or ())
 
     def _message(self, turn: object, changes: set[str]) -> Message:
         """Returns a raw turn as a message, or raises Drop; adds what it changes to `changes`."""
         if not isinstance(turn, dict):
             raise Drop(BAD_TURN)
         raw_role, content = _first_present(turn, "from", "role"), _joined(_first_present(turn, "value", "content"))
-        if turn.get("tool_calls") or turn.get("function_call"):
-            raise Drop(TOOL_CALLS)
-        if not isinstance(raw_role, str) or not isinstance(content, str):
+        try:
+            raw_calls = _first_present(turn, "tool_calls", "function_call")
+            calls = parse_calls(raw_calls) if raw_calls else ()
+        except (ValueError, RecursionError) as error:
+            raise Drop(str(error)) from None
+        if content is None and calls and not isinstance(turn.get("content"), list):
+            content = ""
+        if not isinstance(raw_role, str):
             raise Drop(BAD_TURN)
         role = ROLES.get(raw_role) or ROLES.get(raw_role.strip().lower())
+        if role == "tool" and isinstance(content, dict | list):
+            content = json.dumps(content, ensure_ascii=False, default=str)
+        if not isinstance(content, str):
+            raise Drop(BAD_TURN)
         if role is None:
             raise Drop(UNKNOWN_ROLE)
+        if raw_role.strip().lower() in CALL_ROLES and not calls and (calls := parse_call_text(content)):
+            content = ""
+        if calls and role != "assistant":
+            raise Drop(CALL_OF_ANOTHER)
         try:
             content.encode()
         except UnicodeEncodeError:  # half of a surrogate pair such as \ud83d\ude00, which no tokenizer accepts
@@ -180,7 +201,11 @@ class Cleaner:
             changes.add(FROM_HTML)
         # OpenAI's `weight` is 0 or 1; any other number counts as yes.
         train = _first_present(turn, "train", "weight")
-        return Message(role, content, bool(train) if isinstance(train, bool | int | float) else True)
+        trained = bool(train) if isinstance(train, bool | int | float) else True
+        if role != "tool":
+            return Message(role, content, trained, calls)
+        call_id, name = (_text_field(turn, field) for field in ("tool_call_id", "name"))
+        return Message(role, content, trained, tool_call_id=call_id, name=name)
 
     def _is_html(self, content: str) -> bool:
         if self.config.html == "never":
@@ -206,6 +231,37 @@ class Cleaner:
             text = re.sub(r"```.*?(?:```|\Z)", " ", "\n".join(m.content[:2000] for m in messages[:6]), flags=re.DOTALL)
             if text.strip() and _language_classifier()(text[:4000])[0] not in config.languages:
                 raise Drop(OTHER_LANGUAGE)
+
+
+def _text_field(fields: dict, name: str) -> str | None:
+    """Returns a field that is a text without half a surrogate pair, or None."""
+    text = fields.get(name)
+    return text if isinstance(text, str) and text and not re.search("[\ud800-\udfff]", text) else None
+
+
+def _said(message: Message) -> tuple:
+    """Returns what makes two turns equal: role and text, and the calls of a turn that has some."""
+    calls = [call["function"] for call in message.tool_calls]
+    return (message.role, message.content, calls) if calls else (message.role, message.content)
+
+
+def _with_call_ids(messages: list[Message]) -> list[Message]:
+    """Gives an id to each call without one, and to each tool's turn without one that of the call which it answers, in order."""
+    result: list[Message] = []
+    unanswered: list[str] = []
+    for turn, message in enumerate(messages):
+        if message.tool_calls:
+            calls = tuple(
+                {**call, "id": call.get("id") or new_id(turn, number, call)} for number, call in enumerate(message.tool_calls)
+            )
+            unanswered = [call["id"] for call in calls]
+            message = replace(message, tool_calls=calls)
+        elif message.role == "tool" and message.tool_call_id is None and unanswered:
+            message = replace(message, tool_call_id=unanswered[0])
+        if message.tool_call_id in unanswered:
+            unanswered.remove(message.tool_call_id)
+        result.append(message)
+    return result
 
 
 def own_id(record: dict) -> str | None:
@@ -236,7 +292,18 @@ def _turns(record: dict) -> list:
     for key in ("conversations", "conversation", "messages", "items"):
         if isinstance(record.get(key), list):
             return record[key]
+    if record.get("completion") is not None:
+        return _pair_turns(record.get("prompt"), record["completion"])
     return _alpaca_turns(record)
+
+
+def _pair_turns(prompt: object, completion: object) -> list[dict]:
+    """Returns the turns of a prompt and its completion, texts or lists of turns; the prompt's are not trained on."""
+    if isinstance(prompt, str) and isinstance(completion, str):
+        return [{"role": "user", "content": prompt}, {"role": "assistant", "content": completion}]
+    if not (isinstance(prompt, list) and isinstance(completion, list) and all(isinstance(turn, dict) for turn in prompt)):
+        raise Drop(BAD_PAIR)
+    return [{**turn, "train": False} for turn in prompt] + completion
 
 
 def _alpaca_turns(record: dict) -> list[dict]:
@@ -283,7 +350,7 @@ def _in_order(messages: list[Message], changes: set[str]) -> list[Message]:
     for message, following in pairwise(messages):
         if following.role not in may_follow[message.role]:
             raise Drop(NOT_ALTERNATING)
-    if any(not message.content for message in messages):
+    if any(not message.content and not message.tool_calls for message in messages):
         raise Drop(EMPTY_TURN)
     answered = _up_to_last_answer(messages)
     if not answered:
@@ -333,7 +400,7 @@ def split(
         return
     system = messages[:1] if messages[0].role == "system" else messages[:0]
     starts = [index for index, message in enumerate(messages) if message.role == "user"] + [len(messages)]
-    characters = np.cumsum([0, *(len(message.content) for message in messages)])
+    characters = np.cumsum([0, *(len(message.content) + len(str(message.tool_calls)) for message in messages)])
     length_per_character = length(whole) / characters[-1]
 
     def render_exchanges(first: int, count: int) -> Rendered:

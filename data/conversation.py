@@ -1,6 +1,7 @@
 """The three kinds of records that sources produce: conversations, plain texts and token ids."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Int32
@@ -16,6 +17,12 @@ class Message:
     content: str
     train: bool = True
     """Whether an assistant's turn counts in the loss; turns of other roles never do."""
+    tool_calls: tuple[dict[str, Any], ...] = ()
+    """An assistant's calls in OpenAI's form, {"type", "function": {"name", "arguments"}, "id"}; arguments are a dictionary."""
+    tool_call_id: str | None = None
+    """In a tool's turn, the id of the call that it answers."""
+    name: str | None = None
+    """In a tool's turn, the name of the tool."""
 
     def __post_init__(self):
         if self.role not in ROLES:
@@ -33,16 +40,20 @@ class Conversation:
     """Number of the source in the recipe."""
     record: int = 0
     """Number of the record in the source, from 1; 0 if it was not read from a file."""
+    tools: tuple[dict[str, Any], ...] = ()
+    """Descriptions of the tools that the assistant may call, in OpenAI's form."""
 
 
 @dataclass(frozen=True)
 class Text:
-    """A plain text, such as a book, that is trained on from beginning to end; other fields as in Conversation."""
+    """A plain text, such as a book, that is trained on after its first `prompt` characters; other fields as in Conversation."""
 
     id: str
     text: str
     source: int = 0
     record: int = 0
+    prompt: int = 0
+    """Number of characters at the beginning that are read and not trained on."""
 
 
 @dataclass(frozen=True)

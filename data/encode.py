@@ -12,14 +12,14 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Int32, UInt8
 
-from data.clean import SPLIT, split
+from data.clean import SPLIT, TOOLS_LEFT_OUT, split
 from data.conversation import Conversation, Message, Record, Text
-from data.templates import TemplateError, render
+from data.templates import TemplateError, render, writes_tools
 from data.tokenizer import Tokenizer
 
 NO_TARGET = "no trained token"
@@ -67,12 +67,16 @@ class Encoder:
         changes: set[str] = set()
         if isinstance(record, Conversation):
             changes = {TYPED + token for turn in record.messages for token in self.tokenizer.typed(turn.content)}
+            template, tools = self.templates[record.source], record.tools
+            if tools and not writes_tools(template, self.tokenizer):
+                changes.add(TOOLS_LEFT_OUT)
+                tools = ()
             try:
-                parts = self._encode_conversation(record.messages, self.templates[record.source])
+                parts = self._encode_conversation(record.messages, template, tools)
             except TemplateError as error:
                 return Encoded([], drop_reason=str(error))
         elif isinstance(record, Text):
-            parts = [self._encode_text(record.text)]
+            parts = [self._encode_text(record.text, record.prompt)]
         elif record.tokens.min() < 0 or record.tokens.max() >= self.tokenizer.vocab_size:
             return Encoded([], drop_reason=FOREIGN_ID)
         else:
@@ -90,27 +94,35 @@ class Encoder:
             changes.add(SPLIT if len(parts) > 1 else CUT)
         return Encoded(documents, frozenset(changes))
 
-    def _encode_conversation(self, messages: Sequence[Message], template: str) -> list[TokenDocument]:
+    def _encode_conversation(
+        self, messages: Sequence[Message], template: str, tools: Sequence[dict[str, Any]]
+    ) -> list[TokenDocument]:
         """Returns the conversation, or its parts if it is split; a part of one exchange may exceed context_length."""
         if self.train_on == "last":
             last = max(index for index, message in enumerate(messages) if message.role == "assistant")
             messages = [replace(message, train=message.train and index == last) for index, message in enumerate(messages)]
         if not self.split:
-            return [self._render(messages, template)]
-        render = partial(self._render, template=template)
+            return [self._render(messages, template, tools)]
+        render = partial(self._render, template=template, tools=tools)
         return list(split(messages, render, lambda document: len(document.tokens), self.context_length))
 
-    def _render(self, messages: Sequence[Message], template: str) -> TokenDocument:
-        segments = render(messages, template, self.tokenizer)
+    def _render(self, messages: Sequence[Message], template: str, tools: Sequence[dict[str, Any]]) -> TokenDocument:
+        segments = render(messages, template, self.tokenizer, tools=tools)
         tokens = np.fromiter((token for segment in segments for token in segment.ids), np.int32)
         lengths = [len(segment.ids) for segment in segments]
         return TokenDocument(tokens, np.repeat([segment.train for segment in segments], lengths).astype(np.uint8))
 
-    def _encode_text(self, text: str) -> TokenDocument:
-        """Returns a text between BOS and EOS, as far as the tokenizer has them, with every token trained on."""
-        ids = [self.tokenizer.bos_id, *self.tokenizer.encode(text), self.tokenizer.eos_id]
-        tokens = np.fromiter((token for token in ids if token is not None), np.int32)
-        return TokenDocument(tokens, np.ones(len(tokens), np.uint8))
+    def _encode_text(self, text: str, prompt: int) -> TokenDocument:
+        """Returns a text between BOS and EOS, as far as the tokenizer has them, trained on after its first `prompt` characters.
+
+        Without a prompt, every token is trained on.
+        """
+        spans = self.tokenizer.encode_spans(text)
+        ids = [self.tokenizer.bos_id, *(token for token, _, _ in spans), self.tokenizer.eos_id]
+        mask = [not prompt, *(not prompt or end > prompt for _, _, end in spans), True]
+        pairs = [(token, train) for token, train in zip(ids, mask, strict=True) if token is not None]
+        tokens, loss_mask = zip(*pairs, strict=True)
+        return TokenDocument(np.asarray(tokens, np.int32), np.asarray(loss_mask, np.uint8))
 
 
 def encode_all(encoder: Encoder, records: Iterable[Record], processes: int = 1) -> Iterator[tuple[Record, Encoded]]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     import tqdm
 
 RULES = "prepare-3"  # to be changed with every change to the documents, so that existing folders are not reused
+# Of files with these fields, folders of releases that left them out are not reused.
+TOOL_RULES, TOOL_FIELDS = b"tools-1", re.compile(rb"\b(?:tools|tool_calls?|function_call|completion)\b")
 DROPPED = "dropped.jsonl"
 REPORT = "report.json"
 DOCUMENTS = "documents"
@@ -406,7 +409,24 @@ def _content_hash(source: Source) -> str:
             next(source_readers.read(source, Report()), None)  # raises the error about the missing file
         with file.open() as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
+        if source.format != "tokens" and _may_name_tools(file):
+            digest.update(TOOL_RULES)
     return digest.hexdigest()
+
+
+def _may_name_tools(file: paths.File) -> bool:
+    """Returns whether a file contains the names of fields that TOOL_RULES are about, or is compressed and may do so."""
+    if file.suffix not in (".json", ".jsonl", ".parquet"):
+        return False
+    overlap = b""
+    with file.open() as opened:
+        while block := opened.read(1 << 20):
+            if block.startswith(b"\x1f\x8b") and not overlap:  # gzip
+                return True
+            if TOOL_FIELDS.search(overlap + block):
+                return True
+            overlap = block[-32:]
+    return False
 
 
 class SplitCounts(NamedTuple):

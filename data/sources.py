@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import pyarrow
 
 EMPTY_TEXT = "empty text"
-NO_TEXT = "no `text`"
+NO_TEXT = "no `text`, nor `prompt` and `completion`"
 NO_TOKENS = "no list of integers in `tokens` or `input_ids`"
 BAD_MASK = "`loss_mask` or `labels` unlike its tokens"
 IGNORED_LABEL = -100  # transformers' label for a token that is not trained on
@@ -65,7 +65,7 @@ class Source:
     """A file, or a folder of files, on this machine or in a store (gs://, s3://)."""
     format: str = "sharegpt"
     """`sharegpt` (records with `conversations` of from/value, or `messages` of role/content), `text` (a plain text file is
-    one document; records have `text`) or `tokens` (a .npy file, or records with `tokens`)."""
+    one document; records have `text`, or `prompt` and `completion`) or `tokens` (a .npy file, or records with `tokens`)."""
     template: str = "vicuna_v1.1"
     """Name of the conversations' chat template, one of data.templates.NAMES."""
     weight: float = 1.0
@@ -236,19 +236,24 @@ def _parser(format: str, clean: CleanConfig, report: SourceReport) -> Callable[[
     def parse_conversation(raw: object, source: int, number: int) -> Conversation:
         cleaned = cleaner.clean(raw)
         report.repaired.update(cleaned.changes)
-        return Conversation(cleaned.id, cleaned.messages, source, number)
+        return Conversation(cleaned.id, cleaned.messages, source, number, cleaned.tools)
 
     return parse_conversation
 
 
 def _parse_text(raw: object, source: int, number: int) -> Text:
-    text = raw.get("text") if isinstance(raw, dict) else raw
+    text, prompt = raw.get("text") if isinstance(raw, dict) else raw, ""
+    if isinstance(raw, dict) and text is None and isinstance(raw.get("prompt"), str) and isinstance(raw.get("completion"), str):
+        if not raw["completion"].strip():
+            raise Drop(EMPTY_TEXT)
+        prompt = raw["prompt"].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        text = prompt + raw["completion"]
     if not isinstance(text, str):
         raise Drop(NO_TEXT)
     if not text.strip():
         raise Drop(EMPTY_TEXT)
     text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # no tokenizer accepts lone surrogates
-    return Text(_record_id(raw, text.encode()), text, source, number)
+    return Text(_record_id(raw, text.encode()), text, source, number, len(prompt))
 
 
 def _parse_tokens(raw: object, source: int, number: int) -> Tokens:

@@ -8,16 +8,17 @@ template's own text.
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import groupby
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from data.conversation import Message
 from data.errors import UserError
 from data.tokenizer import Tokenizer
+from data.tool_calls import map_texts
 
 if TYPE_CHECKING:
     from jinja2 import Template
@@ -109,6 +110,8 @@ BUILT_IN = {
 VICUNA = BUILT_IN["vicuna_v1.1"]
 NAMES = (*BUILT_IN, "tokenizer")
 # Control tokens that a template writes besides the tokenizer's BOS and EOS.
+GUARDED = "\ufdd2"  # a noncharacter within texts that are not to be found as control tokens
+_MARKS = re.compile("[\ufdd0-\ufdd2]")
 CONTROLS = {
     "llama-3": ("<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
     "chatml": ("<|im_start|>", "<|im_end|>"),
@@ -117,6 +120,7 @@ TRAIN_ON = ("all", "last")
 # Iterations that a template may make for one conversation; those of published models make a few for each turn.
 STEPS = 1_000_000
 STEPS_PER_TURN = 1_000
+MAX_CALL_TURNS = 1_000  # turns of a conversation with tools, whose template is rendered for each answer
 
 
 class TemplateError(UserError):
@@ -177,6 +181,7 @@ def render(
     tokenizer: Tokenizer,
     add_generation_prompt: bool = False,
     train_on: str = "all",
+    tools: Sequence[dict[str, Any]] = (),
 ) -> list[Segment]:
     """Returns the ids of a conversation, in segments that are trained on or not.
 
@@ -184,7 +189,9 @@ def render(
     apply_chat_template; a control token that is typed in a turn remains text. BOS is added only where the template writes it.
 
     Trained on are the assistant's texts, what the generation prompt leaves for the assistant to write before a text (such as
-    a space), and the end token that follows it; except in turns whose Message.train is False.
+    a space), and the end token that follows it; except in turns whose Message.train is False. Of a turn with tool calls,
+    everything is trained on that the template writes between the generation prompt and the turn's end token, with both calls
+    and their marks.
 
     Args:
         messages: the turns.
@@ -192,9 +199,10 @@ def render(
         tokenizer: the tokenizer.
         add_generation_prompt: whether the heading of an assistant's turn follows the conversation.
         train_on: `all` turns of the assistant, or only its `last` one.
+        tools: descriptions of tools for the template; see `writes_tools`.
 
     Raises:
-        TemplateError: the conversation does not fit the template.
+        TemplateError: the conversation does not fit the template, such as one with tool calls that it does not write.
         UserError: see `jinja_template`; or `train_on` is unknown.
     """
     if train_on not in TRAIN_ON:
@@ -205,13 +213,17 @@ def render(
     trained_turns = {number for number in (answers if train_on == "all" else answers[-1:]) if messages[number].train}
     specials = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
     encoder = _ConversationEncoder(tokenizer)
-    for piece in _layout(source, roles, specials, add_generation_prompt):
+    if tools or any(message.tool_calls for message in messages):
+        layout = _tool_layout(source, messages, tools, specials, add_generation_prompt, tokenizer)
+    else:
+        layout = _layout(source, roles, specials, add_generation_prompt)
+    for piece in layout:
         if isinstance(piece, _Content):
             content = messages[piece.turn].content
             text = json.dumps(content, ensure_ascii=False) if piece.as_json else content
             encoder.add_content(text, piece.turn in trained_turns)
         else:
-            encoder.add_template_text(piece, piece.answer in trained_turns)
+            encoder.add_template_text(piece, trained_turns)
     return _segments(encoder.finish())
 
 
@@ -234,20 +246,23 @@ class _ConversationEncoder:
         self._add(text, train)
         self._train_end_token = train
 
-    def add_template_text(self, piece: "_TemplateText", train_own: bool) -> None:
-        """Adds text of the template; `train_own`: whether what of it the assistant has to write is trained on."""
-        text, offset, border = piece.text, 0, len(piece.text) - piece.own
+    def add_template_text(self, piece: "_TemplateText", trained_turns: set[int]) -> None:
+        """Adds text of the template, of which the parts that the assistant writes in these turns are trained on."""
+        text, offset = piece.text, 0
+        written = [part for part in piece.written if part.turn in trained_turns]
         for match in self._tokenizer.control_pattern.finditer(text):
             before = text[offset : match.start()]
-            self._add_split(before, border - offset, train_own)
+            self._add_parts(text, offset, match.start(), written)
             self._train_end_token = self._train_end_token and not before.strip()
             if self._train_end_token:
                 self._train_text_before_end_token(before)
             self._encode_texts()
-            self._ids.append((self._tokenizer.controls[match.group(match.lastindex)].id, self._train_end_token))
+            start = match.start(match.lastindex)
+            in_call = any(part.start <= start < part.end for part in written if part.is_call)
+            self._ids.append((self._tokenizer.controls[match.group(match.lastindex)].id, self._train_end_token or in_call))
             self._train_end_token = False
             offset = match.end()
-        self._add_split(text[offset:], border - offset, train_own)
+        self._add_parts(text, offset, len(text), written)
         self._train_end_token = False
 
     def finish(self) -> list[tuple[int, bool]]:
@@ -256,14 +271,19 @@ class _ConversationEncoder:
         return self._ids
 
     def _add(self, text: str, train: bool) -> None:
+        text = text.replace(GUARDED, "")
         if text:
             self._texts.append((text, train))
 
-    def _add_split(self, text: str, border: int, train: bool) -> None:
-        """Adds a text of which only what follows the offset `border` may be trained on."""
-        border = max(border, 0)
-        self._add(text[:border], False)
-        self._add(text[border:], train)
+    def _add_parts(self, text: str, offset: int, end: int, trained: Sequence["_Written"]) -> None:
+        """Adds text[offset:end], of which the given parts, which are in order, are trained on."""
+        for part in trained:
+            if offset < part.end and part.start < end:
+                start = max(part.start, offset)
+                self._add(text[offset:start], False)
+                offset = min(part.end, end)
+                self._add(text[start:offset], True)
+        self._add(text[offset:end], False)
 
     def _train_text_before_end_token(self, text: str) -> None:
         # llama-2 writes a space between the answer and EOS: without it, the model would not get to EOS.
@@ -304,10 +324,18 @@ class _TemplateText(NamedTuple):
     """Text between two contents, in a rendered template."""
 
     text: str
-    own: int
-    """How many characters at the text's end the assistant has to write itself, since the generation prompt lacks them."""
-    answer: int | None
-    """The assistant's turn whose content follows the text, if one does."""
+    written: tuple["_Written", ...] = ()
+    """The parts of the text that the assistant has to write itself, in order."""
+
+
+class _Written(NamedTuple):
+    """Part of a template's text that the assistant has to write itself, since the generation prompt lacks it."""
+
+    start: int
+    end: int
+    turn: int
+    is_call: bool = False
+    """Whether it belongs to a turn with tool calls, of which control tokens are trained on too."""
 
 
 def _layout(
@@ -339,8 +367,8 @@ def _make_layout(
             layout.append(part)
             continue
         answer = following.turn if isinstance(following, _Content) and roles[following.turn] == "assistant" else None
-        own = len(part) - len(prompt) if answer is not None and prompt and part.startswith(prompt) else 0
-        layout.append(_TemplateText(part, own, answer))
+        written = answer is not None and prompt and len(prompt) < len(part) and part.startswith(prompt)
+        layout.append(_TemplateText(part, (_Written(len(prompt), len(part), answer),) if written else ()))
     return tuple(layout)
 
 
@@ -360,20 +388,153 @@ def _generation_prompt(source: str, roles: tuple[str, ...], specials: tuple[str 
     return tail if isinstance(tail, str) else None
 
 
+def writes_tools(template: str, tokenizer: Tokenizer) -> bool:
+    """Returns whether a chat template reads descriptions of tools; those of the built-in ones are for text alone."""
+    return re.search(r"\btools\b", jinja_template(template, tokenizer)) is not None
+
+
+def _tool_layout(
+    source: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]], specials: tuple[str | None, ...],
+    add_generation_prompt: bool, tokenizer: Tokenizer,
+) -> list[_Content | _TemplateText]:
+    """Renders a template for a conversation with tools.
+
+    Calls and tools are rendered as they are, since templates look into them; only contents have marks. What the assistant
+    writes in a turn is found by two more renderings: it begins where the generation prompt before it ends, and a turn with
+    calls ends where the conversation up to it does.
+    """
+    if len(messages) > MAX_CALL_TURNS:
+        raise TemplateError(f"a conversation with tools of more than {MAX_CALL_TURNS} turns")
+    guard = partial(_guarded, tokenizer)
+    fields = [_fields(message, guard) for message in messages]
+    descriptions = map_texts(list(tools), guard) or None
+    roles = tuple(message.role for message in messages)
+
+    def parts_of(turns: int, prompt: bool) -> list[str | _Content]:
+        return _rendered_parts(source, roles[:turns], specials, prompt, fields[:turns], descriptions)
+
+    parts = parts_of(len(messages), add_generation_prompt)
+    written: dict[int, list[_Written]] = {}  # by the number of the part
+    for turn, message in enumerate(messages):
+        if message.role != "assistant" or not turn:
+            continue
+        before = _after(parts_of(turn, True), turn - 1)
+        if len(before) > 1:
+            raise TemplateError(f"the chat template writes other turns after turn {turn - 1}")
+        prompt, first = "".join(map(str, before)), _number_after(parts, turn - 1)
+        if not message.tool_calls:
+            text = parts[first]
+            if isinstance(text, str) and text.startswith(prompt) and len(prompt) < len(text):
+                written.setdefault(first, []).append(_Written(len(prompt), len(text), turn))
+            continue
+        alone = _after(parts_of(turn + 1, False), turn - 1)
+        for number, (start, end) in _call_parts(parts[first:], alone, prompt, message, guard, tokenizer).items():
+            written.setdefault(first + number, []).append(_Written(start, end, turn, is_call=True))
+    return [
+        part if isinstance(part, _Content) else _TemplateText(part, tuple(written.get(number, ())))
+        for number, part in enumerate(parts)
+    ]
+
+
+def _call_parts(
+    parts: Sequence[str | _Content], alone: Sequence[str | _Content], prompt: str, message: Message,
+    guard: Callable[[str], str], tokenizer: Tokenizer,
+) -> dict[int, tuple[int, int]]:
+    """Returns what the assistant writes in a turn with tool calls: by the number of the part, (start, end).
+
+    Args:
+        parts: the rendered conversation after the turn before.
+        alone: the same of the conversation that ends with the turn.
+        prompt: what the generation prompt writes after the turn before.
+        message: the turn.
+        guard: see `_guarded`.
+        tokenizer: the tokenizer.
+    """
+    ranges: dict[int, tuple[int, int]] = {}
+    for number, (part, other) in enumerate(zip(parts, alone, strict=False)):
+        if isinstance(part, str) and isinstance(other, str):
+            ranges[number] = (len(prompt) if number == 0 else 0, _common_length(part, other))
+        if part != other:
+            break
+    last = max(ranges, default=0)
+    text = parts[last] if ranges else ""
+    call = "".join(parts[number][start:end] for number, (start, end) in ranges.items())
+    names = [guard(call["function"]["name"]) for call in message.tool_calls]
+    if not isinstance(parts[0], str) or not parts[0].startswith(prompt) or not all(name in call for name in names):
+        raise TemplateError("the chat template does not write a turn's `tool_calls`; one that does, such as the model's own "
+                            "(template: tokenizer), would work")
+    start, end = ranges[last]
+    # The turn ends with a control token, after which the template may write more, such as a line's end.
+    ends = [match.end(match.lastindex) for match in tokenizer.control_pattern.finditer(text[:end])]
+    ranges[last] = (start, ends[-1] if ends and ends[-1] > start else end)
+    return ranges
+
+
+def _common_length(first: str, second: str) -> int:
+    """Returns how many characters two texts have in common at their beginning."""
+    pairs = enumerate(zip(first, second, strict=False))
+    return next((number for number, (a, b) in pairs if a != b), min(len(first), len(second)))
+
+
+def _number_after(parts: Sequence[str | _Content], turn: int) -> int:
+    """Returns the number of the part that follows the content of a turn.
+
+    Raises:
+        TemplateError: there is no such part, or no such content.
+    """
+    for number, part in enumerate(parts[:-1]):
+        if isinstance(part, _Content) and part.turn == turn:
+            return number + 1
+    raise TemplateError(f"the chat template writes nothing after turn {turn}")
+
+
+def _after(parts: Sequence[str | _Content], turn: int) -> Sequence[str | _Content]:
+    """Returns the parts that follow the content of a turn."""
+    number = next((number for number, part in enumerate(parts) if isinstance(part, _Content) and part.turn == turn), None)
+    return parts[number + 1 :] if number is not None else ()
+
+
+def _guarded(tokenizer: Tokenizer, text: str) -> str:
+    """Returns a text of a call or a tool in which no control token is found: each has GUARDED after its first letter."""
+    return tokenizer.guard_controls(_MARKS.sub("\ufffd", text), GUARDED)
+
+
+def _fields(message: Message, guard: Callable[[str], str]) -> dict[str, Any]:
+    """Returns the fields of a turn that a template sees, besides its content."""
+    fields = {"tool_call_id": message.tool_call_id, "name": message.name}
+    fields = {name: guard(text) for name, text in fields.items() if text is not None}
+    if message.tool_calls:
+        fields["tool_calls"] = map_texts(message.tool_calls, guard)
+        if not message.content:  # templates ask whether there is any
+            fields["content"] = ""
+    return fields
+
+
 def _rendered_parts(
-    source: str, roles: tuple[str, ...], specials: tuple[str | None, ...], add_generation_prompt: bool
+    source: str, roles: tuple[str, ...], specials: tuple[str | None, ...], add_generation_prompt: bool,
+    fields: Sequence[dict[str, Any]] = (), tools: list | None = None,
 ) -> list[str | _Content]:
     """Renders a template with marks for contents and cuts it at them: texts and contents in the template's order.
 
     A mark is the turn's number between two Unicode noncharacters, which no other text contains.
+
+    Args:
+        source: the template in Jinja.
+        roles: the role of each turn.
+        specials: texts of BOS, EOS and the padding token.
+        add_generation_prompt: whether the heading of an assistant's turn follows.
+        fields: further fields of each turn, see `_fields`; a turn's `content` among them replaces its mark.
+        tools: descriptions of tools.
     """
     messages = [{"role": role, "content": f"\ufdd0{number}\ufdd1"} for number, role in enumerate(roles)]
+    for message, more in zip(messages, fields, strict=False):
+        message.update(more)
     names = zip(("bos_token", "eos_token", "pad_token"), specials, strict=True)
     compiled = _compile(source)
     compiled.environment.steps_left = STEPS + STEPS_PER_TURN * len(roles)
     try:
         text = compiled.render(
-            messages=messages, add_generation_prompt=add_generation_prompt, tools=None, documents=None,
+            messages=messages, add_generation_prompt=add_generation_prompt, tools=tools, documents=None,
             **{name: token for name, token in names if token is not None},
         )
     except UserError:
@@ -393,7 +554,8 @@ def _rendered_parts(
             parts.append(following_text)
     turns = Counter(part.turn for part in parts if isinstance(part, _Content))
     for number, role in enumerate(roles):
-        if (times := turns[number]) != 1:
+        # Some templates leave out the text beside a call.
+        if (times := turns[number]) != 1 and not (times == 0 and "tool_calls" in messages[number]):
             raise TemplateError(
                 f"the chat template writes turn {number} ({role}) {times} times, not once and without changes"
             )
@@ -469,9 +631,13 @@ def _compile(source: str) -> "Template":
     def raise_exception(message: str) -> NoReturn:
         raise TemplateError(f"the chat template refuses: {message}")
 
-    def tojson(value: object, indent: int | None = None) -> str:
+    def tojson(
+        value: object, ensure_ascii: bool = False, indent: int | None = None,
+        separators: tuple[str, str] | None = None, sort_keys: bool = False,
+    ) -> str:
+        text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
         # A mark in quotes becomes a mark that contains a quote; see _rendered_parts.
-        return re.sub('"\ufdd0(\\d+)\ufdd1"', '\ufdd0\\1"\ufdd1', json.dumps(value, ensure_ascii=False, indent=indent))
+        return re.sub('"\ufdd0(\\d+)\ufdd1"', '\ufdd0\\1"\ufdd1', text)
 
     environment = Environment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]

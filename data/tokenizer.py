@@ -191,6 +191,10 @@ class Tokenizer:
         """Returns the texts of control tokens that a text contains; `encode` treats them as letters."""
         return set(self._typed_pattern.findall(text))
 
+    def guard_controls(self, text: str, guard: str) -> str:
+        """Returns a text in which every control token has `guard` after its first letter, so that it is not found again."""
+        return self._typed_pattern.sub(lambda match: match.group()[0] + guard + match.group()[1:], text)
+
     @cached_property
     def _typed_pattern(self) -> re.Pattern[str]:
         longest_first = sorted(self.controls, key=len, reverse=True)

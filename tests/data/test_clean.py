@@ -56,11 +56,16 @@ def test_a_system_text_becomes_the_first_turn_and_tools_are_reported():
     assert contents({"instruction": "c", "output": "d", "history": [["a", "b"]]}) == ["a", "b", "c", "d"]
     with pytest.raises(Drop, match="`history`"):
         contents({"instruction": "c", "output": "d", "history": ["a", "b"]})
-    assert Cleaner().clean({**exchange, "tools": [{"name": "f"}]})[2] == {"descriptions in `tools` left out"}
+    described = Cleaner().clean({**exchange, "tools": [{"name": "f"}]})
+    assert described.changes == set() and described.tools == ({"type": "function", "function": {"name": "f"}},)
+    for broken in ("f(x)", {"name": "f"}, ["f"]):
+        assert Cleaner().clean({**exchange, "tools": broken}).changes == {"descriptions in `tools` left out"}
     called = {"role": "assistant", "content": "Let me look.", "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
-    with pytest.raises(Drop, match="tool_calls"):
-        contents({"messages": [{"role": "user", "content": "a"}, called, {"role": "tool", "content": "1"},
-                               {"role": "assistant", "content": "One."}]})
+    _, call, result, _ = Cleaner().clean({"messages": [
+        {"role": "user", "content": "a"}, called, {"role": "tool", "content": "1"}, {"role": "assistant", "content": "One."},
+    ]}).messages
+    assert call.content == "Let me look." and call.tool_calls[0]["function"] == {"name": "f", "arguments": {}}
+    assert result.content == "1" and result.tool_call_id == call.tool_calls[0]["id"]
 
 
 @pytest.mark.parametrize(("flag", "train"), [

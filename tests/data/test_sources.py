@@ -185,7 +185,7 @@ def test_texts_and_tokens_of_files_and_folders(tmp_path):
     (books / "notes.pdf").write_text("not looked at")
     texts, report = _read(books, format="text")
     assert [item.text for item in texts] == ["One\nbook é", "Two", "Three", "Four"] and texts[1].id == "7"
-    assert report.dropped == {"empty text": 1, "no `text`": 1} and report.records == 6
+    assert report.dropped == {"empty text": 1, "no `text`, nor `prompt` and `completion`": 1} and report.records == 6
     records = [
         {"id": "all", "tokens": [5, 6, 7]},
         {"id": "mask", "input_ids": [5, 6, 7], "loss_mask": [0, 1, True]},

@@ -1,0 +1,83 @@
+"""Reads tool calls and descriptions of tools from records, into OpenAI's form with arguments as JSON values."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+ID_LENGTH = 9  # Mistral's templates accept ids of nine letters and digits only
+
+
+def parse_calls(value: object) -> tuple[dict[str, Any], ...]:
+    """Returns the calls of `tool_calls` or of one `function_call`; arguments that are JSON texts become JSON values.
+
+    Raises:
+        ValueError: a call has no name, or its arguments are no JSON object; the message says which.
+    """
+    return tuple(map(_parse_call, value if isinstance(value, list) else [value]))
+
+
+def _parse_call(call: object) -> dict[str, Any]:
+    function = call.get("function", call) if isinstance(call, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise ValueError("a tool call without a name")
+    arguments = function.get("arguments", function.get("parameters"))
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+    elif arguments is None:
+        arguments = {}
+    if not isinstance(arguments, dict):
+        raise ValueError("a tool call whose arguments are no JSON object")
+    call_id = call.get("id")
+    parsed = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    return _unicode(parsed | ({"id": call_id} if isinstance(call_id, str) and call_id else {}))
+
+
+def parse_call_text(text: str) -> tuple[dict[str, Any], ...]:
+    """Returns the calls in the text of a ShareGPT turn `function_call`; empty if the text is not such calls in JSON."""
+    try:
+        return parse_calls(json.loads(text))
+    except (ValueError, RecursionError):
+        return ()
+
+
+def parse_tools(value: object) -> tuple[dict[str, Any], ...] | None:
+    """Returns the descriptions in a record's `tools`, a list or its JSON text; None if they are something else."""
+    try:
+        value = json.loads(value) if isinstance(value, str) else value
+        if not isinstance(value, list) or not all(isinstance(tool, dict) for tool in value):
+            return None
+        return tuple(_unicode(tool if "function" in tool else {"type": "function", "function": tool}) for tool in value)
+    except (ValueError, TypeError, RecursionError):
+        return None
+
+
+def new_id(turn: int, number: int, call: dict[str, Any]) -> str:
+    """Returns an id for a call that has none: nine letters and digits that depend on the call and its number alone."""
+    content = json.dumps([turn, number, call["function"]], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:ID_LENGTH]
+
+
+def _unicode(value: Any) -> Any:
+    """Returns a JSON value with lone surrogates, which no tokenizer accepts, replaced.
+
+    Raises:
+        ValueError: a value is none of JSON's, such as a table's bytes.
+    """
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+    except TypeError as error:
+        raise ValueError(f"a tool call with a value that JSON lacks ({error})") from None
+    return json.loads(text.encode("utf-16", "surrogatepass").decode("utf-16", "replace"))
+
+
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Returns a JSON value with every text in it, keys too, replaced by `change` of it."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key): map_texts(item, change) for key, item in value.items()}
+    return [map_texts(item, change) for item in value] if isinstance(value, list | tuple) else value

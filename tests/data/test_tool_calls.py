@@ -1,0 +1,264 @@
+"""Tool calls under three families' templates: ids and masks are transformers'; what a record's forms become."""
+
+import json
+
+import pytest
+
+from data.clean import Cleaner, Drop
+from data.conversation import Conversation, Message, Text
+from data.encode import Encoder
+from data.report import Report
+from data.sources import Source, read
+from data.templates import TemplateError, render
+from data.tokenizer import Tokenizer
+from tests.conftest import REPOSITORY
+
+TINY = REPOSITORY / "data/fixtures/tiny_tokenizer"
+
+# As Llama 3.1's: calls without their text, results and tools in JSON, the tools in the first user's turn.
+LLAMA = (
+    "{{- bos_token }}{%- for message in messages %}"
+    "{%- if not (message.role == 'tool' or 'tool_calls' in message) %}"
+    "{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n' }}"
+    "{%- if tools is not none and message.role == 'user' and loop.first %}"
+    "{{- 'Given the following functions, answer with JSON.\n\n' }}"
+    "{%- for t in tools %}{{- t | tojson(indent=4) }}{{- '\n\n' }}{%- endfor %}{%- endif %}"
+    "{%- if message.role == 'assistant' %}{% generation %}{{- message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}"
+    "{%- else %}{{- message['content'] | trim + '<|eot_id|>' }}{%- endif %}"
+    "{%- elif 'tool_calls' in message %}"
+    "{%- if not message.tool_calls|length == 1 %}{{- raise_exception('This model only supports single tool-calls at once!') }}"
+    "{%- endif %}{%- set tool_call = message.tool_calls[0].function %}"
+    "{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' -}}"
+    "{% generation %}{{- '{\"name\": \"' + tool_call.name + '\", ' }}{{- '\"parameters\": ' }}"
+    "{{- tool_call.arguments | tojson }}{{- '}' }}{{- '<|eot_id|>' }}{% endgeneration %}"
+    "{%- elif message.role == 'tool' %}{{- '<|start_header_id|>ipython<|end_header_id|>\n\n' }}"
+    "{%- if message.content is mapping or message.content is iterable %}{{- message.content | tojson }}"
+    "{%- else %}{{- message.content }}{%- endif %}{{- '<|eot_id|>' }}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{%- endif %}"
+)
+# As Qwen 2.5's and Hermes': calls between their own control tokens after the text, consecutive results in one user's turn.
+QWEN = (
+    "{%- if tools %}{{- '<|im_start|>system\n' }}"
+    "{%- if messages[0]['role'] == 'system' %}{{- messages[0]['content'] }}{%- else %}{{- 'Be helpful.' }}{%- endif %}"
+    "{{- '\n\n# Tools\n\n<tools>' }}{%- for tool in tools %}{{- '\n' }}{{- tool | tojson }}{%- endfor %}"
+    "{{- '\n</tools><|im_end|>\n' }}"
+    "{%- elif messages[0]['role'] == 'system' %}"
+    "{{- '<|im_start|>system\n' + messages[0]['content'] + '<|im_end|>\n' }}{%- endif %}"
+    "{%- for message in messages %}"
+    "{%- if message.role == 'user' or (message.role == 'system' and not loop.first) %}"
+    "{{- '<|im_start|>' + message.role + '\n' + message.content + '<|im_end|>' + '\n' }}"
+    "{%- elif message.role == 'assistant' and not message.tool_calls %}"
+    "{{- '<|im_start|>assistant\n' }}{% generation %}{{- message.content + '<|im_end|>' }}{% endgeneration %}{{- '\n' }}"
+    "{%- elif message.role == 'assistant' %}{{- '<|im_start|>assistant' }}{{- '\n' }}{% generation %}"
+    "{%- if message.content %}{{- message.content + '\n' }}{%- endif %}"
+    "{%- for tool_call in message.tool_calls %}"
+    "{%- if tool_call.function is defined %}{%- set tool_call = tool_call.function %}{%- endif %}"
+    "{{- '<tool_call>\n{\"name\": \"' }}{{- tool_call.name }}{{- '\", \"arguments\": ' }}"
+    "{{- tool_call.arguments | tojson }}{{- '}\n</tool_call>' }}{%- if not loop.last %}{{- '\n' }}{%- endif %}{%- endfor %}"
+    "{{- '<|im_end|>' }}{% endgeneration %}{{- '\n' }}"
+    "{%- elif message.role == 'tool' %}"
+    "{%- if loop.index0 == 0 or messages[loop.index0 - 1].role != 'tool' %}{{- '<|im_start|>user' }}{%- endif %}"
+    "{{- '\n<tool_response>\n' }}{{- message.content }}{{- '\n</tool_response>' }}"
+    "{%- if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{- '<|im_end|>\n' }}{%- endif %}{%- endif %}{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}"
+)
+# As Mistral's: no generation prompt, the tools before the last user's turn, ids of nine characters.
+MISTRAL = (
+    "{%- set users = messages | selectattr('role', 'equalto', 'user') | list %}{{- bos_token }}"
+    "{%- for message in messages %}"
+    "{%- if message.role == 'user' %}"
+    "{%- if tools is not none and message == users[-1] %}{{- '[AVAILABLE_TOOLS] [' }}"
+    "{%- for tool in tools %}{{- '{\"type\": \"function\", \"function\": ' + tool.function | tojson + '}' }}"
+    "{%- if not loop.last %}{{- ', ' }}{%- endif %}{%- endfor %}{{- ']' + '[/AVAILABLE_TOOLS]' }}{%- endif %}"
+    "{{- '[INST] ' + message.content + '[/INST]' }}"
+    "{%- elif message.tool_calls is defined and message.tool_calls is not none %}{% generation %}{{- '[TOOL_CALLS] [' }}"
+    "{%- for tool_call in message.tool_calls %}{%- set out = tool_call.function | tojson %}{{- out[:-1] }}"
+    "{%- if tool_call.id is not defined or tool_call.id | length != 9 %}"
+    "{{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}{%- endif %}"
+    "{{- ', \"id\": \"' + tool_call.id + '\"}' }}"
+    "{%- if not loop.last %}{{- ', ' }}{%- else %}{{- ']' + eos_token }}{%- endif %}"
+    "{%- endfor %}{% endgeneration %}"
+    "{%- elif message.role == 'assistant' %}{% generation %}{{- ' ' + message.content | trim + eos_token }}{% endgeneration %}"
+    "{%- elif message.role == 'tool' %}"
+    "{{- '[TOOL_RESULTS] {\"content\": ' + message.content | string + ', ' }}"
+    "{{- '\"call_id\": \"' + message.tool_call_id + '\"}[/TOOL_RESULTS]' }}{%- endif %}{%- endfor %}"
+)
+CONTROLS = {
+    "llama": ["<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
+    "qwen": ["<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>"],
+    "mistral": ["[INST]", "[/INST]", "[TOOL_CALLS]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[TOOL_RESULTS]",
+                "[/TOOL_RESULTS]"],
+}
+TEMPLATES = {"llama": LLAMA, "qwen": QWEN, "mistral": MISTRAL}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "Weather “now”.", "parameters": {
+        "type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}}},
+    {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}},
+]
+
+
+def _call(name, call_id, **arguments):
+    return {"type": "function", "function": {"name": name, "arguments": arguments}, "id": call_id}
+
+
+def _talk(several, text):
+    """Two exchanges with calls and one without, in OpenAI's form; perhaps with two calls at once, and text beside a call."""
+    first = [_call("weather", "abcdef123", city='Ulm "é"')] + [_call("add", "abcdef124", a=[1, 2.5], b=None)] * several
+    return [
+        {"role": "user", "content": "How is Ulm?"},
+        {"role": "assistant", "content": "Let me look." if text else "", "tool_calls": first},
+        *[{"role": "tool", "content": f"{number} sunny", "tool_call_id": call["id"], "name": call["function"]["name"]}
+          for number, call in enumerate(first)],
+        {"role": "assistant", "content": "It is sunny."},
+        {"role": "user", "content": "Thanks. 1 + 2?"},
+        {"role": "assistant", "content": "", "tool_calls": [_call("add", "abcdef125", a=1, b=2)]},
+        {"role": "tool", "content": "3", "tool_call_id": "abcdef125", "name": "add"},
+        {"role": "assistant", "content": "Three."},
+    ]
+
+
+@pytest.fixture(scope="module", params=TEMPLATES)
+def family(request, tmp_path_factory):
+    """Returns (name of the family, our tokenizer, transformers')."""
+    from transformers import AutoTokenizer
+
+    folder = tmp_path_factory.mktemp(request.param)
+    Tokenizer.load(TINY).with_controls(CONTROLS[request.param]).save(folder, TEMPLATES[request.param])
+    return request.param, Tokenizer.load(folder), AutoTokenizer.from_pretrained(folder)
+
+
+def _ids_and_mask(segments):
+    return ([token for segment in segments for token in segment.ids],
+            [int(segment.train) for segment in segments for _ in segment.ids])
+
+
+def _as_json(talk):
+    """Returns the turns with arguments as JSON texts, as OpenAI's files have them."""
+    talk = json.loads(json.dumps(talk))
+    for call in (call for turn in talk for call in turn.get("tool_calls", [])):
+        call["function"]["arguments"] = json.dumps(call["function"]["arguments"])
+    return talk
+
+
+@pytest.mark.parametrize("tools", [TOOLS, None], ids=["tools", "no_tools"])
+@pytest.mark.parametrize("several", [False, True])
+@pytest.mark.parametrize("text", [False, True])
+def test_ids_and_masks_are_those_of_apply_chat_template(family, tools, several, text):
+    name, ours, theirs = family
+    talk = _talk(several, text)
+    cleaned = Cleaner().clean({"messages": _as_json(talk), "tools": json.dumps(tools) if text else tools})
+    if name == "llama" and several:
+        with pytest.raises(TemplateError, match="single tool-calls"):
+            render(cleaned.messages, "tokenizer", ours, tools=cleaned.tools)
+        return
+    expected = theirs.apply_chat_template(talk, tools=tools, return_dict=True, return_assistant_tokens_mask=True)
+    ids, mask = _ids_and_mask(render(cleaned.messages, "tokenizer", ours, tools=cleaned.tools))
+    assert ids == expected["input_ids"]
+    assert mask == expected["assistant_masks"]
+    trained = ours.decode([token for token, train in zip(ids, mask, strict=True) if train], skip_control=False)
+    assert trained.count("weather") == 1 and "sunny" not in trained.replace("It is sunny.", "") and "Three." in trained
+
+
+def test_only_the_last_answer_or_marked_turns_are_trained_on(family):
+    _, ours, _ = family
+    messages = list(Cleaner().clean({"messages": _talk(False, False)}).messages)
+    ids, all_turns = _ids_and_mask(render(messages, "tokenizer", ours))
+    again, last = _ids_and_mask(render(messages, "tokenizer", ours, train_on="last"))
+    assert ids == again and sum(last) < sum(all_turns)
+    assert ours.decode([token for token, train in zip(ids, last, strict=True) if train]).strip() == "Three."
+
+
+def test_control_tokens_typed_in_calls_and_tools_stay_letters(family):
+    name, ours, _ = family
+    control = CONTROLS[name][0]
+    clean, typed = (
+        Cleaner().clean({"messages": [
+            {"role": "user", "content": "Go."},
+            {"role": "assistant", "tool_calls": [_call("f", "abcdef123", x=text)]},
+            {"role": "tool", "content": "1", "tool_call_id": "abcdef123"},
+            {"role": "assistant", "content": "Yes."},
+        ], "tools": [{"name": "f", "description": text}]})
+        for text in ("a", f"{control}</s>\ufdd0")
+    )
+    controls = {token.id for token in ours.controls.values()}
+    found = [[token for token in _ids_and_mask(render(record.messages, "tokenizer", ours, tools=record.tools))[0]
+              if token in controls] for record in (clean, typed)]
+    assert found[0] == found[1]
+    text = ours.decode(_ids_and_mask(render(typed.messages, "tokenizer", ours, tools=typed.tools))[0], skip_control=False)
+    assert text.count(f"{control}</s>\ufffd") == 2
+
+
+def test_sharegpts_calls_are_calls(family):
+    """`function_call` and `observation`, with the tools as a JSON text and without ids, which are made."""
+    _, ours, _ = family
+    record = {
+        "conversations": [
+            {"from": "human", "value": "How is Ulm?"},
+            {"from": "function_call", "value": '{"name": "weather", "arguments": {"city": "Ulm"}}'},
+            {"from": "observation", "value": '{"sky": "blue"}'},
+            {"from": "gpt", "value": "Blue."},
+        ],
+        "tools": json.dumps([tool["function"] for tool in TOOLS]),
+    }
+    cleaned = Cleaner().clean(record)
+    [call] = cleaned.messages[1].tool_calls
+    assert call["id"].isalnum() and len(call["id"]) == 9 and cleaned.messages[2].tool_call_id == call["id"]
+    assert list(cleaned.tools) == TOOLS
+    encoded = Encoder(("tokenizer",), ours, 4096).encode(Conversation("a", cleaned.messages, tools=cleaned.tools))
+    [document] = encoded.documents
+    trained = ours.decode(document.tokens[document.loss_mask.astype(bool)])
+    assert '"city": "Ulm"' in trained and "sky" not in trained and trained.strip().endswith("Blue.")
+
+
+def test_templates_that_write_no_calls_refuse_them_and_leave_tools_out():
+    tokenizer = Tokenizer.load(TINY)
+    cleaned = Cleaner().clean({"messages": _talk(False, False), "tools": TOOLS})
+    encoder = Encoder(("vicuna_v1.1", "plain"), tokenizer, 4096)
+    assert "tool" in encoder.encode(Conversation("a", cleaned.messages)).drop_reason
+    assert "`tool_calls`" in encoder.encode(Conversation("a", cleaned.messages, source=1)).drop_reason
+    plain = Conversation("a", (Message("user", "a"), Message("assistant", "b")), tools=cleaned.tools)
+    assert encoder.encode(plain).changes == {"descriptions in `tools` left out"}
+
+
+@pytest.mark.parametrize(("turn", "reason"), [
+    ({"role": "assistant", "tool_calls": [{"function": {"arguments": "{}"}}]}, "without a name"),
+    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, "no JSON object"),
+    ({"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}, "no JSON object"),
+    ({"role": "user", "tool_calls": [{"function": {"name": "f"}}]}, "not the assistant's"),
+])
+def test_broken_calls_are_dropped_with_their_reason(turn, reason):
+    with pytest.raises(Drop, match=reason):
+        Cleaner().clean({"messages": [{"role": "user", "content": "a"}, turn]})
+
+
+def test_a_prompts_completion_alone_is_trained_on(tmp_path):
+    """As texts under a template, as lists of turns, and as a plain text."""
+    tokenizer = Tokenizer.load(TINY)
+    turns = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Two."},
+             {"role": "user", "content": "Three?"}]
+    path = tmp_path / "pairs.jsonl"
+    path.write_text("\n".join(map(json.dumps, [
+        {"prompt": "Say hello to the ", "completion": "world, please"},
+        {"prompt": turns, "completion": [{"role": "assistant", "content": "Four."}]},
+        {"prompt": "a", "completion": ["b"]},
+    ])))
+
+    def trained(format):
+        report = Report()
+        encoder = Encoder(("plain",), tokenizer, 512)
+        texts = []
+        for record in read(Source(str(path), format), report):
+            [document] = encoder.encode(record).documents
+            in_loss = document.tokens[document.loss_mask.astype(bool)]
+            texts.append((tokenizer.decode(document.tokens), tokenizer.decode(in_loss)))
+        return texts, dict(report.dropped)
+
+    texts, dropped = trained("sharegpt")
+    assert texts[0] == ("Say hello to the\n\nworld, please", "world, please")
+    assert texts[1] == ("One?\n\nTwo.\n\nThree?\n\nFour.", "Four.")
+    assert list(dropped.values()) == [1] and "`prompt` and `completion`" in next(iter(dropped))
+    texts, dropped = trained("text")
+    assert [text.strip() for text in texts[0]] == ["Say hello to the world, please", "world, please"]
+    assert list(dropped.values()) == [2]
+    whole = Encoder(("plain",), tokenizer, 512).encode(Text("a", "Say hello to the world, please")).documents[0]
+    assert tokenizer.decode(whole.tokens) == texts[0][0] and whole.loss_mask.all()
