@@ -41,6 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         from model.config import LlamaConfig
         from trainer.checkpoint.store import find_checkpoint, stored_parameters
         from trainer.huggingface import peft
+        from trainer.huggingface.card import write_card
         from trainer.huggingface.merge import merged
         from trainer.huggingface.write import write_hf
         from trainer.model_source import open_adapter
@@ -62,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
                 with contextlib.ExitStack() as stack:
                     source = open_adapter(str(checkpoint), arguments.base)
                     write_hf(merged(source.stored(stack), params, config), config, checkpoint / "assets", out)
-        print(f"{arguments.hf_dir}: from {checkpoint}")
+        write_card(checkpoint, config, out, library="peft" if is_adapter and not arguments.merge else "transformers")
+        print(f"{arguments.hf_dir}: from {checkpoint}; its README.md is a model card, whose licence you fill in")
 
     return entry.run(work)
 

@@ -1,0 +1,133 @@
+"""Exports have a model card, and are pushed to a hub on this machine: what is sent, and what is refused in one line."""
+import base64
+import http.server
+import json
+import threading
+
+import huggingface_hub.constants
+import pytest
+import yaml
+
+from model.config import LlamaConfig
+from scripts import push_to_hub
+from trainer.huggingface.card import model_card, write_card
+
+CARD = "---\nlibrary_name: transformers\n---\n# mine\n"
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The part of the hub's interface that an upload needs; it keeps what was sent in `server.sent` and `server.files`."""
+
+    def do_GET(self):
+        self.answer(200, {"id": "me/mine", "sha": "0" * 40, "siblings": []})
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
+        self.server.sent.append((self.path, self.headers.get("Authorization"), body))
+        if self.server.status != 200:
+            return self.answer(self.server.status, {"error": "you may not write here"})
+        if self.path.startswith("/api/repos/create"):
+            return self.answer(200, {"url": f"{self.server.address}/me/mine", "id": "me/mine", "name": "me/mine"})
+        if "/preupload/" in self.path:
+            files = [{"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                     for file in json.loads(body)["files"]]
+            return self.answer(200, {"files": files})
+        if "/commit/" in self.path:
+            for line in map(json.loads, body.splitlines()):
+                if line["key"] == "file":
+                    self.server.files[line["value"]["path"]] = base64.b64decode(line["value"]["content"])
+            return self.answer(200, {"success": True, "commitOid": "1" * 40, "hookOutput": "",
+                                     "commitUrl": f"{self.server.address}/me/mine/commit/1"})
+        return self.answer(200, {"errors": [], "warnings": []})  # the check of the card's head
+
+    def answer(self, status, content):
+        body = json.dumps(content).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub on this machine, and a token for it."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.sent, server.files, server.status = [], {}, 200
+        server.address = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.address)
+        monkeypatch.setenv("HF_TOKEN", "hf_ours")
+        yield server
+        server.shutdown()
+
+
+@pytest.fixture
+def exported(tmp_path):
+    """A folder that looks like an export."""
+    folder = tmp_path / "exported"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(bytes(range(100)))
+    (folder / "config.json").write_text("{}")
+    (folder / "README.md").write_text(CARD)
+    return folder
+
+
+@pytest.mark.parametrize("flags", [[], ["--public"]])
+def test_every_file_is_sent_into_a_private_repository_unless_told(hub, exported, capsys, flags):
+    assert push_to_hub.main([str(exported), "me/mine", *flags]) == 0
+    assert hub.files == {path.name: path.read_bytes() for path in exported.iterdir()}
+    created = json.loads(next(body for path, _, body in hub.sent if path.startswith("/api/repos/create")))
+    assert created["name"] == "mine" and created["organization"] == "me"
+    # Versions of huggingface_hub say it in one of two ways.
+    assert created.get("visibility", "private" if created.get("private") else "public") == ("public" if flags else "private")
+    assert {token for _, token, _ in hub.sent} == {"Bearer hf_ours"}
+    assert f"{hub.address}/me/mine" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("repository", "words"), [
+    ("mine", "mine: lacks its owner; OWNER/mine would work"), ("me/a b", "is no name of a repository"),
+    ("a/b/c", "is no name of a repository")])
+def test_a_bad_name_is_refused_before_anything_is_sent(hub, exported, capsys, repository, words):
+    assert push_to_hub.main([str(exported), repository]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.count("\n") == 1 and hub.sent == []
+
+
+def test_without_a_token_a_model_or_a_hub_one_line_says_what_would_work(hub, exported, tmp_path, capsys, monkeypatch):
+    assert push_to_hub.main([str(tmp_path), "me/mine"]) == 2
+    assert "holds no exported model" in capsys.readouterr().err and hub.sent == []
+    hub.status = 403
+    assert push_to_hub.main([str(exported), "me/mine"]) == 2
+    assert "answered 403" in capsys.readouterr().err
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    hub.sent.clear()
+    assert push_to_hub.main([str(exported), "me/mine"]) == 2
+    assert "no token" in capsys.readouterr().err and hub.sent == []
+
+
+def test_a_card_says_what_the_checkpoint_and_its_run_hold(tmp_path):
+    checkpoint, prepared = tmp_path / "run" / "checkpoints" / "20", tmp_path / "prepared" / "abc"
+    (checkpoint / "assets").mkdir(parents=True)
+    prepared.mkdir(parents=True)
+    chats = str(tmp_path / "secret" / "chats.json")
+    (checkpoint / "assets" / "run.yaml").write_text(yaml.safe_dump({
+        "name": "mine", "model": {"path": "org/base@main"}, "data": {
+            "sources": [{"path": chats, "format": "sharegpt", "template": None, "weight": 0.5}], "template": "chatml",
+            "context_length": 32768, "prepared": str(tmp_path / "prepared")}}))
+    (prepared / "report.json").write_text(json.dumps([{"path": chats, "records": 12, "kept": 11}]))
+    (tmp_path / "run" / "held_out.jsonl").write_text("".join(
+        json.dumps({"step": step, "held_out_loss_nats_per_target": loss}) + "\n"
+        for step, loss in ((0, 7.0), (20, 4.25), (40, 1.0))))
+    config = LlamaConfig.preset("llama-7b")
+    card = model_card(checkpoint, config)
+    head = yaml.safe_load(card.split("---")[1])
+    assert head["base_model"] == "org/base" and "license" not in head and head["library_name"] == "transformers"
+    assert "| chats.json | sharegpt | chatml | 0.5 | 12 | 11 |" in card and "32,768" in card
+    assert "7 at step 0, 4.25 at step 20" in card and "step 40" not in card
+    assert str(tmp_path) not in card
+    write_card(checkpoint, config, tmp_path, library="peft")
+    assert "library_name: peft" in (tmp_path / "README.md").read_text()

@@ -1,0 +1,140 @@
+"""The model card (README.md) of an exported folder: what it was made from, by which recipe, and what the run measured."""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from model.config import LlamaConfig
+
+LICENCE = "Not stated. Fill it in: the base model's licence and the data's decide what you may allow."
+
+
+def model_card(checkpoint: Path, config: LlamaConfig, *, library: str = "transformers") -> str:
+    """Returns the card of an export as markdown, with a YAML head that the Hugging Face hub reads.
+
+    It says nothing that the checkpoint and its run's folder do not hold; the licence is left to the user.
+
+    Args:
+      checkpoint: the exported checkpoint's folder, in its run's folder or alone.
+      library: what loads the export, `transformers` or `peft`.
+    """
+    run = _yaml(checkpoint / "assets" / "run.yaml")
+    name = run.get("name") or checkpoint.name
+    base = (run.get("model") or {}).get("path")
+    data = run.get("data") or {}
+    # Names of local folders say nothing to a reader of the hub, who would take them for models there.
+    hub_base = base if base and not Path(base).expanduser().exists() and not Path(base).is_absolute() else None
+    head: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["longstripe", "long-context"]}
+    if hub_base:
+        head["base_model"] = hub_base.partition("@")[0]
+    sections = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {name}",
+                "Trained with Longstripe: exact attention over a sequence that is split over devices.", _facts(
+                    checkpoint, config, run, base)]
+    if rows := _data_rows(data):
+        sections += ["## Data", rows]
+    if results := _results(checkpoint):
+        sections += ["## Results seen in the run", results]
+    sections += ["## Licence", LICENCE]
+    if run:
+        sections += ["## Recipe", f"```yaml\n{yaml.safe_dump(_without_folders(run), sort_keys=False)}```"]
+    return "\n\n".join(sections) + "\n"
+
+
+def write_card(checkpoint: Path, config: LlamaConfig, folder: Path, **options: str) -> None:
+    """Writes the card into an exported folder as README.md."""
+    (folder / "README.md").write_text(model_card(checkpoint, config, **options), encoding="utf-8")
+
+
+def _facts(checkpoint: Path, config: LlamaConfig, run: dict[str, Any], base: str | None) -> str:
+    data, attention = run.get("data") or {}, run.get("attention") or {}
+    facts = {"Base model": _without_folders(base) or "none: trained from scratch", "Family": config.family,
+             "Longest context in config.json": f"{config.max_position_embeddings:,} tokens"}
+    if data.get("context_length"):
+        facts["Tokens in a row of training"] = f"{data['context_length']:,}"
+    facts["Step"] = checkpoint.name
+    if attention.get("window"):
+        facts["Sliding window in training"] = f"{attention['window']:,} tokens"
+    return "\n".join(f"- {name}: {value}" for name, value in facts.items())
+
+
+def _data_rows(data: dict[str, Any]) -> str:
+    """Returns a table of the sources, with the counts of the data report where it is still there."""
+    sources = data.get("sources") or ([{"path": data["path"]}] if data.get("path") else [])
+    if not sources:
+        return ""
+    counts = _report(data)
+    rows = ["| source | format | template | weight | records | kept |", "|---|---|---|---|---|---|"]
+    for source in sources:
+        report = counts.get(source.get("path"), {})
+        rows.append(f"| {_without_folders(source.get('path', ''))} | {source.get('format') or 'sharegpt'} | "
+                    f"{source.get('template') or data.get('template') or ''} | {source.get('weight', 1.0)} | "
+                    f"{report.get('records', '')} | {report.get('kept', '')} |")
+    return "\n".join(rows)
+
+
+def _report(data: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the newest data report whose sources are those of the recipe, by the path of a source."""
+    sources = [str(source.get("path")) for source in data.get("sources") or ()]
+    for path in sorted(Path(data.get("prepared") or "prepared").glob("*/report.json"), key=lambda path: -path.stat().st_mtime):
+        try:
+            reports = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        by_path = {str(report["path"]): report for report in reports if isinstance(report, dict) and "path" in report}
+        if sources and set(sources) <= set(by_path):
+            return by_path
+    return {}
+
+
+def _results(checkpoint: Path) -> str:
+    """Returns the losses and scores that the run's folder holds, up to the checkpoint's step."""
+    run, lines = checkpoint.parent.parent, []
+    if not checkpoint.name.isdigit() or checkpoint.parent.name != "checkpoints":
+        return ""
+    for path in sorted(run.glob("*.jsonl")):
+        rows = [row for row in _json_lines(path) if row.get("step", -1) <= int(checkpoint.name)]
+        if rows:
+            keys = [key for key, value in rows[-1].items() if "loss" in key and isinstance(value, int | float)]
+            lines += [f"- {key}: {rows[0].get(key, rows[-1][key]):.4g} at step {rows[0]['step']}, {rows[-1][key]:.4g} at step "
+                      f"{rows[-1]['step']}" for key in keys]
+    for path in sorted(run.rglob("results.json")):
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        for row in content.get("within_trained_length", ()):
+            lines.append(f"- line retrieval, {row['num_lines']} lines: {row['right']} of {row['cases']} right, 95% interval "
+                         f"{row['low']:.2f} to {row['high']:.2f}")
+        for row in content.get("results", ()) if "evaluation" in content else ():
+            lines.append(f"- {content['evaluation']}, {row['task']}, {row['tokens']:,} tokens: {row['score']:.3f}, "
+                         f"95% interval {row['low']:.2f} to {row['high']:.2f}, {row['cases']} cases")
+    return "\n".join(lines)
+
+
+def _without_folders(value: Any) -> Any:
+    """Returns a value with the last part in place of each absolute path: folders of the machine that trained are nobody's
+    business."""
+    if isinstance(value, dict):
+        return {key: _without_folders(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_without_folders(part) for part in value]
+    return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        try:
+            row = json.loads(line)
+        except ValueError:
+            continue  # cut off by a crash
+        if isinstance(row, dict) and "step" in row:
+            rows.append(row)
+    return rows
+
+
+def _yaml(path: Path) -> dict[str, Any]:
+    return (yaml.safe_load(path.read_text(encoding="utf-8")) or {}) if path.is_file() else {}
