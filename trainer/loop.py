@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from data.errors import UserError
 from data.folders import named_errors
 
+from .best import BestCheckpoint
 from .build import window_notes
 from .checkpoint.store import CheckpointStore
 from .config.load import resolved
@@ -89,6 +90,7 @@ class _Training:
       tokens_seen: tokens of the finished steps, without padding.
       earlier_seconds: of training, before this start.
       evaluated: whether the evaluations that are due after `step` have been done.
+      best: the best measurement so far, and how many measurements ago.
     """
 
     def __init__(self, config: RunConfig, objective: Objective, evaluations: Sequence[Evaluation],
@@ -121,6 +123,7 @@ class _Training:
         self._set_params(self._placed(params))
         self.step, self.evaluated = 0, False
         self.tokens_seen, self.earlier_seconds = 0, 0.0
+        self.best = BestCheckpoint(self.config.checkpoint)
         self._print("\n".join((self.builder.saved_size, *window_notes(self.config, self.objective.model.config))))
 
     def _restore(self, checkpoint_step: int) -> None:
@@ -134,9 +137,24 @@ class _Training:
         # Earlier releases did not record these two.
         self.tokens_seen = data.get("tokens_seen") or sum(int(self.objective.lengths(step).sum()) for step in range(self.step))
         self.earlier_seconds = data.get("wall_seconds", 0.0)
-        finished = self.step >= self.config.train.steps
-        self._print(f"already trained to step {checkpoint_step}" if finished
-                    else f"going on from step {checkpoint_step} ({path})")
+        self.best = BestCheckpoint.restored(self.config.checkpoint, data)
+        self.store.protected = self.best.step
+        if self.best.exhausted:
+            self._print(f"already stopped at step {checkpoint_step}: {self._best_words}; a higher checkpoint.patience goes on")
+        else:
+            self._print(f"already trained to step {checkpoint_step}" if self.finished
+                        else f"going on from step {checkpoint_step} ({path})")
+
+    @property
+    def finished(self) -> bool:
+        """Whether no step is left, or none that the run's patience allows."""
+        return self.step >= self.config.train.steps or self.best.exhausted
+
+    @property
+    def _best_words(self) -> str:
+        config = self.config.checkpoint
+        return (f"{config.best} was {config.best_is} at step {self.best.step} ({self.best.value:.6g}), "
+                f"{self.best.waited} measurements ago")
 
     def _check_fingerprints(self, saved: dict[str, Any], path: Path) -> None:
         """Raises UserError if the checkpoint was trained on other data, or began with other parameters."""
@@ -166,7 +184,7 @@ class _Training:
 
     def compile(self) -> None:
         """Compiles the training step and prepares the evaluations, unless that is done or no step is left."""
-        if self.step >= self.config.train.steps or self.compiled_step is not None:
+        if self.finished or self.compiled_step is not None:
             return
         with self.meter.compiling():
             lowered = self.builder.lower_train()  # takes seconds, and raises most errors that a configuration can have
@@ -189,7 +207,7 @@ class _Training:
           Preempted: see `train`.
         """
         logging = self.config.logging
-        if self.step >= self.config.train.steps:
+        if self.finished:
             return self.store.path(self.step)
         with (self._open_log(run) as log,
               Profiler(run.profile, logging.profile_steps, self.meter.paused) as profiler,
@@ -202,8 +220,13 @@ class _Training:
                 self._evaluate((self._due_evaluations() if self.step else ()) or self.evaluations, log)
             for _ in self._steps(profiler, log):
                 self._after_step(run, log, notice_after(self.step))
+                if self.best.exhausted:
+                    log.say(f"stopped at step {self.step}: {self._best_words}")
+                    break
             self.store.wait()
             log.say(f"saved {self.store.path(self.step)}")
+            if self.best.step not in (None, self.step):
+                log.say(f"best: {self.store.path(self.best.step)} ({self.config.checkpoint.best} {self.best.value:.6g})")
         return self.store.path(self.step)
 
     def _open_log(self, run: RunDirectory) -> MetricsLog:
@@ -298,8 +321,8 @@ class _Training:
             self.store.wait()
             raise Preempted(notice, self.store.path(self.step))
         with self.meter.paused():
-            self._evaluate(due, log)
-            if self._due(self.config.checkpoint.every):
+            is_best = self._evaluate(due, log)
+            if is_best or self.best.exhausted or self._due(self.config.checkpoint.every):
                 self._save(run)
 
     def _due_evaluations(self) -> list[Evaluation]:
@@ -309,17 +332,27 @@ class _Training:
         """Whether a thing that is done every so many steps, and after the last one, is due now."""
         return self.step == self.config.train.steps or (every > 0 and self.step % every == 0)
 
-    def _evaluate(self, evaluations: Sequence[Evaluation], log: MetricsLog) -> None:
+    def _evaluate(self, evaluations: Sequence[Evaluation], log: MetricsLog) -> bool:
+        """Measures, and returns whether the run has never been as good by the metric that `checkpoint.best` names."""
+        measured: dict[str, float] = {}
         for evaluation in evaluations:
             metrics = evaluation.run({**self.trainable, **self.frozen}, self.step)
             if metrics:
                 log.evaluation(evaluation.name, {"step": self.step, **metrics})
+            measured.update(metrics)
         self.evaluated = True
+        if not self.step:
+            self.best.require(measured)  # all evaluations run before the first step
+            return False
+        return self.best.update(self.step, measured)
 
     def _save(self, run: RunDirectory) -> None:
         """Starts to save a checkpoint of this step."""
         frozen = {} if self.builder.saves_trainable_only else self.frozen
+        self.store.wait()  # the save before may still be removing old checkpoints
+        self.store.protected = self.best.step
         self.store.save(self.step, model={**self.trainable, **frozen}, optimizer=self.optimizer_state,
                         data={"step": self.step, **self._fingerprints, "evaluated": self.evaluated,
-                              "tokens_seen": self.tokens_seen, "wall_seconds": self._wall_seconds()}, assets=run.assets,
+                              "tokens_seen": self.tokens_seen, "wall_seconds": self._wall_seconds(), **self.best.data},
+                        assets=run.assets,
                         shapes=self.objective.model.own_shapes)

@@ -23,7 +23,7 @@ from model.llama import Llama
 from model.padding import vocabulary_axes
 
 from .checkpoint.manifest import MANIFEST, fingerprint
-from .checkpoint.store import assets_dir, read_data, restore_model, stored_parameters
+from .checkpoint.store import assets_dir, best_or_itself, read_data, restore_model, stored_parameters
 from .config.schema import DataConfig, ModelConfig
 from .huggingface import peft
 from .huggingface.read import (
@@ -200,7 +200,7 @@ def open_model(path: str) -> ModelSource:
     Raises:
       ValueError: there is none, or one of another architecture; one line that says what would work.
     """
-    folder = Path(path).expanduser()
+    folder = best_or_itself(Path(path).expanduser())
     if (folder / peft.CONFIG).is_file() and not (folder / "config.json").exists():
         return open_adapter(path)
     if folder.is_dir() and not (folder / "config.json").exists():
@@ -253,7 +253,7 @@ def adapter_source(path: str) -> tuple[AdapterSource, str]:
     Raises:
       ValueError: there is none, or one of a kind that is not computed here.
     """
-    folder = Path(path).expanduser()
+    folder = best_or_itself(Path(path).expanduser())
     is_checkpoint = folder.is_dir() and not (folder / peft.CONFIG).is_file()
     if is_checkpoint:
         assets = assets_dir(folder)

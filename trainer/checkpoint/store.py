@@ -75,6 +75,7 @@ class CheckpointStore:
             raise ValueError(f"keep: {keep} checkpoints; needs at least 1")
         self.folder = Path(run_dir).absolute() / CHECKPOINTS
         self.keep = keep
+        self.protected: int | None = None  # a step whose checkpoint is kept whatever `keep` says
         self._damaged: set[int] = set()
         self._saving: Saving | None = None
 
@@ -159,7 +160,8 @@ class CheckpointStore:
         self._damaged.discard(int(saved.name))
         good = [step for step in self.steps() if step not in self._damaged]
         for step in good[:-self.keep]:
-            remove(self.path(step))
+            if step != self.protected:
+                remove(self.path(step))
 
 
 def save_checkpoint(
@@ -184,7 +186,7 @@ def _in_first_process(work: Callable[[], int]) -> int:
 
 
 def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
-    """The checkpoint folder at `path`, or the newest good one of the run folder at `path`.
+    """The checkpoint folder at `path`, or the newest good one of the run folder at `path`; of RUN/best the best one.
 
     Args:
       items: the items of a checkpoint at `path` that are verified. That of a run folder is verified as a whole.
@@ -193,7 +195,7 @@ def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
       ForeignError: the folder is neither; the message names what it is, if it is known.
       DamagedError: a verified file has changed.
     """
-    path = Path(path).expanduser().absolute()
+    path = best_or_itself(Path(path).expanduser().absolute())
     if not path.is_dir():
         raise ForeignError(f"{path}: no such folder")
     if (path / MANIFEST).exists():
@@ -213,6 +215,21 @@ def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
             f"{path}: a Hugging Face folder, not a checkpoint; python -m scripts.import_hf makes one of it")
     raise ForeignError(f"{path}: no {MANIFEST} (a checkpoint), no {CHECKPOINTS}/ (a run) and no config.json (a Hugging Face "
                        "model) is in this folder")
+
+
+def best_or_itself(path: Path) -> Path:
+    """RUN/best as the folder of the run's best checkpoint, by the metric that its `checkpoint.best` names; others unchanged.
+
+    Raises:
+      ForeignError: the run measured none.
+    """
+    run = path.parent
+    if path.name != "best" or path.exists() or not (run / CHECKPOINTS).is_dir():
+        return path
+    best = (read_data(run) or {}).get("best") or {}
+    if best.get("step") is None:
+        raise ForeignError(f"{path}: this run has measured no best checkpoint; checkpoint.best names the metric for one")
+    return CheckpointStore(run).path(best["step"])
 
 
 def assets_dir(path: str | Path) -> Path:

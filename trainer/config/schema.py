@@ -296,10 +296,19 @@ class CheckpointConfig:
     """Steps between checkpoints; the last step is always saved. 0 saves only the last."""
     keep: int = 2
     """Newest checkpoints kept."""
+    best: str | None = None
+    """Metric of an evaluation, such as held_out_loss_nats_per_target: whenever it is the best so far, a checkpoint is saved,
+    and kept beside the newest ones until a better one is there. RUN/best names it, for exports and evaluations."""
+    best_is: Literal["lowest", "highest"] = "lowest"
+    """Which value of that metric is the best."""
+    patience: int = 0
+    """Measurements of that metric without a better one after which the run ends; 0 goes on to the last step."""
 
     def __post_init__(self) -> None:
-        _require_at_least(self, "checkpoint", 0, "every")
+        _require_at_least(self, "checkpoint", 0, "every", "patience")
         _require_at_least(self, "checkpoint", 1, "keep")
+        require(self.best is not None or not self.patience, "checkpoint.patience", self.patience,
+                "0, or checkpoint.best with the name of a metric")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,0 +1,89 @@
+"""The best checkpoint is kept and found, and a run ends where it no longer becomes better; also over several starts."""
+import numpy as np
+import pytest
+
+import train
+from tests import small_run
+from trainer.best import BestCheckpoint
+from trainer.checkpoint.store import find_checkpoint, restore_model
+from trainer.config.load import load
+from trainer.config.schema import CheckpointConfig
+from trainer.evaluation import HeldOutLoss
+from trainer.model_source import open_model
+
+LOSS = "held_out_loss_nats_per_target"
+# After step 2 best, after 4 and 6 worse, after 8 the best of all, then never again.
+LOSSES = {0: 9.0, 2: 3.0, 4: 3.5, 6: 3.0, 8: 2.5, 10: float("nan"), 12: 2.6, 14: 2.5, 16: 1.0}
+
+
+@pytest.fixture
+def start(small_recipe, tmp_path, monkeypatch, capfd):
+    """Starts the run with flags, its held-out losses being LOSSES; returns (exit code, what it printed)."""
+    monkeypatch.setattr(HeldOutLoss, "run", lambda self, params, step: {LOSS: LOSSES[step]})
+
+    def begin(*flags, steps=16):
+        capfd.readouterr()
+        code = train.main(["--config", str(small_recipe), "--run_dir", str(tmp_path / "run"), "--train.steps", str(steps),
+                           "--train.evaluate_every", "2", "--checkpoint.every", "5", "--checkpoint.keep", "1",
+                           "--optimizer.schedule", "constant", "--checkpoint.best", LOSS, *flags])
+        return code, " ".join(capfd.readouterr().err.split())  # the console wraps lines
+
+    return begin
+
+
+def saved(folder):
+    return sorted(int(path.name) for path in (folder / "run" / "checkpoints").iterdir())
+
+
+def test_a_run_stops_when_its_patience_ends_and_keeps_the_best(start, tmp_path):
+    code, said = start("--checkpoint.patience", "3")
+    assert code == 0 and saved(tmp_path) == [8, 14]
+    assert f"stopped at step 14: {LOSS} was lowest at step 8 (2.5), 3 measurements ago" in said
+    assert f"best: {tmp_path}/run/checkpoints/8 ({LOSS} 2.5)" in said
+    assert len(small_run.rows(tmp_path / "run" / "metrics.jsonl")) == 14
+    assert find_checkpoint(tmp_path / "run").name == "14" and find_checkpoint(tmp_path / "run" / "best").name == "8"
+    assert open_model(str(tmp_path / "run" / "best")).folder.name == "8"
+    code, said = start("--checkpoint.patience", "3")
+    assert code == 0 and "already stopped at step 14" in said and saved(tmp_path) == [8, 14]
+    code, said = start("--checkpoint.patience", "4")
+    assert code == 0 and "going on from step 14" in said and saved(tmp_path) == [16]
+    assert find_checkpoint(tmp_path / "run" / "best").name == "16"
+
+
+@pytest.mark.slow
+def test_over_several_starts_it_is_the_same_run(start, tmp_path):
+    for steps in (4, 10, 16):
+        code, said = start("--checkpoint.patience", "3", steps=steps)
+        assert code == 0
+    assert "stopped at step 14" in said and saved(tmp_path) == [8, 14]
+    twice = restore_model(tmp_path / "run" / "checkpoints" / "14")
+    (tmp_path / "run").rename(tmp_path / "before")
+    start("--checkpoint.patience", "3")
+    at_once = restore_model(tmp_path / "run" / "checkpoints" / "14")
+    assert all(np.array_equal(twice[name], x) for name, x in at_once.items())
+
+
+def test_a_metric_that_nothing_measures_is_refused(start):
+    code, said = start("--checkpoint.best", "accuracy")
+    assert code == 2 and f"checkpoint.best: found 'accuracy', which no evaluation measures; measured here are {LOSS}" in said
+
+
+def test_patience_needs_a_metric(small_recipe):
+    with pytest.raises(Exception, match=r"checkpoint\.patience: found 2, needs 0, or checkpoint\.best"):
+        load(["--config", str(small_recipe), "--checkpoint.patience", "2"])
+
+
+def test_a_run_without_a_best_checkpoint_says_so(whole_run):
+    with pytest.raises(ValueError, match=r"best: this run has measured no best checkpoint; checkpoint\.best names the metric"):
+        find_checkpoint(whole_run / "best")
+
+
+def test_the_highest_may_be_the_best_and_another_metric_begins_anew():
+    best = BestCheckpoint(CheckpointConfig(best="accuracy", best_is="highest", patience=2))
+    assert [best.update(step, {"accuracy": value}) for step, value in enumerate((0.5, 0.4, 0.6, 0.6), 1)] == [
+        True, False, True, False]
+    assert (best.step, best.waited, best.exhausted) == (3, 1, False)
+    again = BestCheckpoint.restored(best.config, best.data)
+    assert again == best and not again.update(5, {"loss": 1.0}) and again == best
+    assert not again.update(5, {"accuracy": 0.1}) and again.exhausted
+    assert BestCheckpoint.restored(CheckpointConfig(best="accuracy"), best.data).step is None

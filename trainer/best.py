@@ -1,0 +1,74 @@
+"""The best checkpoint of a run by a metric of its evaluations, and the end of a run that no longer becomes better."""
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from data.errors import UserError
+
+from .config.schema import CheckpointConfig
+
+
+@dataclasses.dataclass
+class BestCheckpoint:
+    """The best measurement so far. Checkpoints hold it, so that a run that was stopped goes on with it.
+
+    Attributes:
+      config: names the metric, whether lower or higher values are better, and the patience.
+      step, value: of the best measurement; None before the first.
+      waited: measurements since then.
+    """
+
+    config: CheckpointConfig
+    step: int | None = None
+    value: float | None = None
+    waited: int = 0
+
+    @classmethod
+    def restored(cls, config: CheckpointConfig, data: Mapping[str, Any]) -> BestCheckpoint:
+        """Returns what a checkpoint's data say; nothing yet where they are of another metric or of none."""
+        best = data.get("best") or {}
+        if (best.get("metric"), best.get("is")) != (config.best, config.best_is):
+            return cls(config)
+        return cls(config, best["step"], best["value"], best["waited"])
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What a checkpoint holds: nothing where no metric is named."""
+        if self.config.best is None:
+            return {}
+        return {"best": {"metric": self.config.best, "is": self.config.best_is, "step": self.step, "value": self.value,
+                         "waited": self.waited}}
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the run ends, because so many measurements as its patience says were not better."""
+        return 0 < self.config.patience <= self.waited
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> bool:
+        """Takes the metrics after a step, without effect where the metric is not among them; returns whether it is the best.
+
+        A step that was measured already is not counted twice, and what is not a number is never the best.
+        """
+        if self.config.best is None or self.config.best not in metrics or step == self.step:
+            return False
+        value = float(metrics[self.config.best])
+        sign = 1 if self.config.best_is == "lowest" else -1
+        if math.isnan(value) or (self.value is not None and sign * value >= sign * self.value):
+            self.waited += 1
+            return False
+        self.step, self.value, self.waited = step, value, 0
+        return True
+
+    def require(self, measured: Iterable[str]) -> None:
+        """Refuses a metric that no evaluation measures.
+
+        Raises:
+          UserError: lists the metrics that there are.
+        """
+        names = sorted(measured)
+        if self.config.best is not None and self.config.best not in names:
+            raise UserError(f"checkpoint.best: found {self.config.best!r}, which no evaluation measures; measured here are "
+                            f"{', '.join(names) or 'none, without held-out data and evaluations'}")
