@@ -1,6 +1,6 @@
 """The three kinds of records that sources produce: conversations, plain texts and token ids."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -42,6 +42,10 @@ class Conversation:
     """Number of the record in the source, from 1; 0 if it was not read from a file."""
     tools: tuple[dict[str, Any], ...] = ()
     """Descriptions of the tools that the assistant may call, in OpenAI's form."""
+    file: str = field(default="", compare=False)
+    """The file that it was read from; for messages, not part of the data."""
+    line: int = field(default=0, compare=False)
+    """Its line, row or number in the file, from 1."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +58,8 @@ class Text:
     record: int = 0
     prompt: int = 0
     """Number of characters at the beginning that are read and not trained on."""
+    file: str = field(default="", compare=False)
+    line: int = field(default=0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,8 @@ class Tokens:
     """Whether token i is trained on as a target."""
     source: int = 0
     record: int = 0
+    file: str = field(default="", compare=False)
+    line: int = field(default=0, compare=False)
 
 
 Record = Conversation | Text | Tokens

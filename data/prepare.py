@@ -1,12 +1,13 @@
 """Prepares data once: tokenizes sources into documents, in array_record files of tensorflow-datasets with a small index."""
 
 import hashlib
+import itertools
 import json
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from types import ModuleType
@@ -23,7 +24,7 @@ from data.encode import Encoder, encode_all
 from data.errors import UserError
 from data.folders import building, check_files, record_files
 from data.record_store import open_records, write_records
-from data.report import Report, SourceReport
+from data.report import MOST_DROPPED, Report, SourceReport
 from data.sources import Source
 from data.templates import jinja_template
 from data.tokenizer import Tokenizer
@@ -142,9 +143,10 @@ def prepare(
     """Tokenizes all sources into a folder, or opens the folder if they have been tokenized before.
 
     The folder's name is a hash of the contents, templates, tokenizer and rules. Besides the documents it contains
-    dropped.jsonl, with every record that was not used and the reason. Conversations longer than context_length are split
-    between exchanges (`clean.split`); what is still longer is cut into consecutive pieces, and pieces without a trained token
-    are left out. Several processes may prepare the same folder at the same time.
+    dropped.jsonl, with the file, line and reason of every record that was not used (of the first 100,000 such records).
+    Conversations longer than context_length are split between exchanges (`clean.split`); what is still longer is cut into
+    consecutive pieces, and pieces without a trained token are left out. Several processes may prepare the same folder at the
+    same time.
 
     Args:
         sources: the sources to train on.
@@ -247,8 +249,8 @@ class _Job:
             for record, encoded in encode_all(encoder, records, _processes_for(source)):
                 source_report = report.sources[-1]
                 if encoded.drop_reason is not None:
-                    content = None if isinstance(record, Tokens) else asdict(record)
-                    source_report.reject(encoded.drop_reason, record.record, content)
+                    content = None if isinstance(record, Tokens) else asdict(replace(record, file="", line=0))
+                    source_report.reject(encoded.drop_reason, record, content)
                     continue
                 source_report.repaired.update(encoded.changes)
                 held_out = self.is_held_out(number, record.id)
@@ -287,7 +289,8 @@ def _build(job: _Job, folder: Path, progress: bool) -> None:
     progress_bar = tqdm(total=size, unit="B", unit_scale=True, desc="preparing data", disable=not progress)
     with building(folder, is_whole) as temporary:
         with progress_bar, (temporary / DROPPED).open("w", encoding="ascii") as dropped:
-            report = Report(on_drop=lambda record: dropped.write(record.to_json() + "\n"))
+            numbers = itertools.count(1)
+            report = Report(on_drop=lambda record: next(numbers) <= MOST_DROPPED and dropped.write(record.to_json() + "\n"))
             write_records(temporary, DOCUMENTS, _features, lambda: job.documents(report, index, progress_bar))
         arrays = index.arrays()
         if arrays["held_out"].all():

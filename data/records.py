@@ -134,6 +134,7 @@ def _read_list(window: _Window, report: SourceReport) -> Iterator[object]:
             # `[ {..}, {..}` and then nothing: every record is complete, only the closing bracket is missing.
             report.notes.append(f"the JSON list has no end after record {count}: the file was cut there")
             return
+        report.line = count + 1
         try:
             value = _read_value(window)
         except _MalformedJson as error:
@@ -218,6 +219,7 @@ def _read_lines(window: _Window, report: SourceReport) -> Iterator[object]:
         line = window.text[window.offset :] if at_end else window.text[window.offset : end]
         window.offset = len(window.text) if at_end else end + 1
         line_number += 1
+        report.line = line_number
         if line.strip(WHITE_SPACE):
             try:
                 value, end = _decode(line, len(line) - len(line.lstrip(WHITE_SPACE)))

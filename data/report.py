@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from data.conversation import Record
+
+MOST_DROPPED = 100_000  # records that dropped.jsonl lists
+LONGEST_CONTENT = 100_000  # characters of a record's JSON in it
+
 
 class DroppedRecord(NamedTuple):
     """A record that is not used; a line of dropped.jsonl holds these fields."""
@@ -17,14 +22,22 @@ class DroppedRecord(NamedTuple):
     """Number of the record in the source, from 1."""
     reason: str
     content: object
-    """The record as read, or as far as it could be read; None for token ids."""
+    """The record as read, or as far as it could be read; None for token ids. Cut to a text if it is long."""
+    file: str = ""
+    """The file that it was read from."""
+    line: int = 0
+    """Its line in JSON lines, its row in a table, or its number in a list, from 1."""
 
     def to_json(self) -> str:
         """Returns the line of dropped.jsonl. Values that JSON lacks, such as a table's dates and bytes, become texts."""
         try:
-            return json.dumps(self._asdict(), default=_as_text)
+            content = json.dumps(self.content, default=_as_text)
+            if len(content) <= LONGEST_CONTENT:
+                return json.dumps(self._asdict(), default=_as_text)
+            cut: str | None = f"{content[:LONGEST_CONTENT]} ... (cut, {len(content)} characters)"
         except RecursionError:  # nested almost as deeply as Python can read
-            return json.dumps(self._replace(content=None)._asdict())
+            cut = None
+        return json.dumps(self._replace(content=cut)._asdict())
 
 
 def _as_text(value: object) -> str:
@@ -51,6 +64,10 @@ class SourceReport:
     """Number of the source in the recipe."""
     on_drop: OnDrop | None = field(default=None, repr=False, compare=False)
     """Called with each dropped record."""
+    file: str = field(default="", repr=False, compare=False)
+    """The file that is being read."""
+    line: int = field(default=0, repr=False, compare=False)
+    """Line, row or number in the file of the record that was read last; see DroppedRecord.line."""
 
     def keep(self) -> None:
         """Counts the next record as kept."""
@@ -60,17 +77,17 @@ class SourceReport:
     def drop(self, reason: str, content: object = None) -> None:
         """Counts the next record as dropped."""
         self.records += 1
-        self._count_dropped(self.records, reason, content)
+        self._count_dropped(DroppedRecord(self.source, self.records, reason, content, self.file, self.line))
 
-    def reject(self, reason: str, record: int, content: object = None) -> None:
+    def reject(self, reason: str, record: Record, content: object = None) -> None:
         """Counts a record as dropped that was counted as kept before; it could not be encoded."""
         self.kept -= 1
-        self._count_dropped(record, reason, content)
+        self._count_dropped(DroppedRecord(self.source, record.record, reason, content, record.file, record.line))
 
-    def _count_dropped(self, record: int, reason: str, content: object) -> None:
-        self.dropped[reason] += 1
+    def _count_dropped(self, record: DroppedRecord) -> None:
+        self.dropped[record.reason] += 1
         if self.on_drop:
-            self.on_drop(DroppedRecord(self.source, record, reason, content))
+            self.on_drop(record)
 
     def reasons(self) -> str:
         """Returns the reasons for drops, the most frequent first, such as `3 x empty record, 1 x no human turn`."""
@@ -150,6 +167,8 @@ class Report:
             lines.append(f"{source.path}: {source.records} records, {source.kept} kept")
             lines += [source.table()] if source.dropped or source.repaired else []
         if self.dropped and self.dropped_file:
-            lines.append(f"dropped records, each with its reason: {self.dropped_file}")
+            count = self.dropped.total()
+            which = f"the first {MOST_DROPPED:,} of {count:,} dropped records" if count > MOST_DROPPED else "dropped records"
+            lines.append(f"{which}, each with its file, line and reason: {self.dropped_file}")
         lines += [f"warning: {source.path}: {note}" for source in self.sources for note in source.notes]
         return "\n".join(lines)

@@ -3,7 +3,7 @@
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -117,6 +117,7 @@ def read(
     source_report = report.add_source(str(source.path))
     parse = _parser(source.format, clean, source_report)
     for file in source.files():
+        source_report.file, source_report.line = str(file), 0
         for raw in _raw_records(file, source, source_report, advance):
             try:
                 record = parse(raw, number, source_report.records + 1)
@@ -124,7 +125,7 @@ def read(
                 source_report.drop(str(drop), None if isinstance(raw, np.ndarray) else raw)
             else:
                 source_report.keep()
-                yield record
+                yield replace(record, file=source_report.file, line=source_report.line)
     if not source_report.records:
         raise UserError(f"{source.path}: a JSON list without records; {source.would_work}")
     if not source_report.kept:
@@ -145,11 +146,13 @@ def _raw_records(
     if not file.exists():
         raise UserError(f"{file}: no such file; {source.would_work}")
     if file.suffix == ".parquet":
-        yield from _read_parquet(file, report)
+        records: Iterator[object] = _read_parquet(file, report)
     elif source.format == "text":
-        yield _read_text(file, source)
+        records = iter([_read_text(file, source)])
     else:
-        yield from _read_npy(file, source)
+        records = _read_npy(file, source)
+    for report.line, record in enumerate(records, 1):
+        yield record
     if advance:
         advance(file.size())
 

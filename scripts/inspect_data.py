@@ -2,8 +2,8 @@
 
     python -m scripts.inspect_data CONFIG.yaml [--rows N] [--tokens N] [--section.field value ...]
 
-Prints the first packed rows as text, with the tokens that are trained on in colour, the numbers of used and dropped records,
-the documents' lengths, and the share of padding.
+Prints the first packed rows as text, with the tokens that are trained on in colour (without colours, in ⟦ ⟧), the numbers of
+used and dropped records, the documents' lengths, and the share of padding.
 """
 
 import argparse
@@ -33,13 +33,14 @@ class _Run(NamedTuple):
     end: int
 
 
-def row_text(row: Batch, tokenizer: Tokenizer, max_tokens: int) -> Text:
+def row_text(row: Batch, tokenizer: Tokenizer, max_tokens: int, brackets: bool = False) -> Text:
     """Returns a row as text, with a heading for each document and a last line that counts the padding.
 
     Args:
         row: a row of the loader, arrays [L].
         tokenizer: the tokenizer; control tokens are shown as their text.
         max_tokens: how many tokens to show at most.
+        brackets: whether what is trained on stands in ⟦ ⟧, for output without colours.
     """
     text = Text()
     used = int((row["segment_ids"] > 0).sum())
@@ -47,7 +48,8 @@ def row_text(row: Batch, tokenizer: Tokenizer, max_tokens: int) -> Text:
         if run.start == 0 or row["segment_ids"][run.start - 1] != run.segment_id:
             text.append(f"{'' if run.start == 0 else chr(10)}── document {run.segment_id} ──\n", SEPARATOR)
         ids = row["tokens"][run.start : run.end]
-        text.append(tokenizer.decode(ids, skip_control=False), IN_LOSS if run.in_loss else None)
+        part = tokenizer.decode(ids, skip_control=False)
+        text.append(f"⟦{part}⟧" if brackets and run.in_loss else part, IN_LOSS if run.in_loss else None)
     text.append(f"\n── {used} tokens, {len(row['tokens']) - used} of padding", SEPARATOR)
     text.append(f"; the first {max_tokens} are shown ──" if used > max_tokens else " ──", SEPARATOR)
     return text
@@ -112,9 +114,12 @@ def show(argv: list[str]) -> None:
     prepared = prepare_text(config, tokenizer)
     loader = Loader(prepared, config.data.context_length, config.train.batch_size, config.data.seed)
     console = Console(highlight=False, soft_wrap=True)
+    brackets = console.no_color or console.color_system is None
+    if brackets:
+        console.print("what is in the loss stands in ⟦ ⟧", markup=False)
     for number in range(min(args.rows, len(loader))):
         console.print(f"row {number}", style="bold")
-        console.print(row_text(loader.row(number), tokenizer, args.tokens))
+        console.print(row_text(loader.row(number), tokenizer, args.tokens, brackets))
     console.print(prepared.report.summary(), markup=False)
     console.print(describe(prepared.train, loader), markup=False)
     if len(prepared.held_out):

@@ -5,6 +5,7 @@ import decimal
 import gzip
 import json
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -13,8 +14,10 @@ from pyarrow import parquet
 
 from data.clean import CleanConfig
 from data.errors import UserError
+from data.prepare import prepare
 from data.report import DroppedRecord, Report
 from data.sources import Source, read
+from data.tokenizer import Tokenizer
 
 
 def _read(path, clean=CleanConfig(), **options):
@@ -337,7 +340,7 @@ def test_a_dropped_record_nested_as_deeply_as_python_reads_is_reported():
     for _ in range(5000):
         nested = [nested]
     line = json.loads(DroppedRecord(0, 7, "not a record", nested).to_json())
-    assert line == {"source": 0, "record": 7, "reason": "not a record", "content": None}
+    assert line == {"source": 0, "record": 7, "reason": "not a record", "content": None, "file": "", "line": 0}
 
 
 def test_an_npz_is_no_npy(tmp_path):
@@ -358,3 +361,39 @@ def test_a_text_or_record_beyond_all_memory_is_refused_while_it_is_read(tmp_path
     with pytest.raises(UserError, match=r"more than 1 MiB"):
         list(read(Source(str(tmp_path / name), format), Report(), advance=read_bytes.append))
     assert sum(read_bytes) <= 1 << 20
+
+
+def test_dropped_records_are_listed_with_file_and_line(tmp_path, monkeypatch):
+    """Of lines, of a list and of a table; those that the template refuses too; a bounded number of bounded length."""
+    good, empty = ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": text}]} for text in ("b", ""))
+    tool = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"},
+                         {"role": "tool", "content": "1"}, {"role": "assistant", "content": "d"}]}
+    lines = [json.dumps(good), "", json.dumps(empty), "{cut", json.dumps(tool)]
+    folder = tmp_path / "source"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text("\n".join(lines))
+    (folder / "b.json").write_text(json.dumps([{**empty, "more": "x" * 500}, 3]))
+    parquet.write_table(pyarrow.Table.from_pylist([tool, {"messages": []}]), folder / "c.parquet")
+    tokenizer = Tokenizer.load(Path(__file__).parents[2] / "data/fixtures/tiny_tokenizer")
+    monkeypatch.setattr("data.report.LONGEST_CONTENT", 400)
+
+    def listed(name):
+        made = prepare([Source(str(folder))], tokenizer, 64, tmp_path / name, progress=False)
+        dropped = [json.loads(line) for line in made.report.dropped_file.read_text().splitlines()]
+        return made.report.summary(), dropped
+
+    summary, dropped = listed("prepared")
+    found = [(Path(record["file"]).name, record["line"], record["reason"]) for record in dropped]
+    assert sorted(found) == [
+        ("a.jsonl", 3, "empty turn"), ("a.jsonl", 4, "cut off or malformed JSON"),
+        ("a.jsonl", 5, "the chat template refuses: vicuna_v1.1 has no tool turn"),
+        ("b.json", 1, "empty turn"), ("b.json", 2, "not a record"), ("c.parquet", 1, "duplicate"),
+        ("c.parquet", 2, "empty record"),
+    ]
+    assert "dropped records, each with its file, line and reason: " in summary
+    cut = next(record["content"] for record in dropped if record["file"].endswith("b.json") and record["line"] == 1)
+    assert cut.startswith('{"conversations": [') and cut.endswith(" characters)") and len(cut) < 450
+    monkeypatch.setattr("data.report.MOST_DROPPED", 2)
+    monkeypatch.setattr("data.prepare.MOST_DROPPED", 2)
+    summary, dropped = listed("bounded")
+    assert len(dropped) == 2 and "the first 2 of 7 dropped records" in summary

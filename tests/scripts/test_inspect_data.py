@@ -1,6 +1,7 @@
 """scripts.inspect_data: rows as text with the trained parts in colour, lengths and padding, for known records."""
 
 import json
+import re
 
 import numpy as np
 import yaml
@@ -36,6 +37,8 @@ def test_a_row_reads_as_its_conversations_and_only_answers_are_coloured(tmp_path
     assert all(f"── document {number} ──" in text.plain for number in range(1, 7)) and "document 7" not in text.plain
     padding = 512 - int(made.train.lengths.sum())
     assert f"{made.train.lengths.sum()} tokens, {padding} of padding ──" in text.plain and padding > 0
+    bracketed = inspect.row_text(Loader(made, 512, 1, 0).row(0), tokenizer, 512, brackets=True).plain
+    assert sorted(re.findall("⟦(.*?)⟧", bracketed)) == coloured and re.sub("[⟦⟧]", "", bracketed) == text.plain
     short = inspect.row_text(Loader(made, 512, 1, 0).row(0), tokenizer, 20)
     assert "the first 20 are shown" in short.plain and len(short.plain) < len(text.plain) / 3
 
@@ -56,7 +59,8 @@ def test_the_command_describes_a_recipes_data(tmp_path, capsys):
     command = [str(tmp_path / "mine.yaml"), "--rows", "1", "--tokens", "50", "--data.context_length", "128"]
     assert inspect.main(command) == 0
     output = capsys.readouterr().out
-    assert "ASSISTANT: It is" in output and "6 records, 6 kept" in output and "train: 6 documents" in output
+    assert "ASSISTANT:⟦ It is" in output and "in the loss stands in ⟦ ⟧" in output, "captured: no terminal, no colours"
+    assert "train: 6 documents" in output and "6 records, 6 kept" in output and "train: 6 documents" in output
     assert "row 0" in output and "row 1" not in output
     assert "rows of 128 in the first epoch" in output and "% padding" in output
     assert inspect.main([str(tmp_path / "gone.yaml")]) == 2

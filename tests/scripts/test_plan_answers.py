@@ -1,10 +1,12 @@
 """`python -m scripts.plan` without a compiler: machines by name, memory by parts, time, price, what to change, recipes."""
 import json
 import re
+import time
 
 import pytest
 import yaml
 
+import train
 from scripts import plan
 from trainer.config.load import load
 
@@ -30,6 +32,34 @@ def test_machines_are_answered_and_their_recipes_are_taken(machine, devices, tmp
     launcher = {"2x8xH100": "sbatch --nodes 2 --gpus-per-node 8 scripts/launch_slurm.sbatch --config",
                 "v5p-32": "--type v5p-32 --version v2-alpha-tpuv5 -- --config"}.get(machine, "python train.py --config")
     assert launcher in head
+
+
+@pytest.fixture(scope="module")
+def conversations(tmp_path_factory, repository):
+    """Returns (tokenizer's folder, a file of a few conversations, a folder for prepared data)."""
+    folder = tmp_path_factory.mktemp("data")
+    talks = [{"conversations": [{"from": "human", "value": f"Say {n}."}, {"from": "gpt", "value": f"{n}."}]} for n in range(9)]
+    (folder / "talks.json").write_text(json.dumps(talks), encoding="utf-8")
+    return repository / "data/fixtures/tiny_tokenizer", folder / "talks.json", folder / "prepared"
+
+
+@pytest.mark.parametrize("machine", [
+    ["8xH100"], ["2x8xH100"], ["v5p-32"], ["v6e-8"], ["4xA100-40GB"], ["RTX4090"], ["B200"], ["gpu", "--gpu-memory", "24"]],
+    ids=" ".join)
+def test_dry_run_takes_the_written_recipe(machine, conversations, tmp_path, capsys):
+    """Planned for each machine, a recipe is what train.py --dry-run accepts, with the machine's devices and on it."""
+    tokenizer, talks, prepared = conversations
+    recipe, start = tmp_path / "mine.yaml", time.process_time()
+    status, said = answer(capsys, "--model", "llama-3.2-1b", "--machine", *machine, "--context", "8K", "--write", recipe)
+    assert status == 0 and "fits, by the estimate" in said and time.process_time() - start < 5
+    status = train.main(["--config", str(recipe), "--model.path", "null", "--model.preset", "llama-3.2-1b",
+                         "--model.tokenizer", str(tokenizer), "--data.path", str(talks), "--data.prepared", str(prepared),
+                         "--run_dir", str(tmp_path / "run"), "--dry-run", machine[0]])
+    said = capsys.readouterr()
+    assert status == 0 and "rows: 1 of 8,192 tokens in an epoch" in said.out, said.err
+    assert "disk: 1 checkpoint of" in said.out and "nothing was trained" in said.out
+    assert machine[0] == "gpu" or "fits, by the estimate" in said.out
+    assert not (tmp_path / "run").exists()
 
 
 def test_the_parts_add_up_and_the_range_holds_them(capsys):
