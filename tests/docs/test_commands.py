@@ -1,0 +1,216 @@
+"""Every command on the pages is executed here, or by the test that is named here, or marked here with why not.
+
+A new command on README.md, ARCHITECTURE.md or a page of docs/ needs an entry in one of EXECUTED, EXECUTED_SLOWLY, TESTED and
+NOT_RUN; an entry whose command is on no page any more is an error too.
+"""
+# ruff: noqa: E501 -- commands stand in one piece
+import importlib
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+PROGRAMS = ("make ", "python ", "scripts/launch", "sbatch ", "kubectl ", "pip ", "git ", "mkdocs ", "docker ",
+            "gcloud ", "eval \"", "hf ", "uv ")
+
+# Command -> flags that are added so that it takes seconds. Executed as they stand, in an empty folder beside the code.
+EXECUTED = {
+    "python -m scripts.plan --model llama-3.1-8b --machine 8xH100 --context 128K": "",
+    "python -m scripts.plan --model llama-3.1-8b --machine v5p-32 --context 1M --price-per-device-hour 4 --write my_recipe.yaml": "",
+    "python -m scripts.plan --model llama-3.1-8b --machine v5p-32 --context 128K --write my_recipe.yaml": "",
+    "python -m scripts.plan --model qwen3-8b --machine 8xH100 --context 128K --write my_recipe.yaml": "",
+    "python -m scripts.plan --model qwen3-8b --topology h100:8 --context 131072": "",
+    "python -m scripts.plan --config configs/adapters/llama31_8b_lora_a100.yaml --model llama-3.1-8b --topology a100:4": "",
+    "python -m trainer.xla_flags tpu --why": "",
+    "python -m scripts.draw_layout": "",
+}
+EXECUTED_SLOWLY = {
+    "python train.py --help": "",
+    "python -m scripts.inspect_data configs/quickstart.yaml": "",
+    "python -m scripts.draw_schedule": "",
+    "python -m scripts.benchmarks.papers": "",
+    "python -m scripts.launch_local --processes 4 --config configs/quickstart.yaml":
+        "--train.steps 2 --train.evaluate_every 2 --mesh.fsdp 1 --mesh.tensor 1 --mesh.sequence 4 --mesh.simulate 1",
+    "scripts/launch_tpu.sh --help": "",
+}
+
+# Test file -> the commands that it runs with other arguments: placeholders, small models, stand-ins of a cloud's tools.
+TESTED = {
+    "tests/test_quickstart.py": ["make quickstart"],
+    "tests/docs/test_attention_guide.py": ["python mine.py"],
+    "tests/smollm2.py": ["python -m scripts.make_smollm2 smollm2"],
+    "tests/trainer/test_pretrained.py": [
+        "python train.py --config configs/sharegpt_smollm2.yaml --model.path smollm2 --data.path YOUR_SHAREGPT.json",
+        "python train.py --config configs/sharegpt_smollm2.yaml --model.path ~/models/Qwen3-8B",
+        "python train.py --config my_recipe.yaml --model.path HF_DIR --data.path FILE.json", "python train.py --config RECIPE.yaml"],
+    "tests/trainer/huggingface/test_huggingface.py": [
+        "python -m scripts.export_hf runs/sharegpt_smollm2 my_model", "python -m scripts.export_hf runs/NAME my_model",
+        "python -m scripts.export_hf CHECKPOINT HF_DIR", "python -m scripts.import_hf HF_DIR CHECKPOINT"],
+    "tests/scripts/test_push_to_hub.py": ["python -m scripts.push_to_hub HF_DIR OWNER/NAME",
+                                          "python -m scripts.push_to_hub my_model OWNER/NAME"],
+    "tests/scripts/test_inspect_data.py": [
+        "python -m scripts.inspect_data configs/sharegpt_smollm2.yaml --model.path smollm2 --data.path YOUR_SHAREGPT.json",
+        "python -m scripts.inspect_data CONFIG.yaml"],
+    "tests/scripts/test_prepare.py": [
+        "python -m scripts.prepare --config RECIPE.yaml",
+        "python -m scripts.prepare --config configs/sharegpt_smollm2.yaml --model.path HF_DIR --data.path FILE.json"],
+    "tests/planning/test_dry_run.py": [
+        "python train.py ... --dry-run 8xH100",
+        "python train.py --config my_recipe.yaml --model.path HF_DIR --data.path FILE.json --dry-run 8xH100",
+        "python train.py --config my_recipe.yaml --model.path HF_DIR --data.path FILE.json --dry-run v5p-32"],
+    "tests/eval/test_line_retrieval.py": [
+        "python -m eval.line_retrieval --checkpoint ...",
+        "python -m eval.line_retrieval --checkpoint RUN_OR_HF --lines 200 400 680 --sequence 8 --output results"],
+    "tests/eval/test_suite.py": [
+        "python -m eval.needle", "python -m eval.needle --checkpoint RUN_OR_HF --tokens 4096 16384 --needles 1 4 --output needles",
+        "python -m eval.ruler --checkpoint RUN_OR_HF --tokens 4096 16384 --text essays.txt --output ruler",
+        "python -m eval.coreference --checkpoint RUN_OR_HF --tokens 4096 16384 --output coreference"],
+    "tests/eval/test_harness.py": [
+        "python -m eval.harness --checkpoint RUN_OR_HF --tasks arc_easy,hellaswag --output short_tasks"],
+    "tests/eval/test_report.py": ["python -m eval.report RUN [RUN]", "python -m eval.report runs/BEFORE runs/AFTER --output report.html",
+                                  "python -m eval.report runs/smollm2_32k --output report.html"],
+    "tests/scripts/test_chat.py": ["python -m scripts.chat CHECKPOINT --document FILE",
+                                   "python -m scripts.chat RUN_OR_HF --document book.txt --sequence 8"],
+    "tests/scripts/test_loss_by_position.py": [
+        "python -m scripts.loss_by_position --config ...",
+        "python -m scripts.loss_by_position --config RECIPE.yaml --checkpoint RUN_OR_HF --output curve"],
+    "tests/trainer/test_adapter_run.py": [
+        "python train.py --config configs/adapters/smollm2_lora.yaml --model.path HF_DIR --data.path FILE.json",
+        "python -m scripts.export_hf RUN FOLDER", "python -m scripts.export_hf RUN FOLDER --merge"],
+    "tests/trainer/test_stages.py": ["python train.py --config configs/extension/smollm2_32k.yaml --model.path HF_DIR"],
+    "tests/trainer/test_trajectories.py": ["python train.py --config configs/trajectories/walker_walk.yaml"],
+    "tests/eval/test_in_context.py": ["python -m eval.in_context --checkpoint ...",
+                                      "python -m eval.in_context --checkpoint runs/walker_walk --output runs/walker_walk/in_context"],
+    "tests/scripts/test_collect_trajectories.py": [
+        "python -m scripts.collect_trajectories --task ...",
+        "python -m scripts.collect_trajectories --task walker_walk --output trajectories/collected"],
+    "tests/data/trajectories/test_archives.py": [
+        "python -m scripts.download_trajectories --domain ...",
+        "python -m scripts.download_trajectories --domain walker --algorithm proto rnd --output trajectories/exorl"],
+    "tests/scripts/test_inspect_trajectories.py": [
+        "python -m scripts.inspect_trajectories PATH --task ...",
+        "python -m scripts.inspect_trajectories trajectories/exorl --task walker_walk --plot returns.png --json returns.json"],
+    "tests/trainer/test_processes.py": ["python -m scripts.launch_local --processes 4 ..."],
+    "tests/scripts/test_launchers.py": [
+        "eval \"$(python -m trainer.xla_flags tpu)\"", "eval \"$(python -m trainer.xla_flags gpu)\"",
+        "scripts/launch_tpu.sh run NAME --zone Z --type v5p-128 --version V --spot -- --config ...",
+        "scripts/launch_tpu.sh run NAME --zone ZONE --type v5p-32 --version v2-alpha-tpuv5 --spot -- --config my_recipe.yaml",
+        "sbatch --nodes 4 --gpus-per-node 8 scripts/launch_slurm.sbatch --config ...",
+        "kubectl apply -f scripts/kubernetes/jobset.yaml", "scripts/launch_tpu.sh", "scripts/launch_slurm.sbatch"],
+    "tests/scripts/benchmarks/test_bench_kernels.py": ["python -m scripts.benchmarks.bench_kernels",
+                                                       "python -m scripts.benchmarks.bench_kernels --lengths 8192 16384"],
+    "tests/scripts/benchmarks/test_bench_schedules.py": ["python -m scripts.benchmarks.bench_schedules"],
+    "tests/scripts/benchmarks/test_table3.py": ["python -m scripts.benchmarks.table3"],
+    "tests/scripts/test_plan_answers.py": ["python -m scripts.plan"],
+}
+
+CLOUD = "makes machines that cost money, of an account that no test has"
+DOCKER = "needs Docker and a GPU, which no test has; the Dockerfile is linted"
+HOURS = "takes minutes to hours of a compiler; tests/planning compiles smaller steps"
+INSTALLS = "installs from PyPI, as CI and every `make test` do for the CPU"
+NOT_RUN = {
+    "make test": "is what runs the tests", "make lint": "is run by CI", "make bench": "measures for hours",
+    "make evidence": HOURS, "make evidence ONLY='h100 1m'": HOURS,
+    "make install PLATFORM=cuda": INSTALLS, "make install PLATFORM=tpu": INSTALLS, "make install EXTRAS=eval": INSTALLS,
+    "make install EXTRAS=rl": INSTALLS, "pip install wandb": INSTALLS,
+    "python -m scripts.plan --model llama-7b --machine v4:4x4x4 --context 1M --compile": HOURS,
+    "python -m scripts.plan --config configs/llama31_8b_1m_h100.yaml --model llama-3.1-8b --machine 8xH100 --compile": HOURS,
+    "python -m scripts.plan --model llama-7b --machine v5e-256 --context 1M --search --compile --output plan": HOURS,
+    "python -c 'import jax; print(jax.devices())'": "is JAX's own, for a machine with accelerators",
+    "python -m scripts.benchmarks.bench_kernels --dtype bfloat16": "is for a GPU or TPU, which no test has",
+    "python train.py --config configs/trajectories/walker_walk.yaml --trajectories.in_context 128 --trajectories.action_repeat 1 "
+    "--data.context_length 512000 --mesh.sequence 64 --attention.layout striped": "needs 64 devices",
+    "docker build -f scripts/kubernetes/Dockerfile --build-arg PLATFORM=cuda -t longstripe .": DOCKER,
+    "docker run --rm --gpus all --ipc host -v \"$PWD/runs:/longstripe/runs\" -v \"$HOME/models:/models\" longstripe --config "
+    "configs/qwen3_8b_128k_h100.yaml --model.path /models/Qwen3-8B --data.path /models/chats.json": DOCKER,
+    "gcloud compute tpus tpu-vm create NAME --zone ZONE --accelerator-type v6e-8 --version v2-alpha-tpuv6e": CLOUD,
+    "gcloud compute tpus tpu-vm ssh NAME --zone ZONE": CLOUD,
+    "uv python install 3.12": "is uv's own",
+}
+
+
+def commands_of(text: str) -> list[str]:
+    """Returns the commands of a page: those of indented lines and shell fences, and those in code font.
+
+    A line that ends in a backslash goes on; what follows two spaces and # is a remark; .venv/bin/python is called python.
+    """
+    text = re.sub(r"<!--.*?-->", "", text)
+    lines, fence, begun = [], None, ""
+    for line in text.splitlines():
+        if line.startswith("```"):
+            fence = None if fence is not None else line[3:].strip()
+        elif fence in ("bash", "sh", "console") or (fence is None and line.startswith("    ")):
+            begun += line.strip()
+            if begun.endswith("\\"):
+                begun = begun[:-1]
+            else:
+                lines.append(re.sub(r"\s+# .*", "", begun))
+                begun = ""
+    if not any(line.startswith("```") for line in text.splitlines()):
+        lines += re.findall(r"`([^`\n]+)`", text)
+    else:
+        lines += re.findall(r"(?<!`)`([^`\n]+)`(?!`)", text)
+    lines = [re.sub(r"\s+", " ", line.replace(".venv/bin/python", "python")).strip() for line in lines]
+    return [line for line in lines if f"{line} ".startswith(PROGRAMS)]
+
+
+ON_PAGES = {command: page.name for page in PAGES for command in commands_of(page.read_text(encoding="utf-8"))}
+REGISTERED = [*EXECUTED, *EXECUTED_SLOWLY, *(command for commands in TESTED.values() for command in commands), *NOT_RUN]
+
+
+def test_every_command_has_a_test_or_a_reason():
+    assert len(ON_PAGES) > 80
+    assert {command: page for command, page in ON_PAGES.items() if command not in REGISTERED} == {}
+    assert [command for command in REGISTERED if command not in ON_PAGES] == []
+    assert len(set(REGISTERED)) == len(REGISTERED)
+
+
+def test_a_new_command_is_found():
+    page = "# A\n\n    python -m eval.new --flag \\\n        value      # a remark\n\nor `make new`.\n\n```bash\nscripts/launch_new.sh\n```\n"
+    assert commands_of(page) == ["python -m eval.new --flag value", "scripts/launch_new.sh", "make new"]
+
+
+def program_of(command: str) -> str:
+    """Returns the name by which a test refers to a command's program: the last part of its module or file."""
+    module = re.search(r"python -m ([\w.]+)", command)
+    file = re.search(r"([\w-]+)\.(?:py|sh|sbatch|yaml)\b", command)
+    return module[1].split(".")[-1] if module else file[1] if file else command.split()[-1]
+
+
+@pytest.mark.parametrize(("file", "command"), [(file, command) for file, commands in TESTED.items() for command in commands])
+def test_the_test_that_is_named_runs_the_program(file, command):
+    assert re.search(rf"(?<![a-z]){program_of(command)}(?![a-z])", (ROOT / file).read_text(encoding="utf-8"))
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """An empty folder in which commands find the code and the recipes."""
+    for name in ("configs", "data", "eval", "model", "planning", "scripts", "trainer", "train.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", EXECUTED)
+def test_a_command_runs(command, folder, capfd):
+    _, _, module, *arguments = shlex.split(f"{command} {EXECUTED[command]}")
+    # The planner's status says whether a step fits; 2 is a question that cannot be asked.
+    assert importlib.import_module(module).main(arguments) in ((0, 1) if module == "scripts.plan" else (0,))
+    out, err = capfd.readouterr()
+    assert out and "error" not in err
+    if "--write" in arguments:
+        assert (folder / arguments[arguments.index("--write") + 1]).stat().st_size > 100
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", EXECUTED_SLOWLY)
+def test_a_longer_command_runs(command, folder):
+    words = shlex.split(f"{command} {EXECUTED_SLOWLY[command]}")
+    words[0] = sys.executable if words[0] == "python" else words[0]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=1800)
+    assert done.returncode == 0 and done.stdout, done.stderr[-2000:]
