@@ -141,12 +141,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measures the tasks one after the other, and saves after each method."""
     parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.in_context", description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD",
+                        help=f"out of {', '.join(map(repr, METHODS))} (default all)")
     parser.add_argument("--data", default="trajectories/collected", help="output of scripts.collect_trajectories")
     parser.add_argument("--output", default="runs/in_context", help="folder of the runs (default runs/in_context)")
     args = parser.parse_args(argv)
     found: dict[str, dict[str, dict]] = {}
     for task in args.tasks:
-        for method in METHODS:
+        for method in args.methods:
             if method == FIRST_TASK_ONLY and task != args.tasks[0]:
                 continue
             result = run_one(task, method, args)
