@@ -129,7 +129,13 @@ def run(work: Callable[[], object]) -> int:
     except Preempted as notice:
         print(notice, file=sys.stderr)
         return notice.exit_code
-    except (UserError, ValueError, OSError, RuntimeError) as error:
+    except KeyboardInterrupt:
+        return _stopped()
+    except Exception as error:
+        if _wraps_an_interrupt(error):
+            return _stopped()
+        if not isinstance(error, (UserError, ValueError, OSError, RuntimeError)):
+            raise
         message = _out_of_memory(error) if isinstance(error, RuntimeError) else error
         if message is None or os.environ.get("LONGSTRIPE_TRACEBACK"):
             _leave_others(error, 1)
@@ -137,12 +143,21 @@ def run(work: Callable[[], object]) -> int:
         print(f"error: {_one_line(str(message))}", file=sys.stderr, flush=True)
         _leave_others(error, 2)
         return 2
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        return 130
     finally:
         sys.unraisablehook = unraisable
     return 0
+
+
+def _wraps_an_interrupt(error: BaseException | None) -> bool:
+    """Whether a Ctrl-C caused the error: a compiled module interrupted while it loads raises ImportError."""
+    while error is not None and not isinstance(error, KeyboardInterrupt):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def _stopped() -> int:
+    print("stopped", file=sys.stderr)
+    return 130
 
 
 def leave(code: int) -> NoReturn:

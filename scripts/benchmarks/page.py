@@ -63,6 +63,7 @@ SECTIONS = {
     "Plans of recipes and pods": ("recipes", "pods"),
     "The papers, by the cost model": ("papers",),
     "Training for real": ("quickstart", "identity", "data", "books"),
+    "In-context reinforcement learning": ("in_context",),
 }
 # Results of which the page shows these rows only.
 SELECTED = {

@@ -26,7 +26,7 @@ def start(small_recipe, tmp_path, monkeypatch, capfd):
         code = train.main(["--config", str(small_recipe), "--run_dir", str(tmp_path / "run"), "--train.steps", str(steps),
                            "--train.evaluate_every", "2", "--checkpoint.every", "5", "--checkpoint.keep", "1",
                            "--optimizer.schedule", "constant", "--checkpoint.best", LOSS, *flags])
-        return code, " ".join(capfd.readouterr().err.split())  # the console wraps lines
+        return code, capfd.readouterr().err
 
     return begin
 

@@ -81,3 +81,13 @@ def test_an_error_is_one_line_of_bounded_length(capfd):
     said = capfd.readouterr().err
     assert said.startswith("error: train.steps: found a bx") and said.endswith("x, expects int\n")
     assert said.count("\n") == 1 and len(said) < 5000
+
+
+def test_ctrl_c_within_a_library_that_raises_another_error_stops_the_command(capsys):
+    def work():
+        try:
+            raise KeyboardInterrupt
+        except KeyboardInterrupt as interrupt:
+            raise ImportError("initialization failed") from interrupt
+
+    assert (entry.run(work), *capsys.readouterr()) == (130, "", "stopped\n")

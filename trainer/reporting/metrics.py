@@ -300,8 +300,8 @@ class ProgressBar:
             self.say(f"step {step}/{self._steps}  {text}")
 
     def say(self, text: str) -> None:
-        """Prints a line above the bar."""
-        self._console.print(text, markup=False, highlight=False)
+        """Prints a line above the bar; the terminal wraps it, so that a path in it can be copied whole."""
+        self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
         """Removes the bar and restores the terminal."""
