@@ -18,7 +18,7 @@ import numpy as np
 
 from data.synthetic import tasks
 from data.synthetic.wording import wording_like
-from data.templates import VICUNA, VICUNA_SYSTEM
+from data.templates.built_in import VICUNA, VICUNA_SYSTEM
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "fixtures"
 SEED = 20240229  # an arbitrary date, never tuned
