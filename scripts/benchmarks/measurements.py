@@ -106,7 +106,7 @@ MEASUREMENTS = {
         (ATTENTION,), summaries.distflashattn_volume, "docs/notes/schedules.md"),
     "papers": Measurement(
         "The papers' printed numbers by the cost model", (benchmark("papers", "--output", "{out}/papers"),),
-        (PLANNING, ATTENTION, HERE + "paper*.py"), summaries.papers, "docs/notes/papers.md"),
+        (PLANNING, ATTENTION, HERE + "paper*.py", HERE + "paper_predictions/*.py"), summaries.papers, "docs/notes/papers.md"),
     "measured_steps": Measurement(
         "Steps that others measured on TPUs and GPUs beside the cost model's",
         (benchmark("measured_steps", "--output", "{out}", "--picture", "docs/measured_steps.png"),),

@@ -5,7 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from scripts.benchmarks import paper_rows as paper
-from scripts.benchmarks.paper_predictions import LENGTHS, STRIPED_ATTENTION_COST, Row, striped_speedup
+from scripts.benchmarks.paper_predictions import Row
+from scripts.benchmarks.paper_predictions.attention2d import LENGTHS
+from scripts.benchmarks.paper_predictions.striped_attention import STRIPED_ATTENTION_COST, striped_speedup
 
 PAPER, MODEL = "#222222", "#4477aa"
 SOURCES = ("Ring Attention", "Striped Attention", "DistFlashAttn", "Attention2D")

@@ -7,11 +7,13 @@ import pytest
 from model.attention.schedules import Balanced
 from model.attention.schedules.plan import Block
 from planning.costs import rounds
-from scripts.benchmarks import paper_predictions as papers
 from scripts.benchmarks import paper_rows
 from scripts.benchmarks import papers as command
 from scripts.benchmarks.paper_pictures import PICTURES
-from scripts.benchmarks.paper_predictions import busiest_share, every_row, flops_ratio
+from scripts.benchmarks.paper_predictions import every_row
+from scripts.benchmarks.paper_predictions.distflashattn import megatron_seconds
+from scripts.benchmarks.paper_predictions.ring_attention import flops_ratio
+from scripts.benchmarks.paper_predictions.striped_attention import busiest_share
 from tests.pictures import overlaps
 
 
@@ -91,7 +93,7 @@ def test_distflashattn_communicates_3nd_and_megatron_14nd():
 def test_megatron_pads_33_heads_to_48():
     """DistFlashAttn, section 4.3: 45.5% of computation is wasted on 16 GPUs; so much of attention, and of its projections."""
     length = 1 << 19
-    plain, padded = (papers.megatron_seconds(model, 2, length) for model in ("llama-7b", "llama-33h"))
+    plain, padded = (megatron_seconds(model, 2, length) for model in ("llama-7b", "llama-33h"))
     assert 1.40 < padded / plain < 48 / 32
 
 

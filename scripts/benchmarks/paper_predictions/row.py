@@ -1,0 +1,59 @@
+"""One number of a paper beside the cost model's prediction."""
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from model.attention import get_schedule
+from model.attention.schedules.plan import Block, received
+from planning.costs.step import ONE_BACKWARD_KERNEL
+from planning.costs.step import Job as CostJob
+
+# The papers' systems run FlashAttention-2, whose backward kernel has five products.
+Job = functools.partial(CostJob, backward_products=ONE_BACKWARD_KERNEL)
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One number of a paper beside the model's.
+
+    Attributes:
+      source, table: the paper, and its table, figure or section.
+      label: what the number is.
+      paper: the paper's number; None where it is lost or was never given.
+      predicted: the model's number.
+      digits, goal, between: what counts as reproduced: equal when rounded to so many decimals; a relative error of at most
+        `goal`; within the range that the paper gives. A row with none of them claims nothing.
+      note: the likely reason of a miss.
+      afterwards: the constants of the prediction that were set after the paper's number had been seen.
+    """
+
+    source: str
+    table: str
+    label: str
+    paper: float | None
+    predicted: float
+    digits: int | None = None
+    goal: float | None = None
+    between: tuple[float, float] | None = None
+    note: str = ""
+    afterwards: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """The relative error of the prediction; None without a paper's number."""
+        return float(self.predicted / self.paper - 1) if self.paper else None
+
+    @property
+    def reproduced(self) -> bool | None:
+        """Whether the prediction is within what the row claims; None where it claims nothing."""
+        if self.between:
+            return bool(self.between[0] <= self.predicted <= self.between[1])
+        if self.digits is not None:
+            return round(float(self.predicted), self.digits) == self.paper
+        return None if self.goal is None or self.error is None else bool(abs(self.error) <= self.goal)
+
+
+def bytes_received(schedule, layout: str, ranks: int, block: Block) -> list[float]:
+    """Returns the bytes that a rank receives on average, forward and backward."""
+    return [received(passes, ranks).mean() for passes in get_schedule(schedule, ranks, layout).plan(ranks, block)]
