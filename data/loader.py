@@ -15,7 +15,7 @@ from data import packing
 from data.batch import DTYPES, Batch
 from data.errors import UserError
 from data.packing import Piece
-from data.prepare import Documents, Prepared
+from data.prepared import Documents, Prepared
 
 RULES = "rows-1"  # part of the fingerprint: to be changed with every change to the rows of a plan
 

@@ -1,30 +1,25 @@
-"""Prepares data once: tokenizes sources into documents, in array_record files of tensorflow-datasets with a small index."""
+"""Prepares data once: reads sources, tokenizes them into documents, and writes these to a folder (data.prepared)."""
 
 import hashlib
 import itertools
 import json
 import os
 import re
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from types import ModuleType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
-import numpy as np
-from jaxtyping import Bool, Float64, Int, Int32
-
-from data import paths
+from data import paths, prepared
 from data import sources as source_readers
 from data.clean import CleanConfig
 from data.conversation import Tokens
 from data.encode import Encoder, encode_all
 from data.errors import UserError
-from data.folders import building, check_files, record_files
-from data.record_store import open_records, write_records
-from data.report import MOST_DROPPED, Report, SourceReport
+from data.folders import building
+from data.prepared import Prepared
+from data.record_store import write_records
+from data.report import MOST_DROPPED, Report
 from data.sources import Source
 from data.templates import jinja_template
 from data.tokenizer import Tokenizer
@@ -35,96 +30,7 @@ if TYPE_CHECKING:
 RULES = "prepare-3"  # to be changed with every change to the documents, so that existing folders are not reused
 # Of files with these fields, folders of releases that left them out are not reused.
 TOOL_RULES, TOOL_FIELDS = b"tools-1", re.compile(rb"\b(?:tools|tool_calls?|function_call|completion)\b")
-DROPPED = "dropped.jsonl"
-REPORT = "report.json"
-DOCUMENTS = "documents"
-INDEX = "index.npz"  # written last: a folder with an index is complete
 WORTH_PROCESSES = 1 << 23  # bytes of a source from which on several processes, which take seconds to start, encode it
-
-
-@dataclass(frozen=True)
-class Document:
-    """A tokenized document."""
-
-    tokens: Int32[np.ndarray, " n"]
-    loss_mask: Bool[np.ndarray, " n"]
-    """Whether token i is trained on as a target."""
-    source: int
-    """Number of the source in the recipe."""
-    record_id: str
-
-
-class Documents:
-    """The documents of one split, by number; can be pickled, and opens its files when a document is first read."""
-
-    lengths: Int32[np.ndarray, " N"]
-    """Number of tokens of each document."""
-    trained: Int32[np.ndarray, " N"]
-    """Number of tokens of each document that are trained on."""
-    sources: Int32[np.ndarray, " N"]
-    """Number of each document's source."""
-    weights: Float64[np.ndarray, " N"]
-    """Average number of times that each document is used in an epoch."""
-    fingerprint: str
-    """Changes when any document changes."""
-
-    def __init__(
-        self,
-        folder: Path,
-        numbers: Int[np.ndarray, " N"],
-        index: dict[str, Int32[np.ndarray, " D"]],
-        weights: Float64[np.ndarray, " S"],
-        name: str,
-    ):
-        """Opens a split.
-
-        Args:
-            folder: the prepared folder.
-            numbers: the numbers in the folder of the split's documents.
-            index: the folder's index.
-            weights: the weight of each source.
-            name: the split's name.
-        """
-        self.folder, self.name = folder, name
-        self.fingerprint = f"{folder.name}/{name}"
-        self._numbers = numbers
-        self.lengths = index["length"][numbers]
-        self.trained = index["trained"][numbers]
-        self.sources = index["source"][numbers]
-        self.weights = weights[self.sources] if len(numbers) else np.zeros(0)
-
-    def __len__(self) -> int:
-        return len(self._numbers)
-
-    def __getitem__(self, number: int) -> Document:
-        try:
-            record = self._store[int(self._numbers[number])]
-        except Exception as error:  # array_record and tensorflow-datasets raise RuntimeError and others of their own
-            raise UserError(f"{self.folder}: a document cannot be read ({_first_line(error)}); if this folder is deleted, the "
-                            "same command makes it again") from error
-        return Document(
-            record["tokens"], record["loss_mask"].astype(bool), int(record["source"]), record["record_id"].decode()
-        )
-
-    @cached_property
-    def _store(self) -> Sequence[dict]:
-        return open_records(self.folder, DOCUMENTS)
-
-    def __getstate__(self) -> dict:
-        return {name: value for name, value in self.__dict__.items() if name != "_store"}
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """Prepared data."""
-
-    folder: Path
-    train: Documents
-    held_out: Documents
-    """May be empty."""
-    report: Report
-    """What became of every record."""
-    context_length: int
 
 
 def prepare(
@@ -180,10 +86,10 @@ def prepare(
     job = _Job(all_sources, len(sources), tokenizer, context_length, held_out_fraction, clean, train_on)
     name = key or job.key()
     local, shared = paths.local_folder(folder) / name, f"{str(folder).rstrip('/')}/{name}"
-    stored = _read_or_warn(local)
+    stored = prepared.read_or_warn(local)
     if stored is None and paths.is_remote(folder):
-        paths.download(shared, local, INDEX, is_whole)
-        stored = _read_or_warn(local)
+        paths.download(shared, local, prepared.INDEX, prepared.is_whole)
+        stored = prepared.read_or_warn(local)
     if stored is None:
         if key:
             raise UserError(
@@ -192,9 +98,9 @@ def prepare(
             )
         _build(job, local, progress)
         if paths.is_remote(folder):
-            paths.upload(local, shared, INDEX)
-        stored = _read(local)
-    return _open(local, stored, all_sources, context_length)
+            paths.upload(local, shared, prepared.INDEX)
+        stored = prepared.read(local)
+    return prepared.open_folder(local, stored, all_sources, context_length)
 
 
 @dataclass
@@ -234,7 +140,7 @@ class _Job:
         number = int.from_bytes(hashlib.sha256(f"held-out\0{record_id}".encode()).digest()[:8], "big")
         return number < self.held_out_fraction * 2**64
 
-    def documents(self, report: Report, index: "_Index", progress_bar: "tqdm.tqdm") -> Iterator[tuple[int, dict]]:
+    def documents(self, report: Report, index: prepared.Index, progress_bar: "tqdm.tqdm") -> Iterator[tuple[int, dict]]:
         """Yields every document as tensorflow-datasets needs it: (key, fields), with consecutive keys to keep the order.
 
         Args:
@@ -263,129 +169,24 @@ class _Job:
                 raise UserError(f"{source.path}: none of its {source_report.records} records can be used ({reasons})")
 
 
-class _Index:
-    """The index of a folder: numbers of every document that are needed without reading it."""
-
-    def __init__(self):
-        self._columns: dict[str, list[int]] = {"length": [], "trained": [], "source": [], "held_out": []}
-
-    def add(self, length: int, trained: int, source: int, held_out: bool) -> int:
-        """Adds a document and returns its number."""
-        for column, value in zip(self._columns.values(), (length, trained, source, held_out), strict=True):
-            column.append(value)
-        return len(self._columns["length"]) - 1
-
-    def arrays(self) -> dict[str, Int32[np.ndarray, " D"]]:
-        """Returns the columns of the index, each with an element for every document."""
-        return {name: np.asarray(column, np.int32) for name, column in self._columns.items()}
-
-
 def _build(job: _Job, folder: Path, progress: bool) -> None:
     """Prepares the data; if another process was faster, its folder is kept."""
     from tqdm import tqdm
 
-    index = _Index()
+    index = prepared.Index()
     size = sum(file.size() for source in job.sources for file in source.files())
     progress_bar = tqdm(total=size, unit="B", unit_scale=True, desc="preparing data", disable=not progress)
-    with building(folder, is_whole) as temporary:
-        with progress_bar, (temporary / DROPPED).open("w", encoding="ascii") as dropped:
+    with building(folder, prepared.is_whole) as temporary:
+        with progress_bar, (temporary / prepared.DROPPED).open("w", encoding="ascii") as dropped:
             numbers = itertools.count(1)
             report = Report(on_drop=lambda record: next(numbers) <= MOST_DROPPED and dropped.write(record.to_json() + "\n"))
-            write_records(temporary, DOCUMENTS, _features, lambda: job.documents(report, index, progress_bar))
+            write_records(temporary, prepared.DOCUMENTS, prepared.document_features,
+                          lambda: job.documents(report, index, progress_bar))
         arrays = index.arrays()
         if arrays["held_out"].all():
             fraction = f"held_out_fraction {job.held_out_fraction} of {report.kept} conversations"
             raise UserError(f"nothing is left to train on: {fraction} took them all; a smaller fraction would work")
-        _write_index(temporary, arrays, report)
-
-
-def _write_index(folder: Path, arrays: dict[str, Int32[np.ndarray, " D"]], report: Report) -> None:
-    """Writes the report and the index, which also records the size and sha256 of every file that is read again."""
-    source_reports = [source_report.to_dict() for source_report in report.sources]
-    (folder / REPORT).write_text(json.dumps(source_reports, indent=1), encoding="ascii")
-    np.savez(folder / INDEX, **arrays, files=np.array(record_files(folder, [REPORT, DOCUMENTS])))
-
-
-def _features(tfds: ModuleType) -> dict[str, Any]:
-    """The fields of a stored document."""
-    return {
-        "tokens": tfds.features.Tensor(shape=(None,), dtype=np.int32),
-        "loss_mask": tfds.features.Tensor(shape=(None,), dtype=np.uint8),
-        "source": np.int32,
-        "record_id": tfds.features.Text(),
-    }
-
-
-class _Stored(NamedTuple):
-    """The small files of a prepared folder."""
-
-    index: dict[str, Int32[np.ndarray, " D"]]
-    reports: list[SourceReport]
-
-
-def is_whole(folder: Path) -> bool:
-    """Returns whether a prepared folder is complete and, as far as that is known without reading all of it, undamaged."""
-    try:
-        _read(folder)
-    except UserError:
-        return False
-    return True
-
-
-def _read_or_warn(folder: Path) -> _Stored | None:
-    """Reads a prepared folder; returns None, with a warning if the folder is damaged, if it has to be made."""
-    if not (folder / INDEX).exists():
-        return None
-    try:
-        return _read(folder)
-    except UserError as error:
-        print(f"warning: {error}; it is made again", file=sys.stderr)
-        return None
-
-
-def _read(folder: Path) -> _Stored:
-    """Reads the small files of a prepared folder, and compares its files with the sizes and hashes in the index.
-
-    Raises:
-        UserError: a file is missing or damaged.
-    """
-    name = INDEX
-    try:
-        with np.load(folder / INDEX) as stored:
-            index = {column: stored[column] for column in stored.files}
-        # Earlier releases recorded no files: their documents are opened, so that at least what is missing is found.
-        files = str(index.pop("files")) if "files" in index else None
-        if files is not None:
-            check_files(folder, files)
-        name = REPORT
-        reports = [SourceReport.from_dict(state) for state in json.loads((folder / REPORT).read_text(encoding="utf-8"))]
-        name = DOCUMENTS
-        if files is None:
-            open_records(folder, DOCUMENTS)[len(index["length"]) - 1]
-        return _Stored(index, reports)
-    except (PermissionError, UserError):
-        raise
-    except Exception as error:  # zipfile, zlib, numpy, json and tensorflow-datasets raise a dozen kinds of their own
-        raise UserError(f"{folder}: {name} is damaged ({_first_line(error)})") from error
-
-
-def _first_line(error: BaseException) -> str:
-    text = error.strerror if isinstance(error, OSError) else str(error)
-    return (text or type(error).__name__).splitlines()[0][:200]
-
-
-def _open(folder: Path, stored: _Stored, sources: list[Source], context_length: int) -> Prepared:
-    index = stored.index
-    held_out = index["held_out"].astype(bool)
-    weights = np.asarray([source.weight for source in sources], np.float64)
-    report = Report(stored.reports, dropped_file=folder / DROPPED)
-    for number, (source_report, source) in enumerate(zip(report.sources, sources, strict=True)):
-        # The same contents may have been prepared from other paths.
-        source_report.source, source_report.path = number, str(source.path)
-    train = Documents(folder, np.flatnonzero(~held_out), index, weights, "train")
-    # Weights are for training; the held-out loss counts every document once.
-    measured = Documents(folder, np.flatnonzero(held_out), index, np.ones_like(weights), "held_out")
-    return Prepared(folder, train, measured, report, context_length)
+        prepared.write_index(temporary, arrays, report)
 
 
 def _processes_for(source: Source) -> int:
@@ -430,19 +231,6 @@ def _may_name_tools(file: paths.File) -> bool:
                 return True
             overlap = block[-32:]
     return False
-
-
-class SplitCounts(NamedTuple):
-    """The size of a split."""
-
-    documents: int
-    tokens: int
-    trained_tokens: int
-
-
-def counts(documents: Documents) -> SplitCounts:
-    """Returns the size of a split."""
-    return SplitCounts(len(documents), int(documents.lengths.sum()), int(documents.trained.sum()))
 
 
 if __name__ == "__main__":

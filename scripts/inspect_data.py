@@ -18,7 +18,7 @@ from rich.text import Text
 
 from data.batch import Batch
 from data.loader import Loader
-from data.prepare import Documents, counts
+from data.prepared import Documents, counts
 from data.tokenizer import Tokenizer
 
 IN_LOSS, SEPARATOR = "bold green", "dim"  # rich styles

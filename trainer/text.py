@@ -17,7 +17,8 @@ from jaxtyping import Int
 from data.batch import DTYPES, Batch, permute
 from data.errors import UserError
 from data.loader import Loader
-from data.prepare import Prepared, prepare
+from data.prepare import prepare
+from data.prepared import Prepared
 from data.sources import Source
 from data.synthetic import source as synthetic
 from data.templates import jinja_template

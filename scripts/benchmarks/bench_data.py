@@ -21,7 +21,8 @@ from pathlib import Path
 from data.errors import UserError
 from data.loader import Loader
 from data.paths import File, output_folder
-from data.prepare import counts, prepare
+from data.prepare import prepare
+from data.prepared import counts
 from data.records import read_records
 from data.report import Report, SourceReport
 from data.sources import Source, read

@@ -20,7 +20,8 @@ import train
 from data.batch import permute
 from data.errors import UserError
 from data.loader import Loader
-from data.prepare import Documents, prepare
+from data.prepare import prepare
+from data.prepared import Documents
 from data.sources import Source
 from data.tokenizer import Tokenizer
 from model.attention.layout import permutation

@@ -1,0 +1,229 @@
+"""The folder of prepared data: documents in array_record files of tensorflow-datasets, a small index, and a report."""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float64, Int, Int32
+
+from data.errors import UserError
+from data.folders import check_files, record_files
+from data.record_store import open_records
+from data.report import Report, SourceReport
+from data.sources import Source
+
+DROPPED = "dropped.jsonl"
+REPORT = "report.json"
+DOCUMENTS = "documents"
+INDEX = "index.npz"  # written last: a folder with an index is complete
+
+
+@dataclass(frozen=True)
+class Document:
+    """A tokenized document."""
+
+    tokens: Int32[np.ndarray, " n"]
+    loss_mask: Bool[np.ndarray, " n"]
+    """Whether token i is trained on as a target."""
+    source: int
+    """Number of the source in the recipe."""
+    record_id: str
+
+
+class Documents:
+    """The documents of one split, by number; can be pickled, and opens its files when a document is first read."""
+
+    lengths: Int32[np.ndarray, " N"]
+    """Number of tokens of each document."""
+    trained: Int32[np.ndarray, " N"]
+    """Number of tokens of each document that are trained on."""
+    sources: Int32[np.ndarray, " N"]
+    """Number of each document's source."""
+    weights: Float64[np.ndarray, " N"]
+    """Average number of times that each document is used in an epoch."""
+    fingerprint: str
+    """Changes when any document changes."""
+
+    def __init__(
+        self,
+        folder: Path,
+        numbers: Int[np.ndarray, " N"],
+        index: dict[str, Int32[np.ndarray, " D"]],
+        weights: Float64[np.ndarray, " S"],
+        name: str,
+    ):
+        """Opens a split.
+
+        Args:
+            folder: the prepared folder.
+            numbers: the numbers in the folder of the split's documents.
+            index: the folder's index.
+            weights: the weight of each source.
+            name: the split's name.
+        """
+        self.folder, self.name = folder, name
+        self.fingerprint = f"{folder.name}/{name}"
+        self._numbers = numbers
+        self.lengths = index["length"][numbers]
+        self.trained = index["trained"][numbers]
+        self.sources = index["source"][numbers]
+        self.weights = weights[self.sources] if len(numbers) else np.zeros(0)
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, number: int) -> Document:
+        try:
+            record = self._store[int(self._numbers[number])]
+        except Exception as error:  # array_record and tensorflow-datasets raise RuntimeError and others of their own
+            raise UserError(f"{self.folder}: a document cannot be read ({_first_line(error)}); if this folder is deleted, the "
+                            "same command makes it again") from error
+        return Document(
+            record["tokens"], record["loss_mask"].astype(bool), int(record["source"]), record["record_id"].decode()
+        )
+
+    @cached_property
+    def _store(self) -> Sequence[dict]:
+        return open_records(self.folder, DOCUMENTS)
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in self.__dict__.items() if name != "_store"}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """Prepared data."""
+
+    folder: Path
+    train: Documents
+    held_out: Documents
+    """May be empty."""
+    report: Report
+    """What became of every record."""
+    context_length: int
+
+
+class SplitCounts(NamedTuple):
+    """The size of a split."""
+
+    documents: int
+    tokens: int
+    trained_tokens: int
+
+
+def counts(documents: Documents) -> SplitCounts:
+    """Returns the size of a split."""
+    return SplitCounts(len(documents), int(documents.lengths.sum()), int(documents.trained.sum()))
+
+
+class Index:
+    """The index of a folder: numbers of every document that are needed without reading it."""
+
+    def __init__(self):
+        self._columns: dict[str, list[int]] = {"length": [], "trained": [], "source": [], "held_out": []}
+
+    def add(self, length: int, trained: int, source: int, held_out: bool) -> int:
+        """Adds a document and returns its number."""
+        for column, value in zip(self._columns.values(), (length, trained, source, held_out), strict=True):
+            column.append(value)
+        return len(self._columns["length"]) - 1
+
+    def arrays(self) -> dict[str, Int32[np.ndarray, " D"]]:
+        """Returns the columns of the index, each with an element for every document."""
+        return {name: np.asarray(column, np.int32) for name, column in self._columns.items()}
+
+
+def write_index(folder: Path, arrays: dict[str, Int32[np.ndarray, " D"]], report: Report) -> None:
+    """Writes the report and the index, which also records the size and sha256 of every file that is read again."""
+    source_reports = [source_report.to_dict() for source_report in report.sources]
+    (folder / REPORT).write_text(json.dumps(source_reports, indent=1), encoding="ascii")
+    np.savez(folder / INDEX, **arrays, files=np.array(record_files(folder, [REPORT, DOCUMENTS])))
+
+
+def document_features(tfds: ModuleType) -> dict[str, Any]:
+    """The fields of a stored document."""
+    return {
+        "tokens": tfds.features.Tensor(shape=(None,), dtype=np.int32),
+        "loss_mask": tfds.features.Tensor(shape=(None,), dtype=np.uint8),
+        "source": np.int32,
+        "record_id": tfds.features.Text(),
+    }
+
+
+class Stored(NamedTuple):
+    """The small files of a prepared folder."""
+
+    index: dict[str, Int32[np.ndarray, " D"]]
+    reports: list[SourceReport]
+
+
+def is_whole(folder: Path) -> bool:
+    """Returns whether a prepared folder is complete and, as far as that is known without reading all of it, undamaged."""
+    try:
+        read(folder)
+    except UserError:
+        return False
+    return True
+
+
+def read_or_warn(folder: Path) -> Stored | None:
+    """Reads a prepared folder; returns None, with a warning if the folder is damaged, if it has to be made."""
+    if not (folder / INDEX).exists():
+        return None
+    try:
+        return read(folder)
+    except UserError as error:
+        print(f"warning: {error}; it is made again", file=sys.stderr)
+        return None
+
+
+def read(folder: Path) -> Stored:
+    """Reads the small files of a prepared folder, and compares its files with the sizes and hashes in the index.
+
+    Raises:
+        UserError: a file is missing or damaged.
+    """
+    name = INDEX
+    try:
+        with np.load(folder / INDEX) as stored:
+            index = {column: stored[column] for column in stored.files}
+        # Earlier releases recorded no files: their documents are opened, so that at least what is missing is found.
+        files = str(index.pop("files")) if "files" in index else None
+        if files is not None:
+            check_files(folder, files)
+        name = REPORT
+        reports = [SourceReport.from_dict(state) for state in json.loads((folder / REPORT).read_text(encoding="utf-8"))]
+        name = DOCUMENTS
+        if files is None:
+            open_records(folder, DOCUMENTS)[len(index["length"]) - 1]
+        return Stored(index, reports)
+    except (PermissionError, UserError):
+        raise
+    except Exception as error:  # zipfile, zlib, numpy, json and tensorflow-datasets raise a dozen kinds of their own
+        raise UserError(f"{folder}: {name} is damaged ({_first_line(error)})") from error
+
+
+def _first_line(error: BaseException) -> str:
+    text = error.strerror if isinstance(error, OSError) else str(error)
+    return (text or type(error).__name__).splitlines()[0][:200]
+
+
+def open_folder(folder: Path, stored: Stored, sources: list[Source], context_length: int) -> Prepared:
+    """Returns the two splits of a prepared folder; `sources` are those that were prepared, the held-out ones last."""
+    index = stored.index
+    held_out = index["held_out"].astype(bool)
+    weights = np.asarray([source.weight for source in sources], np.float64)
+    report = Report(stored.reports, dropped_file=folder / DROPPED)
+    for number, (source_report, source) in enumerate(zip(report.sources, sources, strict=True)):
+        # The same contents may have been prepared from other paths.
+        source_report.source, source_report.path = number, str(source.path)
+    train = Documents(folder, np.flatnonzero(~held_out), index, weights, "train")
+    # Weights are for training; the held-out loss counts every document once.
+    measured = Documents(folder, np.flatnonzero(held_out), index, np.ones_like(weights), "held_out")
+    return Prepared(folder, train, measured, report, context_length)
