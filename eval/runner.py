@@ -1,4 +1,4 @@
-"""What evaluations that ask a model questions share: flags, the model, prompts, answers that survive an interruption."""
+"""What evaluations that ask a model questions share: flags, the model, prompts and answers."""
 from __future__ import annotations
 
 import argparse
@@ -19,6 +19,7 @@ from data.conversation import Message
 from data.errors import UserError
 from data.templates import NAMES, end_ids, render
 from data.tokenizer import Tokenizer
+from eval.journal import JOURNAL, Answer, Journal
 from model.attention.names import SCHEDULES
 from model.config import LlamaConfig
 from trainer import entry
@@ -26,8 +27,6 @@ from trainer import entry
 if TYPE_CHECKING:
     from model.decode import Generator, Sampling
     from model.llama import Llama
-
-JOURNAL = "answers.jsonl"
 
 
 def add_flags(parser: argparse.ArgumentParser, new_tokens: int | None = 100, evaluation: bool = True) -> None:
@@ -98,69 +97,6 @@ class Prompt:
         """A hash by which its answer is found again."""
         turns = [("user", self.text)] if isinstance(self.text, str) else [(turn.role, turn.content) for turn in self.text]
         return hashlib.sha256(json.dumps([turns, self.new_tokens, self.prefix]).encode()).hexdigest()[:32]
-
-
-@dataclasses.dataclass(frozen=True)
-class Answer:
-    """The generated text, and the number of tokens of its prompt."""
-
-    generated: str
-    prompt_tokens: int
-
-
-class Journal:
-    """The answers so far, in a file to which each is added at once; of a line that was cut off by a crash nothing counts.
-
-    Raises:
-      UserError: the file holds answers of another model, or to other settings; the first difference is named.
-    """
-
-    def __init__(self, path: Path, about: dict[str, Any]) -> None:
-        self.path = path
-        self.answers: dict[str, Answer] = {}
-        whole, offset = _whole_lines(path)
-        if whole:
-            _check_about(path, whole[0], about)
-            self.answers = {line["key"]: Answer(line["generated"], line["prompt_tokens"]) for line in whole[1:]}
-        self._file = open(path, "r+b" if path.exists() else "w+b")  # noqa: SIM115 - open as long as the evaluation
-        self._file.truncate(offset)
-        self._file.seek(offset)
-        if not whole:
-            self._write(about)
-
-    def add(self, key: str, answer: Answer) -> None:
-        """Adds an answer."""
-        self.answers[key] = answer
-        self._write({"key": key, **dataclasses.asdict(answer)})
-
-    def _write(self, line: dict[str, Any]) -> None:
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        """Closes the file."""
-        self._file.close()
-
-
-def _whole_lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Returns the lines of a journal up to the first that is not whole, and the bytes that they take."""
-    lines, offset = [], 0
-    for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            break
-        if not line.endswith(b"\n"):
-            return lines[:-1], offset
-        offset += len(line)
-    return lines, offset
-
-
-def _check_about(path: Path, saved: dict[str, Any], about: dict[str, Any]) -> None:
-    for name, value in about.items():
-        if saved.get(name) != value:
-            raise UserError(f"{path}: has answers with {name} = {saved.get(name)!r}, now it is {value!r}; another --output, or "
-                            "removing this file, would work")
 
 
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, template: str | None) -> list[int]:

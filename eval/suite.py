@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from data.errors import UserError
-from eval.runner import Answer, Opened, Prompt
+from eval.journal import Answer
+from eval.runner import Opened, Prompt
 from eval.scoring import bootstrap, last_integer, wilson
 
 if TYPE_CHECKING:

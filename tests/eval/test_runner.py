@@ -8,6 +8,7 @@ import pytest
 
 from data.errors import UserError
 from eval import line_cases, line_report, line_retrieval, runner
+from eval.journal import Journal
 from model.decode import Sampling
 from tests.model.build import llama, tiny
 
@@ -62,26 +63,26 @@ def test_an_interrupted_evaluation_goes_on_and_counts_nothing_twice(tmp_path, mo
         if seen["answers"] == 3:
             raise Stop
 
-    journal = runner.Journal(path, ABOUT)
+    journal = Journal(path, ABOUT)
     with pytest.raises(Stop):
         asked.answer(params, prompts, journal, stop)
     journal.close()
     whole = path.read_bytes()
     assert whole.count(b"\n") == 4
     path.write_bytes(whole[:-7])  # the crash came while the third answer was written
-    journal, counts = runner.Journal(path, ABOUT), []
+    journal, counts = Journal(path, ABOUT), []
     assert len(journal.answers) == 2
     assert asked.answer(params, prompts, journal, counts.append) == expected
     journal.close()
     assert counts == [2, 1, 1, 1]
     lines = [json.loads(line) for line in path.read_text().splitlines()]
     assert len(lines) == 6 and len({line["key"] for line in lines[1:]}) == 5
-    again = runner.Journal(path, ABOUT)
+    again = Journal(path, ABOUT)
     monkeypatch.setattr(runner.Respondent, "generator", lambda *_: pytest.fail("asked again"))
     assert asked.answer(params, prompts, again) == expected
     again.close()
     with pytest.raises(UserError, match="has answers with model = 'abc', now it is 'def'; another --output"):
-        runner.Journal(path, {**ABOUT, "model": "def"})
+        Journal(path, {**ABOUT, "model": "def"})
 
 
 def test_prompts_beyond_memory_are_refused_with_the_longest_that_fits():

@@ -7,7 +7,8 @@ import pytest
 from data.errors import UserError
 from data.synthetic import tasks
 from eval import coreference, needle, ruler, suite
-from eval.runner import Answer, Prompt
+from eval.journal import Answer
+from eval.runner import Prompt
 
 SCORES = [  # answer, expected texts, RULER's string_match_all and string_match_part
     ("The numbers are 12, 34 and 56.", ("12", "34", "56"), 1, 1),
