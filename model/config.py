@@ -11,79 +11,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .adapter import FEED_FORWARD, PROJECTIONS, AdapterConfig
+from .checks import is_int, require_int, require_number
 from .families import FAMILIES, family_of, find_preset
 from .families.family import BY_FAMILY, NEUTRAL
+from .rope_config import PER_CHANNEL, RopeConfig
 
-# The numbers that each RoPE rule needs, and those that it may be given, with their defaults; names are Hugging Face's.
-_ROPE_NEEDS: dict[str, tuple[str, ...]] = {
-    "default": (),
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor", "original_max_position_embeddings"),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "longrope": ("factor", "short_factor", "long_factor", "original_max_position_embeddings"),
-}
-_ROPE_MAY: dict[str, dict[str, Any]] = {
-    "dynamic": {"original_max_position_embeddings": None},
-    "yarn": {"attention_factor": None, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": None, "mscale_all_dim": None,
-             "truncate": True},
-    "longrope": {"attention_factor": None},
-}
-_PER_CHANNEL = ("short_factor", "long_factor")
-ROPE_RULES = tuple(_ROPE_NEEDS)
 LAYER_TYPES = ("sliding_attention", "full_attention")
 # The fields that may change while the weights stay the same; names are Hugging Face's.
 POSITIONS = ("rope_theta", "rope_scaling", "max_position_embeddings")
-
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """The rotary embedding. Numbers that a rule does not use are None, so that equal embeddings compare equal.
-
-    For the rule `dynamic`, `original_max_position_embeddings` is the model's `max_position_embeddings`; LlamaConfig
-    fills it in, as transformers knows no other. `short_factor` and `long_factor` have a number for each pair of channels.
-    Raises ValueError for a rule that is not computed here and for numbers that make no rotation.
-    """
-
-    rule: str = "default"
-    theta: float = 10000.0
-    factor: float | None = None
-    low_freq_factor: float | None = None
-    high_freq_factor: float | None = None
-    original_max_position_embeddings: int | None = None
-    attention_factor: float | None = None
-    beta_fast: float | None = None
-    beta_slow: float | None = None
-    mscale: float | None = None
-    mscale_all_dim: float | None = None
-    truncate: bool | None = None
-    short_factor: tuple[float, ...] | None = None
-    long_factor: tuple[float, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.rule not in ROPE_RULES:
-            raise ValueError(f"rope_type: {self.rule!r} is not computed here; supported are {', '.join(ROPE_RULES)}")
-        # Yarn takes a logarithm to this base.
-        _require_number("rope_theta", self.theta, above=1 if self.rule == "yarn" else 0)
-        needs, may = _ROPE_NEEDS[self.rule], _ROPE_MAY.get(self.rule, {})
-        for name in (f.name for f in dataclasses.fields(self) if f.name not in ("rule", "theta")):
-            value = getattr(self, name) if name in (*needs, *may) else None
-            value = may.get(name) if value is None else value
-            object.__setattr__(self, name, value)
-            if name in needs and value is None:
-                raise ValueError(f"rope_scaling: {name} is missing; rope_type {self.rule!r} needs {', '.join(needs)}")
-            if name == "truncate":
-                if not (value is None or isinstance(value, bool)):
-                    raise ValueError(f"rope_scaling.truncate: {value!r} is not true or false")
-            elif name in _PER_CHANNEL and value is not None:
-                for number in value:
-                    _require_number(f"rope_scaling.{name}", number, above=0)
-            elif value is not None:
-                _require_number(f"rope_scaling.{name}", value, above=0, or_equal=name.startswith("mscale"))
-        for high, low in (("high_freq_factor", "low_freq_factor"), ("beta_fast", "beta_slow")):
-            if getattr(self, high) is not None and getattr(self, high) <= getattr(self, low):
-                raise ValueError(f"rope_scaling.{high}: {getattr(self, high)} must be greater than {low}, which is "
-                                 f"{getattr(self, low)}")
 
 
 class LayerKind(NamedTuple):
@@ -167,7 +102,7 @@ class LlamaConfig:
             object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                      "num_key_value_heads", "max_position_embeddings"):
-            _require_int(name, getattr(self, name), at_least=1)
+            require_int(name, getattr(self, name), at_least=1)
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
@@ -175,7 +110,7 @@ class LlamaConfig:
                     f"num_attention_heads {self.num_attention_heads}; give head_dim"
                 )
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
-        _require_int("head_dim", self.head_dim, at_least=2)
+        require_int("head_dim", self.head_dim, at_least=2)
         if self.head_dim % 2:
             raise ValueError(f"head_dim: {self.head_dim} is odd; rotary embedding turns halves, so it must be even")
         if self.num_attention_heads % self.num_key_value_heads:
@@ -184,15 +119,15 @@ class LlamaConfig:
                 f"num_key_value_heads: {self.num_key_value_heads} does not divide num_attention_heads "
                 f"{self.num_attention_heads}; these do: {', '.join(map(str, good))}"
             )
-        _require_number("rms_norm_eps", self.rms_norm_eps, above=0)
-        _require_number("initializer_range", self.initializer_range, above=0, or_equal=True)
+        require_number("rms_norm_eps", self.rms_norm_eps, above=0)
+        require_number("initializer_range", self.initializer_range, above=0, or_equal=True)
         for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
-            _require_number(name, getattr(self, name), above=0)
+            require_number(name, getattr(self, name), above=0)
         for name in ("attention_multiplier", "query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"):
             if getattr(self, name) is not None:
-                _require_number(name, getattr(self, name), above=0)
+                require_number(name, getattr(self, name), above=0)
         if self.sliding_window is not None:
-            _require_int("sliding_window", self.sliding_window, at_least=1)
+            require_int("sliding_window", self.sliding_window, at_least=1)
         for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "output_bias"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not true or false")
@@ -205,7 +140,7 @@ class LlamaConfig:
                              ("pad_token_id", (self.pad_token_id,))):
             for value in values:
                 # -1 is what some published configs say for "none"; it indexes nothing here, so it does no harm.
-                if value is not None and not (_is_int(value) and value >= -1):
+                if value is not None and not (is_int(value) and value >= -1):
                     raise ValueError(f"{name}: {value!r} is not a token id")
         if not isinstance(self.rope, RopeConfig):
             raise ValueError(f"rope: {self.rope!r} is not a RopeConfig")
@@ -219,7 +154,7 @@ class LlamaConfig:
                 raise ValueError(f"head_dim: {self.head_dim} is too small for rope_type 'dynamic'; 4 or more would work")
             rope = dataclasses.replace(self.rope, original_max_position_embeddings=self.max_position_embeddings)
             object.__setattr__(self, "rope", rope)
-        for name in _PER_CHANNEL:
+        for name in PER_CHANNEL:
             numbers = getattr(self.rope, name)
             if numbers is not None and len(numbers) != self.head_dim // 2:
                 raise ValueError(f"rope_scaling.{name}: found {len(numbers)} numbers; head_dim {self.head_dim} needs "
@@ -335,8 +270,8 @@ class LlamaConfig:
                 raise ValueError(f"{name}: found null; needs a value")
         length = values.get("max_position_embeddings", cls.max_position_embeddings)
         local = config.get("local_rope_parameters")
-        local_rope = None if local is None else _rope_from_hf({"rope_parameters": local}, length)
-        return cls(**values, rope=_rope_from_hf(config, length), local_rope=local_rope, family=family.model_type)
+        local_rope = None if local is None else RopeConfig.from_hf({"rope_parameters": local}, length)
+        return cls(**values, rope=RopeConfig.from_hf(config, length), local_rope=local_rope, family=family.model_type)
 
     def to_hf(self) -> dict[str, Any]:
         """A Hugging Face config as a JSON-ready dict. It carries no dtype: who writes weights adds it.
@@ -345,9 +280,9 @@ class LlamaConfig:
         """
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name not in ("rope", "local_rope")}
         values = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-        values["rope_parameters"] = _rope_to_hf(self.rope)
+        values["rope_parameters"] = self.rope.to_hf()
         if self.local_rope is not None:
-            values["local_rope_parameters"] = _rope_to_hf(self.local_rope)
+            values["local_rope_parameters"] = self.local_rope.to_hf()
         scaling = {name: value for name, value in values["rope_parameters"].items() if name != "rope_theta"}
         return FAMILIES[self.family].write({
             **values, "rope_theta": self.rope.theta, "rope_scaling": None if self.rope.rule == "default" else scaling})
@@ -381,90 +316,3 @@ class LlamaConfig:
         family, fields = find_preset(name)
         ropes = {name: RopeConfig(**fields[name]) for name in ("rope", "local_rope") if name in fields}
         return cls(**{"family": family.model_type, **family.computes, **fields, **ropes, **changes})
-
-
-def _rope_to_hf(rope: RopeConfig) -> dict[str, Any]:
-    """The rotary embedding as Hugging Face's `rope_parameters`."""
-    numbers = {f.name: getattr(rope, f.name) for f in dataclasses.fields(rope) if f.name not in ("rule", "theta")}
-    if rope.rule == "dynamic":  # transformers knows it as max_position_embeddings
-        numbers.pop("original_max_position_embeddings")
-    return {"rope_type": rope.rule, **{name: list(value) if name in _PER_CHANNEL else value
-                                       for name, value in numbers.items() if value is not None}, "rope_theta": rope.theta}
-
-
-def _rope_from_hf(config: dict[str, Any], max_position_embeddings: int) -> RopeConfig:
-    """The rotary embedding of a Hugging Face config. Raises ValueError if its two spellings contradict each other."""
-    spellings = {}
-    for key in ("rope_parameters", "rope_scaling"):
-        value = config.get(key)
-        if value is None or value == {}:
-            continue
-        if not isinstance(value, dict):
-            raise ValueError(f"{key}: found {value!r}; needs an object or null")
-        if any(isinstance(inner, dict) for inner in value.values()):
-            raise ValueError(f"{key}: a different embedding per layer type is not supported; needs one for all layers")
-        spellings[key] = _rope_from_parameters(key, value, config, max_position_embeddings)
-    if config.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise ValueError(f"partial_rotary_factor: found {config['partial_rotary_factor']!r}; only 1 is supported")
-    if len(set(spellings.values())) > 1:
-        # `rope_parameters` of rule default beside a scaling `rope_scaling` is a contradiction, too: one is wrong, and
-        # a model fine-tuned under the wrong one is spoilt without a sound.
-        raise ValueError(f"rope_parameters and rope_scaling contradict each other: {spellings['rope_parameters']} "
-                         f"and {spellings['rope_scaling']}; remove the wrong one")
-    if spellings:
-        return next(iter(spellings.values()))
-    theta = config.get("rope_theta")
-    return RopeConfig(theta=10000.0 if theta is None else _as_float("rope_theta", theta))
-
-
-def _rope_from_parameters(key: str, found: dict[str, Any], config: dict[str, Any], max_position: int) -> RopeConfig:
-    inner_theta, outer_theta = found.get("rope_theta"), config.get("rope_theta")
-    if inner_theta is not None and outer_theta is not None and (
-            _as_float(f"{key}.rope_theta", inner_theta) != _as_float("rope_theta", outer_theta)):
-        raise ValueError(f"rope_theta: {outer_theta} beside {key}.rope_theta {inner_theta}; remove the wrong one")
-    theta = next((t for t in (inner_theta, outer_theta) if t is not None), 10000.0)
-    if found.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise ValueError(f"{key}.partial_rotary_factor: found {found['partial_rotary_factor']!r}; only 1 is supported")
-    rule = found.get("rope_type", found.get("type", "default"))  # `type` is the older name of the key
-    if rule not in ROPE_RULES:
-        raise ValueError(f"{key}.rope_type: {rule!r} is not computed here; supported are {', '.join(ROPE_RULES)}")
-    numbers: dict[str, Any] = {name: found[name] for name in (*_ROPE_NEEDS[rule], *_ROPE_MAY.get(rule, ()))
-                               if found.get(name) is not None}
-    original = "original_max_position_embeddings"
-    if original in _ROPE_NEEDS[rule]:  # transformers, too, prefers the one outside and falls back to the model's length
-        numbers[original] = config.get(original) or numbers.get(original, max_position)
-    if rule == "dynamic":
-        numbers[original] = max_position
-    if rule in ("yarn", "longrope") and "factor" not in numbers:
-        numbers["factor"] = max_position / numbers[original]
-    for name in _ROPE_NEEDS[rule]:
-        if name not in numbers:
-            raise ValueError(f"{key}.{name}: missing; rope_type {rule!r} needs it")
-    for name, value in numbers.items():
-        if name in _PER_CHANNEL:
-            if not isinstance(value, list):
-                raise ValueError(f"{key}.{name}: found {value!r}; needs a list with a number for each pair of channels")
-            numbers[name] = tuple(_as_float(f"{key}.{name}", number) for number in value)
-        elif name not in (original, "truncate"):
-            numbers[name] = _as_float(f"{key}.{name}", value, or_equal=name.startswith("mscale"))
-    return RopeConfig(rule=rule, theta=_as_float("rope_theta", theta), **numbers)
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _require_int(name: str, value: Any, at_least: int) -> None:
-    if not _is_int(value) or value < at_least:
-        raise ValueError(f"{name}: {value!r} is not a whole number of at least {at_least}")
-
-
-def _require_number(name: str, value: Any, above: float, or_equal: bool = False) -> None:
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-    if not good or value < above or (value == above and not or_equal):
-        raise ValueError(f"{name}: {value!r} is not a number {'of at least' if or_equal else 'above'} {above}")
-
-
-def _as_float(name: str, value: Any, or_equal: bool = False) -> float:
-    _require_number(name, value, above=0, or_equal=or_equal)
-    return float(value)

@@ -9,10 +9,11 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from .attention import AttentionOp, Keys, Queries, TokenCoords, attend
-from .config import LlamaConfig, RopeConfig
+from .config import LlamaConfig
 from .memory.chunked import chunked
 from .memory.options import MemoryConfig
 from .modules import bind, read_by
+from .rope_config import RopeConfig
 from .sharding import Parallel
 
 Heads = Float[Array, "B T H D"]

@@ -15,10 +15,11 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from .config import LlamaConfig, RopeConfig
+from .config import LlamaConfig
 from .feedforward import AllHeadsNorm, FeedForward, HeadNorm, Projection, RMSNorm, param
 from .frozen import Weight, array
 from .rope import apply_rope, attention_scaling, inverse_frequencies
+from .rope_config import RopeConfig
 from .sharding import Parallel, Parameter
 
 T = TypeVar("T")

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
-from model.config import RopeConfig
+from model.rope_config import RopeConfig
 
 # The longest row with transformers' own float32 angles; other implementations read LLaMAs up to this length.
 FLOAT32_LENGTH = 1 << 17

@@ -5,7 +5,8 @@ import json
 import pytest
 import transformers
 
-from model.config import LlamaConfig, RopeConfig
+from model.config import LlamaConfig
+from model.rope_config import RopeConfig
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
           "original_max_position_embeddings": 8192}

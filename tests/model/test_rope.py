@@ -10,9 +10,10 @@ import torch
 import transformers
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from model.config import LlamaConfig, RopeConfig
+from model.config import LlamaConfig
 from model.modules import bind
 from model.rope import FLOAT32_LENGTH, angles, apply_rope, attention_scaling, inverse_frequencies
+from model.rope_config import RopeConfig
 
 from .build import llama, tiny
 

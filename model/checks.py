@@ -1,0 +1,29 @@
+"""Checks of numbers in a model's configuration."""
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def is_int(value: Any) -> bool:
+    """Whether a value is a whole number; true and false are none."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def require_int(name: str, value: Any, at_least: int) -> None:
+    """Raises ValueError, naming the field, unless the value is a whole number of at least `at_least`."""
+    if not is_int(value) or value < at_least:
+        raise ValueError(f"{name}: {value!r} is not a whole number of at least {at_least}")
+
+
+def require_number(name: str, value: Any, above: float, or_equal: bool = False) -> None:
+    """Raises ValueError, naming the field, unless the value is a finite number above (`or_equal`: or at) `above`."""
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    if not good or value < above or (value == above and not or_equal):
+        raise ValueError(f"{name}: {value!r} is not a number {'of at least' if or_equal else 'above'} {above}")
+
+
+def as_float(name: str, value: Any, or_equal: bool = False) -> float:
+    """Returns a number above 0 as a float; raises ValueError as `require_number` does."""
+    require_number(name, value, above=0, or_equal=or_equal)
+    return float(value)
