@@ -154,7 +154,7 @@ def plot(scores: list[Score] | dict[str, list[Score]], path: str | pathlib.Path,
     from matplotlib.figure import Figure
 
     if isinstance(scores, dict):
-        title = "  and  ".join(scores)
+        title = title or "  and  ".join(scores)
         scores = [dataclasses.replace(score, family=f"{name}: {score.family}") for name, group in scores.items()
                   for score in group]
         note = []

@@ -47,10 +47,11 @@ HEADLINES = (
     ("Killed with -9 and resumed", "exactness.resume"),
     ("Striped Attention's theoretical speed-ups", "papers.striped_bounds"),
     ("Quickstart: lines retrieved, 8 simulated devices", "quickstart.retrieval"),
+    ("SmolLM2-135M: one of 60 lines in LongChat's words, an hour's practice", "retrieval.lines_60"),
 )
 # Heading -> results whose rows are shown, in order.
 SECTIONS = {
-    "Exactness": ("exactness", "exactness_by_hand", "suite"),
+    "Exactness": ("exactness", "exactness_by_hand", "gemma3", "suite"),
     "Speed on a CPU": ("step", "kernels"),
     "Cycles of the TPU kernels, by the TPU's compiler": ("kernel_cycles",),
     "Balance": ("balance", "balance_time"),
@@ -62,6 +63,7 @@ SECTIONS = {
     "Steps that others measured, and ours by the cost model": ("measured_steps",),
     "Plans of recipes and pods": ("recipes", "pods"),
     "The papers, by the cost model": ("papers",),
+    "SmolLM2-135M before and after practising retrieval": ("retrieval",),
     "Training for real": ("quickstart", "identity", "data", "books"),
     "In-context reinforcement learning": ("in_context",),
 }
