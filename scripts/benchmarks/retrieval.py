@@ -102,11 +102,11 @@ def save_result(before: list[Score], after: list[Score], book: list[float], took
                        "at most 0.05 more", book[1] <= book[0] + 0.05)
     tables = {"right answers": {"columns": ["cases", "lines", "tokens", "before", "after"], "rows": lines}}
     facts = [f"Trained for {took / 60:.0f} minutes on two cores beside other work; the last stage's rows have 4,096 tokens.",
-             "All cases have LongChat's wording; the generated ones' pairs of key and number are in no training text. One training "
-             "seed."]
+             "Generated cases have LongChat's wording; their pairs of key and number are in no training text. One seed."]
     save("retrieval", measured("SmolLM2-135M-Instruct before and after practising retrieval", rows,
                                "python -m scripts.benchmarks.retrieval --model HF_DIR --like 200_lines.jsonl --book BOOK.txt",
-                               DEPENDS_ON, tables=tables, facts=facts, seconds=took))
+                               DEPENDS_ON, tables=tables, facts=facts, seconds=took,
+                               note="docs/notes/retrieval.md"))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
