@@ -8,7 +8,7 @@ import json
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from .adapter import FEED_FORWARD, PROJECTIONS, AdapterConfig
 from .checks import is_int, require_int, require_number
@@ -40,6 +40,7 @@ class LlamaConfig:
     Attributes:
       sliding_window: only keys fewer than this many tokens away are seen; None for all. With `layer_types` it is that of the
         layers of type "sliding_attention"; those of type "full_attention" have none.
+      partial_rotary_factor: the share of a head's channels that RoPE rotates, the first ones.
       no_rope_layers: 1 for a layer with RoPE, 0 for one without; None for RoPE in all.
       embedding_multiplier, residual_multiplier: of the embeddings, and of what attention and feed-forward add to the stream.
       attention_multiplier: of the scores; None for head_dim ** -0.5.
@@ -77,6 +78,7 @@ class LlamaConfig:
     sliding_window: int | None = None
     layer_types: tuple[str, ...] | None = None
     no_rope_layers: tuple[int, ...] | None = None
+    partial_rotary_factor: float = 1.0
     embedding_multiplier: float = 1.0
     attention_multiplier: float | None = None
     query_pre_attn_scalar: float | None = None
@@ -144,6 +146,10 @@ class LlamaConfig:
                     raise ValueError(f"{name}: {value!r} is not a token id")
         if not isinstance(self.rope, RopeConfig):
             raise ValueError(f"rope: {self.rope!r} is not a RopeConfig")
+        require_number("partial_rotary_factor", self.partial_rotary_factor, above=0)
+        if self.partial_rotary_factor > 1 or self.rotary_dim % 2 or not self.rotary_dim:
+            raise ValueError(f"partial_rotary_factor: {self.partial_rotary_factor} of head_dim {self.head_dim} makes "
+                             f"{self.rotary_dim} channels; needs an even number of at most head_dim")
         self._check_family()
         if self.adapter is not None:
             self.adapter.check_sizes({name: self.projection_sizes(name) for name in PROJECTIONS})
@@ -156,9 +162,9 @@ class LlamaConfig:
             object.__setattr__(self, "rope", rope)
         for name in PER_CHANNEL:
             numbers = getattr(self.rope, name)
-            if numbers is not None and len(numbers) != self.head_dim // 2:
-                raise ValueError(f"rope_scaling.{name}: found {len(numbers)} numbers; head_dim {self.head_dim} needs "
-                                 f"{self.head_dim // 2}")
+            if numbers is not None and len(numbers) != self.rotary_dim // 2:
+                raise ValueError(f"rope_scaling.{name}: found {len(numbers)} numbers; {self.rotary_dim} rotated channels need "
+                                 f"{self.rotary_dim // 2}")
 
     def _check_layers(self) -> None:
         """Refuses lists that do not say of each layer what it is."""
@@ -226,6 +232,11 @@ class LlamaConfig:
         if self.query_pre_attn_scalar is not None:
             return self.query_pre_attn_scalar ** -0.5
         return 1.0 / math.sqrt(self.head_dim) if self.attention_multiplier is None else self.attention_multiplier
+
+    @property
+    def rotary_dim(self) -> int:
+        """The number of a head's channels that RoPE rotates."""
+        return int(cast(int, self.head_dim) * self.partial_rotary_factor)
 
     @property
     def embedding_scale(self) -> float:

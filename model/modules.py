@@ -83,7 +83,7 @@ class SelfAttention(nnx.Module):
             projected = self._normalised(name, projected, parallel)
             if rope is None:
                 return projected
-            frequencies = inverse_frequencies(rope, self.config.head_dim, length)
+            frequencies = inverse_frequencies(rope, self.config.rotary_dim, length)
             with jax.named_scope("rope"):
                 return apply_rope(projected, positions, frequencies, attention_scaling(rope), length)
 

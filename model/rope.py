@@ -147,15 +147,18 @@ def angles(positions: Int[Array, "B T"], inverse_frequencies: np.ndarray, length
 
 def apply_rope(x: Float[Array, "B T H D"], positions: Int[Array, "B T"], inverse_frequencies: np.ndarray, scaling: float = 1.0,
                length: int | None = None) -> Float[Array, "B T H D"]:
-    """Returns x with each head's channel pairs (c, c + D/2) rotated by position times frequency, and multiplied by `scaling`.
+    """Returns x with the pairs (c, c + R/2) of each head's first R channels rotated by position times frequency, and multiplied
+    by `scaling`; the other channels pass unchanged.
 
     Angles, cosines and the products are float32, and the result is rounded once to x's dtype: bfloat16 cosines would lose the
     fine differences between far positions.
 
     Args:
-      inverse_frequencies: float32 [D / 2]; length: tokens in the whole row.
+      inverse_frequencies: float32 [R / 2]; length: tokens in the whole row.
     """
     radians = angles(positions, inverse_frequencies, length)
     cos, sin = (jnp.float32(scaling) * fn(radians)[:, :, None, :] for fn in (jnp.cos, jnp.sin))
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    half = cos.shape[-1]
+    first, second = (part.astype(jnp.float32) for part in (x[..., :half], x[..., half:2 * half]))
+    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return rotated if x.shape[-1] == 2 * half else jnp.concatenate([rotated, x[..., 2 * half:]], axis=-1)

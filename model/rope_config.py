@@ -88,8 +88,6 @@ class RopeConfig:
             if any(isinstance(inner, dict) for inner in value.values()):
                 raise ValueError(f"{key}: a different embedding per layer type is not supported; needs one for all layers")
             spellings[key] = _from_parameters(key, value, config, max_position_embeddings)
-        if config.get("partial_rotary_factor") not in (None, 1, 1.0):
-            raise ValueError(f"partial_rotary_factor: found {config['partial_rotary_factor']!r}; only 1 is supported")
         if len(set(spellings.values())) > 1:
             # `rope_parameters` of rule default beside a scaling `rope_scaling` is a contradiction, too: one is wrong, and
             # a model fine-tuned under the wrong one is spoilt without a sound.

@@ -85,6 +85,8 @@ class Family:
             if name in config and name not in self.takes and config[name] not in neutral:
                 instead = _INSTEAD.get(name, f"only {neutral[0]!r} is supported in {self.architecture}")
                 raise ValueError(f"{name}: found {config[name]!r}; {instead}")
+            if name not in self.takes:
+                config.pop(name, None)
         if all((config.get(key) or {}).get("rope_theta") is None for key in ("rope_parameters", "rope_scaling")):
             config["rope_theta"] = self.theta if config.get("rope_theta") is None else config["rope_theta"]
         return {**self.defaults, **config, **self.computes}

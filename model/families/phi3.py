@@ -1,4 +1,5 @@
-"""Phi-3 (dense): files with fused projections, the RoPE rule longrope, and in some versions a sliding window."""
+"""Phi-3 and Phi-4 (dense): files with fused projections, the RoPE rule longrope; in some versions a sliding window, or RoPE on
+a part of each head."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -7,6 +8,7 @@ from typing import Any
 from .family import Family
 
 _ORIGINAL = "original_max_position_embeddings"
+_PARTIAL = "partial_rotary_factor"
 
 
 class Phi3Family(Family):
@@ -16,9 +18,13 @@ class Phi3Family(Family):
         """See `Family.normalise`. As transformers does, reads `su` and `yarn` as longrope."""
         config = dict(config)
         for key in ("rope_scaling", "rope_parameters"):
-            if isinstance(rope := config.get(key), dict):
-                rule = rope.get("rope_type", rope.get("type"))
-                config[key] = {**rope, "rope_type": "longrope"} if rule in ("su", "yarn") else rope
+            if isinstance(config.get(key), dict):
+                rope = dict(config[key])
+                if rope.get("rope_type", rope.get("type")) in ("su", "yarn"):
+                    rope["rope_type"] = "longrope"
+                if (partial := rope.pop(_PARTIAL, None)) is not None:
+                    config[_PARTIAL] = partial
+                config[key] = rope
         return config
 
     def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
@@ -32,7 +38,7 @@ PHI3 = Phi3Family(
     architecture="Phi3ForCausalLM",
     defaults={"vocab_size": 32064, "hidden_size": 3072, "intermediate_size": 8192, "rms_norm_eps": 1e-5,
               "max_position_embeddings": 4096, _ORIGINAL: 4096, "eos_token_id": 32000, "pad_token_id": 32000},
-    takes=("sliding_window",),
+    takes=("sliding_window", _PARTIAL),
     fused={"self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
            "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj")},
     presets={

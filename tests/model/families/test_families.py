@@ -32,6 +32,9 @@ KINDS = {
     "olmo2 with one key head": {"num_key_value_heads": 1},
     "olmo2": {},
     "phi3": {"rope_parameters": LONGROPE, "original_max_position_embeddings": 64, "max_position_embeddings": 128},
+    "phi3 in part": {
+        "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.3], "long_factor": [1.0, 3.0]},
+        "original_max_position_embeddings": 64, "max_position_embeddings": 128},
     "smollm3": {"num_hidden_layers": 3, "no_rope_layer_interval": 2},
     "gemma3_text": {"num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 20, "layer_types": [
         "sliding_attention", "full_attention", "sliding_attention"], "rope_parameters": {
@@ -62,7 +65,8 @@ def saved(kind: str, folder):
     return model
 
 
-OF_EACH_FAMILY = ("qwen2", "qwen3", "mistral with a window", "olmo2", "phi3", "smollm3", "gemma2", "gemma3_text", "granite")
+OF_EACH_FAMILY = ("qwen2", "qwen3", "mistral with a window", "olmo2", "phi3 in part", "smollm3", "gemma2", "gemma3_text",
+                  "granite")
 
 
 def marked(*kinds):
