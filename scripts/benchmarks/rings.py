@@ -1,0 +1,165 @@
+"""Times our ring attention beside the package of Ring Attention's authors, on two one-thread devices, forward and backward.
+
+    pip install --no-deps ringattention==0.1.2; pip install einops
+    python -m scripts.benchmarks.rings [--lengths 4096 8192 16384 32768]
+
+All of them compute the same causal attention in float32 and take turns in one process; the median counts. Memory is the
+compiler's: temporaries of a device. Writes docs/results/rings.json.
+"""
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+import types
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from data.errors import UserError
+from scripts.benchmarks.results import measured, row, save
+
+if TYPE_CHECKING:
+    import jax
+
+RANKS, TILE = 2, 512
+LAYOUTS = ("contiguous", "striped", "zigzag")
+THEIRS = "ringattention 0.1.2"
+DEPENDS_ON = ("model/attention/**/*.py", "scripts/benchmarks/rings.py")
+
+
+def their_ring() -> Callable:
+    """Returns the package's ring attention for CPUs.
+
+    Raises:
+      UserError: it is not installed.
+    """
+    import jax
+    from jax.extend.backend import get_backend
+
+    # The package asks which platform there is where older versions of JAX answered.
+    jax.lib.xla_bridge = types.SimpleNamespace(get_backend=get_backend)
+    try:
+        from ringattention.ringattention_jax import ring_attention
+    except ImportError as error:
+        raise UserError(f"{error}; pip install --no-deps ringattention==0.1.2 and pip install einops would work") from None
+    options = {"causal_block_size": 1, "query_chunk_size": TILE, "key_chunk_size": TILE, "deterministic": True,
+               "dropout_rng": None, "attn_pdrop": 0.0, "dtype": np.dtype("float32"), "precision": None,
+               "policy": jax.checkpoint_policies.nothing_saveable, "prevent_cse": False}
+    return lambda q, k, v: ring_attention(q, k, v, None, None, None, "sequence", True, options)
+
+
+def compiled_rings(length: int, heads: int, head_dim: int) -> dict[str, tuple[jax.stages.Compiled, tuple]]:
+    """Returns of each ring the compiled attention with its gradients, and its arguments; rows are in the ring's own order."""
+    import jax
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    from model.attention import TokenCoords, attention, get_kernel
+    from model.attention.layout import permutation
+
+    mesh = Mesh(np.array(jax.devices()[:RANKS]), ("sequence",))
+    spec = PartitionSpec(None, "sequence")
+    sharding = NamedSharding(mesh, spec)
+    arrays = [np.random.default_rng(seed).standard_normal((1, length, heads, head_dim), dtype=np.float32) for seed in range(4)]
+
+    def with_gradients(attend: Callable) -> Callable:
+        def run(q, k, v, dout, *coords):
+            out, backward = jax.vjp(lambda q, k, v: attend(q, k, v, *coords), q, k, v)
+            return out, *backward(dout)
+        return run
+
+    def compiled(attend: Callable, order: np.ndarray, *coords) -> tuple[jax.stages.Compiled, tuple]:
+        args = (*(jax.device_put(array[:, order], sharding) for array in arrays), *coords)
+        return jax.jit(with_gradients(attend)).lower(*args).compile(), args
+
+    theirs = jax.shard_map(their_ring(), mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
+    rings = {THEIRS: compiled(theirs, np.arange(length))}
+    kernel = get_kernel("xla", query_tile=TILE, key_tile=TILE)
+    for layout in LAYOUTS:
+        order = permutation(length, RANKS, layout)
+        index = order[None].astype(np.int32)
+        coords = TokenCoords(jax.device_put(index, sharding), jax.device_put(np.ones_like(index), sharding))
+
+        def ours(q, k, v, coords, layout=layout):
+            return attention(q, k, v, coords, mesh=mesh, layout=layout, schedule="ring", kernel=kernel)
+
+        rings[f"ours, {layout}"] = compiled(ours, order, coords)
+    return rings
+
+
+def largest_difference(rings: dict[str, tuple], length: int) -> float:
+    """Returns the largest difference of our outputs and gradients from theirs, over the largest value of each."""
+    import jax
+
+    from model.attention.layout import permutation
+
+    run, args = rings[THEIRS]
+    expected = jax.device_get(run(*args))
+    largest = 0.0
+    for layout in LAYOUTS:
+        run, args = rings[f"ours, {layout}"]
+        order = permutation(length, RANKS, layout)
+        for value, truth in zip(jax.device_get(run(*args)), expected, strict=True):
+            largest = max(largest, float(np.abs(value - truth[:, order]).max() / np.abs(truth).max()))
+    return largest
+
+
+def measure(length: int, repeats: int, heads: int, head_dim: int) -> tuple[list[dict], float]:
+    """Returns a row for each ring (seconds, their spread, GiB of a device), and `largest_difference`."""
+    import jax
+
+    rings = compiled_rings(length, heads, head_dim)
+    difference = largest_difference(rings, length)  # runs each once
+    seconds: dict[str, list[float]] = {name: [] for name in rings}
+    for _ in range(repeats):
+        for name, (run, args) in rings.items():
+            start = time.perf_counter()
+            jax.block_until_ready(run(*args))
+            seconds[name].append(time.perf_counter() - start)
+    rows = [{"ring": name, "length": length, "seconds": statistics.median(times), "fastest": min(times), "slowest": max(times),
+             "mib": rings[name][0].memory_analysis().temp_size_in_bytes / 2**20} for name, times in seconds.items()]
+    return rows, difference
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures, prints and saves; returns the exit status."""
+    from trainer import entry
+
+    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.rings", description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768], help="tokens over both devices")
+    parser.add_argument("--heads", type=int, default=4, help="number of heads (default 4)")
+    parser.add_argument("--head-dim", type=int, default=64, help="size of a head (default 64)")
+    parser.add_argument("--repeats", type=int, default=5, help="runs of each, of which the median counts (default 5)")
+    return entry.run(lambda: work(parser.parse_args(argv)))
+
+
+def work(args: argparse.Namespace) -> None:
+    """See `main`."""
+    from trainer.mesh import simulate
+
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_multi_thread_eigen=false"  # a thread a device
+    simulate(RANKS)
+    rows, table = {}, []
+    for length in args.lengths:
+        rings, difference = measure(length, args.repeats, args.heads, args.head_dim)
+        theirs = rings[0]
+        for ring in rings:
+            table.append([f"{length:,}", ring["ring"], f"{ring['seconds']:.2f} ({ring['fastest']:.2f} to {ring['slowest']:.2f})",
+                          f"{theirs['seconds'] / ring['seconds']:.2f}", f"{ring['mib']:.1f}"])
+            print("  ".join(f"{cell:>22}" for cell in table[-1]), flush=True)
+        faster = {ring["ring"].removeprefix("ours, "): theirs["seconds"] / ring["seconds"] for ring in rings[1:]}
+        rows[f"speed_{length}"] = row(f"{length:,} tokens: our ring, times as fast as the authors' package",
+                                      ", ".join(f"{layout} {ratio:.2f}" for layout, ratio in faster.items()), "above 1",
+                                      min(faster.values()) > 1)
+        rows[f"same_{length}"] = row(f"{length:,} tokens: difference from the package's results, of the largest",
+                                     f"{difference:.1e}", "1e-5", difference <= 1e-5)
+    tables = {"two one-thread devices, forward and backward": {
+        "columns": ["tokens", "ring", "seconds: median (range)", "times as fast", "MiB of a device"], "rows": table}}
+    command = f"python -m scripts.benchmarks.rings --lengths {' '.join(map(str, args.lengths))} --heads {args.heads}"
+    save("rings", measured("Our ring beside the package of Ring Attention's authors", rows, command, DEPENDS_ON, tables=tables))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
