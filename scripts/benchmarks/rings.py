@@ -146,11 +146,11 @@ def work(args: argparse.Namespace) -> None:
         rings, difference = measure(length, args.repeats, args.heads, args.head_dim)
         theirs = rings[0]
         for ring in rings:
-            table.append([f"{length:,}", ring["ring"], f"{ring['seconds']:.2f} ({ring['fastest']:.2f} to {ring['slowest']:.2f})",
-                          f"{theirs['seconds'] / ring['seconds']:.2f}", f"{ring['mib']:.1f}"])
+            seconds = f"{ring['seconds']:.2f} ({ring['fastest']:.2f} to {ring['slowest']:.2f})"
+            table.append([f"{length:,}", ring["ring"], seconds, f"{theirs['seconds'] / ring['seconds']:.2f}", f"{ring['mib']:.1f}"])
             print("  ".join(f"{cell:>22}" for cell in table[-1]), flush=True)
         faster = {ring["ring"].removeprefix("ours, "): theirs["seconds"] / ring["seconds"] for ring in rings[1:]}
-        rows[f"speed_{length}"] = row(f"{length:,} tokens: our ring, times as fast as the authors' package",
+        rows[f"speed_{length}"] = row(f"{length:,} tokens: our ring, times as fast as the authors'",
                                       ", ".join(f"{layout} {ratio:.2f}" for layout, ratio in faster.items()), "above 1",
                                       min(faster.values()) > 1)
         rows[f"same_{length}"] = row(f"{length:,} tokens: difference from the package's results, of the largest",
