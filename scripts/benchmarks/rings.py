@@ -147,7 +147,8 @@ def work(args: argparse.Namespace) -> None:
         theirs = rings[0]
         for ring in rings:
             seconds = f"{ring['seconds']:.2f} ({ring['fastest']:.2f} to {ring['slowest']:.2f})"
-            table.append([f"{length:,}", ring["ring"], seconds, f"{theirs['seconds'] / ring['seconds']:.2f}", f"{ring['mib']:.1f}"])
+            ratio = theirs["seconds"] / ring["seconds"]
+            table.append([f"{length:,}", ring["ring"], seconds, f"{ratio:.2f}", f"{ring['mib']:.1f}"])
             print("  ".join(f"{cell:>22}" for cell in table[-1]), flush=True)
         faster = {ring["ring"].removeprefix("ours, "): theirs["seconds"] / ring["seconds"] for ring in rings[1:]}
         rows[f"speed_{length}"] = row(f"{length:,} tokens: our ring, times as fast as the authors'",
