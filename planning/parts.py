@@ -69,7 +69,7 @@ def device_tokens(run: RunConfig) -> float:
 
 def state_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:
     """A device's bytes of (parameters, moments of the trained ones). Parameters are float32; the base of adapters lies in the
-    compute dtype."""
+    compute dtype. An average of the trained weights, in float32, counts as a moment."""
     declared, mesh = declared_once(model.with_adapter(run.adapter)), run.mesh
     trained = trained_names(run, model)
 
@@ -79,7 +79,9 @@ def state_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:
     moment_bytes = 2 if run.optimizer.moment_dtype == "bfloat16" else 4
     frozen_bytes = 2 if run.model.compute_dtype == "bfloat16" else 4
     parameter_bytes = device_count(declared, lambda name: frozen_bytes if declared[name].frozen else 4)
-    return parameter_bytes, moment_bytes * device_count(trained, functools.partial(moment_count, run.optimizer))
+    average_bytes = 4 * device_count(trained) if run.optimizer.average_decay else 0
+    moments = moment_bytes * device_count(trained, functools.partial(moment_count, run.optimizer))
+    return parameter_bytes, moments + average_bytes
 
 
 def checkpoint_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:

@@ -21,6 +21,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("hf_dir", metavar="HF_DIR", type=Path, help="folder to write, which must be empty or not exist")
     parser.add_argument("--merge", action="store_true", help="of adapters: write the whole model with the adapters' products "
                         "added to its weights; otherwise they are written alone, as peft loads them")
+    parser.add_argument("--average", action="store_true", help="write the moving average of the weights that "
+                        "optimizer.average_decay keeps, not the weights of the last step")
     parser.add_argument("--base", metavar="MODEL", help="the model that the adapters belong to, where it is not at the path "
                         "that they name")
     return parser
@@ -39,7 +41,7 @@ def main(argv: list[str] | None = None) -> int:
         from data.errors import UserError
         from data.paths import new_folder
         from model.config import LlamaConfig
-        from trainer.checkpoint.store import find_checkpoint, stored_parameters
+        from trainer.checkpoint.store import find_checkpoint, stored_average, stored_parameters
         from trainer.huggingface import peft
         from trainer.huggingface.card import write_card
         from trainer.huggingface.merge import merged
@@ -49,6 +51,8 @@ def main(argv: list[str] | None = None) -> int:
         out = new_folder(arguments.hf_dir)  # before comparing all checksums, which takes long
         checkpoint = find_checkpoint(arguments.checkpoint, ["model", "assets"])
         params, config = stored_parameters(checkpoint, verified=True), LlamaConfig.from_hf(checkpoint / "assets")
+        if arguments.average:
+            params = {**params, **stored_average(checkpoint)}
         is_adapter = (checkpoint / "assets" / peft.CONFIG).is_file()
         if not is_adapter and (arguments.merge or arguments.base):
             raise UserError(f"--{'merge' if arguments.merge else 'base'}: {checkpoint} holds a whole model, without adapters")
@@ -64,7 +68,8 @@ def main(argv: list[str] | None = None) -> int:
                     source = open_adapter(str(checkpoint), arguments.base)
                     write_hf(merged(source.stored(stack), params, config), config, checkpoint / "assets", out)
         write_card(checkpoint, config, out, library="peft" if is_adapter and not arguments.merge else "transformers")
-        print(f"{arguments.hf_dir}: from {checkpoint}; its README.md is a model card, whose licence you fill in")
+        averaged = ", averaged weights" if arguments.average else ""
+        print(f"{arguments.hf_dir}: from {checkpoint}{averaged}; its README.md is a model card, whose licence you fill in")
 
     return entry.run(work)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -38,11 +38,43 @@ def clipping(config: OptimizerConfig) -> optax.GradientTransformation:
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
-    """Returns clipping followed by the optimizer; weight decay applies to matrices, not to norms and biases."""
+    """Returns clipping followed by the optimizer, and perhaps by an average of the weights.
+
+    Weight decay applies to matrices, not to norms and biases.
+    """
     optimizer = _optimizer(config, lambda step: learning_rate(config, steps, step))
     return optax.chain(
         clipping(config),
-        optimizer if config.moment_dtype == "float32" else _with_moments_in(jnp.dtype(config.moment_dtype), optimizer))
+        optimizer if config.moment_dtype == "float32" else _with_moments_in(jnp.dtype(config.moment_dtype), optimizer),
+        *([_averaging(config.average_decay)] if config.average_decay else []))
+
+
+class WeightAverage(NamedTuple):
+    """State of `_averaging`."""
+
+    count: Int[Array, ""]
+    """Number of averaged steps."""
+    average: Any
+    """The moving average of the parameters, in float32."""
+
+
+def _averaging(decay: float) -> optax.GradientTransformation:
+    """Leaves the updates as they are, and keeps a moving average of the parameters to which they lead.
+
+    The decay after n steps is at most (1 + n) / (10 + n), as in TensorFlow's ExponentialMovingAverage: otherwise the first
+    parameters would weigh for thousands of steps.
+    """
+    def init(params):
+        # Copies, since the training step takes both parameters and state as its own.
+        return WeightAverage(jnp.zeros((), jnp.int32), jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params))
+
+    def update(updates, state, params=None):
+        count = state.count + 1
+        share = 1 - jnp.minimum(decay, (1 + count) / (10 + count))
+        average = optax.incremental_update(optax.apply_updates(params, updates), state.average, share)
+        return updates, WeightAverage(count, average)
+
+    return optax.GradientTransformation(init, update)
 
 
 def _optimizer(config: OptimizerConfig, rate: optax.Schedule) -> optax.GradientTransformation:

@@ -310,6 +310,20 @@ def stored_parameters(path: str | Path, *, verified: bool = False) -> dict[str, 
     return stored_arrays(path, "model", verified=verified)
 
 
+def stored_average(path: str | Path) -> dict[str, tensorstore.TensorStore]:
+    """`stored_arrays` of the trained parameters' moving average (optimizer.average_decay), by parameter name.
+
+    Raises:
+      ForeignError: the checkpoint holds none; others as in `restore`.
+    """
+    folder, mark = find_checkpoint(path), ".average."
+    arrays = stored_arrays(folder, "optimizer") if (folder / "optimizer").is_dir() else {}
+    average = {name.partition(mark)[2]: array for name, array in arrays.items() if mark in name}
+    if not average:
+        raise ForeignError(f"{folder}: holds no average of the weights; training keeps one with optimizer.average_decay")
+    return average
+
+
 def stored_arrays(path: str | Path, item: str, *, verified: bool = False) -> dict[str, tensorstore.TensorStore]:
     """The arrays of an item (model, optimizer) by name, on disk: indexing one reads that part (`numpy.asarray(array[layer])`).
 

@@ -222,12 +222,17 @@ class OptimizerConfig:
     """The gradient is scaled down to this global norm; 0 never clips."""
     moment_dtype: Literal["float32", "bfloat16"] = "float32"
     """Precision in which both moments are stored; they are computed with in float32."""
+    average_decay: float = 0.0
+    """Keeps an exponential moving average of the trained weights, with this decay, such as 0.999; it takes 4 bytes a parameter,
+    and `scripts.export_hf --average` writes it. In the first steps the decay is less: (1 + n) / (10 + n) after n steps. 0 keeps
+    none."""
 
     def __post_init__(self) -> None:
         _require_at_least(self, "optimizer", 0, "warmup_steps", "weight_decay", "clip_norm")
         require(0 < self.learning_rate < math.inf, "optimizer.learning_rate", self.learning_rate, "a positive number")
         for name in ("final_fraction", "decay_fraction"):
             require(0 <= getattr(self, name) <= 1, f"optimizer.{name}", getattr(self, name), "a share between 0 and 1")
+        require(0 <= self.average_decay < 1, "optimizer.average_decay", self.average_decay, "a number from 0 to below 1")
         require(self.epsilon > 0, "optimizer.epsilon", self.epsilon, "a positive number")
         for name, beta in (("beta1", self.beta1), ("beta2", self.beta2)):
             require(0 <= beta < 1, f"optimizer.{name}", beta, "a number from 0 to below 1")

@@ -1,0 +1,82 @@
+"""The moving average of the weights: numpy's, in checkpoints over several starts, in exports and in the planner's memory."""
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from safetensors.numpy import load_file
+
+import train
+from model.config import LlamaConfig
+from planning.parts import parts_gib
+from scripts import export_hf
+from trainer.checkpoint.store import restore_model, stored_average
+from trainer.config.load import load
+from trainer.config.schema import OptimizerConfig, RunConfig
+from trainer.optimizer import make_optimizer
+
+DECAY = 0.3
+
+
+@pytest.mark.parametrize("fields", [{}, {"moment_dtype": "bfloat16"}, {"name": "lion"}])
+def test_it_is_numpys_average_of_the_parameters_after_each_step(fields):
+    config = OptimizerConfig(learning_rate=0.1, average_decay=DECAY, **fields)
+    optimizer, plain = make_optimizer(config, 20), make_optimizer(OptimizerConfig(learning_rate=0.1, **fields), 20)
+    random = np.random.default_rng(0)
+    params = {"norm.weight": jnp.ones(5), "layers.mlp.up_proj.weight": jnp.asarray(random.normal(size=(2, 3, 4)), jnp.float32)}
+    expected = {name: np.asarray(x, np.float64) for name, x in params.items()}
+    state, plain_state = optimizer.init(params), plain.init(params)
+    for step in range(1, 15):
+        gradient = {name: jnp.asarray(random.normal(size=x.shape), jnp.float32) for name, x in params.items()}
+        updates, state = optimizer.update(gradient, state, params)
+        same, plain_state = plain.update(gradient, plain_state, params)
+        jax.tree.map(np.testing.assert_array_equal, updates, same)
+        params = optax.apply_updates(params, updates)
+        decay = min(DECAY, (1 + step) / (10 + step))
+        expected = {name: decay * x + (1 - decay) * np.asarray(params[name]) for name, x in expected.items()}
+    for name, x in expected.items():
+        assert state[2].average[name].dtype == jnp.float32
+        np.testing.assert_allclose(state[2].average[name], x, rtol=1e-5, atol=1e-6)
+        assert np.abs(np.asarray(params[name]) - x).max() > 1e-3
+
+
+@pytest.mark.parametrize("starts", [[3], pytest.param([2, 4], marks=pytest.mark.slow)], ids=["once", "twice"])
+def test_a_run_keeps_it_and_exports_it(starts, small_recipe, tmp_path, capsys):
+    """Saved after each step, the average follows from the checkpoints' own parameters; also over two starts."""
+    run = tmp_path / "run"
+    for steps in starts:
+        flags = ["--config", str(small_recipe), "--run_dir", str(run), "--train.steps", str(steps),
+                 "--optimizer.schedule", "constant", "--optimizer.average_decay", str(DECAY), "--checkpoint.every", "1",
+                 "--checkpoint.keep", "9"]
+        assert train.main(flags) == 0, capsys.readouterr().err
+
+    def average(folder):
+        return {name: np.asarray(x[...].read().result()) for name, x in stored_average(folder).items()}
+
+    checkpoints, last = run / "checkpoints", starts[-1]
+    saved, expected = average(checkpoints / str(last)), average(checkpoints / "1")
+    for step in range(2, last + 1):
+        decay = min(DECAY, (1 + step) / (10 + step))
+        params = restore_model(checkpoints / str(step))
+        expected = {name: decay * x + (1 - decay) * np.asarray(params[name]) for name, x in expected.items()}
+    assert expected.keys() == saved.keys() == params.keys()
+    for name, x in expected.items():
+        np.testing.assert_allclose(saved[name], x, rtol=1e-5, atol=1e-7)
+    assert export_hf.main([str(run), str(tmp_path / "out"), "--average"]) == 0
+    exported = load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"]
+    assert np.array_equal(exported, saved["norm.weight"]) and not np.array_equal(exported, params["norm.weight"])
+
+
+def test_a_checkpoint_without_one_says_so(whole_run, tmp_path, capsys):
+    assert export_hf.main([str(whole_run), str(tmp_path / "out"), "--average"]) == 2
+    assert "holds no average of the weights; training keeps one with optimizer.average_decay" in capsys.readouterr().err
+
+
+def test_the_planner_counts_it_and_a_decay_of_one_is_refused(small_recipe):
+    model = LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                        num_key_value_heads=2)
+    sizes = [parts_gib(RunConfig(optimizer=OptimizerConfig(average_decay=decay, moment_dtype="bfloat16")), model)
+             for decay in (0.0, 0.9)]
+    assert sizes[0]["moments"] == sizes[0]["parameters"] and sizes[1]["moments"] == 2 * sizes[0]["moments"]
+    with pytest.raises(Exception, match=r"optimizer\.average_decay: found 1\.0, needs a number from 0 to below 1"):
+        load(["--config", str(small_recipe), "--optimizer.average_decay", "1"])
