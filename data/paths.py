@@ -12,6 +12,7 @@ from typing import BinaryIO
 
 import fsspec
 
+from data import hub
 from data.errors import UserError
 from data.folders import building
 
@@ -92,7 +93,12 @@ class File:
 
 
 def find_files(path: str | Path, suffixes: Sequence[str]) -> list[File]:
-    """Returns the file at `path`, or all files with one of the suffixes in the folder tree at `path`, sorted by path."""
+    """Returns the file at `path`, or all files with one of the suffixes in the folder tree at `path`, sorted by path.
+
+    Of a data set of the Hugging Face hub, these are files of this machine's cache.
+    """
+    if hub.is_hub_dataset(path):
+        path = hub.local_path(str(path), suffixes)
     with _open_file_system(path) as (file_system, inner_path):
         if not file_system.isdir(inner_path):
             return [File(str(path))]

@@ -52,7 +52,7 @@ def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransfo
 class WeightAverage(NamedTuple):
     """State of `_averaging`."""
 
-    count: Int[Array, ""]
+    steps: Int[Array, ""]
     """Number of averaged steps."""
     average: Any
     """The moving average of the parameters, in float32."""
@@ -69,10 +69,10 @@ def _averaging(decay: float) -> optax.GradientTransformation:
         return WeightAverage(jnp.zeros((), jnp.int32), jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params))
 
     def update(updates, state, params=None):
-        count = state.count + 1
-        share = 1 - jnp.minimum(decay, (1 + count) / (10 + count))
+        steps = state.steps + 1
+        share = 1 - jnp.minimum(decay, (1 + steps) / (10 + steps))
         average = optax.incremental_update(optax.apply_updates(params, updates), state.average, share)
-        return updates, WeightAverage(count, average)
+        return updates, WeightAverage(steps, average)
 
     return optax.GradientTransformation(init, update)
 

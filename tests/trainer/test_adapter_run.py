@@ -8,15 +8,17 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import load_file
 
 import train
 from scripts import export_hf
 from tests.model.build import llama
-from trainer.checkpoint.store import stored_arrays
+from trainer.checkpoint.store import restore_model, stored_arrays, stored_average
 from trainer.huggingface import peft
 from trainer.model_source import open_adapter, open_model
 
 STEPS = 4
+DECAY = 0.3  # of the average of the weights
 ADAPTER = {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "down_proj"], "train": ["norm"]}
 
 
@@ -29,7 +31,8 @@ def command(small_recipe, hf_model, tmp_path_factory):
     written["data"] |= {"held_out_path": None, "held_out_fraction": 0.0}
     written |= {"mesh": {"data": 4, "fsdp": 2, "simulate": 8}, "attention": {"kernel": "reference"}, "adapter": ADAPTER}
     written["train"] = {"steps": STEPS, "batch_size": 8}
-    written["optimizer"] |= {"learning_rate": 0.02, "schedule": "constant", "warmup_steps": 0}
+    written["optimizer"] |= {"learning_rate": 0.02, "schedule": "constant", "warmup_steps": 0, "average_decay": DECAY}
+    written["checkpoint"] = {"every": 1, "keep": STEPS}
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(written), encoding="utf-8")
 
@@ -42,15 +45,24 @@ def command(small_recipe, hf_model, tmp_path_factory):
 @pytest.fixture(scope="module")
 def run(command):
     """The folder of a run that was stopped after two steps, as if killed, and went on."""
-    arguments = command("run", "--checkpoint.every", "2")
+    arguments = command("run")
     assert train.main(arguments) == 0
     folder = pathlib.Path(arguments[3])
-    shutil.rmtree(folder / "checkpoints" / str(STEPS))
+    uninterrupted = average(folder / "checkpoints" / str(STEPS))
+    for step in range(3, STEPS + 1):
+        shutil.rmtree(folder / "checkpoints" / str(step))
     before = [json.loads(line)["loss_nats_per_target"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert train.main(arguments) == 0
     after = [json.loads(line)["loss_nats_per_target"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert before == after and after[-1] < after[0] - 0.05
+    for name, x in average(folder / "checkpoints" / str(STEPS)).items():
+        assert x.tobytes() == uninterrupted[name].tobytes(), name
     return folder
+
+
+def average(checkpoint):
+    """The average of the weights that a checkpoint holds, on the host, by name."""
+    return {name: np.asarray(x) for name, x in stored_average(checkpoint).items()}
 
 
 def parameters(source, adapter=True):
@@ -69,6 +81,24 @@ def test_checkpoints_hold_adapters_and_their_moments_alone(run):
     assert {name.partition(".mu.")[2] for name in moments} == names
     adapter, _ = peft.read_config(checkpoint / "assets")
     assert (adapter.rank, adapter.projections, adapter.train) == (2, ("q_proj", "down_proj"), ("norm",))
+
+
+def test_the_average_is_that_of_the_saved_parameters_and_is_exported(run, tmp_path):
+    """Recomputed in float64 from the parameters of each step's checkpoint; with a start in the middle of the run."""
+    saved = [restore_model(run / "checkpoints" / str(step)) for step in range(1, STEPS + 1)]
+    expected = {name: np.asarray(x, np.float64) for name, x in average(run / "checkpoints" / "1").items()}
+    for step, params in enumerate(saved[1:], start=2):
+        decay = min(DECAY, (1 + step) / (10 + step))
+        expected = {name: decay * x + (1 - decay) * np.asarray(params[name], np.float64) for name, x in expected.items()}
+    found = average(run / "checkpoints" / str(STEPS))
+    assert found.keys() == expected.keys() == saved[-1].keys()
+    for name, x in expected.items():
+        np.testing.assert_allclose(found[name], x, rtol=1e-6, atol=1e-8, err_msg=name)
+        assert np.abs(found[name] - np.asarray(saved[-1][name])).max() > 1e-4, name
+    assert export_hf.main([str(run), str(tmp_path / "averaged"), "--average"]) == 0
+    tensors = load_file(tmp_path / "averaged" / "adapter_model.safetensors")
+    (norm,) = [x for name, x in tensors.items() if name.endswith("model.norm.weight")]
+    np.testing.assert_array_equal(norm, found["norm.weight"])
 
 
 def test_the_run_its_export_and_the_merged_model_are_one_model(run, hf_model, tmp_path):

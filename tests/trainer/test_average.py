@@ -1,16 +1,13 @@
-"""The moving average of the weights: numpy's, in checkpoints over several starts, in exports and in the planner's memory."""
+"""The moving average of the weights: numpy's, and counted by the planner. A run with one is in test_adapter_run.py."""
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from safetensors.numpy import load_file
 
-import train
 from model.config import LlamaConfig
 from planning.parts import parts_gib
 from scripts import export_hf
-from trainer.checkpoint.store import restore_model, stored_average
 from trainer.config.load import load
 from trainer.config.schema import OptimizerConfig, RunConfig
 from trainer.optimizer import make_optimizer
@@ -38,33 +35,6 @@ def test_it_is_numpys_average_of_the_parameters_after_each_step(fields):
         assert state[2].average[name].dtype == jnp.float32
         np.testing.assert_allclose(state[2].average[name], x, rtol=1e-5, atol=1e-6)
         assert np.abs(np.asarray(params[name]) - x).max() > 1e-3
-
-
-@pytest.mark.parametrize("starts", [[3], pytest.param([2, 4], marks=pytest.mark.slow)], ids=["once", "twice"])
-def test_a_run_keeps_it_and_exports_it(starts, small_recipe, tmp_path, capsys):
-    """Saved after each step, the average follows from the checkpoints' own parameters; also over two starts."""
-    run = tmp_path / "run"
-    for steps in starts:
-        flags = ["--config", str(small_recipe), "--run_dir", str(run), "--train.steps", str(steps),
-                 "--optimizer.schedule", "constant", "--optimizer.average_decay", str(DECAY), "--checkpoint.every", "1",
-                 "--checkpoint.keep", "9"]
-        assert train.main(flags) == 0, capsys.readouterr().err
-
-    def average(folder):
-        return {name: np.asarray(x[...].read().result()) for name, x in stored_average(folder).items()}
-
-    checkpoints, last = run / "checkpoints", starts[-1]
-    saved, expected = average(checkpoints / str(last)), average(checkpoints / "1")
-    for step in range(2, last + 1):
-        decay = min(DECAY, (1 + step) / (10 + step))
-        params = restore_model(checkpoints / str(step))
-        expected = {name: decay * x + (1 - decay) * np.asarray(params[name]) for name, x in expected.items()}
-    assert expected.keys() == saved.keys() == params.keys()
-    for name, x in expected.items():
-        np.testing.assert_allclose(saved[name], x, rtol=1e-5, atol=1e-7)
-    assert export_hf.main([str(run), str(tmp_path / "out"), "--average"]) == 0
-    exported = load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"]
-    assert np.array_equal(exported, saved["norm.weight"]) and not np.array_equal(exported, params["norm.weight"])
 
 
 def test_a_checkpoint_without_one_says_so(whole_run, tmp_path, capsys):

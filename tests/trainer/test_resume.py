@@ -149,7 +149,8 @@ def test_a_run_made_longer_is_the_run_that_was_long_at_once(small_recipe, tmp_pa
     """8 steps, then 12 of the same run: bitwise the 12 steps, from a checkpoint before any decay."""
     def finish(run, steps):
         assert train.main(["--config", str(small_recipe), "--run_dir", str(run), "--train.steps", str(steps), *schedule,
-                           "--checkpoint.every", "6", "--train.evaluate_every", "0"]) == 0
+                           "--checkpoint.every", "6", "--train.evaluate_every", "0",
+                           "--optimizer.average_decay", "0.9"]) == 0
 
     finish(tmp_path / "at once", 12)
     finish(tmp_path / "longer", 8)

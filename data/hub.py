@@ -1,0 +1,67 @@
+"""Data sets of the Hugging Face hub: hf://datasets/OWNER/NAME[@REVISION][/FILE OR FOLDER], kept in the hub's own cache."""
+from __future__ import annotations
+
+import glob
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from data.errors import UserError
+
+PREFIX = "hf://datasets/"
+WOULD_WORK = f"{PREFIX}OWNER/NAME[@REVISION][/FILE] would work"
+
+
+def is_hub_dataset(path: str | Path) -> bool:
+    """Returns whether a path names a data set of the hub."""
+    return str(path).startswith(PREFIX)
+
+
+def local_path(path: str, suffixes: Sequence[str]) -> Path:
+    """Returns where the files of a data set of the hub lie in this machine's cache, after downloading those that are not there.
+
+    Without a network, what an earlier call has downloaded is used.
+
+    Args:
+      path: begins with PREFIX; a file, a folder or a whole data set.
+      suffixes: of a folder or data set, the files with one of these endings are downloaded, also with .gz behind.
+
+    Raises:
+      UserError: the path is none, or the hub has no such data set, file or revision for this user.
+    """
+    match = re.fullmatch(r"([^/@]+/[^/@]+)(?:@([^/]+))?(?:/(.*?))?/*", path.removeprefix(PREFIX))
+    if not match:
+        raise UserError(f"{path}: names no data set of the hub; {WOULD_WORK}")
+    repository, revision, inner = match[1], match[2], match[3] or ""
+
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    escaped = glob.escape(inner)
+    folder = f"{escaped}/" if inner else ""
+    endings = [f"{folder}*{suffix}{packed}" for suffix in suffixes for packed in ("", ".gz")]
+    try:
+        # Imported libraries know the hub's address as a constant, which HF_ENDPOINT sets.
+        snapshot = Path(snapshot_download(repository, repo_type="dataset", revision=revision, endpoint=constants.ENDPOINT,
+                                          allow_patterns=[escaped, *endings] if inner else endings))
+    except HFValidationError as error:
+        raise UserError(f"{path}: names no data set of the hub ({str(error).splitlines()[0]}); {WOULD_WORK}") from None
+    except RepositoryNotFoundError:
+        raise UserError(f"{path}: {constants.ENDPOINT} shows no data set {repository}; another name, or `hf auth login` for "
+                        "one that is private, would work") from None
+    except RevisionNotFoundError:
+        raise UserError(f"{path}: the data set {repository} has no revision {revision}; another one would work") from None
+    except (LocalEntryNotFoundError, HfHubHTTPError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{path}: cannot be downloaded from {constants.ENDPOINT}, and is not in the cache ({reason}); a "
+                        "network, or a local file, would work") from None
+    found = snapshot / inner
+    if not found.exists():
+        raise UserError(f"{path}: the data set {repository} has no {inner or ' or '.join(suffixes) + ' file'}; {WOULD_WORK}")
+    return found

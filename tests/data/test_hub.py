@@ -1,0 +1,119 @@
+"""Data sets of the Hugging Face hub, from a hub on this machine: what is downloaded, what the cache serves, what is refused."""
+import gzip
+import http.server
+import json
+import threading
+
+import huggingface_hub.constants
+import pytest
+
+from data import paths
+from data.errors import UserError
+from data.report import Report
+from data.sources import Source, read
+
+CHATS = [{"conversations": [{"from": "human", "value": f"Question {n}?"}, {"from": "gpt", "value": f"Answer {n}."}]}
+         for n in range(4)]
+FILES = {"README.md": b"a card", "train.jsonl": "\n".join(map(json.dumps, CHATS[:3])).encode(),
+         "more/b.jsonl.gz": gzip.compress(json.dumps(CHATS[3]).encode()), "more/weights.bin": bytes(1000)}
+SHA = "a" * 40
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The part of the hub's interface that a download needs, of one data set; its server keeps the files that were sent."""
+
+    def do_HEAD(self):
+        self.do_GET(body=False)
+
+    def do_GET(self, body=True):
+        path = self.path.partition("?")[0]
+        self.server.requests.append(path)
+        if not path.startswith(("/api/datasets/me/chats", "/datasets/me/chats")):
+            return self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"}, body)
+        if path.startswith("/api/") and not path.endswith(("/chats", "/revision/main", f"/{SHA}")):
+            return self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"}, body)
+        if "/tree/" in path:
+            tree = [{"type": "file", "oid": "b" * 40, "size": len(content), "path": name} for name, content in FILES.items()]
+            return self.answer(200, json.dumps(tree).encode(), {}, body)
+        if path.startswith("/api/"):
+            siblings = [{"rfilename": name} for name in FILES]
+            return self.answer(200, json.dumps({"id": "me/chats", "sha": SHA, "siblings": siblings}).encode(), {}, body)
+        name = path.partition("/resolve/")[2].partition("/")[2]
+        if body:
+            self.server.sent.append(name)
+        return self.answer(200, FILES[name], {"ETag": f'"{name.replace("/", "-")}"', "X-Repo-Commit": SHA}, body)
+
+    def answer(self, status, content, headers, body):
+        self.send_response(status)
+        for key, value in {"Content-Type": "application/json", "Content-Length": str(len(content)), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A hub on this machine, and an empty cache."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.sent, server.requests = [], []
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        for name, value in {"ENDPOINT": address, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": False,
+                            "HUGGINGFACE_CO_URL_TEMPLATE": address + "/{repo_id}/resolve/{revision}/{filename}"}.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        yield server
+        server.shutdown()
+
+
+def answers(path):
+    """Returns the last turns of a source's conversations."""
+    return [record.messages[-1].content for record in read(Source(path), Report())]
+
+
+@pytest.mark.parametrize(("path", "expected", "sent"), [
+    ("hf://datasets/me/chats", ["Answer 3.", "Answer 0.", "Answer 1.", "Answer 2."], ["more/b.jsonl.gz", "train.jsonl"]),
+    ("hf://datasets/me/chats@main/", ["Answer 3.", "Answer 0.", "Answer 1.", "Answer 2."], ["more/b.jsonl.gz", "train.jsonl"]),
+    ("hf://datasets/me/chats/train.jsonl", ["Answer 0.", "Answer 1.", "Answer 2."], ["train.jsonl"]),
+    (f"hf://datasets/me/chats@{SHA}/more", ["Answer 3."], ["more/b.jsonl.gz"]),
+])
+def test_what_is_named_is_downloaded_once_and_read(hub, path, expected, sent):
+    files = paths.find_files(path, (".json", ".jsonl", ".parquet"))
+    assert sorted(hub.sent) == sent
+    assert [str(file).partition(f"/{SHA}/")[2] for file in files] == sent
+    hub.sent.clear()
+    assert answers(path) == expected
+    assert hub.sent == []
+
+
+@pytest.mark.parametrize("offline", [True, False])
+def test_what_was_downloaded_is_read_without_a_network(hub, monkeypatch, offline):
+    """With HF_HUB_OFFLINE, and where nobody answers."""
+    first = answers("hf://datasets/me/chats/train.jsonl")
+    hub.shutdown()
+    hub.server_close()
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", offline)
+    assert answers("hf://datasets/me/chats/train.jsonl") == first == ["Answer 0.", "Answer 1.", "Answer 2."]
+    with pytest.raises(UserError, match=r"hf://datasets/me/other: cannot be downloaded .* and is not in the cache"):
+        answers("hf://datasets/me/other")
+
+
+@pytest.mark.parametrize(("path", "words"), [
+    ("hf://datasets/chats", "names no data set of the hub; hf://datasets/OWNER/NAME"),
+    ("hf://datasets/me/a b", "names no data set of the hub"),
+    ("hf://datasets/me/other", "shows no data set me/other"),
+    ("hf://datasets/me/chats@old", "has no revision old"),
+    ("hf://datasets/me/chats/test.jsonl", "has no test.jsonl"),
+])
+def test_what_is_not_there_is_one_line(hub, path, words):
+    with pytest.raises(UserError, match=words) as caught:
+        answers(path)
+    assert "\n" not in str(caught.value) and hub.sent == []
+
+
+def test_a_source_on_this_machine_asks_no_hub(hub, tmp_path):
+    (tmp_path / "chats.jsonl").write_bytes(FILES["train.jsonl"])
+    assert len(answers(str(tmp_path / "chats.jsonl"))) == 3 and hub.requests == []
