@@ -81,7 +81,8 @@ TESTED = {
         "python -m scripts.loss_by_position --config RECIPE.yaml --checkpoint RUN_OR_HF --output curve"],
     "tests/trainer/test_adapter_run.py": [
         "python train.py --config configs/adapters/smollm2_lora.yaml --model.path HF_DIR --data.path FILE.json",
-        "python -m scripts.export_hf RUN FOLDER", "python -m scripts.export_hf RUN FOLDER --merge"],
+        "python -m scripts.export_hf RUN FOLDER", "python -m scripts.export_hf RUN FOLDER --merge",
+        "python -m scripts.export_hf RUN FOLDER --average"],
     "tests/trainer/test_stages.py": ["python train.py --config configs/extension/smollm2_32k.yaml --model.path HF_DIR"],
     "tests/trainer/test_trajectories.py": ["python train.py --config configs/trajectories/walker_walk.yaml"],
     "tests/eval/test_in_context.py": ["python -m eval.in_context --checkpoint ...",

@@ -1,4 +1,6 @@
 """The moving average of the weights: numpy's, and counted by the planner. A run with one is in test_adapter_run.py."""
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from scripts import export_hf
 from trainer.config.load import load
 from trainer.config.schema import OptimizerConfig, RunConfig
 from trainer.optimizer import make_optimizer
+from trainer.streaming import streamed_update
 
 DECAY = 0.3
 
@@ -35,6 +38,24 @@ def test_it_is_numpys_average_of_the_parameters_after_each_step(fields):
         assert state[2].average[name].dtype == jnp.float32
         np.testing.assert_allclose(state[2].average[name], x, rtol=1e-5, atol=1e-6)
         assert np.abs(np.asarray(params[name]) - x).max() > 1e-3
+
+
+def test_it_is_the_same_where_moments_come_from_the_host_layer_by_layer():
+    """The update that `memory.moments_on_host` takes, against that of all parameters at once, to rounding."""
+    optimizer = make_optimizer(OptimizerConfig(learning_rate=0.1, average_decay=DECAY, clip_norm=0.0), 20)
+    random = np.random.default_rng(1)
+    params = {"norm.weight": jnp.ones(5), "layers.mlp.up_proj.weight": jnp.asarray(random.normal(size=(3, 3, 4)), jnp.float32)}
+    state = streamed_state = optimizer.init(params)
+    streamed_params = params
+    update = jax.jit(functools.partial(streamed_update, optimizer))
+    for _ in range(3):
+        gradient = {name: jnp.asarray(random.normal(size=x.shape), jnp.float32) for name, x in params.items()}
+        updates, state = optimizer.update(gradient, state, params)
+        params = optax.apply_updates(params, updates)
+        streamed_params, streamed_state = update(gradient, streamed_state, streamed_params)
+    assert int(streamed_state[2].steps) == int(state[2].steps) == 3
+    for name, x in state[2].average.items():
+        np.testing.assert_allclose(streamed_state[2].average[name], x, rtol=1e-5, atol=1e-7)
 
 
 def test_a_checkpoint_without_one_says_so(whole_run, tmp_path, capsys):
