@@ -25,6 +25,7 @@ from data.synthetic.wording import Wording, wording_like
 
 __all__ = ["KEY_STYLES", "LineCase", "Wording", "generate", "read", "wording_like", "write"]
 FORM = 'a case is one line of JSON: {"prompt": "...", "expected_number": 7, "num_lines": 20, "correct_line": "..."}'
+MOST_LINES = 10**9  # of a case
 KEY_STYLES = ("adjective_noun", "noun_noun", "short")
 # The wording and the keys of data/fixtures, for the style "short".
 SHORT_HEAD = "Remember these lines.\n\n"
@@ -86,17 +87,27 @@ def _parse(line: str, location: str, source: str) -> LineCase:
     """Returns the case in one line of a file, which `location` names in messages."""
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{location}: by itself not valid JSON ({error.msg}); {FORM}") from error
+    except (ValueError, RecursionError) as error:
+        message = error.msg if isinstance(error, json.JSONDecodeError) else str(error)
+        raise UserError(f"{location}: by itself not valid JSON ({message}); {FORM}") from error
     if not isinstance(record, dict):
         raise UserError(f"{location}: expected an object, found {type(record).__name__}; {FORM}")
     for field, kind in (("prompt", str), ("expected_number", int), ("num_lines", int), ("correct_line", str)):
         if not isinstance(record.get(field), kind) or isinstance(record.get(field), bool):
-            raise UserError(f"{location}: {field} should be {kind.__name__}, found {record.get(field)!r}; {FORM}")
-    return LineCase(
-        record["prompt"], record["expected_number"], record["num_lines"], record["correct_line"],
-        source=source, key_style=record.get("key_style", ""),
-    )
+            raise UserError(f"{location}: {field} should be {kind.__name__}, found {short(record.get(field))}; {FORM}")
+    key_style = record.get("key_style", "")
+    if not isinstance(key_style, str):
+        raise UserError(f"{location}: key_style should be str, found {short(key_style)}")
+    if not 1 <= record["num_lines"] <= MOST_LINES:
+        raise UserError(f"{location}: num_lines: found {short(record['num_lines'])}; 1 to {MOST_LINES:,} would work")
+    return LineCase(record["prompt"], record["expected_number"], record["num_lines"], record["correct_line"], source=source,
+                    key_style=key_style)
+
+
+def short(value: object) -> str:
+    """Returns a value as it is shown in a message."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text):,} characters)"
 
 
 def write(cases: list[LineCase], path: str | pathlib.Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping
 
 # The projections of a layer, as PEFT names them in `target_modules`.
@@ -35,7 +36,7 @@ class AdapterConfig:
     def __post_init__(self) -> None:
         if self.rank < 0:
             raise ValueError(f"adapter.rank: found {self.rank}, needs at least 1, or 0 for no adapters")
-        if self.alpha <= 0:
+        if not 0 < self.alpha <= sys.float_info.max:
             raise ValueError(f"adapter.alpha: found {self.alpha}, needs a positive number")
         unknown = [target for target in self.targets if target not in (*PROJECTIONS, ALL_LINEAR)]
         if unknown or not self.targets:

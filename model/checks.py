@@ -1,11 +1,11 @@
 """Checks of numbers in a model's configuration."""
 from __future__ import annotations
 
-import math
-from typing import Any
+import sys
+from typing import Any, TypeGuard
 
 
-def is_int(value: Any) -> bool:
+def is_int(value: Any) -> TypeGuard[int]:
     """Whether a value is a whole number; true and false are none."""
     return isinstance(value, int) and not isinstance(value, bool)
 
@@ -18,7 +18,7 @@ def require_int(name: str, value: Any, at_least: int) -> None:
 
 def require_number(name: str, value: Any, above: float, or_equal: bool = False) -> None:
     """Raises ValueError, naming the field, unless the value is a finite number above (`or_equal`: or at) `above`."""
-    good = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    good = isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if not good or value < above or (value == above and not or_equal):
         raise ValueError(f"{name}: {value!r} is not a number {'of at least' if or_equal else 'above'} {above}")
 

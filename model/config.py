@@ -251,6 +251,8 @@ class LlamaConfig:
             text = path.read_text(encoding="utf-8")
         except (FileNotFoundError, NotADirectoryError):
             raise ValueError(f"{folder}: no config.json here; a Hugging Face model folder has one") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}: not UTF-8 ({error.reason}); download it again") from None
         try:
             return cls.from_hf_dict(json.loads(text))
         except (json.JSONDecodeError, RecursionError) as error:

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from tests import soak
+from tests.soak import parts as soak
 
 
 class Item:

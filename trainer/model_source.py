@@ -18,6 +18,7 @@ from data.templates import end_ids, missing_controls
 from data.tokenizer import Tokenizer
 from model.adapter import AdapterConfig
 from model.attention import Mask
+from model.checks import is_int
 from model.config import POSITIONS, LlamaConfig
 from model.llama import Llama
 from model.padding import vocabulary_axes
@@ -305,7 +306,7 @@ def _generation_ends(folder: Path) -> list[int]:
         ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
     except (ValueError, AttributeError, RecursionError):
         raise ValueError(f"{path}: not a JSON object; download it again") from None
-    return [id for id in (ends if isinstance(ends, list) else [ends]) if isinstance(id, int)]
+    return [id for id in (ends if isinstance(ends, list) else [ends]) if is_int(id) and id >= 0]
 
 
 def choose_model(config: ModelConfig) -> ModelSource:

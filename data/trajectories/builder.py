@@ -121,8 +121,9 @@ def _key(files: list[Path], task: Task) -> str:
     digest = hashlib.sha256(f"{RULES} {task.name}".encode())
     for file in files:
         digest.update(file.name.encode())
-        with file.open("rb") as opened:
-            digest.update(hashlib.file_digest(opened, "sha256").digest())
+        if file.is_file():  # anything else is left out, and counted
+            with file.open("rb") as opened:
+                digest.update(hashlib.file_digest(opened, "sha256").digest())
         digest.update(_recorded_task(file).encode())
     return digest.hexdigest()[:20]
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import difflib
+import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -27,10 +28,10 @@ def _sections(cls: type, prefix: str = "") -> dict[str, type]:
 SECTIONS = _sections(RunConfig)
 # Dotted name -> type of every field that is no section.
 FIELDS: dict[str, Any] = {
-    name: field.type
+    name: kind
     for section, cls in {"": RunConfig, **SECTIONS}.items()
-    for field in dataclasses.fields(cls)
-    if (name := f"{section}.{field.name}".lstrip(".")) not in SECTIONS
+    for field, kind in typing.get_type_hints(cls).items()  # types also where a module's annotations are texts
+    if (name := f"{section}.{field}".lstrip(".")) not in SECTIONS
 }
 # Fields that are lists of sections; the first field of such a section is required.
 LISTS = {"data.sources": SourceConfig, "evaluations": LiveEvaluationConfig, "stages": StageConfig}

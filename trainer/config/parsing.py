@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal, NamedTuple, Union
 
 import jsonargparse
@@ -16,7 +16,7 @@ from .fields import FIELDS, LISTS, MAPPINGS, SECTIONS, field_names, suggestion
 from .schema import RunConfig
 
 # What jsonargparse raises for a value that its type refuses.
-_REFUSED = (argparse.ArgumentError, jsonargparse.ArgumentError, TypeError, ValueError, KeyError)
+_REFUSED = (argparse.ArgumentError, jsonargparse.ArgumentError, TypeError, ValueError, KeyError, OverflowError)
 
 
 class _Value(NamedTuple):
@@ -66,6 +66,7 @@ def build(recipe: Mapping[str, Any], command_line: CommandLine) -> RunConfig:
         namespace = made.parse_object(dict(recipe))
     except _REFUSED as error:
         _raise_refused(_recipe_values(recipe), command_line.recipe, error)
+    _refuse_null(_recipe_values(recipe), command_line.recipe)
     source = command_line.recipe
     if command_line.flags:
         source = f"{source} with the command line"
@@ -73,6 +74,7 @@ def build(recipe: Mapping[str, Any], command_line: CommandLine) -> RunConfig:
             namespace = made.parse_args([word for flag in command_line.flags for word in flag.words], namespace=namespace)
         except _REFUSED as error:
             _raise_refused(_flag_values(command_line), "command line", error)
+        _refuse_null((_Value(field, kind, namespace.get(field)) for field, kind in FIELDS.items()), "command line")
     try:
         sections = made.instantiate(namespace)
         return RunConfig(**{name: sections[name] for name in field_names(RunConfig)})
@@ -96,6 +98,13 @@ def _raise_refused(values: Iterator[_Value], source: str, error: Exception) -> t
         except _REFUSED:
             raise UserError(f"{source}: {field}: found {value}, expects {describe(kind)}") from error
     raise UserError(f"{source}: {' '.join(str(error).split())}") from error
+
+
+def _refuse_null(values: Iterable[_Value], source: str) -> None:
+    """Raises a UserError for the first null of a field whose type has none; jsonargparse takes null for every type."""
+    for field, kind, value in values:
+        if value is None and kind is not Any and type(None) not in typing.get_args(kind):
+            raise UserError(f"{source}: {field}: found null, expects {describe(kind)}; left out, it has its default")
 
 
 class _Words(str):

@@ -64,7 +64,10 @@ def parse(text: str, source: str) -> Any:
       InvalidYAML: the text is no YAML.
       UserError: a key is written twice in one mapping, or the document is nested too deeply.
     """
-    loader = _Loader(text)
+    try:
+        loader = _Loader(text)
+    except yaml.YAMLError as error:  # a character that YAML excludes, such as a control character
+        raise InvalidYAML(f"{source}: not valid YAML: {' '.join(str(error).split())}") from error
     try:
         node = loader.get_single_node()
         if node is None:

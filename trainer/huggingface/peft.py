@@ -15,6 +15,7 @@ from safetensors.numpy import save_file
 
 from data.paths import new_folder
 from model.adapter import ATTENTION, PARTS, PROJECTIONS, AdapterConfig
+from model.checks import require_int, require_number
 from model.config import LlamaConfig
 from model.llama import Llama
 from model.modules import LAYERS, declare
@@ -92,22 +93,33 @@ def read_config(folder: str | Path) -> tuple[AdapterConfig, str]:
         raise ValueError(f"{folder}: no {CONFIG} here; a folder that peft has written has one") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON ({error}); write it again") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: found {type(content).__name__}, needs a JSON object; write it again")
     if content.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type: found {content.get('peft_type')!r}; only 'LORA' is read")
     for name, neutral in _NEUTRAL.items():
         if content.get(name) not in neutral:
             raise ValueError(f"{path}: {name}: found {content[name]!r}; only {neutral[0]!r} is read")
-    targets = content.get("target_modules")
     try:
+        require_int("r", content["r"], at_least=1)
+        require_number("lora_alpha", content["lora_alpha"], above=0)
         adapter = AdapterConfig(
             rank=content["r"], alpha=content["lora_alpha"], use_rslora=content.get("use_rslora", False),
-            targets=(targets,) if isinstance(targets, str) else _projections(targets),
-            train=tuple(content.get("modules_to_save") or ()))
+            targets=_projections(_names(content, "target_modules")), train=tuple(_names(content, "modules_to_save")))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: {error} is missing or of another type; write it again") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return adapter, content.get("base_model_name_or_path") or ""
+
+
+def _names(content: Mapping[str, Any], field: str) -> list[str]:
+    """Returns a field that names modules: a list, one name, or null for none."""
+    value = content.get(field) or []
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{field}: found {value!r:.80}; needs names of modules")
+    return names
 
 
 def _projections(targets: list[str]) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ import time
 
 import pytest
 
-ROOT = pathlib.Path(__file__).resolve().parent.parent
+ROOT = pathlib.Path(__file__).resolve().parents[2]
 RECORDS = ROOT / ".cache" / "soak"
 ATTENTION = "tests/model/attention/test_all_pairs.py"
 MESHES = "tests/trainer/test_same_everywhere.py"
@@ -92,6 +92,3 @@ def main(argv: list[str] | None = None) -> int:
         print(f"{result['part']:12} {result['minutes']:6.1f} minutes, {'passed' if result['exit_code'] == 0 else 'FAILED'}")
     return int(any(result["exit_code"] for result in results))
 
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,175 @@
+"""Attacks on what users and machines get wrong, seeded: python -m tests.soak.attacks CLASS [--cases N] [--seed S].
+
+Each case is made from its seed alone, so that a range of seeds can be run again or in parts. A case holds when what it
+attacks gives the same result as without the attack, or one line of error that names the file or the field. Counts and the
+seeds that fell go to .cache/soak/attacks/CLASS.json, to which another range of seeds is added; `--record` writes the table of
+all classes to docs/results/robustness.json and docs/robustness.md.
+"""
+
+import argparse
+import collections
+import contextlib
+import datetime
+import importlib
+import io
+import json
+import logging
+import os
+import pathlib
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from data.errors import UserError
+from trainer.entry import _one_line
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+FOLDER = ROOT / ".cache" / "soak" / "attacks"
+LONGEST = 60  # seconds that a case may take
+LONGER = {"kills": 900}  # of classes whose cases are several runs
+Case = Callable[[np.random.Generator, pathlib.Path], str]
+"""Attacks once, in an empty folder; returns what became of it in a few words, and raises `Fell` or anything else if it fell."""
+
+# Class -> module of tests.soak whose function of the same name makes its `Case` in an empty folder, and number of cases.
+CLASSES = {
+    "recipes": ("recipes", 2000),
+    "models": ("folders", 2000),
+    "records": ("records", 100_000),
+    "line_cases": ("folders", 500),
+    "trajectories": ("folders", 500),
+    "adapters": ("folders", 500),
+    "checkpoints": ("saved", 300),
+    "prepared": ("saved", 300),
+    "commands": ("commands", 100),
+    "kills": ("kills", 100),
+}
+
+
+class Fell(Exception):
+    """The attacked code did what it must not do."""
+
+
+@contextlib.contextmanager
+def refusal(*names: str) -> Iterator[list[str]]:
+    """Catches the error that a user may be shown; the list that it gives then holds its message.
+
+    Args:
+        names: texts of which the message has to contain at least one, such as the attacked file.
+
+    Raises:
+        Fell: another error; a message that names none of `names`, or is not one line.
+    """
+    messages: list[str] = []
+    try:
+        yield messages
+    except (UserError, ValueError, OSError) as error:
+        message = str(error)
+        messages.append(message)
+        if not any(name in message for name in names):
+            raise Fell(f"the message names none of {', '.join(names)}: {type(error).__name__}: {message[:300]}") from error
+        if "\n" in _one_line(message) or not message.strip() or "Traceback" in message:
+            raise Fell(f"not one line: {message[:300]!r}") from error
+
+
+@contextlib.contextmanager
+def deadline(seconds: int) -> Iterator[None]:
+    """Raises Fell in the main thread when the block takes longer."""
+
+    def late(*_: object) -> None:
+        raise Fell(f"took longer than {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def attack(name: str, seeds: range, progress: bool = False, longest: int = LONGEST) -> dict:
+    """Runs the cases of a class with these seeds; returns counts, the slowest case's seconds, and what fell with its seed."""
+    outcomes: collections.Counter[str] = collections.Counter()
+    fell: list[dict] = []
+    slowest, start = 0.0, time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="longstripe-attack-") as temporary:
+        root = pathlib.Path(temporary)
+        (root / "base").mkdir()
+        case: Case = getattr(importlib.import_module(f"tests.soak.{CLASSES[name][0]}"), name)(root / "base")
+        for seed in seeds:
+            folder = root / f"case{seed}"
+            folder.mkdir()
+            began = time.monotonic()
+            try:
+                with deadline(longest), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+                    warnings.simplefilter("ignore")
+                    outcomes[case(np.random.default_rng([seed, *name.encode()]), folder)] += 1
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                what = f"{type(error).__name__}: {str(error)[:400]} ({pathlib.Path(where.filename).name}:{where.lineno})"
+                fell.append({"seed": seed, "what": what})
+                if progress:
+                    print(f"seed {seed} fell: {what}", flush=True)
+            slowest = max(slowest, time.monotonic() - began)
+            _remove(folder)
+            if progress and (seed + 1) % 500 == 0:
+                print(f"{name}: {seed + 1 - seeds.start} of {len(seeds)}, {len(fell)} fell", flush=True)
+    return {"tried": len(seeds), "held": len(seeds) - len(fell), "outcomes": dict(outcomes.most_common()), "fell": fell,
+            "slowest": round(slowest, 2), "seconds": round(time.monotonic() - start, 1)}
+
+
+def _remove(folder: pathlib.Path) -> None:
+    import shutil
+
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def merge(name: str, seeds: range, result: dict) -> pathlib.Path:
+    """Adds a range of seeds to the class's file, in place of an earlier run that overlaps; returns the file's path."""
+    from scripts.benchmarks.results import commit
+
+    FOLDER.mkdir(parents=True, exist_ok=True)
+    path = FOLDER / f"{name}.json"
+    parts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    parts = [part for part in parts if part["seeds"][1] <= seeds.start or part["seeds"][0] >= seeds.stop]
+    parts.append({"seeds": [seeds.start, seeds.stop], "date": datetime.date.today().isoformat(), "commit": commit(), **result})
+    path.write_text(json.dumps(sorted(parts, key=lambda part: part["seeds"]), indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a class, or records all results; returns 1 if a case fell."""
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    parser = argparse.ArgumentParser(prog="python -m tests.soak.attacks", allow_abbrev=False,
+                                     description=__doc__.splitlines()[0])
+    parser.add_argument("name", nargs="?", metavar="CLASS", choices=CLASSES, help=", ".join(CLASSES))
+    parser.add_argument("--cases", type=int, help="number of cases; all of the class unless given")
+    parser.add_argument("--seed", type=int, default=0, help="the first case's seed; the others follow")
+    parser.add_argument("--record", action="store_true", help="write the table of what was tried")
+    args = parser.parse_args(argv)
+    if args.record:
+        from tests.soak.table import record
+
+        record(FOLDER)
+        return 0
+    if not args.name:
+        parser.error(f"a class is needed: {', '.join(CLASSES)}")
+    logging.getLogger("absl").setLevel(logging.ERROR)
+    seeds = range(args.seed, args.seed + (args.cases or CLASSES[args.name][1]))
+    result = attack(args.name, seeds, progress=True, longest=LONGER.get(args.name, LONGEST))
+    path = merge(args.name, seeds, result)
+    print(json.dumps({key: value for key, value in result.items() if key != "fell"}, indent=1))
+    print(f"{result['held']} of {result['tried']} held; {path}")
+    return int(result["held"] < result["tried"])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,173 @@
+"""Attacks on files that others wrote: models and adapters of Hugging Face, line-retrieval cases, episodes."""
+
+import contextlib
+import json
+import math
+import pathlib
+
+import numpy as np
+
+from data.templates import jinja_template
+from data.tokenizer import Tokenizer
+from data.trajectories.builder import prepare_trajectories
+from data.trajectories.episodes import Episode, read_episode
+from data.trajectories.tasks import get_task
+from eval import line_cases as cases
+from eval.scoring import outcome, score
+from model.adapter import AdapterConfig
+from model.config import LlamaConfig
+from tests.data.trajectories import made
+from tests.soak.attacks import ROOT, Case, Fell, refusal
+from tests.soak.damage import WAYS, copied, damage_bytes, damage_file, damage_json, damage_json_file
+from trainer.huggingface.peft import adapter_layout, read_adapter, read_config, write_adapter
+from trainer.huggingface.read import hf_layout, write_source_dtype
+from trainer.huggingface.write import write_hf
+from trainer.model_source import open_model
+
+CONFIG = LlamaConfig(vocab_size=1024, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, max_position_embeddings=128)
+FACTOR = 64  # how much larger than the model a damaged config may make it, before it counts as one that cannot be opened
+
+
+def small_model(folder: pathlib.Path) -> pathlib.Path:
+    """Writes a very small LLaMA with a tokenizer; returns its Hugging Face folder."""
+    assets = folder / "assets"
+    assets.mkdir()
+    tokenizer = Tokenizer.load(ROOT / "data/fixtures/tiny_tokenizer")
+    tokenizer.save(assets, jinja_template("vicuna_v1.1", tokenizer))
+    write_source_dtype(assets, "float32")
+    (assets / "config.json").write_text(json.dumps(CONFIG.to_hf()), encoding="utf-8")
+    generator = np.random.default_rng(0)
+    params = {entry.name: generator.normal(size=entry.shape).astype(np.float32) for entry in hf_layout(CONFIG)}
+    write_hf(params, CONFIG, assets, folder / "hf")
+    return folder / "hf"
+
+
+def models(base: pathlib.Path) -> Case:
+    """Returns the case: a model's folder with one file damaged, opened with its tokenizer and every weight read."""
+    good = small_model(base)
+    names = sorted(path.name for path in good.iterdir() if path.name != "README.md")
+    texts = [name for name in names if name.endswith(".json")]
+
+    def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
+        copy = copied(good, folder / "hf")
+        name = str(generator.choice(texts if generator.random() < 0.8 else names))
+        if name in texts and generator.random() < 0.9:
+            damage_json_file(copy / name, generator)
+        elif generator.random() < 0.5:
+            damage_file(copy / name, str(generator.choice(WAYS)), generator)
+        else:
+            (copy / name).write_bytes(damage_bytes((copy / name).read_bytes(), generator))
+        with refusal(str(copy), name) as messages:
+            source = open_model(str(copy))
+            tokenizer = source.tokenizer()
+            tokenizer.decode(tokenizer.encode("Who are you? <s> é"))
+            if math.prod((source.config.hidden_size, source.config.num_hidden_layers)) > FACTOR * 64:
+                return "opened as a larger model"
+            with contextlib.ExitStack() as stack:
+                for weight in source.stored(stack).values():
+                    np.asarray(weight)
+        return f"refused: {name}" if messages else f"opened: {name}"
+
+    return case
+
+
+def adapters(base: pathlib.Path) -> Case:
+    """Returns the case: an adapter in PEFT's format with one of its two files damaged."""
+    from tests.model.build import llama
+
+    adapter = AdapterConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "down_proj"))
+    config = CONFIG.with_adapter(adapter)
+    generator = np.random.default_rng(0)
+    params = {entry.name: generator.normal(size=entry.shape).astype(np.float32) for entry in adapter_layout(config)}
+    write_adapter(params, config, "a base", base / "adapter")
+    model = llama(config)
+    shapes = {name: value.shape for name, value in read_adapter(base / "adapter", model).items()}
+
+    def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
+        copy = copied(base / "adapter", folder / "adapter")
+        name = str(generator.choice(["adapter_config.json", "adapter_model.safetensors"]))
+        if name.endswith(".json"):
+            damage_json_file(copy / name, generator)
+        elif generator.random() < 0.3:
+            damage_file(copy / name, str(generator.choice(WAYS)), generator)
+        else:
+            # Mostly in the header: a changed weight is another adapter, of which the file does not know.
+            content = (copy / name).read_bytes()
+            size = 8 + int.from_bytes(content[:8], "little")
+            (copy / name).write_bytes(damage_bytes(content[:size], generator) + content[size:])
+        with refusal(str(copy)) as messages:
+            found, _ = read_config(copy)
+            read = read_adapter(copy, model)
+            if {key: value.shape for key, value in read.items()} != shapes:
+                raise Fell("read with other shapes")
+            if found.rank < 1 or not math.isfinite(found.scale):
+                raise Fell(f"read as {found}")
+        return f"refused: {name}" if messages else f"read: {name}"
+
+    return case
+
+
+def line_cases(base: pathlib.Path) -> Case:
+    """Returns the case: a file of line-retrieval cases of which one line is damaged, read and scored."""
+    good = base / "cases.jsonl"
+    cases.write(cases.generate(10, 4, seed=0), good)
+    lines = good.read_text(encoding="utf-8").splitlines()
+
+    def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
+        path = folder / "cases.jsonl"
+        spoilt, number = list(lines), int(generator.integers(len(lines)))
+        if generator.random() < 0.7:
+            spoilt[number] = json.dumps(damage_json(json.loads(lines[number]), generator))
+            path.write_text("\n".join(spoilt) + "\n", encoding="utf-8")
+        else:
+            path.write_bytes(damage_bytes(good.read_bytes(), generator))
+        with refusal(str(path)) as messages:
+            read = cases.read(path)
+            for item in score(outcome(one, "<1>", 100, 512, 100) for one in read):
+                if not 0 <= item.low <= item.accuracy <= item.high <= 1 or not 0 < item.chance <= 1:
+                    raise Fell(f"scored {item}")
+            if any(not 0 <= one.depth <= 1 for one in read):
+                raise Fell("a depth outside of the prompt")
+        return "refused with the file's name" if messages else "read"
+
+    return case
+
+
+def trajectories(base: pathlib.Path) -> Case:
+    """Returns the case: a folder of episodes of which one is damaged; in one case of 25 all are prepared."""
+    task = get_task("cartpole_swingup")
+    made.folder_of(base)
+
+    def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
+        copy = copied(base / task.domain, folder / task.domain)
+        files = sorted(copy.glob("*/buffer/*.npz"))
+        path = files[generator.integers(len(files))]
+        kind = generator.integers(3)
+        if kind == 0:
+            damage_file(path, str(generator.choice(WAYS[1:])), generator)
+        elif kind == 1:
+            path.write_bytes(damage_bytes(path.read_bytes(), generator))
+        else:
+            with np.load(path) as stored:
+                arrays = {name: stored[name] for name in stored.files}
+            name = str(generator.choice(list(Episode._fields)))
+            arrays[name] = _damaged_array(arrays[name], generator)
+            np.savez(path, **{key: value for key, value in arrays.items() if value is not None})
+        with refusal(str(path)) as messages:
+            episode = read_episode(path, task)
+            if any(not np.isfinite(part[1:]).all() or len(part) != len(episode.reward) for part in episode):
+                raise Fell("read with other lengths, or numbers that are not finite")
+        if generator.random() < 0.04:
+            prepared = prepare_trajectories(folder, task.name, folder / "prepared")
+            if len(prepared) + len(prepared.dropped) != len(files) or bool(prepared.dropped) != bool(messages):
+                raise Fell(f"prepared {len(prepared)} and left out {len(prepared.dropped)} of {len(files)}")
+        return "refused with the file's name" if messages else "read"
+
+    return case
+
+
+def _damaged_array(array: np.ndarray, generator: np.random.Generator) -> np.ndarray | None:
+    changes = (None, array[:-1], array[:0], array[None], array * np.nan, array * np.inf, np.float32(1),
+               np.concatenate([array, array], -1), *(array.astype(kind) for kind in (str, complex, np.int64, bool, object)))
+    return changes[generator.integers(len(changes))]

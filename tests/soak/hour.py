@@ -1,0 +1,127 @@
+"""Trains for an hour with checkpoints and evaluation and samples memory, threads and open files: python -m tests.soak.hour.
+
+The samples go to OUT/samples.jsonl as they are taken. `python -m tests.soak.hour --summarize OUT` draws docs/hour.png and
+writes docs/results/hour.json from them.
+"""
+
+import argparse
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import yaml
+
+from scripts.benchmarks.results import ROOT, measured, row, save
+from tests import small_run
+
+PICTURE = ROOT / "docs" / "hour.png"
+WARM_UP = 0.25  # share of the samples that are left out of the slope: compilation, caches that fill
+
+
+def sample(pid: int) -> dict[str, float]:
+    """Returns the resident memory in MiB, the threads and the open files of a process, from /proc."""
+    status = pathlib.Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
+    fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    return {"memory_mib": int(fields["VmRSS"].split()[0]) / 1024, "threads": int(fields["Threads"]),
+            "files": len(os.listdir(f"/proc/{pid}/fd"))}
+
+
+def write_recipe(out: pathlib.Path) -> pathlib.Path:
+    """Writes the recipe of a small run that would go on for days, with frequent checkpoints and evaluations."""
+    path = small_run.recipe(out, ROOT)
+    fields = yaml.safe_load(path.read_text(encoding="utf-8"))
+    fields["mesh"] = {"fsdp": 1, "sequence": 2, "simulate": 2}
+    fields["train"].update(steps=5_000_000, evaluate_every=200)
+    fields["checkpoint"] = {"every": 100, "keep": 2}
+    path.write_text(yaml.safe_dump(fields, sort_keys=False), encoding="utf-8")
+    return path
+
+
+def train(out: pathlib.Path, minutes: float, every: float) -> None:
+    """Trains for so many minutes, with a sample every so many seconds; ends the run by SIGTERM."""
+    out.mkdir(parents=True, exist_ok=True)
+    run = out / "run"
+    process = small_run.start(ROOT, write_recipe(out), run)
+    start, next_sample = time.monotonic(), 0.0
+    try:
+        with (out / "samples.jsonl").open("w", encoding="utf-8") as file:
+            while (seconds := time.monotonic() - start) < 60 * minutes:
+                if process.poll() is not None:
+                    raise SystemExit(f"the run ended after {seconds:.0f} s with {process.returncode}; see {run}.log")
+                if seconds >= next_sample:
+                    row = {"seconds": round(seconds, 1), "steps": small_run.steps_logged(run), **sample(process.pid)}
+                    file.write(json.dumps(row) + "\n")
+                    file.flush()
+                    next_sample += every
+                time.sleep(0.2)
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                print("the run ended with", process.wait(timeout=300))
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+
+def slope(rows: list[dict], name: str) -> float:
+    """Returns how much `name` grew per hour in the samples after WARM_UP, by least squares."""
+    rest = rows[int(len(rows) * WARM_UP):]
+    return float(np.polyfit([row["seconds"] / 3600 for row in rest], [row[name] for row in rest], 1)[0])
+
+
+def summarize(out: pathlib.Path) -> None:
+    """Draws the samples and writes the result file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rows = [json.loads(line) for line in (out / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    rest = rows[int(len(rows) * WARM_UP):]
+    minutes = rows[-1]["seconds"] / 60
+    figure, axes = plt.subplots(3, 1, figsize=(7, 6), sharex=True)
+    found = {}
+    limits = {"memory_mib": 64.0, "threads": 4.0, "files": 4.0}  # growth per hour that counts as flat
+    labels = {"memory_mib": "resident memory, MiB", "threads": "threads", "files": "open files"}
+    for axis, (name, label) in zip(axes, labels.items(), strict=True):
+        axis.plot([row["seconds"] / 60 for row in rows], [row[name] for row in rows], linewidth=1)
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+        values = [row[name] for row in rest]
+        growth = slope(rows, name)
+        found[name] = row(f"{label}: growth per hour after the first quarter, and range",
+                          f"{growth:+.1f} ({min(values):.0f} to {max(values):.0f})", f"at most {limits[name]:.0f}",
+                          growth <= limits[name])
+    axes[-1].set_xlabel("minutes since the start")
+    figure.suptitle(f"{minutes:.0f} minutes, {rows[-1]['steps']:,} logged steps")
+    figure.tight_layout()
+    figure.savefig(PICTURE, dpi=110)
+    found["length"] = row("length of the run", f"{minutes:.0f} minutes, {rows[-1]['steps']:,} steps", "60 minutes",
+                          minutes >= 59.5)
+    save("hour", measured("Memory, threads and open files of a long run", found,
+                          "python -m tests.soak.hour --out OUT && python -m tests.soak.hour --summarize OUT",
+                          ["trainer/loop.py", "trainer/checkpoint/*.py", "tests/soak/hour.py"], seconds=60 * minutes,
+                          facts=["A checkpoint every 100 steps and an evaluation every 200, on two simulated devices."]))
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.soak.hour", description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=pathlib.Path, default=ROOT / ".cache" / "soak" / "hour")
+    parser.add_argument("--minutes", type=float, default=60)
+    parser.add_argument("--every", type=float, default=5, help="seconds between samples")
+    parser.add_argument("--summarize", type=pathlib.Path, metavar="OUT", help="draw and record the samples of this folder")
+    args = parser.parse_args(argv)
+    if args.summarize:
+        summarize(args.summarize)
+    else:
+        train(args.out, args.minutes, args.every)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

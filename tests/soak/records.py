@@ -1,0 +1,106 @@
+"""Attacks on records: JSON of every kind is read, cleaned, rendered and encoded; no control token comes from a text."""
+
+import json
+import pathlib
+
+import numpy as np
+
+from data.encode import Encoder
+from data.report import Report
+from data.sources import Source, read
+from data.tokenizer import Tokenizer
+from tests.soak.attacks import ROOT, Case, Fell, refusal
+
+PIECES = (
+    "hello", " ", "\n", "", "é漢字🙂", "\u2028", "\x00", "\ufeff", "\ud800", "<s>", "</s>", "<unk>", "<pad>", "<|im_start|>",
+    "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|begin_of_text|>", "USER:", "ASSISTANT:", "[INST]", "[/INST]",
+    "{{ messages }}", "{% for x in y %}", "a" * 800, "\u202e", "e\u0301" * 50, "<div>", "&lt;s&gt;", "＜s＞", "<s", ">", "</",
+    "s>",
+)
+ROLES = ("human", "gpt", "user", "assistant", "system", "tool", "function", "bard", "", "Human", None, 1, [], {})
+ODD = (None, True, 0, -1, 1.5, float("nan"), float("inf"), 2**70, [], {}, [None], {"a": 1}, "", "x", [[[[1]]]], "\ud800")
+FORMATS = ("sharegpt", "sharegpt", "sharegpt", "text", "tokens")
+
+
+def records(base: pathlib.Path) -> Case:
+    """Returns the case: a file of a few records of one format."""
+    tokenizer = Tokenizer.load(ROOT / "data" / "fixtures" / "tiny_tokenizer")
+    controls = {control.id for control in tokenizer.controls.values()}
+    encoder = Encoder(("vicuna_v1.1",), tokenizer, 128)
+    written = {tokenizer.bos_id, tokenizer.eos_id}  # by the template, and around a text
+
+    def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
+        format = str(generator.choice(np.array(FORMATS, dtype=object)))
+        raw = _record(format, generator)
+        path = folder / "records.jsonl"
+        line = json.dumps(raw)
+        if generator.random() < 0.1:
+            line = line[: generator.integers(1, len(line) + 1)]
+        first, last = (json.dumps({
+            "sharegpt": {"conversations": [{"from": "human", "value": word}, {"from": "gpt", "value": "b"}]},
+            "text": {"text": word}, "tokens": {"tokens": [number, 6, 7]},
+        }[format]) for number, word in enumerate(("one", "two")))
+        # The records around it are good, and have to be read whatever it is.
+        path.write_text(f"{first}\n{line}\n{last}\n", encoding="utf-8")
+        report = Report()
+        kept = []
+        with refusal("records.jsonl") as messages:
+            kept = list(read(Source(str(path), format=format), report))
+        if messages or len(kept) < 2:
+            raise Fell(f"good records beside {line[:200]!r} were lost: {messages or len(kept)}")
+        source = report.sources[0]
+        if source.records != source.kept + sum(source.dropped.values()) or source.kept != len(kept):
+            raise Fell(f"{source.records} records, {source.kept} kept ({len(kept)} read), {sum(source.dropped.values())} dropped")
+        for record in kept:
+            encoded = encoder.encode(record)
+            for document in encoded.documents:
+                if len(document.tokens) > 128 or document.tokens.min() < 0 or document.tokens.max() >= tokenizer.vocab_size:
+                    raise Fell("a document does not fit its row or the vocabulary")
+                if format != "tokens" and (leaked := set(document.tokens.tolist()) & (controls - written)):
+                    raise Fell(f"control tokens {leaked} come from a text")
+                if format == "text" and set(document.tokens[1:-1].tolist()) & controls and len(encoded.documents) == 1:
+                    raise Fell("a control token within a text")
+        return "kept" if len(kept) == 3 else f"dropped: {next(iter(source.dropped), 'unknown').split(':')[0]}"
+
+    return case
+
+
+def _text(generator: np.random.Generator) -> str:
+    return "".join(generator.choice(np.array(PIECES, dtype=object), size=generator.integers(0, 6)))
+
+
+def _odd(generator: np.random.Generator, usual: object, rate: float = 0.08) -> object:
+    return ODD[generator.integers(len(ODD))] if generator.random() < rate else usual
+
+
+def _record(format: str, generator: np.random.Generator) -> object:
+    """Returns a record of this format with odd values in places."""
+    if format == "text":
+        raw: dict = {"text": _odd(generator, _text(generator))}
+        if generator.random() < 0.3:
+            raw = {"prompt": _odd(generator, _text(generator)), "completion": _odd(generator, _text(generator))}
+    elif format == "tokens":
+        count = int(generator.integers(0, 200))
+        raw = {"tokens": _odd(generator, [_odd(generator, int(token), 0.01) for token in generator.integers(-2, 1100, count)])}
+        if generator.random() < 0.5:
+            raw["loss_mask"] = _odd(generator, [int(bit) for bit in generator.integers(0, 2, count)])
+        if generator.random() < 0.3:
+            raw["labels"] = _odd(generator, [-100] * count)
+    else:
+        keys = [("from", "value", "conversations"), ("role", "content", "messages")][generator.integers(2)]
+        usual = ["human", "gpt"] if keys[0] == "from" else ["user", "assistant"]
+        turns: list = []
+        for number in range(generator.integers(0, 9)):
+            role = ROLES[generator.integers(len(ROLES))] if generator.random() < 0.1 else usual[number % 2]
+            turn: object = {keys[0]: role, keys[1]: _odd(generator, _text(generator))}
+            if generator.random() < 0.1:
+                call = {"function": {"name": _text(generator), "arguments": _odd(generator, {})}}
+                turn["tool_calls"] = _odd(generator, [call], 0.5)
+            turns.append(_odd(generator, turn, 0.03))
+        raw = {keys[2]: _odd(generator, turns, 0.05)}
+        if generator.random() < 0.1:
+            raw["tools"] = _odd(generator, [{"type": "function", "function": {"name": "f"}}], 0.5)
+    raw["id"] = _odd(generator, "an id", 0.3)
+    if generator.random() < 0.1:
+        raw[_text(generator)] = _odd(generator, 1, 0.5)
+    return _odd(generator, raw, 0.03)

@@ -1,0 +1,97 @@
+"""Attacks on files of our own: checkpoints and prepared data, file by file."""
+
+import contextlib
+import io
+import pathlib
+
+import jax
+import numpy as np
+import optax
+
+from data.prepare import prepare
+from data.prepared import Documents
+from data.sources import Source
+from data.tokenizer import Tokenizer
+from tests import small_run
+from tests.soak.attacks import ROOT, Case, Fell, refusal
+from tests.soak.damage import WAYS, copied, damage_file
+from trainer.checkpoint.store import CheckpointStore, restore
+
+OPTIMIZER = optax.adamw(1e-3)
+
+
+def checkpoints(base: pathlib.Path) -> Case:
+    """Returns the case: a file of a run's newest checkpoint is damaged. By its path it is refused or whole; by the run's, it is
+    whole or the one before is taken."""
+    generator = np.random.default_rng(0)
+    (base / "assets").mkdir()
+    (base / "assets" / "config.json").write_text("{}")
+    saved = {}
+    with CheckpointStore(base / "run") as store:
+        for step in (10, 20):
+            model = {name: jax.numpy.asarray(generator.normal(size=(8, 8)), "float32") for name in ("a.weight", "b.weight")}
+            saved[step] = model, OPTIMIZER.init(model), {"step": step}
+            store.save(step, model=model, optimizer=saved[step][1], data={"step": step}, assets=base / "assets")
+    files = _files(base / "run" / "checkpoints" / "20")
+    abstract = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), saved[20][:2])
+
+    def check(path: pathlib.Path) -> int:
+        restored = restore(path, *abstract)
+        expected = jax.tree.leaves(saved[restored.step][:2])
+        for value, truth in zip(jax.tree.leaves((restored.model, restored.optimizer)), expected, strict=True):
+            if np.asarray(value).tobytes() != np.asarray(truth).tobytes():
+                raise Fell(f"checkpoint {restored.step} was restored with other numbers")
+        if restored.data != saved[restored.step][2]:
+            raise Fell(f"checkpoint {restored.step} was restored with data {restored.data}")
+        return restored.step
+
+    def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
+        run = copied(base / "run", folder / "run")
+        name, way = files[generator.integers(len(files))], str(generator.choice(WAYS))
+        damage_file(run / "checkpoints" / "20" / name, way, generator)
+        outcome = "whole by its path"
+        with refusal(str(run / "checkpoints" / "20")) as messages:
+            check(run / "checkpoints" / "20")
+        if messages:
+            outcome = "refused by its path"
+        step = check(run)
+        return f"{outcome}; by the run's, step {step}"
+
+    return case
+
+
+def prepared(base: pathlib.Path) -> Case:
+    """Returns the case: a file of prepared data is damaged; the same call gives the same documents all the same."""
+    small_run.recipe(base, ROOT, conversations=12)
+    tokenizer = Tokenizer.load(ROOT / "data" / "fixtures" / "tiny_tokenizer")
+
+    def documents(folder: pathlib.Path) -> list[bytes]:
+        source = Source(str(base / "conversations.json"))
+        made = prepare([source], tokenizer, 128, folder, held_out_fraction=0.2, progress=False)
+        return [_bytes(split, number) for split in (made.train, made.held_out) for number in range(len(split))]
+
+    truth = documents(base / "prepared")
+    files = _files(base / "prepared")
+
+    def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
+        copy = copied(base / "prepared", folder / "prepared")
+        name, way = files[generator.integers(len(files))], str(generator.choice(WAYS))
+        damage_file(copy / name, way, generator)
+        said = io.StringIO()
+        with contextlib.redirect_stderr(said), refusal(str(copy)) as messages:
+            if documents(copy) != truth:
+                raise Fell(f"{name} {way}: other documents")
+        if messages:
+            return "named when the document was read"
+        return "named and made again" if "made again" in said.getvalue() else "the same documents"
+
+    return case
+
+
+def _bytes(documents: Documents, number: int) -> bytes:
+    document = documents[number]
+    return document.tokens.tobytes() + document.loss_mask.tobytes() + document.record_id.encode()
+
+
+def _files(folder: pathlib.Path) -> list[pathlib.Path]:
+    return sorted(path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
