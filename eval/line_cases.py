@@ -25,7 +25,7 @@ from data.synthetic.wording import Wording, wording_like
 
 __all__ = ["KEY_STYLES", "LineCase", "Wording", "generate", "read", "wording_like", "write"]
 FORM = 'a case is one line of JSON: {"prompt": "...", "expected_number": 7, "num_lines": 20, "correct_line": "..."}'
-MOST_LINES = 10**9  # of a case
+LARGEST = 10**9  # number of lines that a case may claim to have
 KEY_STYLES = ("adjective_noun", "noun_noun", "short")
 # The wording and the keys of data/fixtures, for the style "short".
 SHORT_HEAD = "Remember these lines.\n\n"
@@ -98,8 +98,8 @@ def _parse(line: str, location: str, source: str) -> LineCase:
     key_style = record.get("key_style", "")
     if not isinstance(key_style, str):
         raise UserError(f"{location}: key_style should be str, found {short(key_style)}")
-    if not 1 <= record["num_lines"] <= MOST_LINES:
-        raise UserError(f"{location}: num_lines: found {short(record['num_lines'])}; 1 to {MOST_LINES:,} would work")
+    if not 1 <= record["num_lines"] <= LARGEST:
+        raise UserError(f"{location}: num_lines: found {short(record['num_lines'])}; 1 to {LARGEST:,} would work")
     return LineCase(record["prompt"], record["expected_number"], record["num_lines"], record["correct_line"], source=source,
                     key_style=key_style)
 

@@ -112,6 +112,9 @@ def test_a_million_tokens():
     assert case.depth == case.prompt.index(case.correct_line) / len(case.prompt)
 
 
+FIELDS = '{"prompt": "p", "expected_number": 7, "num_lines": %s'
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [
@@ -122,6 +125,11 @@ def test_a_million_tokens():
         ('[\n  {"conversations": []}\n]', 'a case is one line of JSON: {"prompt"'),
         ('{"conversations": []}\n', 'a case is one line of JSON: {"prompt"'),
         ("\n{", ":2: by itself not valid JSON"),
+        (FIELDS % "0, \"correct_line\": \"\"}", ":1: num_lines: found 0; 1 to 1,000,000,000 would work"),
+        (FIELDS % (10**300) + ', "correct_line": ""}', "(301 characters); 1 to"),
+        (FIELDS % "9" * 5000, "by itself not valid JSON"),
+        (FIELDS % '1, "correct_line": "", "key_style": [1]}', "key_style should be str, found [1]"),
+        ("[" * 100_000, "by itself not valid JSON"),
     ],
 )
 def test_bad_files(tmp_path, text, words):

@@ -104,11 +104,19 @@ def test_folder_and_preset_errors(tmp_path):
         ({"architectures": True}, "architectures: found True; needs a list"),
         ({"rope_theta": [1e4], "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_theta"),
         ({"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": [1]}}, "rope_theta"),
+        ({"rms_norm_eps": 10**400}, "rms_norm_eps: 10+ is not a number above 0"),
+        ({"rope_theta": 10**400}, "rope_theta"),
     ],
 )
 def test_values_of_other_types_name_the_field(fields, words):
     with pytest.raises(ValueError, match=words):
         LlamaConfig.from_hf_dict({"model_type": "llama", **fields})
+
+
+def test_a_config_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "config.json").write_bytes(b'{"model_type": "ll\xffama"}')
+    with pytest.raises(ValueError, match=rf"^{tmp_path}/config\.json: not UTF-8"):
+        LlamaConfig.from_hf(tmp_path)
 
 
 @pytest.mark.parametrize("depth", [1000, 100_000])

@@ -16,6 +16,7 @@ import json
 import logging
 import os
 import pathlib
+import shutil
 import signal
 import sys
 import tempfile
@@ -119,17 +120,11 @@ def attack(name: str, seeds: range, progress: bool = False, longest: int = LONGE
                 if progress:
                     print(f"seed {seed} fell: {what}", flush=True)
             slowest = max(slowest, time.monotonic() - began)
-            _remove(folder)
+            shutil.rmtree(folder, ignore_errors=True)
             if progress and (seed + 1) % 500 == 0:
                 print(f"{name}: {seed + 1 - seeds.start} of {len(seeds)}, {len(fell)} fell", flush=True)
     return {"tried": len(seeds), "held": len(seeds) - len(fell), "outcomes": dict(outcomes.most_common()), "fell": fell,
             "slowest": round(slowest, 2), "seconds": round(time.monotonic() - start, 1)}
-
-
-def _remove(folder: pathlib.Path) -> None:
-    import shutil
-
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def merge(name: str, seeds: range, result: dict) -> pathlib.Path:

@@ -49,8 +49,9 @@ def records(base: pathlib.Path) -> Case:
         if messages or len(kept) < 2:
             raise Fell(f"good records beside {line[:200]!r} were lost: {messages or len(kept)}")
         source = report.sources[0]
-        if source.records != source.kept + sum(source.dropped.values()) or source.kept != len(kept):
-            raise Fell(f"{source.records} records, {source.kept} kept ({len(kept)} read), {sum(source.dropped.values())} dropped")
+        dropped = sum(source.dropped.values())
+        if source.records != source.kept + dropped or source.kept != len(kept):
+            raise Fell(f"{source.records} records, {source.kept} kept ({len(kept)} read), {dropped} dropped")
         for record in kept:
             encoded = encoder.encode(record)
             for document in encoded.documents:

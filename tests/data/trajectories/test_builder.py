@@ -54,9 +54,11 @@ def test_every_kind_of_bad_file_is_named_and_counted(tmp_path):
         np.savez(buffer / f"{name}_{number}_20.npz", **{**episode(1)._asdict(), **change})
     whole = (buffer / "made_1_20.npz").read_bytes()
     (buffer / "half_9_20.npz").write_bytes(whole[:len(whole) // 2])
+    (buffer / "folder_7_20.npz").mkdir()
     prepared = prepare_trajectories(tmp_path / "data", TASK.name, tmp_path / "prepared")
-    assert len(prepared) == 3 and len(prepared.dropped) == 5 and "5 files left out:" in prepared.report
-    for name, reason in (("half_9", "damaged"), ("mixed_0", "lengths are"), ("nan_1", "reward holds what is no finite number"),
+    assert len(prepared) == 3 and len(prepared.dropped) == 6 and "6 files left out:" in prepared.report
+    for name, reason in (("half_9", "damaged"), ("folder_7", "damaged"),
+                         ("mixed_0", "lengths are"), ("nan_1", "reward holds what is no finite number"),
                          ("walker_2", r"observation has shape (24,); cartpole's is (5,)"), ("strange_3", "physics has shape")):
         assert any(name in text and reason in text for text in prepared.dropped), name
 

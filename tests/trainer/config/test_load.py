@@ -166,6 +166,8 @@ def test_mistakes_on_the_command_line(tmp_path, flags, words):
         ({"data": {"sources": [{"path": "a"}, {"path": "b", "weight": -1}]}}, ["sources[1].weight: found -1.0", "positive"]),
         ({"data": {"text_tokens": 5}}, ["data.text_tokens: found 5", "list of str"]),
         ({"train": 5}, ["train expects", "found 5"]),
+        ({"train": {"steps": None}}, ["train.steps: found null, expects int"]),
+        ({"optimizer": {"learning_rate": 10**400}}, ["optimizer.learning_rate"]),
         ({"train": {"steps": "many"}}, ["train.steps", "int", "many"]),
         ({"config_version": 9}, ["config_version: found 9", "needs 2"]),
     ],
