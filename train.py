@@ -64,10 +64,10 @@ def main(argv: list[str] | None = None) -> int:
 
         def train_run(config: "RunConfig") -> Path:
             live: list[Evaluation] = []
-            if config.evaluations:
+            if config.evaluations or config.samples.prompts:
                 from eval.live import evaluations_of
 
-                live = list(evaluations_of(config))
+                live = evaluations_of(config)
             return train(config, objective_class(config), [HeldOutLoss(every=config.train.evaluate_every), *live])
 
         train_stages(config, train_run)

@@ -1,4 +1,4 @@
-"""Tests of long contexts during training: the loop hands over its parameters every so many steps and logs the scores."""
+"""Tests of long contexts and answers to prompts during training: the loop hands over its parameters every so many steps."""
 from __future__ import annotations
 
 import functools
@@ -10,12 +10,30 @@ import jax
 from data.errors import UserError
 from eval import coreference, line_cases, needle, ruler, runner, suite
 from trainer.config.schema import LiveEvaluationConfig, RunConfig
+from trainer.evaluation import Evaluation
 from trainer.model_source import chat_templates
 from trainer.objective import Objective, Params
 from trainer.step import StepBuilder
 
 if TYPE_CHECKING:
     from trainer.text import TextObjective
+
+
+def _respondent(run: RunConfig, objective: Objective, rows: int = 0, chunk: int = 4096) -> runner.Respondent:
+    """Returns the run's model on its own mesh as one that answers greedily, in the template of the run's conversations."""
+    from model.decode import Sampling
+
+    text = cast("TextObjective", objective)
+    templates = chat_templates(run.data)
+    template = templates[0] if templates else "tokenizer" if text.tokenizer.chat_template else None
+    stops = runner.stop_ids(text.source.config, text.tokenizer, template)
+    return runner.Respondent(text.model, text.tokenizer, template, stops, run.data.context_length,
+                             rows or run.mesh.data * run.mesh.fsdp, chunk, Sampling())
+
+
+def _answers(respondent: runner.Respondent, params: Params, prompts: list[runner.Prompt]) -> list[runner.Answer]:
+    """Returns the answers of these parameters; those that are trained in the host's memory are brought to the devices."""
+    return respondent.answer(jax.device_put(params, dict(respondent.model.shardings)), prompts)
 
 
 class LiveEvaluation:
@@ -37,25 +55,43 @@ class LiveEvaluation:
 
     def prepare(self, objective: Objective, builder: StepBuilder) -> None:
         """Makes the cases; programs are compiled by the first measurement."""
-        from model.decode import Sampling
-
-        text, config, mesh = cast("TextObjective", objective), self.config, self.run_config.mesh
-        templates = chat_templates(self.run_config.data)
-        template = templates[0] if templates else "tokenizer" if text.tokenizer.chat_template else None
-        stops = runner.stop_ids(text.source.config, text.tokenizer, template)
-        length = self.run_config.data.context_length
-        self.respondent = runner.Respondent(text.model, text.tokenizer, template, stops, length,
-                                            config.rows or mesh.data * mesh.fsdp, config.chunk, Sampling())
-        self.cases = _CASES[config.test](self.respondent.length, config, list(config.tokens or (length,)))
+        config = self.config
+        self.respondent = _respondent(self.run_config, objective, config.rows, config.chunk)
+        lengths = list(config.tokens or (self.run_config.data.context_length,))
+        self.cases = _CASES[config.test](self.respondent.length, config, lengths)
 
     def run(self, params: Params, step: int) -> dict[str, float]:
         """Answers all questions with these parameters."""
-        # Parameters that are trained in the host's memory are brought to the devices.
-        on_device = jax.device_put(params, dict(self.respondent.model.shardings))
-        answers = self.respondent.answer(on_device, [case.prompt for case in self.cases])
+        answers = _answers(self.respondent, params, [case.prompt for case in self.cases])
         results = suite.results_of(self.cases, answers, self.respondent.trained_length)
         depth = {result: "" if result.depth is None else f"/{result.depth:g}" for result in results}
         return {f"{self.name}/{result.task}/{result.tokens}{depth[result]}": result.score for result in results}
+
+
+class Samples:
+    """An `Evaluation` of the trainer that answers the recipe's prompts; what it returns are the answers by their prompts."""
+
+    name = "samples"
+
+    def __init__(self, run: RunConfig) -> None:
+        """Takes the recipe's section `samples`.
+
+        Raises:
+          UserError: the run trains on no text.
+        """
+        if run.trajectories.path:
+            raise UserError("samples.prompts: found some in a run on trajectories, which answers none; leave them out")
+        self.run_config, self.every = run, run.samples.every
+        self.prompts = [runner.Prompt(prompt, run.samples.new_tokens) for prompt in run.samples.prompts]
+
+    def prepare(self, objective: Objective, builder: StepBuilder) -> None:
+        """Takes the model; programs are compiled by the first answers."""
+        self.respondent = _respondent(self.run_config, objective)
+
+    def run(self, params: Params, step: int) -> dict[str, str]:
+        """Returns the answers of these parameters."""
+        answers = _answers(self.respondent, params, self.prompts)
+        return {prompt: answer.generated for prompt, answer in zip(self.run_config.samples.prompts, answers, strict=True)}
 
 
 Count = Callable[[runner.Prompt], int]
@@ -82,6 +118,7 @@ _CASES: dict[str, Callable[[Count, LiveEvaluationConfig, list[int]], list[suite.
 }
 
 
-def evaluations_of(config: RunConfig) -> list[LiveEvaluation]:
-    """Returns the recipe's evaluations."""
-    return list(map(functools.partial(LiveEvaluation, run=config), config.evaluations))
+def evaluations_of(config: RunConfig) -> list[Evaluation]:
+    """Returns the recipe's evaluations, and its samples."""
+    return [*map(functools.partial(LiveEvaluation, run=config), config.evaluations),
+            *([Samples(config)] if config.samples.prompts else [])]

@@ -23,6 +23,7 @@ from eval.page import STYLE, chart, table, text
 from trainer import entry
 
 SAMPLES = 3  # of right answers, and as many of wrong ones
+STEPS_SHOWN = 6  # of answers to the recipe's own prompts
 LONGEST_SAMPLE = 600  # characters of an answer
 
 
@@ -255,9 +256,27 @@ def _folder(run: Run, evaluation: Evaluation) -> Path:
     return folder.relative_to(run.folder) if folder.is_relative_to(run.folder) else folder
 
 
-def samples_of(run: Run) -> str:
-    """Returns a few right and wrong answers of each evaluation."""
+def _spread(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns at most STEPS_SHOWN rows: the first, the last, and some between them at about equal distances."""
+    if len(rows) <= STEPS_SHOWN:
+        return rows
+    return [rows[round(number * (len(rows) - 1) / (STEPS_SHOWN - 1))] for number in range(STEPS_SHOWN)]
+
+
+def _live_samples(run: Run) -> list[str]:
+    """Returns for each prompt of the recipe the answers that were given during training."""
+    rows = run.logs.get("samples", [])
     parts = []
+    for prompt in dict.fromkeys(key for row in rows for key in row if key != "step"):
+        answers = _spread([row for row in rows if prompt in row])
+        blocks = "".join(f"<pre>step {row['step']:,}\n\n{text(str(row[prompt])[:LONGEST_SAMPLE])}</pre>" for row in answers)
+        parts.append(f"<details><summary>During training: {text(prompt)}</summary>{blocks}</details>")
+    return parts
+
+
+def samples_of(run: Run) -> str:
+    """Returns answers to the recipe's own prompts, and a few right and wrong ones of each evaluation."""
+    parts = _live_samples(run)
     for evaluation in run.evaluations:
         chosen: list[dict] = []
         for is_right in (True, False):

@@ -1,6 +1,7 @@
 """What is measured during training beside the loss: the `Evaluation` protocol, and the held-out loss."""
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol
 
 import jax
@@ -26,11 +27,11 @@ class Evaluation(Protocol):
     def prepare(self, objective: Objective, builder: StepBuilder) -> None:
         """Compiles what `run` needs; called by all processes before the first step. The time counts as compile time."""
 
-    def run(self, params: Params, step: int) -> dict[str, float]:
+    def run(self, params: Params, step: int) -> Mapping[str, float | str]:
         """Measures the parameters after `step` finished steps; called by all processes.
 
         Returns:
-          Metrics by name; {} if there is nothing to measure, and then no line is written.
+          Metrics by name, and answers by their prompts; {} if there is nothing to measure, and then no line is written.
         """
 
 

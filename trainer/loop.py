@@ -339,7 +339,7 @@ class _Training:
             metrics = evaluation.run({**self.trainable, **self.frozen}, self.step)
             if metrics:
                 log.evaluation(evaluation.name, {"step": self.step, **metrics})
-            measured.update(metrics)
+            measured.update({name: value for name, value in metrics.items() if not isinstance(value, str)})
         self.evaluated = True
         if not self.step:
             self.best.require(measured)  # all evaluations run before the first step

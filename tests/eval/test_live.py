@@ -3,6 +3,7 @@ import dataclasses
 import json
 
 import jax
+import numpy as np
 import pytest
 import yaml
 
@@ -63,6 +64,47 @@ def test_answers_are_those_of_the_same_parameters_on_one_device(recipe, monkeypa
     right = [runner.Answer(f"It is {case.expected[0]}.", 500) for case in lines.cases]
     monkeypatch.setattr(runner.Respondent, "answer", lambda self, params, prompts: right)
     assert lines.run(params, 3) == {"short_lines/lines/600": 1.0}
+
+
+def test_samples_are_the_most_likely_tokens_of_the_model_on_one_device(recipe):
+    """Against a loop over `logits` without a cache, on one device; the run's mesh is split over fsdp, tensor and sequence."""
+    prompts = ("Who are you?", "What is a ring?", "Tell me of stripes.")
+    config = load(["--config", str(recipe), "--samples.prompts", json.dumps(prompts), "--samples.new_tokens", "5",
+                   "--evaluations", "[]"])
+    objective = TextObjective(config, mesh_of({"fsdp": 2, "tensor": 2, "sequence": 2}))
+    [samples] = live.evaluations_of(config)
+    samples.prepare(objective, None)
+    answers = samples.run(objective.read_params(), 7)
+    model = Llama(objective.model.config, mesh_of({}), "local", objective.model.kernel, objective.model.dtype)
+    params = jax.device_put(objective.source.read(model, config.model.seed), model.shardings)
+    logits = jax.jit(model.logits)
+    respondent, length = samples.respondent, 64
+    expected = {}
+    for prompt in prompts:
+        ids = runner.prompt_ids(runner.Prompt(prompt, 5), objective.tokenizer, "vicuna_v1.1")
+        generated = []
+        for _ in range(5):
+            tokens = np.zeros((1, length), np.int32)
+            tokens[0, :len(ids) + len(generated)] = ids + generated
+            indices = np.arange(length, dtype=np.int32)[None]
+            batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens), "index": indices, "positions": indices}
+            generated.append(int(np.argmax(np.asarray(logits(params, batch))[0, len(ids) + len(generated) - 1])))
+            if generated[-1] in respondent.stops:
+                generated.pop()
+                break
+        expected[prompt] = objective.tokenizer.decode(generated)
+    assert answers == expected and any(answers.values())
+
+
+@pytest.mark.parametrize(("flags", "words"), [
+    (["--samples.every", "5"], "samples.prompts: found [], needs at least one prompt beside samples.every"),
+    (["--samples.prompts", '["a", "a"]'], "samples.prompts: found ['a', 'a'], needs different texts"),
+    (["--samples.prompts", '["a"]', "--samples.new_tokens", "0"], "samples.new_tokens: found 0"),
+    (["--samples.prompt", '["a"]'], "--samples.prompt (did you mean --samples.prompts?)"),
+])
+def test_samples_that_are_wrong_are_refused(recipe, capsys, flags, words):
+    assert train.main(["--config", str(recipe), *flags]) == 2
+    assert words in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("entry", "words"), [

@@ -80,6 +80,17 @@ def test_two_runs_in_one_file(runs, capsys):
     assert content.count('class="map"') == 2  # of the second run: RULER's and the lines by depth
 
 
+def test_answers_during_training_are_shown_from_the_first_to_the_last(runs):
+    rows = [{"step": step, "Who <are> you?": f"answer {step}."} for step in range(0, 1000, 10)] + [{"step": 999, "New?": "yes"}]
+    (runs / "before" / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    run = report.read_run(runs / "before")
+    reader = Reader()
+    reader.feed(report.samples_of(run))
+    words = " ".join(reader.text)
+    assert "Who <are> you?" in words and re.findall(r"answer (\d+)\.", words) == ["0", "200", "400", "590", "790", "990"]
+    assert re.search(r"New\?\s+step 999\s+yes", words) and "answer" not in report.curves_of([run])
+
+
 def test_the_cost_is_the_sum_over_the_steps(runs):
     run = report.read_run(runs / "before")
     rows = [json.loads(line) for line in (runs / "before" / "metrics.jsonl").read_text().splitlines()]

@@ -418,6 +418,27 @@ class LiveEvaluationConfig:
 
 
 @dataclasses.dataclass(frozen=True)
+class SampleConfig:
+    """Prompts that the model answers during training, with the most likely tokens; the answers are in the console, in
+    RUN/samples.jsonl, as text in TensorBoard and in eval.report."""
+
+    prompts: tuple[str, ...] = ()
+    """The users' first turns, or beginnings of a text where the recipe has no chat template; none are answered unless given."""
+    every: int = 0
+    """Steps between answers; 0 answers only before the first and after the last step."""
+    new_tokens: int = 64
+    """Tokens of the longest answer."""
+
+    def __post_init__(self) -> None:
+        _require_at_least(self, "samples", 0, "every")
+        _require_at_least(self, "samples", 1, "new_tokens")
+        require(all(prompt.strip() for prompt in self.prompts) and len({*self.prompts, "step"}) == len(self.prompts) + 1,
+                "samples.prompts", list(self.prompts), "different texts, none of them empty or 'step'")
+        require(bool(self.prompts) or not self.every, "samples.prompts", [],
+                "at least one prompt beside samples.every, such as '[\"Who are you?\"]'")
+
+
+@dataclasses.dataclass(frozen=True)
 class RunConfig:
     """Everything a run is made from."""
 
@@ -440,6 +461,7 @@ class RunConfig:
     evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
     evaluations: tuple[LiveEvaluationConfig, ...] = ()
     """Tests of long contexts during training, each {test, every, tokens, count, ...}; each writes RUN/NAME.jsonl."""
+    samples: SampleConfig = dataclasses.field(default_factory=SampleConfig)
     stages: tuple[StageConfig, ...] = ()
     """A curriculum, each {context_length, steps, batch_size, learning_rate, mesh, rope, ...}: the stages are trained one after
     the other, each from the parameters of the one before, and the same command continues in any of them."""
@@ -452,9 +474,10 @@ class RunConfig:
     def __post_init__(self) -> None:
         require(self.config_version == VERSION, "config_version", self.config_version, str(VERSION))
         names = [evaluation.file for evaluation in self.evaluations]
-        taken = ("metrics", "held_out")
-        require(len({*names, *taken}) == len(names) + 2 and all(re.fullmatch(r"[\w-]+", name) for name in names),
-                "evaluations.name", names, "different names of letters, digits, _ and -, none of them metrics or held_out")
+        taken = ("metrics", "held_out", "samples")
+        require(len({*names, *taken}) == len(names) + len(taken) and all(re.fullmatch(r"[\w-]+", name) for name in names),
+                "evaluations.name", names,
+                f"different names of letters, digits, _ and -, none of them {', '.join(taken[:-1])} or {taken[-1]}")
         require("://" not in (self.run_dir or ""), "run_dir", self.run_dir,
                 "a folder; one of a store can be mounted (gcsfuse, s3fs)")
 

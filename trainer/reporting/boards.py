@@ -16,14 +16,14 @@ class Board(Protocol):
     """A destination of metrics beside the run's own files."""
 
     def add(self, kind: str, row: dict[str, Any]) -> None:
-        """Adds one row {"step", NAME: number or None} of a kind such as `train` or `held_out`."""
+        """Adds one row {"step", NAME: number, text or None} of a kind such as `train` or `held_out`."""
 
     def close(self) -> None:
         """Writes or sends everything that was added."""
 
 
 class TensorBoard:
-    """Writes rows as scalars `KIND/NAME` to event files, and hides rows that an earlier start logged after `start_step`."""
+    """Writes rows as scalars and texts `KIND/NAME` to event files; hides those logged after `start_step` by an earlier start."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
         # Not tensorboardX's SummaryWriter: its thread ends with the first error of the disk, and the queue to it then fills.
@@ -39,12 +39,12 @@ class TensorBoard:
 
     def add(self, kind: str, row: dict[str, Any]) -> None:
         """Adds one row, as in `Board`."""
-        from tensorboardX.summary import scalar
+        from tensorboardX.summary import scalar, text
 
         with self._named_errors():
             for name, value in row.items():
                 if name != "step" and value is not None:
-                    summary = scalar(f"{kind}/{name}", value)
+                    summary = (text if isinstance(value, str) else scalar)(f"{kind}/{name}", value)
                     self._writer.write_event(self._event(wall_time=time.time(), step=row["step"], summary=summary))
             self._writer.flush()
 

@@ -218,8 +218,11 @@ class MetricsLog:
             self._bar.update(row, seconds_left)
 
     def evaluation(self, name: str, row: dict[str, Any]) -> None:
-        """Writes one row of an evaluation's metrics, {"step", ...}, to NAME.jsonl and the boards."""
+        """Writes one row of an evaluation's metrics, {"step", ...}, to NAME.jsonl and the boards; texts are also printed."""
         self._write(name, row)
+        for prompt, answer in row.items():
+            if isinstance(answer, str):
+                self.say(f"step {row['step']}: {_one_line(prompt)} -> {_one_line(answer)}")
         loss = row.get(f"held_out_{self._loss_name}")
         if self._bar and loss is not None:
             self._bar.say(f"step {row['step']}: held-out loss {_short(loss)}")
@@ -232,7 +235,7 @@ class MetricsLog:
     def _write(self, name: str, row: dict[str, Any]) -> None:
         if not self._files:
             return
-        row = {key: _number(value) for key, value in row.items()}
+        row = {key: value if isinstance(value, str) else _number(value) for key, value in row.items()}
         file = self._files[name]
         try:
             file.write(json.dumps(row, allow_nan=False) + "\n")
@@ -306,6 +309,12 @@ class ProgressBar:
     def close(self) -> None:
         """Removes the bar and restores the terminal."""
         self._progress.stop()
+
+
+def _one_line(text: str, most: int = 200) -> str:
+    """Returns a text on one line, cut after `most` characters."""
+    line = " ".join(text.split())
+    return line if len(line) <= most else line[:most] + " ..."
 
 
 def _short(value: float | None, digits: int = 4) -> str:

@@ -12,6 +12,8 @@ from data.errors import UserError
 from tests import small_run
 from trainer.reporting.boards import WeightsAndBiases
 
+PROMPTS = ["Who are you?", "What is a ring?"]
+
 
 class Wandb(SimpleNamespace):
     """As much of the module wandb as is called; `runs` maps ids to what each start was told and what it logged."""
@@ -41,7 +43,8 @@ def watched_run(tmp_path_factory, small_recipe):
     sources = [{"path": str(folder / "chats.json")}, {"path": str(folder / "more.json")}]
     flags = ["--config", str(small_recipe), "--run_dir", str(folder / "run"), "--data.sources", json.dumps(sources),
              "--data.prepared", str(folder / "prepared"), "--train.steps", "3", "--logging.wandb", "project",
-             "--logging.console", "false"]
+             "--logging.console", "false", "--samples.prompts", json.dumps(PROMPTS), "--samples.every", "2",
+             "--samples.new_tokens", "3"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "wandb", wandb)
         assert train.main(flags) == 0 and train.main(flags) == 0
@@ -74,6 +77,13 @@ def test_every_source_is_logged_and_they_make_up_the_loss(watched_run):
         assert "held_out_loss_by_source/chats" not in row
 
 
+def test_the_prompts_are_answered_every_so_many_steps(watched_run):
+    """Before the first step, every two, and after the last; one answer to each prompt, which training changes."""
+    rows = small_run.rows(watched_run[0] / "samples.jsonl")
+    assert [row["step"] for row in rows] == [0, 2, 3]
+    assert all(list(row) == ["step", *PROMPTS] and all(isinstance(row[prompt], str) for prompt in PROMPTS) for row in rows)
+
+
 def test_wandb_is_told_what_the_files_hold(watched_run, monkeypatch):
     folder, wandb = watched_run
     [first] = wandb.runs  # for the second start nothing was left to do
@@ -84,11 +94,11 @@ def test_wandb_is_told_what_the_files_hold(watched_run, monkeypatch):
     assert first.told["project"] == "project" and first.told["config"]["train"]["steps"] == 3
     assert first.told["dir"] == str(folder) and first.metrics == [("*", "step")]
     assert first.finished
-    for kind, file in (("train", "metrics"), ("held_out", "held_out")):
+    for kind, file in (("train", "metrics"), ("held_out", "held_out"), ("samples", "samples")):
         sent = [row for row in first.rows if any(name.startswith(f"{kind}/") for name in row)]
         expected = [{name if name == "step" else f"{kind}/{name}": x for name, x in row.items() if x is not None}
                     for row in small_run.rows(folder / f"{file}.jsonl")]
-        assert sent == expected and len(sent) == {"train": 3, "held_out": 2}[kind]
+        assert sent == expected and len(sent) == {"train": 3, "held_out": 2, "samples": 3}[kind]
 
 
 def test_wandb_missing_or_without_a_login_is_one_line(tmp_path, small_recipe, monkeypatch, capsys):

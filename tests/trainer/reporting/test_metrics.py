@@ -5,6 +5,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from tensorboardX.proto.event_pb2 import Event
 
 from model.config import LlamaConfig
 from trainer.flops import flops_per_step
@@ -97,6 +98,29 @@ def test_log_is_there_line_by_line_and_cut_on_resume(tmp_path):
     assert [row["step"] for row in rows] == [1, 2, 3] and rows[2]["loss_nats_per_target"] == 0.5
     assert rows[1]["loss_nats_per_target"] == 0.5 and run.held_out.read_text() == ""
     assert any(run.tensorboard.iterdir())
+
+
+def test_answers_are_printed_on_a_line_and_are_text_in_tensorboard(tmp_path, capsys):
+    """TensorBoard's own reader finds them whole, under the prompt."""
+    answer = "Longstripe.\n\n" + "very " * 60 + "long"
+    run = RunDirectory(tmp_path)
+    with MetricsLog(run, steps=4, evaluations=["samples"]) as log:
+        log.evaluation("samples", {"step": 2, "Who are\nyou?": answer, "Again?": ""})
+    assert json.loads((tmp_path / "samples.jsonl").read_text()) == {"step": 2, "Who are\nyou?": answer, "Again?": ""}
+    said = capsys.readouterr().err.splitlines()
+    assert said[0].startswith("step 2: Who are you? -> Longstripe. very very")
+    assert said[0].endswith(" ...") and len(said[0]) < 250
+    assert said[1].rstrip() == "step 2: Again? ->"
+    [file] = run.tensorboard.iterdir()
+    content = file.read_bytes()
+    events, start = [], 0
+    while start < len(content):  # a record is its length, a checksum, the event, a checksum
+        length = int.from_bytes(content[start:start + 8], "little")
+        events.append(Event.FromString(content[start + 12:start + 12 + length]))
+        start += length + 16
+    texts = {value.tag: value.tensor.string_val[0].decode() for event in events for value in event.summary.value
+             if value.metadata.plugin_data.plugin_name == "text"}
+    assert texts == {"samples/Who are\nyou?/text_summary": answer, "samples/Again?/text_summary": ""}
 
 
 def test_other_processes_write_nothing(tmp_path):
