@@ -19,6 +19,8 @@ import yaml
 
 from data.errors import UserError
 from data.paths import output_file
+from eval.compare import differences
+from eval.compare import scores_of as case_scores
 from eval.page import STYLE, chart, table, text
 from trainer import entry
 
@@ -218,6 +220,30 @@ def scores_of(runs: Sequence[Run]) -> str:
     return "".join(parts) or "<p>No evaluation was found.</p>"
 
 
+def differences_of(runs: Sequence[Run]) -> str:
+    """Returns the table of paired differences between two runs' evaluations of the same cases, or nothing."""
+    if len(runs) != 2:
+        return ""
+    rows = []
+    for first in runs[0].evaluations:
+        for second in runs[1].evaluations:
+            rows += differences(_case_scores(first), _case_scores(second))
+    if not rows:
+        return ""
+    before, after = (run.name for run in runs)
+    cells = [[row.task, f"{row.size:,} {row.unit}", str(row.cases), f"{row.before:.3f}", f"{row.after:.3f}",
+              f"{row.difference:+.3f}", f"{row.low:+.2f} to {row.high:+.2f}"] for row in rows]
+    return (f"<h3>{text(after)} less {text(before)}, over the same cases</h3>"
+            + table(["task", "length", "cases", before, after, "difference", "95% interval"], cells))
+
+
+def _case_scores(evaluation: Evaluation) -> dict:
+    try:
+        return case_scores(evaluation.samples)
+    except (KeyError, TypeError):  # cases of another kind, such as episodes
+        return {}
+
+
 def _cells(score: Score | None) -> list[str]:
     return ["", "", ""] if score is None else [f"{score.score:.3f}", f"{score.low:.2f} to {score.high:.2f}", str(score.cases)]
 
@@ -319,7 +345,7 @@ def page(runs: Sequence[Run]) -> str:
     samples = "".join(f"<section><h3>{text(run.name)}</h3>{samples_of(run) or '<p>None.</p>'}</section>" for run in runs)
     return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, '
             f'initial-scale=1"><title>{text(title)}</title><style>{STYLE}</style></head><body><h1>{text(title)}</h1>'
-            f"<h2>Cost</h2><div class=\"side\">{costs}</div><h2>Evaluations</h2>{scores_of(runs)}"
+            f"<h2>Cost</h2><div class=\"side\">{costs}</div><h2>Evaluations</h2>{scores_of(runs)}{differences_of(runs)}"
             f'{positions_of(runs)}<h2>Curves</h2>{curves_of(runs)}<h2>Samples</h2><div class="side">{samples}</div>'
             f'<h2>How it was made</h2><div class="side">{about}</div></body></html>\n')
 

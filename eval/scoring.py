@@ -108,6 +108,21 @@ def bootstrap(values: Float[np.ndarray, " n"], resamples: int = RESAMPLES) -> tu
     return float(np.quantile(means, 0.025)), float(np.quantile(means, 0.975))
 
 
+def paired_interval(before: Float[np.ndarray, " n"], after: Float[np.ndarray, " n"]) -> tuple[float, float]:
+    """Returns the bounds of the 95% interval of the mean of `after - before`, two scores of each case.
+
+    Where all scores are 0 or 1 it is the interval of Bonett and Price (2012, "Adjusted Wald confidence interval for a
+    difference of binomial proportions based on paired data"), which also holds where no case differs; else that of a bootstrap
+    over the cases.
+    """
+    if not set(before) | set(after) <= {0.0, 1.0}:
+        return bootstrap(after - before)
+    better, worse = ((int((after - before == sign).sum()) + 1) / (len(before) + 2) for sign in (1, -1))
+    middle = better - worse
+    half = Z95 * math.sqrt((better + worse - middle**2) / (len(before) + 2))
+    return max(middle - half, -1.0), min(middle + half, 1.0)
+
+
 def outcome(case: LineCase, generated: str, prompt_tokens: int, trained_length: int, new_tokens: int) -> Outcome:
     """Returns the outcome of a case.
 

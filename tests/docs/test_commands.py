@@ -71,6 +71,9 @@ TESTED = {
         "python -m eval.needle", "python -m eval.needle --checkpoint RUN_OR_HF --tokens 4096 16384 --needles 1 4 --output needles",
         "python -m eval.ruler --checkpoint RUN_OR_HF --tokens 4096 16384 --text essays.txt --output ruler",
         "python -m eval.coreference --checkpoint RUN_OR_HF --tokens 4096 16384 --output coreference"],
+    "tests/eval/test_compare.py": ["python -m eval.compare BEFORE AFTER --output difference.json"],
+    "tests/trainer/reporting/test_boards.py": [
+        "python train.py --config RECIPE.yaml --samples.prompts '[\"Who are you?\"]' --samples.every 100"],
     "tests/eval/test_harness.py": [
         "python -m eval.harness --checkpoint RUN_OR_HF --tasks arc_easy,hellaswag --output short_tasks"],
     "tests/eval/test_report.py": ["python -m eval.report RUN [RUN]", "python -m eval.report runs/BEFORE runs/AFTER --output report.html",

@@ -66,6 +66,7 @@ def test_answers_are_those_of_the_same_parameters_on_one_device(recipe, monkeypa
     assert lines.run(params, 3) == {"short_lines/lines/600": 1.0}
 
 
+@pytest.mark.slow
 def test_samples_are_the_most_likely_tokens_of_the_model_on_one_device(recipe):
     """Against a loop over `logits` without a cache, on one device; the run's mesh is split over fsdp, tensor and sequence."""
     prompts = ("Who are you?", "What is a ring?", "Tell me of stripes.")

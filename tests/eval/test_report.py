@@ -4,13 +4,14 @@ import json
 import re
 import shutil
 
+import numpy as np
 import pytest
 
 from eval import report
 from eval.line_cases import LineCase
 from eval.line_report import write as write_lines
 from eval.page import number, ticks
-from eval.scoring import outcome
+from eval.scoring import outcome, paired_interval
 
 
 class Reader(html.parser.HTMLParser):
@@ -78,6 +79,18 @@ def test_two_runs_in_one_file(runs, capsys):
     assert words.count("score 0.2\n") + words.count("score 0.0\n") == 4 and "python -m eval.ruler" in words
     assert reader.charts >= 5 and "Loss by position" in words and "nats per target" in words
     assert content.count('class="map"') == 2  # of the second run: RULER's and the lines by depth
+
+
+def test_runs_that_answered_the_same_cases_have_their_differences(runs):
+    """The cases of the lines: two of three right after, one of them before."""
+    write_lines([outcome(LineCase("line a: 7\n?", 7, 20, "line a: 7\n"), answer, 400, 8192, 10) for answer in ("7", "8", "8")],
+                runs / "before" / "lines", {"checkpoint": "before"})
+    drawn = report.differences_of([report.read_run(runs / name) for name in ("before", "after")])
+    low, high = paired_interval(np.array([1.0, 0, 0]), np.array([1.0, 0, 1]))
+    assert "after less before, over the same cases" in drawn and drawn.count("<tr>") == 2
+    for cell in ("20 lines", "3", "0.333", "0.667", "+0.333", f"{low:+.2f} to {high:+.2f}"):
+        assert f"<td>{cell}</td>" in drawn, cell
+    assert report.differences_of([report.read_run(runs / "after")]) == ""
 
 
 def test_answers_during_training_are_shown_from_the_first_to_the_last(runs):

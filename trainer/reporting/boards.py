@@ -23,7 +23,7 @@ class Board(Protocol):
 
 
 class TensorBoard:
-    """Writes rows as scalars and texts `KIND/NAME` to event files; hides those logged after `start_step` by an earlier start."""
+    """Writes rows as scalars and texts `KIND/NAME` to event files; hides what an earlier start logged after `start_step`."""
 
     def __init__(self, folder: Path, start_step: int) -> None:
         # Not tensorboardX's SummaryWriter: its thread ends with the first error of the disk, and the queue to it then fills.

@@ -1,0 +1,167 @@
+"""Compares two checkpoints on the cases that both have answered: the difference of their scores, with its 95% interval.
+
+    python -m eval.compare BEFORE AFTER [--output difference.json]
+
+BEFORE and AFTER are folders that the same evaluation (eval.line_retrieval, eval.needle, eval.ruler, eval.coreference) wrote for
+two checkpoints. Since both answered the same cases, the interval is that of the paired differences: narrower than what the two
+scores' own intervals suggest.
+"""
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from data.errors import UserError
+from data.paths import output_file
+from eval.scoring import paired_interval
+from trainer import entry
+
+# Fields of a line of cases.jsonl that depend on the model; the others say which case it is.
+OF_THE_MODEL = ("answer", "right", "generated", "score", "prompt_tokens", "beyond_trained_length")
+WOULD_WORK = "a folder that eval.line_retrieval, eval.needle, eval.ruler or eval.coreference wrote would work"
+
+Case = tuple[str, int]
+"""Which case it is: its fields as JSON, and how many equal ones come before it."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """The cases of one task and length; scores of different groups are never averaged."""
+
+    task: str
+    size: int
+    unit: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How two checkpoints differ on the same cases.
+
+    Attributes:
+      cases: number of cases that both have answered.
+      before, after: mean scores over these cases.
+      difference: after less before; low, high: bounds of its 95% interval.
+      better, worse: number of cases whose score is higher, or lower, after.
+    """
+
+    task: str
+    size: int
+    unit: str
+    cases: int
+    before: float
+    after: float
+    difference: float
+    low: float
+    high: float
+    better: int
+    worse: int
+
+
+def scores_of(rows: Sequence[Mapping[str, Any]]) -> dict[Group, dict[Case, float]]:
+    """Returns the score of each case, by task and length.
+
+    Args:
+      rows: the lines of a cases.jsonl.
+
+    Raises:
+      KeyError, TypeError: a line is not one of an evaluation.
+    """
+    scores: dict[Group, dict[Case, float]] = {}
+    repeats: collections.Counter[str] = collections.Counter()
+    for row in rows:
+        if "num_lines" in row:
+            group, score = Group(row["source"], row["num_lines"], "lines"), row["right"]
+        else:
+            group, score = Group(row["task"], row["tokens"], "tokens"), row["score"]
+        identity = json.dumps({name: value for name, value in row.items() if name not in OF_THE_MODEL}, sort_keys=True)
+        scores.setdefault(group, {})[identity, repeats[identity]] = float(score)
+        repeats[identity] += 1
+    return scores
+
+
+def differences(before: Mapping[Group, Mapping[Case, float]], after: Mapping[Group, Mapping[Case, float]]) -> list[Difference]:
+    """Returns the difference for each task and length of which both have answered a case, over the cases that both have."""
+    found = []
+    for group, scores in before.items():
+        common = [case for case in scores if case in after.get(group, {})]
+        if common:
+            first, second = (np.array([which[group][case] for case in common]) for which in (before, after))
+            low, high = paired_interval(first, second)
+            found.append(Difference(group.task, group.size, group.unit, len(common), float(first.mean()), float(second.mean()),
+                                    float((second - first).mean()), low, high, int((second > first).sum()),
+                                    int((second < first).sum())))
+    return sorted(found, key=lambda row: (row.unit, row.task, row.size))
+
+
+def read(folder: Path) -> dict[Group, dict[Case, float]]:
+    """Returns the scores of an evaluation's folder.
+
+    Raises:
+      UserError: it holds no cases of an evaluation.
+    """
+    path = folder / "cases.jsonl"
+    try:
+        scores = scores_of([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path}: no cases of an evaluation ({type(error).__name__}: {error}); {WOULD_WORK}") from None
+    if not scores:
+        raise UserError(f"{path}: is empty; {WOULD_WORK}")
+    return scores
+
+
+def print_table(rows: Sequence[Difference]) -> None:
+    """Prints a line for each task and length."""
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    table.add_column("task", overflow="fold")
+    for name in ("length", "cases", "before", "after", "difference", "95% interval", "better", "worse"):
+        table.add_column(name, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(Text(row.task), f"{row.size:,} {row.unit}", str(row.cases), f"{row.before:.3f}", f"{row.after:.3f}",
+                      f"{row.difference:+.3f}", f"{row.low:+.3f} to {row.high:+.3f}", str(row.better), str(row.worse))
+    Console().print(table)
+
+
+def compare(args: argparse.Namespace) -> None:
+    """Prints the table, and writes it as JSON where --output asks for that."""
+    output = output_file(args.output) if args.output else None
+    before, after = read(args.before), read(args.after)
+    rows = differences(before, after)
+    if not rows:
+        raise UserError(f"{args.before} and {args.after} have no case in common; two folders that the same command wrote for "
+                        "two checkpoints would work")
+    print(f"before: {args.before}\nafter: {args.after}")
+    print_table(rows)
+    for folder, scores in ((args.before, before), (args.after, after)):
+        alone = sum(map(len, scores.values())) - sum(row.cases for row in rows)
+        if alone:
+            print(f"left out: {alone} cases that only {folder} has")
+    print("Interval of the paired difference: Bonett and Price (2012) where scores are 0 or 1, else bootstrap over the cases.")
+    if output:
+        content = {"before": str(args.before), "after": str(args.after), "differences": list(map(dataclasses.asdict, rows))}
+        output.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        print(f"wrote {output}")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    parser = entry.CommandParser(prog="python -m eval.compare", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("before", metavar="BEFORE", type=Path, help="folder that an evaluation of the first checkpoint wrote")
+    parser.add_argument("after", metavar="AFTER", type=Path, help="folder that the same evaluation of the second one wrote")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="also write the table to this file, as JSON")
+    args = parser.parse_args(argv)
+    return entry.run(lambda: compare(args))
+
+
+if __name__ == "__main__":
+    entry.leave(main())
