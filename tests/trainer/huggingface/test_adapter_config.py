@@ -18,7 +18,8 @@ def test_what_is_written_is_read(tmp_path):
     ({"r": "4"}, "r: '4' is not a whole number"), ({"r": True}, "r: True"), ({"lora_alpha": 10**400}, "lora_alpha"),
     ({"lora_alpha": float("nan")}, "lora_alpha"), ({"target_modules": [1]}, r"target_modules: found \[1\]"),
     ({"target_modules": {"a": 1}}, "target_modules: found"), ({"target_modules": None}, "adapter.targets: found 'none'"),
-    ({"modules_to_save": [None]}, "modules_to_save: found"), ({"peft_type": "IA3"}, "peft_type: found 'IA3'; only 'LORA' is read"),
+    ({"modules_to_save": [None]}, "modules_to_save: found"),
+    ({"peft_type": "IA3"}, "peft_type: found 'IA3'; only 'LORA' is read"),
 ])
 def test_a_field_of_another_type_is_named(tmp_path, change, words):
     write_config(GOOD, "a base", tmp_path)
