@@ -38,6 +38,7 @@ test: $(VENV)/.requirements-test.stamp
 lint: $(VENV)/.requirements-test.stamp
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
+	$(RUN) -m pytest -q tests/test_dependencies.py
 
 # No TPU is needed: the compiler tells the cycles of a tile.
 cycles: $(VENV)/.requirements-test.stamp

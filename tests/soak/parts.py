@@ -1,4 +1,4 @@
-"""Runs the tests marked slow, in parts that run singly and resume: python -m tests.soak [PART ...] (what `make soak` runs).
+"""Runs the tests marked slow and the attacks, in parts that run singly and resume: python -m tests.soak [PART ...] (what `make soak` runs).
 
 Each part is a process of its own. The tests that passed are recorded in .cache/soak/PART.passed, so that a part which was
 interrupted runs only the others when it is started again. The record belongs to one state of the code: any change of a
@@ -16,6 +16,8 @@ import time
 
 import pytest
 
+from tests.soak import attacks
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RECORDS = ROOT / ".cache" / "soak"
 ATTENTION = "tests/model/attention/test_all_pairs.py"
@@ -28,6 +30,8 @@ PARTS: dict[str, tuple[list[str], str, list[str]]] = {
     "kernels": (["tests/model/attention/kernels"], "1/1", []),
     "rest": (["tests"], "1/1", [ATTENTION, MESHES, "tests/model/attention/kernels"]),
 }
+ATTACKS = {f"attack-{name}": name for name in attacks.CLASSES}
+EVERY = (*PARTS, *ATTACKS)
 
 
 class Resume:
@@ -62,7 +66,9 @@ def code_hash() -> str:
 
 
 def run_part(part: str) -> int:
-    """Runs the tests of one part in this process; returns pytest's exit code, 0 also where nothing was left to run."""
+    """Runs a part in this process; returns the exit code of pytest, 0 also where nothing was left to run, or of the attacks."""
+    if part in ATTACKS:
+        return attacks.main([ATTACKS[part]])
     paths, share, ignored = PARTS[part]
     arguments = [*paths, "-m", "slow", *(f"--ignore={path}" for path in ignored)]
     code = pytest.main(arguments, plugins=[Resume(RECORDS / f"{part}.passed", share, code_hash())])
@@ -72,15 +78,15 @@ def run_part(part: str) -> int:
 def main(argv: list[str] | None = None) -> int:
     """Runs the requested parts (all of them unless named) one after the other; returns 1 if a test failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak", description=__doc__.splitlines()[0], allow_abbrev=False)
-    parser.add_argument("parts", nargs="*", metavar="PART", help=f"out of {', '.join(PARTS)}; all unless given")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"out of {', '.join(EVERY)}; all unless given")
     parser.add_argument("--in-process", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
-    if unknown := [part for part in args.parts if part not in PARTS]:
-        parser.error(f"{unknown[0]} is not a part; the parts are {', '.join(PARTS)}")
+    if unknown := [part for part in args.parts if part not in EVERY]:
+        parser.error(f"{unknown[0]} is not a part; the parts are {', '.join(EVERY)}")
     if args.in_process:
         return run_part(args.parts[0])
     results = []
-    for part in args.parts or PARTS:
+    for part in args.parts or EVERY:
         start = time.monotonic()
         # With the compiler's default flags, under which two programs agree to the bit where they do for users.
         command = [sys.executable, "-m", "tests.soak", "--in-process", part]
