@@ -1,7 +1,7 @@
 """Runs the tests marked slow and the attacks, in parts that run singly and resume: python -m tests.soak [PART ...].
 
-This is what `make soak` runs. Each part is a process of its own. The tests that passed are recorded in .cache/soak/PART.passed, so
-that a part which was interrupted runs only the others when it is started again. The record belongs to one state of the code: any
+This is what `make soak` runs. Each part is a process of its own. Tests that passed are recorded in .cache/soak/PART.passed, so
+that an interrupted part runs only the others when it is started again. The record belongs to one state of the code: any
 change of a Python file begins it anew.
 """
 
