@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int32, UInt8
 
-from data.clean import SPLIT, TOOLS_LEFT_OUT, split
+from data.clean import SPLIT, TOOLS_LEFT_OUT
 from data.conversation import Conversation, Message, Record, Text
+from data.splitting import split
 from data.templates import TemplateError, render, writes_tools
 from data.tokenizer import Tokenizer
 

@@ -5,8 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import html
-from data.clean import CleanConfig, Cleaner, Drop, split
+from data.clean import CleanConfig, Cleaner, Drop
 from data.conversation import Message
+from data.splitting import split
 
 
 def talk(*contents, system=None):

@@ -1,0 +1,80 @@
+"""Splits conversations that are longer than the context between their exchanges."""
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+
+from data.conversation import Message
+
+Rendered = TypeVar("Rendered")
+
+
+def split(
+    messages: Sequence[Message],
+    render: Callable[[Sequence[Message]], Rendered],
+    length: Callable[[Rendered], int],
+    max_length: int,
+) -> Iterator[Rendered]:
+    """Splits a conversation between exchanges into consecutive parts of at most `max_length`, and yields them rendered.
+
+    Each part has as many exchanges as fit, and at least one, even if that is longer; the system turn opens each part. Every
+    exchange is in one part, also the last one, which FastChat's own splitting sometimes loses.
+
+    Args:
+        messages: a clean conversation.
+        render: renders a conversation.
+        length: the length of a rendered conversation.
+        max_length: how long a part should be at most.
+    """
+    whole = render(messages)
+    if length(whole) <= max_length:
+        yield whole
+        return
+    system = messages[:1] if messages[0].role == "system" else messages[:0]
+    starts = [index for index, message in enumerate(messages) if message.role == "user"] + [len(messages)]
+    characters = np.cumsum([0, *(len(message.content) + len(str(message.tool_calls)) for message in messages)])
+    length_per_character = length(whole) / characters[-1]
+
+    def render_exchanges(first: int, count: int) -> Rendered:
+        return render([*system, *messages[starts[first] : starts[first + count]]])
+
+    first = 0
+    while first < len(starts) - 1:
+        lengths = (characters[starts[first + 1 :]] - characters[starts[first]]) * length_per_character
+        count, part = _largest_part(
+            partial(render_exchanges, first), length, max_length,
+            guess=int((lengths <= max_length).sum()), available=len(starts) - 1 - first,
+        )
+        yield part
+        first += count
+
+
+def _largest_part(
+    render: Callable[[int], Rendered], length: Callable[[Rendered], int], max_length: int, guess: int, available: int
+) -> tuple[int, Rendered]:
+    """Returns how many exchanges fit into `max_length`, at least one, and these rendered.
+
+    Gallops from the guess until the number is enclosed, then bisects: with a good guess, two or three renderings.
+
+    Args:
+        render: renders the first so many exchanges.
+        length: the length of a rendered part.
+        max_length: how long the part should be at most.
+        guess: an estimate of the number.
+        available: how many exchanges there are.
+    """
+    fits, too_many, step = 1, available + 1, 1
+    part = None
+    while too_many - fits > 1:
+        count = min(max(guess, fits + 1), too_many - 1)
+        rendered = render(count)
+        if length(rendered) <= max_length:
+            fits, part = count, rendered
+            guess = count + step if too_many == available + 1 else (fits + too_many) // 2
+        else:
+            too_many = count
+            guess = count - step if fits == 1 else (fits + too_many) // 2
+        step *= 2
+    return fits, render(1) if part is None else part
