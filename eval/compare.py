@@ -117,19 +117,21 @@ def read(folder: Path) -> dict[Group, dict[Case, float]]:
 
 
 def print_table(rows: Sequence[Difference]) -> None:
-    """Prints a line for each task and length."""
+    """Prints a table of at most 80 columns for each task, with a line for each length."""
     from rich.console import Console
     from rich.table import Table
-    from rich.text import Text
 
-    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
-    table.add_column("task", overflow="fold")
-    for name in ("length", "cases", "before", "after", "difference", "95% interval", "better", "worse"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        table.add_row(Text(row.task), f"{row.size:,} {row.unit}", str(row.cases), f"{row.before:.3f}", f"{row.after:.3f}",
-                      f"{row.difference:+.3f}", f"{row.low:+.3f} to {row.high:+.3f}", str(row.better), str(row.worse))
-    Console().print(table)
+    console = Console(soft_wrap=True, highlight=False)
+    for task in dict.fromkeys(row.task for row in rows):
+        console.print(task, markup=False)
+        table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
+        for name in ("length", "cases", "before", "after", "difference", "95% interval", "better", "worse"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for row in rows:
+            if row.task == task:
+                table.add_row(f"{row.size:,} {row.unit}", str(row.cases), f"{row.before:.3f}", f"{row.after:.3f}",
+                              f"{row.difference:+.3f}", f"{row.low:+.3f} to {row.high:+.3f}", str(row.better), str(row.worse))
+        console.print(table)
 
 
 def compare(args: argparse.Namespace) -> None:
