@@ -44,7 +44,7 @@ TESTED = {
     "tests/test_quickstart.py": ["make quickstart"],
     "tests/soak/test_attacks.py": ["python -m tests.soak.attacks records --cases 1000 --seed 100000"],
     "tests/docs/test_attention_guide.py": ["python mine.py"],
-    "tests/smollm2.py": ["python -m scripts.make_smollm2 smollm2"],
+    "tests/smollm2.py": ["python -m scripts.make_smollm2 smollm2", "python -m scripts.make_smollm2 DIR"],
     "tests/trainer/test_pretrained.py": [
         "python train.py --config configs/sharegpt_smollm2.yaml --model.path smollm2 --data.path YOUR_SHAREGPT.json",
         "python train.py --config configs/sharegpt_smollm2.yaml --model.path ~/models/Qwen3-8B",
@@ -135,6 +135,7 @@ NOT_RUN = {
     "gcloud compute tpus tpu-vm create NAME --zone ZONE --accelerator-type v6e-8 --version v2-alpha-tpuv6e": CLOUD,
     "gcloud compute tpus tpu-vm ssh NAME --zone ZONE": CLOUD,
     "uv python install 3.12": "is uv's own",
+    "python -m scripts.make_gemma3 DIR": "downloads 240 MB; what makes the folder is scripts.make_smollm2's, which tests run",
 }
 
 
