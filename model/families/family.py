@@ -87,7 +87,8 @@ class Family:
                 raise ValueError(f"{name}: found {config[name]!r}; {instead}")
             if name not in self.takes:
                 config.pop(name, None)
-        if all((config.get(key) or {}).get("rope_theta") is None for key in ("rope_parameters", "rope_scaling")):
+        ropes = [config[key] for key in ("rope_parameters", "rope_scaling") if isinstance(config.get(key), dict)]
+        if all(rope.get("rope_theta") is None for rope in ropes):
             config["rope_theta"] = self.theta if config.get("rope_theta") is None else config["rope_theta"]
         return {**self.defaults, **config, **self.computes}
 

@@ -104,6 +104,8 @@ def test_folder_and_preset_errors(tmp_path):
         ({"architectures": True}, "architectures: found True; needs a list"),
         ({"rope_theta": [1e4], "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_theta"),
         ({"rope_theta": 1e4, "rope_scaling": {"rope_type": "linear", "factor": 2.0, "rope_theta": [1]}}, "rope_theta"),
+        ({"rope_parameters": [1]}, r"rope_parameters: found \[1\]; needs an object or null"),
+        ({"rope_scaling": 1.5}, "rope_scaling: found 1.5; needs an object or null"),
         ({"rms_norm_eps": 10**400}, "rms_norm_eps: 10+ is not a number above 0"),
         ({"rope_theta": 10**400}, "rope_theta"),
     ],
