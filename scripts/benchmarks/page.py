@@ -64,6 +64,7 @@ SECTIONS = {
     "Plans of recipes and pods": ("recipes", "pods"),
     "The papers, by the cost model": ("papers",),
     "SmolLM2-135M before and after practising retrieval": ("retrieval",),
+    "Many questions to one context": ("questions",),
     "Training for real": ("quickstart", "identity", "data", "books"),
     "In-context reinforcement learning": ("in_context",),
 }
