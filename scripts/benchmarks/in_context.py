@@ -97,7 +97,7 @@ def save_result(found: dict[str, dict[str, dict]], command: str) -> None:
     rows, lines = {}, []
     for task, methods in found.items():
         scores = {method: result["scores"]["last"] for method, result in methods.items()}
-        text = "; ".join(f"{method} {score['mean']:.0f}" for method, score in scores.items())
+        text = "; ".join(f"{method.replace('AT, N =', 'AT')} {score['mean']:.0f}" for method, score in scores.items())
         held = None
         if set(scores) >= {*BASELINES, LONGEST}:
             held = all(scores[LONGEST]["interval"][0] > scores[method]["interval"][1] for method in BASELINES)
