@@ -1,9 +1,9 @@
 """Train: python train.py --config configs/NAME.yaml [--section.field value ...]; the same command again goes on.
 
-With --dry-run [MACHINE] it says what the run would take, and stops. Alone, it lists the recipes. Every field is described by
---help, or those of a section by --help SECTION. LONGSTRIPE_TRACEBACK=1
-shows where an error comes from. Exit codes: 0 trained; 2 an error in one line that you can mend; 130 stopped by Ctrl-C, 143 by
-SIGTERM: the running step is finished and saved, and the same command goes on; a second Ctrl-C ends at once.
+With --dry-run [MACHINE [--gpu-memory GIB]] it says what the run would take, and stops. Alone, it lists the recipes. Every field
+is described by --help, or those of a section by --help SECTION. LONGSTRIPE_TRACEBACK=1 shows where an error comes from.
+Exit codes: 0 trained; 2 an error in one line that you can mend; 130 stopped by Ctrl-C, 143 by SIGTERM: the running step is
+finished and saved, and the same command goes on; a second Ctrl-C ends at once.
 """
 import sys
 from pathlib import Path
@@ -27,15 +27,15 @@ def objective_class(config: "RunConfig") -> "type[Objective]":
     return TextObjective
 
 
-def split_dry_run(words: list[str]) -> tuple[list[str], str | None]:
-    """Returns the other words of the command line, and the machine of --dry-run: "" where it names none, None without it."""
-    if (index := next((i for i, word in enumerate(words) if word.partition("=")[0] == "--dry-run"), None)) is None:
+def take_flag(words: list[str], flag: str) -> tuple[list[str], str | None]:
+    """Returns the other words of the command line, and the flag's value: "" where it has none, None without the flag."""
+    if (index := next((i for i, word in enumerate(words) if word.partition("=")[0] == flag), None)) is None:
         return words, None
-    _, equals, machine = words[index].partition("=")
+    _, equals, value = words[index].partition("=")
     end = index + 1
     if not equals and end < len(words) and not words[end].startswith("--"):
-        machine, end = words[end], end + 1
-    return words[:index] + words[end:], machine
+        value, end = words[end], end + 1
+    return words[:index] + words[end:], value
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,7 +43,8 @@ def main(argv: list[str] | None = None) -> int:
     status = 0
 
     def work() -> None:
-        words, machine = split_dry_run(list(sys.argv[1:] if argv is None else argv))
+        words, machine = take_flag(list(sys.argv[1:] if argv is None else argv), "--dry-run")
+        words, memory = (words, None) if machine is None else take_flag(words, "--gpu-memory")
         if not words:
             from trainer.config.recipes import recipe_list
 
@@ -58,7 +59,7 @@ def main(argv: list[str] | None = None) -> int:
             from planning.dry_run import dry_run
 
             nonlocal status
-            status = 0 if dry_run(config, machine) else 1
+            status = 0 if dry_run(config, machine, memory) else 1
             return
         entry.keep_compiled(config.compile_cache)
 

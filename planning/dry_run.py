@@ -16,6 +16,7 @@ from data.loader import Loader
 from model.config import LlamaConfig
 from trainer.build import window_notes
 from trainer.config.schema import RunConfig
+from trainer.devices import GPU_MEMORY_SHARE
 from trainer.model_source import choose_model, for_templates
 from trainer.stages import stages_of
 from trainer.text import prepare_text
@@ -29,11 +30,12 @@ from .parts import checkpoint_bytes
 from .plan import Job
 
 
-def dry_run(config: RunConfig, machine: str = "") -> bool:
+def dry_run(config: RunConfig, machine: str = "", gpu_memory: str | None = None) -> bool:
     """Prints what each stage of a run would do; returns whether all of them fit or perhaps fit.
 
     Args:
       machine: where it would run; "" leaves out what depends on the machine.
+      gpu_memory: GiB of a GPU, in place of the table's figure; what the user typed.
 
     Raises:
       UserError, ValueError: the model or the data cannot be used, or the machine has not the devices of the mesh.
@@ -42,6 +44,7 @@ def dry_run(config: RunConfig, machine: str = "") -> bool:
     if device_count(topology) != config.mesh.devices:
         raise UserError(f"--dry-run: {machine} has {device_count(topology)} devices, the mesh takes {config.mesh.product}; "
                         "python -m scripts.plan finds a mesh")
+    usable_gib = None if gpu_memory is None else GPU_MEMORY_SHARE * _gib(gpu_memory)
     stages, fits = stages_of(config), True
     for number, stage in enumerate(stages, 1):
         if len(stages) > 1:
@@ -49,12 +52,23 @@ def dry_run(config: RunConfig, machine: str = "") -> bool:
         # A later stage begins with the model of the one before, which has the first one's shape.
         stage = dataclasses.replace(stage, model=dataclasses.replace(
             config.model, overrides={**config.model.overrides, **stage.model.overrides}))
-        fits &= _report(stage, topology, bool(machine))
+        fits &= _report(stage, topology, bool(machine), usable_gib)
     print("nothing was trained: without --dry-run the same command trains")
     return fits
 
 
-def _report(config: RunConfig, topology: str, named: bool) -> bool:
+def _gib(typed: str) -> float:
+    """Returns the GiB that a user typed; raises UserError where that is no positive number."""
+    try:
+        gib = float(typed)
+    except ValueError:
+        gib = 0
+    if not 0 < gib < math.inf:
+        raise UserError(f"--gpu-memory: found {typed!r}; the GiB of a GPU, such as 24, would work")
+    return gib
+
+
+def _report(config: RunConfig, topology: str, named: bool, usable_gib: float | None) -> bool:
     """Prints what one run would do; returns whether it fits or perhaps fits."""
     if config.trajectories.path:
         model = trajectory_model(config)
@@ -64,7 +78,8 @@ def _report(config: RunConfig, topology: str, named: bool) -> bool:
     else:
         model, config = _describe_text(config)
     mesh = dataclasses.replace(config.mesh, simulate=0)
-    job = Job(dataclasses.replace(config, mesh=mesh), model, topology, config.name, host_gib=host_gib(topology))
+    job = Job(dataclasses.replace(config, mesh=mesh), model, topology, config.name, host_gib=host_gib(topology),
+              own_device_gib=usable_gib)
     memory = estimate_memory(job)
     print(f"settings: {answer.settings(job)}", *window_notes(config, model), "", *answer.memory_lines(memory), "", sep="\n")
     if named:

@@ -74,12 +74,13 @@ def recipe_text(job: Job, recipe: Mapping[str, Any], path: str, model: str | Non
     options += "" if data.get("path") or data.get("sources") or "trajectories" in recipe else " --data.path FILE.json"
     memory, figures = estimate_memory(job), time_figures(job)
     usable = "" if memory.device_gib is None else f" of {memory.device_gib:.1f}"
-    seconds = "{:.3g} to {:.3g} s".format(*figures["seconds of a step"]) if figures else "not estimated"
+    seconds = ("{:.3g} to {:.3g} s a step, estimated".format(*figures["seconds of a step"]) if figures
+               else "not estimated; the cost model does not list this machine")
     plan = f"python -m scripts.plan --config {path}" + (f" --model {model}" if model else "")
     own = "" if job.own_device_gib is None else f" --gpu-memory {job.own_device_gib / GPU_MEMORY_SHARE:.4g}"
     head = [heading(job), "", f"Command   {launcher(job, options)}",
-            f"Check     python train.py {options} --dry-run {job.topology}",
+            f"Check     python train.py {options} --dry-run {job.topology}{own}",
             f"Settings  {settings(job)}",
             f"Memory    {memory.low:.1f} to {memory.high:.1f}{usable} GiB of each device, estimated",
-            f"Time      {seconds} a step, estimated", f"Plan      {plan} --machine {job.topology}{own} --compile"]
+            f"Time      {seconds}", f"Plan      {plan} --machine {job.topology}{own} --compile"]
     return "\n".join(f"# {line}".rstrip() for line in head) + "\n\n" + yaml.safe_dump(dict(recipe), sort_keys=False)

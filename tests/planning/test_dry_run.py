@@ -52,6 +52,19 @@ def test_a_machine_adds_time_and_says_what_fits(recipe, capsys):
     assert status == 2 and "has 16 devices, the mesh takes" in said
 
 
+def test_a_gpu_of_which_only_the_memory_is_known(recipe, capsys):
+    """--gpu-memory, as scripts.plan takes it; without it, whether the run fits is not known."""
+    mesh = ["--mesh.fsdp", "1", "--mesh.tensor", "1", "--mesh.sequence", "1", "--mesh.simulate", "1"]
+    status, said = said_by(capsys, "--config", recipe, *mesh, "--dry-run", "gpu", "--gpu-memory", "24")
+    assert status == 0 and "fits, by the estimate" in said and "a program may use        22.80" in said
+    status, said = said_by(capsys, "--config", recipe, *mesh, "--dry-run", "gpu", "--gpu-memory=0.001")
+    assert status == 1 and "does not fit, by the estimate" in said
+    status, said = said_by(capsys, "--config", recipe, *mesh, "--dry-run", "gpu")
+    assert status == 0 and "--gpu-memory GIB gives it" in said
+    status, said = said_by(capsys, "--config", recipe, *mesh, "--dry-run", "gpu", "--gpu-memory", "much")
+    assert status == 2 and "--gpu-memory: found 'much'" in said
+
+
 def test_what_does_not_fit_ends_with_1(small_recipe, tmp_path, capsys):
     fields = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
     fields["model"]["overrides"] |= {"hidden_size": 16384, "intermediate_size": 65536, "num_hidden_layers": 80,

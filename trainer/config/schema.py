@@ -419,8 +419,9 @@ class LiveEvaluationConfig:
 
 @dataclasses.dataclass(frozen=True)
 class SampleConfig:
-    """Prompts that the model answers during training, with the most likely tokens; the answers are in the console, in
-    RUN/samples.jsonl, as text in TensorBoard and in eval.report."""
+    """Prompts that the model answers during training: in the console, RUN/samples.jsonl, TensorBoard and eval.report.
+
+    An answer has the most likely tokens."""
 
     prompts: tuple[str, ...] = ()
     """The users' first turns, or beginnings of a text where the recipe has no chat template; none are answered unless given."""
