@@ -5,6 +5,7 @@ import dataclasses
 import math
 import sys
 from collections.abc import Mapping
+from typing import Literal, get_args
 
 # The projections of a layer, as PEFT names them in `target_modules`.
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -13,6 +14,9 @@ PROJECTIONS = (*ATTENTION, *FEED_FORWARD)
 ALL_LINEAR = "all-linear"
 # The last parts of the names of an adapter's parameters.
 PARTS = ("lora_A", "lora_B")
+Quantization = Literal["none", "nf4", "int8"]
+# Inputs of a matrix that share a scale in NF4.
+NF4_BLOCK = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +34,9 @@ class AdapterConfig:
     train: tuple[str, ...] = ()
     """Modules that are trained whole beside the adapters, by the ends of their names, such as [embed_tokens, norm]: PEFT's
     modules_to_save. norm means every norm."""
+    quantize: Quantization = "none"
+    """The layers' frozen matrices lie and travel as codes, and are opened where a product takes them (QLoRA): nf4, 4.13 bits a
+    number, or int8; none keeps the compute dtype. Matrices are quantized as they are read."""
     path: str | None = None
     """Folder of an adapter in PEFT's format, from which training goes on; its rank, alpha and targets are this section's."""
 
@@ -42,8 +49,12 @@ class AdapterConfig:
         if unknown or not self.targets:
             raise ValueError(f"adapter.targets: found {unknown[0] if unknown else 'none'!r}, needs some of "
                              f"{', '.join(PROJECTIONS)}, or {ALL_LINEAR}")
-        if self.rank == 0 and (self.path or self.train):
-            raise ValueError(f"adapter.rank: found 0 beside adapter.{'path' if self.path else 'train'}; needs at least 1")
+        if self.quantize not in get_args(Quantization):
+            raise ValueError(f"adapter.quantize: found {self.quantize!r}, needs one of {', '.join(get_args(Quantization))}")
+        beside = {"path": self.path, "train": self.train, "quantize": self.quantize != "none"}
+        field = next((name for name, value in beside.items() if value), None)
+        if self.rank == 0 and field:
+            raise ValueError(f"adapter.rank: found 0 beside adapter.{field}; needs at least 1")
 
     @property
     def projections(self) -> tuple[str, ...]:
@@ -54,6 +65,11 @@ class AdapterConfig:
     def scale(self) -> float:
         """s, by which the adapters' products are multiplied (rsLoRA: Kalajdzievski, arXiv 2312.03732)."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    @property
+    def block(self) -> int:
+        """How many inputs of a frozen matrix stay together, since they share a scale."""
+        return NF4_BLOCK if self.quantize == "nf4" else 1
 
     def trains(self, name: str) -> bool:
         """Whether the parameter of this name is trained: a part of an adapter, or of a module that `train` names."""
@@ -74,6 +90,13 @@ class AdapterConfig:
                 inputs, outputs = sizes[name]
                 raise ValueError(f"adapter.rank: found {self.rank}, needs at most {min(inputs, outputs)}: {name} has {inputs} "
                                  f"inputs and {outputs} outputs")
+
+    def check_blocks(self, sizes: Mapping[str, int]) -> None:
+        """Raises ValueError unless blocks of a quantized matrix fill each of `sizes`, the axes that they lie along."""
+        for name, size in sizes.items():
+            if size % self.block:
+                raise ValueError(f"adapter.quantize: found {self.quantize!r}, whose blocks are of {self.block} inputs; {name} "
+                                 f"is {size}, no multiple of them; int8 takes any size")
 
     def check_targets(self, family: str, fused: list[str]) -> None:
         """Raises ValueError for a target out of `fused`, projections that models of the family store as rows of one tensor:

@@ -155,6 +155,8 @@ class LlamaConfig:
             self.adapter.check_sizes({name: self.projection_sizes(name) for name in PROJECTIONS})
             fused = [name.rpartition(".")[2] for names in FAMILIES[self.family].fused.values() for name in names]
             self.adapter.check_targets(self.family, fused)
+            self.adapter.check_blocks({"hidden_size": self.hidden_size, "head_dim": self.head_dim,
+                                       "intermediate_size": self.intermediate_size})
         if self.rope.rule == "dynamic":
             if self.head_dim < 4:
                 raise ValueError(f"head_dim: {self.head_dim} is too small for rope_type 'dynamic'; 4 or more would work")

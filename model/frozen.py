@@ -18,6 +18,10 @@ class FrozenWeight(abc.ABC):
     def open(self, dtype: Any) -> Float[Array, ...]:
         """Returns the weight as an array of this dtype."""
 
+    @abc.abstractmethod
+    def part(self, i: Any, count: int, axis: int) -> FrozenWeight:
+        """Returns part i of `count` equal parts along an axis."""
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
@@ -29,6 +33,11 @@ class Plain(FrozenWeight):
     def open(self, dtype: Any) -> Float[Array, ...]:
         """See `FrozenWeight.open`."""
         return jax.lax.stop_gradient(self.value).astype(dtype)
+
+    def part(self, i: Any, count: int, axis: int) -> Plain:
+        """See `FrozenWeight.part`."""
+        size = self.value.shape[axis] // count
+        return Plain(jax.lax.dynamic_slice_in_dim(self.value, i * size, size, axis))
 
 
 Weight = jax.Array | FrozenWeight

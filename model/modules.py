@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int
 from .config import LlamaConfig
 from .feedforward import AllHeadsNorm, FeedForward, HeadNorm, Projection, RMSNorm, param
 from .frozen import Weight, array
+from .quantized import declare_parts, is_quantized
 from .rope import apply_rope, attention_scaling, inverse_frequencies
 from .rope_config import RopeConfig
 from .sharding import Parallel, Parameter
@@ -165,6 +166,9 @@ def declare(config: LlamaConfig, ends: EndsModule = EmbedAndHead) -> dict[str, P
     if config.adapter is not None:
         parameters = {name: dataclasses.replace(parameter, frozen=not config.adapter.trains(name))
                       for name, parameter in parameters.items()}
+        if config.adapter.quantize != "none":
+            for name in [name for name, parameter in parameters.items() if parameter.frozen and is_quantized(name)]:
+                parameters |= declare_parts(name, parameters.pop(name), config.adapter.quantize)
     return dict(sorted(parameters.items()))
 
 

@@ -13,12 +13,12 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Float
 
 from .adapter import AdapterConfig
 from .config import LlamaConfig
 from .families import FAMILIES
+from .frozen import FrozenWeight, Plain
 from .modules import declare
 from .sharding import HIDDEN, Parallel, Sharding
 
@@ -32,9 +32,11 @@ def sizes_in_memory(sharding: Sharding) -> LlamaConfig:
     """Returns the model's sizes in memory, padding included."""
     config, parallel = sharding.config, sharding.parallel
     ranks = math.prod(sharding.mesh.shape[axis] for axis in sharding.storage_axes)
+    # Padding keeps blocks of quantized weights whole.
+    multiple = math.lcm(ranks, config.adapter.block if config.adapter else 1) if config.hidden_size % ranks else ranks
     return dataclasses.replace(
         config, vocab_size=parallel.vocab_size, num_attention_heads=parallel.query_heads,
-        num_key_value_heads=parallel.key_heads, hidden_size=-(-config.hidden_size // ranks) * ranks)
+        num_key_value_heads=parallel.key_heads, hidden_size=-(-config.hidden_size // multiple) * multiple)
 
 
 def pad(array: Float[Array, ...], shape: tuple[int, ...]) -> Float[Array, ...]:
@@ -51,10 +53,18 @@ def trim(whole: Float[Array, ...], axes: tuple[str, ...], config: LlamaConfig, p
       axes: the weight's logical axes; config: the model's own sizes.
     """
     whole = whole[tuple(slice(config.hidden_size) if axis in HIDDEN else slice(None) for axis in axes)]
-    if "kv_heads" in axes and parallel.heads and not parallel.kv_heads:
-        head = parallel.rank() * parallel.key_heads // parallel.tensor
-        whole = lax.dynamic_slice_in_dim(whole, head, 1, axes.index("kv_heads"))
-    return whole
+    weight = own_key_head(Plain(whole), axes, parallel)
+    assert isinstance(weight, Plain)
+    return weight.value
+
+
+def own_key_head(weight: FrozenWeight, axes: tuple[str, ...], parallel: Parallel) -> FrozenWeight:
+    """Returns of a weight with key/value heads that `tensor` does not split the one head that this rank's query heads share;
+    any other weight itself. Runs inside `shard_map`."""
+    if "kv_heads" not in axes or not parallel.heads or parallel.kv_heads:
+        return weight
+    head = parallel.rank() * parallel.key_heads // parallel.tensor
+    return weight.part(head, parallel.key_heads, axes.index("kv_heads"))
 
 
 @functools.cache

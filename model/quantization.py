@@ -107,7 +107,7 @@ def quantize_nf4(weight: Shaped[np.ndarray, "O I"], offset: float | None = None)
     _in_pieces(quantize, outputs, inputs)
     mean = np.float32(absmax.mean(dtype=np.float64) if offset is None else offset)
     absmax_codes, nested = _quantize_dynamic(absmax.ravel() - mean)
-    return Nf4(codes, absmax_codes.reshape(absmax.shape), nested, mean)
+    return Nf4(codes, absmax_codes.reshape(absmax.shape), nested, np.asarray(mean))
 
 
 def _quantize_dynamic(x: Float[np.ndarray, " n"]) -> tuple[UInt8[np.ndarray, " n"], Float[np.ndarray, " S"]]:

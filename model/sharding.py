@@ -47,6 +47,7 @@ RULES = {
     "mlp": AxisRule(tensor=True, storage=1),
     "head_dim": AxisRule(tensor=False, storage=1),
     "rank": AxisRule(tensor=False, storage=None),  # of an adapter
+    "unit": AxisRule(tensor=False, storage=None),  # scales of quantized weights, whole on each device
     "inputs": AxisRule(tensor=False, storage=None),  # continuous inputs and outputs of a trajectory: a few numbers
     "actions": AxisRule(tensor=False, storage=None),
     "kinds": AxisRule(tensor=False, storage=None),
@@ -60,12 +61,14 @@ class Parameter:
     """A parameter's shape, the logical names of its axes, and its dtype in storage.
 
     frozen: whether it has no gradient in any run of the model; `trainable` may freeze others.
+    granularity: along each axis how many numbers stay on one device; () for 1 along all.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str, ...]
     dtype: str = "float32"
     frozen: bool = False
+    granularity: tuple[int, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +112,9 @@ class Parallel:
             group, key = query // key, -(-key // tensor) * tensor
             query = group * key
         kv_heads = key % tensor == 0
-        return cls(tensor, kv_heads or shared, kv_heads, config.intermediate_size % tensor == 0,
+        # The blocks of a quantized down_proj lie along the width, and ranks have whole ones.
+        width = config.intermediate_size // (config.adapter.block if config.adapter else 1)
+        return cls(tensor, kv_heads or shared, kv_heads, width % tensor == 0,
                    -(-config.vocab_size // tensor) * tensor, query, key)
 
     @property
@@ -180,7 +185,9 @@ class Sharding:
                 raise ValueError(f"{name}: no sharding rule for its axis {axis!r}")
         rules = [RULES[axis] for axis in parameter.axes]
         chosen: list[list[str]] = [[] for _ in rules]
-        local_shape = list(parameter.shape)
+        granularity = parameter.granularity or (1,) * len(rules)
+        shape = [size // together for size, together in zip(parameter.shape, granularity, strict=True)]
+        local_shape = list(shape)
 
         def split(i: int, mesh_axis: str) -> bool:
             size = self.mesh.shape[mesh_axis]
@@ -193,7 +200,7 @@ class Sharding:
         for i, (axis, rule) in enumerate(zip(parameter.axes, rules, strict=True)):
             if rule.tensor and self.mesh.shape["tensor"] > 1 and getattr(self.parallel, axis):
                 split(i, "tensor")
-        candidates = [(rule.storage, -parameter.shape[i], i) for i, rule in enumerate(rules) if rule.storage is not None]
+        candidates = [(rule.storage, -shape[i], i) for i, rule in enumerate(rules) if rule.storage is not None]
         for mesh_axis in self.storage_axes:
             if self.mesh.shape[mesh_axis] > 1:
                 any(split(i, mesh_axis) for _, _, i in sorted(candidates))

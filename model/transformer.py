@@ -8,14 +8,14 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Shaped
 
 from .attention import AttentionOp, Mask, TokenCoords, document_starts
 from .attention.kernels import Kernel, get_kernel
@@ -23,8 +23,9 @@ from .config import LlamaConfig
 from .layer import Layer
 from .memory.options import MemoryConfig, check_combination
 from .memory.runners import layer_runner
-from .modules import EndsModule, declare, init, init_adapters, own_shapes
+from .modules import LAYERS, EndsModule, declare, declare_layer, init, init_adapters, own_shapes
 from .padding import pad, sizes_in_memory
+from .quantized import quantized, weight_of
 from .sharding import BATCH_AXES, STORAGE_AXES, Parallel, Parameter, Sharding
 from .weights import Shards, Weights
 
@@ -103,8 +104,14 @@ class Transformer(abc.ABC):
     @functools.cached_property
     def parameters(self) -> dict[str, Parameter]:
         """Every parameter as it is in memory, padding included. Frozen ones lie in the dtype that they are sent in."""
-        return {name: dataclasses.replace(parameter, dtype=jnp.dtype(self.dtype).name) if parameter.frozen else parameter
+        return {name: dataclasses.replace(parameter, dtype=jnp.dtype(self.dtype).name)
+                if parameter.frozen and weight_of(name) == name else parameter
                 for name, parameter in declare(self.in_memory, self.ends).items()}
+
+    @functools.cached_property
+    def quantized_names(self) -> tuple[str, ...]:
+        """The names of the weights that lie as codes, in arrays of their own (`model.quantized`)."""
+        return tuple(sorted({weight_of(name) for name in self.parameters} - set(self.parameters)))
 
     @functools.cached_property
     def own_shapes(self) -> dict[str, tuple[int, ...]]:
@@ -137,9 +144,29 @@ class Transformer(abc.ABC):
         return tuple(Layer(self.config, self.parallel, self.memory, self.dtype, self.attention(kind.window), kind.rope, length)
                      for kind in self.config.layer_kinds)
 
+    def quantized(self, stored: Mapping[str, Any]) -> dict[str, Shaped[Array, ...]]:
+        """Returns the codes of the weights `quantized_names` on their devices; none if there are none.
+
+        Args:
+          stored: the stacked layers' weights by name, as of `model.quantized.quantized`.
+        """
+        if self.config.adapter is None or self.config.adapter.quantize == "none":
+            return {}
+        own = {LAYERS + name: (self.config.num_hidden_layers, *parameter.shape)
+               for name, parameter in declare_layer(self.config).items()}
+        return quantized(stored, self.config.adapter.quantize, {name: own[name] for name in self.quantized_names},
+                         self.parameters, self.shardings)
+
     def init(self, seed: int) -> dict[str, Float[Array, ...]]:
         """Returns fresh parameters, born sharded. They are drawn at the model's own sizes, so that the mesh changes no
         number."""
+        if self.config.adapter is not None and self.config.adapter.quantize != "none":
+            adapter = dataclasses.replace(self.config.adapter, quantize="none")
+            config = dataclasses.replace(self.config, adapter=adapter)
+            drawn = dataclasses.replace(self, config=config, dtype=jnp.float32).init(seed)
+            return dict(sorted({**{name: x.astype(self.parameters[name].dtype) for name, x in drawn.items()
+                                   if name in self.parameters}, **self.quantized(drawn)}.items()))
+
         def padded(key):
             arrays = init(self.config, key, self.ends)
             return {name: pad(array, self.parameters[name].shape).astype(self.parameters[name].dtype)

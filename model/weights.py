@@ -9,9 +9,10 @@ import jax
 from jax.sharding import PartitionSpec
 
 from .config import LlamaConfig
-from .frozen import Plain, Weight
-from .modules import LAYERS
-from .padding import trim
+from .frozen import FrozenWeight, Plain, Weight
+from .modules import LAYERS, declare_layer
+from .padding import own_key_head, trim
+from .quantized import assemble, quantized_names, weight_of
 from .sharding import OnHost, Parallel, Parameter, gather, gather_frozen, to_device
 
 Shards = dict[str, jax.Array | OnHost]
@@ -46,15 +47,20 @@ class Weights:
     def layer(self, shards: Shards) -> dict[str, Weight]:
         """Returns one layer's weights whole, from its shards; both named as within the layer. They are gathered once for all
         that the layer does in one direction."""
+        return self.gathered_layer(self.gather_layer(shards))
+
+    def gather_layer(self, shards: Shards) -> dict[str, jax.Array]:
+        """Returns one layer's parameters whole, from its shards. What is quantized is gathered as codes."""
         with jax.named_scope("gather_weights"):
-            return self.gathered_layer({name: self._gather(LAYERS + name, shard, self.layer_spec(name))
-                                        for name, shard in shards.items()})
+            return {name: self._gather(LAYERS + name, shard, self.layer_spec(name)) for name, shard in shards.items()}
 
     def gathered_layer(self, whole: dict[str, jax.Array]) -> dict[str, Weight]:
         """Returns a layer's weights from gathered arrays: without the padding of their hidden axis, and the frozen ones marked
         as such."""
-        return {name: self._weight(LAYERS + name, array, self.parameters[LAYERS + name].axes[1:])
-                for name, array in whole.items()}
+        quantized = set(quantized_names(whole))
+        plain = {name: self._weight(LAYERS + name, array, self.parameters[LAYERS + name].axes[1:])
+                 for name, array in whole.items() if weight_of(name) not in quantized}
+        return {**plain, **{name: self._quantized(name, whole) for name in quantized}}
 
     def is_frozen(self, name: str) -> bool:
         """Whether a layer's parameter, named as within the layer, is frozen."""
@@ -67,6 +73,15 @@ class Weights:
     def _weight(self, name: str, array: jax.Array, axes: tuple[str, ...]) -> Weight:
         array = trim(array, axes, self.config, self.parallel)
         return Plain(array) if self.parameters[name].frozen else array
+
+    def _quantized(self, name: str, whole: dict[str, jax.Array]) -> FrozenWeight:
+        """A layer's quantized weight, from all of its gathered parts."""
+        prefix = f"{name}."
+        own, parts = declare_layer(self.config)[name], [key for key in whole if key.startswith(prefix)]
+        weight = assemble(name, {key.removeprefix(prefix): whole[key] for key in parts}, own,
+                          {key.removeprefix(prefix): self.parameters[LAYERS + key].shape[1:] for key in parts},
+                          self.layer_spec(f"{name}.codes"))
+        return own_key_head(weight, own.axes, self.parallel)
 
     def layer_spec(self, name: str) -> PartitionSpec:
         """Returns the spec of one layer's shards, without the axis of the layers."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import jax
+import numpy as np
 
 from data.errors import UserError
 from data.templates import end_ids, missing_controls
@@ -22,6 +23,7 @@ from model.checks import is_int
 from model.config import POSITIONS, LlamaConfig
 from model.llama import Llama
 from model.padding import vocabulary_axes
+from model.sharding import Parameter
 
 from .checkpoint.manifest import MANIFEST, fingerprint
 from .checkpoint.store import assets_dir, best_or_itself, read_data, restore_model, stored_parameters
@@ -75,7 +77,7 @@ class ModelSource:
 
     def _read_base(self, model: Llama, seed: int) -> dict[str, jax.Array]:
         assert self.folder is not None
-        base = {entry.name: model.parameters[entry.name] for entry in hf_layout(model.config)}
+        base = {entry.name: model.parameters[entry.name] for entry in hf_layout(model.config) if entry.name in model.parameters}
         shardings = {name: model.shardings[name] for name in base}
         dtypes = {name: parameter.dtype for name, parameter in base.items()}
         if self.kind == "huggingface":
@@ -84,7 +86,11 @@ class ModelSource:
         else:
             stored = LlamaConfig.from_hf(self.folder / "assets")
             shapes = {name: parameter.shape for name, parameter in base.items()}
-            params = restore_model(self.folder, shardings, dtype=dtypes, shapes=shapes, verified=self.verified)
+            params = (_read_some(self.stored(contextlib.ExitStack()), base, shardings) if model.quantized_names else
+                      restore_model(self.folder, shardings, dtype=dtypes, shapes=shapes, verified=self.verified))
+        if model.quantized_names:
+            with contextlib.ExitStack() as stack:
+                params |= model.quantized(self.stored(stack))
         grown = stored.vocab_size < model.config.vocab_size
         return _draw_rows(params, model, stored.vocab_size, seed) if grown else params
 
@@ -159,6 +165,18 @@ class ModelSource:
         if isinstance(shortest, int | float) and shortest < length:
             _set_fields(settings, model_max_length=length)
         (assets / "run.yaml").write_text(resolved, encoding="utf-8")
+
+
+def _read_some(stored: Mapping[str, Any], parameters: Mapping[str, Parameter],
+               shardings: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Reads some parameters out of a checkpoint, each whole on the host, cut or padded with zeros to its shape in memory."""
+    def read(name: str, parameter: Parameter) -> jax.Array:
+        part = np.asarray(stored[name])[tuple(map(slice, parameter.shape))]
+        part = np.pad(part, [(0, after - before) for after, before in zip(parameter.shape, part.shape, strict=True)])
+        return jax.make_array_from_callback(parameter.shape, shardings[name],
+                                            lambda index: part[index].astype(parameter.dtype))
+
+    return {name: read(name, parameter) for name, parameter in parameters.items()}
 
 
 def _set_fields(path: Path, **fields: object) -> None:

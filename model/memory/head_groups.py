@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from model.attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords, keep
-from model.frozen import Weight, split
+from model.frozen import FrozenWeight, Weight, split
 from model.modules import declare_layer, read_by
 
 from .chunked import cast, vjp
@@ -70,7 +70,9 @@ class HeadGroups:
     def weights(self, weights: dict[str, Weight], i: Any) -> dict[str, Weight]:
         """Returns group i's weights, float32 by type or frozen, from those of all heads in the compute dtype."""
         def take(weight, axis):
-            return weight if axis is None else jax.tree.map(lambda x: self.take(x, i, axis), weight)
+            if axis is None:
+                return weight
+            return weight.part(i, self.count, axis) if isinstance(weight, FrozenWeight) else self.take(weight, i, axis)
 
         return {name: take(weight, self.axes[name])
                 for name, weight in cast(weights, jnp.float32).items()}

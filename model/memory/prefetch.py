@@ -139,7 +139,7 @@ class _PrefetchedLayers:
 
     def _weights(self, travelled: dict[str, jax.Array], others: Shards) -> dict[str, Weight]:
         """A layer's weights, from those that travelled and the shards of the others."""
-        return {**self.weights.gathered_layer(travelled), **self.weights.layer(others)}
+        return self.weights.gathered_layer({**travelled, **self.weights.gather_layer(others)})
 
     def _of_layer(self, shards: Shards, i: Any) -> tuple[list[jax.Array], Shards]:
         """The packed shards of layer i, or of the nearest layer that there is, and the shards that are not packed."""

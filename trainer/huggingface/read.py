@@ -188,7 +188,7 @@ def read_hf(
 
     Args:
       config: the model's own sizes.
-      shardings: by name, or one for all.
+      shardings: by name, of the parameters that are read; or one for all parameters.
       dtype: of the arrays: by name, or one for all.
       in_memory: the sizes of the arrays, if they are padded (see model.padding); the padding is zero.
 
@@ -202,6 +202,8 @@ def read_hf(
         _check_tensors(Path(folder), files, layout, config)
         params: dict[str, jax.Array] = {}
         for entry, padded in zip(layout, hf_layout(in_memory or config), strict=True):
+            if isinstance(shardings, Mapping) and entry.name not in shardings:
+                continue
             sharding = shardings[entry.name] if isinstance(shardings, Mapping) else shardings
             dtype_of_entry = np.dtype(dtype[entry.name] if isinstance(dtype, Mapping) else dtype)
             read = functools.partial(padded_part, files, entry, padded.shape, dtype_of_entry)

@@ -1,0 +1,246 @@
+"""Frozen weights that lie and travel as codes: how they are declared, made, assembled from gathered parts, and opened.
+
+A weight [E, H, D] of a layer becomes arrays of the same axes, named after it: in NF4 `.codes` [E/2, H, D] and `.absmax`
+[E/64, H, D], both uint8, and `.nested` [1 + S], float32; in int8 `.codes` [E, H, D] and `.absmax` [1, H, D]. Blocks lie along
+the last of a product's inputs. Shards of codes hold whole blocks: an axis of blocks is split only where a mesh axis divides
+their number (`Parameter.granularity`), otherwise another axis is. The few scales of the second quantization, whose groups of
+256 blocks would straddle shards, lie whole on each device: 4 bytes for 16,384 weights.
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float, Int, Shaped, UInt8
+
+from .frozen import FrozenWeight
+from .quantization import (
+    BLOCK,
+    INT8_UNIT,
+    NESTED_BLOCK,
+    NF4_LEVELS,
+    NF4_ZEROS,
+    Int8Rows,
+    Nf4,
+    dynamic_levels,
+    nested_count,
+    quantize_int8,
+    quantize_nf4,
+)
+from .sharding import HIDDEN, Parameter
+
+# The arrays that a weight becomes, by the kind of quantization.
+PARTS = {"nf4": ("codes", "absmax", "nested"), "int8": ("codes", "absmax")}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Nf4Weight(FrozenWeight):
+    """A weight in NF4, whose second quantization is undone: [.., I/2, ..] codes and [.., I/64, ..] float32 scales."""
+
+    codes: UInt8[Array, ...]
+    absmax: Float[Array, ...]
+    axis: int = dataclasses.field(metadata={"static": True})
+    """The axis that blocks lie along."""
+
+    def open(self, dtype: Any) -> Float[Array, ...]:
+        """See `FrozenWeight.open`. The product of level and scale is rounded once, as bitsandbytes does."""
+        axis, shape = self.axis, self.absmax.shape
+        pairs = jnp.stack([self.codes >> 4, self.codes & 15], axis + 1)
+        blocks = _nf4_levels(pairs).reshape(*shape[:axis + 1], BLOCK, *shape[axis + 1:])
+        return (blocks * jnp.expand_dims(self.absmax, axis + 1)).astype(dtype).reshape(
+            *shape[:axis], shape[axis] * BLOCK, *shape[axis + 1:])
+
+    def part(self, i: Any, count: int, axis: int) -> Nf4Weight:
+        """See `FrozenWeight.part`."""
+        return dataclasses.replace(self, codes=part_of(self.codes, i, count, axis), absmax=part_of(self.absmax, i, count, axis))
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Int8Weight(FrozenWeight):
+    """A weight in int8: codes of its shape, and a float32 scale for each output; the axes of inputs have size 1."""
+
+    codes: Int[Array, ...]
+    absmax: Float[Array, ...]
+
+    def open(self, dtype: Any) -> Float[Array, ...]:
+        """See `FrozenWeight.open`."""
+        return (self.codes.astype(jnp.float32) * self.absmax * INT8_UNIT).astype(dtype)
+
+    def part(self, i: Any, count: int, axis: int) -> Int8Weight:
+        """See `FrozenWeight.part`."""
+        absmax = self.absmax if self.absmax.shape[axis] == 1 else part_of(self.absmax, i, count, axis)
+        return Int8Weight(part_of(self.codes, i, count, axis), absmax)
+
+
+def part_of(x: Shaped[Array, ...], i: Any, count: int, axis: int) -> Shaped[Array, ...]:
+    """Returns part i of `count` equal parts of an array along an axis."""
+    size = x.shape[axis] // count
+    return lax.dynamic_slice_in_dim(x, i * size, size, axis)
+
+
+def _nf4_levels(codes: UInt8[Array, ...]) -> Float[Array, ...]:
+    """The levels of codes from 0 to 15, chosen bit by bit: a lookup in a table is slow on a TPU, and not fused elsewhere."""
+    levels: list[Any] = [jnp.float32(level) for level in NF4_LEVELS]
+    for bit in range(4):
+        is_set = (codes & (1 << bit)) != 0
+        levels = [jnp.where(is_set, odd, even) for even, odd in zip(levels[::2], levels[1::2], strict=True)]
+    return levels[0]
+
+
+# Declaring
+
+
+def input_axes(name: str) -> int:
+    """Returns how many leading axes of a layer's projection are its inputs."""
+    return 2 if "o_proj." in name else 1
+
+
+def is_quantized(name: str) -> bool:
+    """Whether weights of this name, as of `model.modules.declare`, are quantized if they are frozen."""
+    return name.endswith("_proj.weight")
+
+
+def weight_of(name: str) -> str:
+    """Returns the name of the weight that a parameter is a part of; any other parameter's own name."""
+    weight, _, part = name.rpartition(".")
+    return weight if is_quantized(weight) and part in {part for parts in PARTS.values() for part in parts} else name
+
+
+def declare_parts(name: str, weight: Parameter, kind: str) -> dict[str, Parameter]:
+    """Returns the arrays that a stacked weight [N, ...] of a layer becomes, by name."""
+    layers, *shape = weight.shape
+    inputs = input_axes(name)
+
+    def declared(shape, axes, dtype, granularity=()):
+        return Parameter((layers, *shape), ("layers", *axes), dtype, frozen=True, granularity=granularity)
+
+    axes = weight.axes[1:]
+    if kind == "int8":
+        return {f"{name}.codes": declared(shape, axes, "int8"),
+                f"{name}.absmax": declared((*[1] * inputs, *shape[inputs:]), (*["unit"] * inputs, *axes[inputs:]), "float32")}
+    blocks = [n // BLOCK if i == inputs - 1 else n for i, n in enumerate(shape)]
+    pairs = [n // 2 if i == inputs - 1 else n for i, n in enumerate(shape)]
+    granularity = (1, *(BLOCK // 2 if i == inputs - 1 else 1 for i in range(len(shape))))
+    scales = nested_count(math.prod(shape[inputs:]), math.prod(shape[:inputs]))
+    return {f"{name}.codes": declared(pairs, axes, "uint8", granularity),
+            f"{name}.absmax": declared(blocks, axes, "uint8"),
+            f"{name}.nested": declared((1 + scales,), ("unit",), "float32")}
+
+
+# Assembling, inside `shard_map`
+
+
+def assemble(name: str, parts: Mapping[str, Array], own: Parameter, padded: Mapping[str, tuple[int, ...]],
+             spec: PartitionSpec) -> FrozenWeight:
+    """Returns a layer's weight from its gathered parts, all of this tensor rank, without the padding of its hidden axis.
+
+    Args:
+      name: of the weight; parts: by the last parts of their names.
+      own: the weight without padding; padded: the shapes of the parts of all tensor ranks, in memory.
+      spec: of the codes.
+    """
+    inputs = input_axes(name)
+    block = BLOCK if "nested" in parts else 1
+    own_blocks = [n // block if i == inputs - 1 else n for i, n in enumerate(own.shape)]
+    padded_blocks = [n * 2 // block if block > 1 and i == inputs - 1 else n for i, n in enumerate(padded["codes"])]
+
+    def trimmed(x):
+        return x[tuple(slice(max(1, n * own_blocks[i] // padded_blocks[i])) if own.axes[i] in HIDDEN else slice(None)
+                       for i, n in enumerate(x.shape))]
+
+    if block == 1:
+        return Int8Weight(trimmed(parts["codes"]), trimmed(parts["absmax"]))
+    codes, absmax, nested = parts["codes"], parts["absmax"], parts["nested"]
+    # Scales lie in the order of the matrix [outputs, inputs / 64] of bitsandbytes.
+    scales = jnp.repeat(nested[1:], NESTED_BLOCK)[:math.prod(own_blocks)].reshape(*own_blocks[inputs:], *own_blocks[:inputs])
+    scales = jnp.moveaxis(scales, range(len(own_blocks) - inputs, len(own_blocks)), range(inputs))
+    scales = jnp.pad(scales, [(0, after - before) for after, before in zip(padded_blocks, own_blocks, strict=True)])
+    for axis, entry in enumerate(spec):
+        if "tensor" in ((entry,) if isinstance(entry, str) else entry or ()):
+            scales = part_of(scales, lax.axis_index("tensor"), scales.shape[axis] // absmax.shape[axis], axis)
+    return Nf4Weight(trimmed(codes), trimmed(_open_absmax(absmax, scales, nested[0])), inputs - 1)
+
+
+def _open_absmax(codes: UInt8[Array, ...], scales: Float[Array, ...], offset: Float[Array, ""]) -> Float[Array, ...]:
+    product = jnp.asarray(dynamic_levels())[codes] * scales
+    # Always true. Without a step between them, compilers round product and sum once, together; bitsandbytes rounds twice.
+    return jnp.where(product == product, product, 0.0) + offset
+
+
+# Making
+
+
+def quantized(stored: Mapping[str, Any], kind: str, own_shapes: Mapping[str, tuple[int, ...]],
+              parameters: Mapping[str, Parameter], shardings: Mapping[str, Any]) -> dict[str, jax.Array]:
+    """Returns the parts of all quantized weights on their devices, from weights that are read and quantized layer by layer.
+
+    The host holds one layer's weight in float32, and the codes of one weight of all layers.
+
+    Args:
+      stored: the weights by name, stacked [N, ...]: arrays, or arrays on disk that are read when sliced; padded or not. Those
+        with a method `quantized(layer)` are taken as it returns them.
+      own_shapes: of the weights, without padding.
+      parameters, shardings: of all parameters in memory, by name.
+    """
+    arrays: dict[str, jax.Array] = {}
+    for name, own in own_shapes.items():
+        layers = [_quantize_layer(stored[name], i, own[1:], input_axes(name), kind) for i in range(own[0])]
+        for part in PARTS[kind]:
+            full = f"{name}.{part}"
+            shape, dtype = parameters[full].shape, parameters[full].dtype
+            fill = NF4_ZEROS if (part, kind) == ("codes", "nf4") else 0
+            values = [_own_layout(layer, part, own[1:], input_axes(name)) for layer in layers]
+            arrays[full] = jax.make_array_from_callback(shape, shardings[full], _reader(values, shape, dtype, fill))
+            arrays[full].block_until_ready()
+    return arrays
+
+
+def _quantize_layer(stored: Any, layer: int, own: tuple[int, ...], inputs: int, kind: str) -> Nf4 | Int8Rows:
+    if hasattr(stored, "quantized"):
+        return stored.quantized(layer)
+    weight = np.asarray(stored[layer])[tuple(map(slice, own))]
+    matrix = weight.reshape(math.prod(own[:inputs]), -1).T
+    return quantize_nf4(matrix) if kind == "nf4" else quantize_int8(matrix)
+
+
+def _own_layout(layer: Nf4 | Int8Rows, part: str, own: tuple[int, ...], inputs: int) -> Shaped[np.ndarray, ...]:
+    """A part of a matrix [outputs, inputs] with our axes, as a view."""
+    if part == "nested":
+        assert isinstance(layer, Nf4)
+        return np.concatenate([[layer.offset], layer.nested])
+    value = getattr(layer, part)
+    value = value.reshape(len(value), -1)
+    per_input = math.prod(own[:inputs]) // value.shape[1]
+    # A row's scale belongs to all inputs.
+    input_shape = [1] * inputs if value.shape[1] == 1 else [*own[:inputs - 1], own[inputs - 1] // per_input]
+    return value.T.reshape(*input_shape, *own[inputs:])
+
+
+def _reader(layers: list[Shaped[np.ndarray, ...]], shape: tuple[int, ...], dtype: str,
+            fill: int) -> Callable[[Any], np.ndarray]:
+    """Returns a callback that gives a part of the layers, stacked and padded with `fill`."""
+    def read(index: Any) -> np.ndarray:
+        bounds = [axis.indices(size)[:2] for axis, size in zip(index, shape, strict=True)]
+        part = np.full([stop - start for start, stop in bounds], fill, dtype)
+        for i, layer in enumerate(range(*bounds[0])):
+            value = layers[layer][tuple(slice(*bound) for bound in bounds[1:])]
+            part[i][tuple(map(slice, value.shape))] = value
+        return part
+
+    return read
+
+
+def quantized_names(names: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the names of the weights of which `names` has the codes."""
+    for name in names:
+        if name.endswith(".codes"):
+            yield weight_of(name)
