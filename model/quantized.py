@@ -115,6 +115,17 @@ def weight_of(name: str) -> str:
     return weight if is_quantized(weight) and part in {part for parts in PARTS.values() for part in parts} else name
 
 
+def weights_in(name: str, array: Any) -> int:
+    """Returns how many numbers of a model an array stands for: codes for their weight, scales for none.
+
+    Args:
+      array: has a shape and a dtype.
+    """
+    if weight_of(name) == name:
+        return math.prod(array.shape)
+    return math.prod(array.shape) * (2 if array.dtype == "uint8" else 1) if name.endswith(".codes") else 0
+
+
 def declare_parts(name: str, weight: Parameter, kind: str) -> dict[str, Parameter]:
     """Returns the arrays that a stacked weight [N, ...] of a layer becomes, by name."""
     layers, *shape = weight.shape

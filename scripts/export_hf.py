@@ -23,9 +23,24 @@ def make_parser() -> argparse.ArgumentParser:
                         "added to its weights; otherwise they are written alone, as peft loads them")
     parser.add_argument("--average", action="store_true", help="write the moving average of the weights that "
                         "optimizer.average_decay keeps, not the weights of the last step")
+    parser.add_argument("--dequantize", action="store_true", help="with --merge, of adapters that were trained beside "
+                        "quantized weights: add their products to the numbers that the codes stand for")
     parser.add_argument("--base", metavar="MODEL", help="the model that the adapters belong to, where it is not at the path "
                         "that they name")
     return parser
+
+
+def _check_quantized(quantize: str, arguments: argparse.Namespace) -> None:
+    """Raises UserError for a merge that is not into the weights that the adapters were trained beside."""
+    from data.errors import UserError
+
+    if arguments.dequantize and (quantize == "none" or not arguments.merge):
+        raise UserError("--dequantize: goes with --merge and adapters beside quantized weights, found adapter.quantize "
+                        f"{quantize}{'' if arguments.merge else ' without --merge'}; leave it out")
+    if arguments.merge and quantize != "none" and not arguments.dequantize:
+        raise UserError(f"--merge: these adapters were trained beside {quantize} weights, whose codes cannot hold a sum; add "
+                        "--dequantize for a model of the numbers that the codes stand for, or leave out --merge for the "
+                        "adapters alone")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -44,7 +59,8 @@ def main(argv: list[str] | None = None) -> int:
         from trainer.checkpoint.store import find_checkpoint, stored_average, stored_parameters
         from trainer.huggingface import peft
         from trainer.huggingface.card import write_card
-        from trainer.huggingface.merge import merged
+        from trainer.huggingface.merge import dequantized, merged
+        from trainer.huggingface.read import trained_quantization
         from trainer.huggingface.write import write_hf
         from trainer.model_source import open_adapter
 
@@ -54,19 +70,24 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.average:
             params = {**params, **stored_average(checkpoint)}
         is_adapter = (checkpoint / "assets" / peft.CONFIG).is_file()
-        if not is_adapter and (arguments.merge or arguments.base):
-            raise UserError(f"--{'merge' if arguments.merge else 'base'}: {checkpoint} holds a whole model, without adapters")
+        if not is_adapter and (arguments.merge or arguments.base or arguments.dequantize):
+            flag = "merge" if arguments.merge else "base" if arguments.base else "dequantize"
+            raise UserError(f"--{flag}: {checkpoint} holds a whole model, without adapters")
         if not is_adapter:
             write_hf(params, config, checkpoint / "assets", out)
         else:
             adapter, base = peft.read_config(checkpoint / "assets")
+            adapter = dataclasses.replace(adapter, quantize=trained_quantization(checkpoint / "assets"))
             config = dataclasses.replace(config, adapter=adapter)
+            _check_quantized(adapter.quantize, arguments)
             if not arguments.merge:
                 peft.write_adapter(params, config, arguments.base or base, out)
             else:
                 with contextlib.ExitStack() as stack:
                     source = open_adapter(str(checkpoint), arguments.base)
-                    write_hf(merged(source.stored(stack), params, config), config, checkpoint / "assets", out)
+                    stored = source.stored(stack)
+                    base_weights = dequantized(stored, config) if arguments.dequantize else stored
+                    write_hf(merged(base_weights, params, config), config, checkpoint / "assets", out)
         write_card(checkpoint, config, out, library="peft" if is_adapter and not arguments.merge else "transformers")
         averaged = ", averaged weights" if arguments.average else ""
         print(f"{arguments.hf_dir}: from {checkpoint}{averaged}; its README.md is a model card, whose licence you fill in")

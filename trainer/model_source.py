@@ -36,6 +36,7 @@ from .huggingface.read import (
     resolve_model_path,
     stored_hf,
     trained_mask,
+    trained_quantization,
     weights_fingerprint,
     write_source_dtype,
 )
@@ -264,7 +265,8 @@ class AdapterSource:
 
 
 def adapter_source(path: str) -> tuple[AdapterSource, str]:
-    """Returns the adapter at `path`, and the path or name of its base.
+    """Returns the adapter at `path`, and the path or name of its base. A checkpoint's stands beside weights that are quantized
+    as in training; PEFT's format does not tell.
 
     Args:
       path: a folder of PEFT's, a checkpoint with adapters, or a run with such checkpoints.
@@ -280,6 +282,8 @@ def adapter_source(path: str) -> tuple[AdapterSource, str]:
             raise ValueError(f"{path}: a checkpoint of a whole model, where an adapter is needed")
         folder = assets.parent
     config, base = peft.read_config(assets if is_checkpoint else folder)
+    if is_checkpoint:
+        config = dataclasses.replace(config, quantize=trained_quantization(assets))
     return AdapterSource(config, folder, is_checkpoint), base
 
 

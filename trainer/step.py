@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from model.loss import LossSums
 from model.memory.options import MemoryConfig
+from model.quantized import weights_in
 from model.sharding import OnHost
 
 from .config.schema import OptimizerConfig, RunConfig, TrainConfig
@@ -115,7 +116,7 @@ class StepBuilder:
     @property
     def saved_size(self) -> str:
         """The number of trained parameters and the size of a checkpoint, in words."""
-        trained, total = (sum(math.prod(x.shape) for x in params.values())
+        trained, total = (sum(weights_in(name, x) for name, x in params.items())
                           for params in (self.abstract_trainable, self.abstract_params))
         saved = jax.tree.leaves((self.abstract_saved, self.abstract_optimizer))
         size = sum(math.prod(x.shape) * x.dtype.itemsize for x in saved)

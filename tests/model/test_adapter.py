@@ -19,9 +19,9 @@ CONFIG = tiny(adapter=ADAPTER)
 BATCH = (4, 64)  # rows, tokens
 
 
-def loss_and_gradients(model, batch):
+def loss_and_gradients(model, batch, params=None):
     """The mean loss, and its gradients by name, of adapters whose B is not zero."""
-    params = model.init(0)
+    params = params or model.init(0)
     frozen = {name: x for name, x in params.items() if model.parameters[name].frozen}
     generator = np.random.default_rng(0)
     trained = {name: jax.device_put(x + 0.05 * generator.normal(size=x.shape).astype(np.float32), x.sharding)

@@ -1,6 +1,8 @@
 """Adapters merged into the weights that they stand beside, one layer at a time."""
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +12,36 @@ from jaxtyping import Float
 from model.adapter import PARTS
 from model.config import LlamaConfig
 from model.modules import declare
+from model.quantization import dequantize_int8, dequantize_nf4, quantize_int8, quantize_nf4
+from model.quantized import input_axes, quantized_names
+
+
+class Dequantized:
+    """A stacked parameter's layers, quantized and opened again: the numbers that codes stand for, in float32."""
+
+    def __init__(self, stored: Any, shape: tuple[int, ...], inputs: int, kind: str) -> None:
+        """`stored`: read when sliced, maybe padded to more than `shape`; `inputs`: its axes that a product sums over."""
+        self.stored, self.shape, self.inputs, self.kind = stored, shape, inputs, kind
+
+    def __getitem__(self, layer: int) -> Float[np.ndarray, ...]:
+        weight = np.asarray(self.stored[layer])[tuple(map(slice, self.shape[1:]))]
+        matrix = weight.reshape(math.prod(weight.shape[:self.inputs]), -1).T
+        opened = (dequantize_nf4(quantize_nf4(matrix)) if self.kind == "nf4" else dequantize_int8(quantize_int8(matrix)))
+        return opened.T.reshape(weight.shape)
+
+
+def dequantized(base: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
+    """Returns the base's parameters with the numbers that codes stand for where the model with adapters has codes.
+
+    Args:
+      base: as of `merged`.
+      config: of the model with its adapters.
+    """
+    assert config.adapter is not None
+    plain = dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, quantize="none"))
+    codes = set(quantized_names(declare(config)))
+    return {name: Dequantized(x, declare(plain)[name].shape, input_axes(name), config.adapter.quantize) if name in codes else x
+            for name, x in base.items()}
 
 
 def merged(base: Mapping[str, Any], trained: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:
@@ -22,7 +54,8 @@ def merged(base: Mapping[str, Any], trained: Mapping[str, Any], config: LlamaCon
     """
     assert config.adapter is not None
     scale = config.adapter.scale
-    own = {name: parameter.shape for name, parameter in declare(config).items()}
+    plain = dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, quantize="none"))
+    own = {name: parameter.shape for name, parameter in declare(plain).items()}
 
     def merge(name: str) -> Any:
         if name in trained:

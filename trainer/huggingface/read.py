@@ -20,6 +20,7 @@ import numpy as np
 import yaml
 from safetensors import SafetensorError, safe_open
 
+from model.adapter import Quantization
 from model.attention import Mask
 from model.config import LlamaConfig
 from model.families import FAMILIES
@@ -400,6 +401,13 @@ def trained_mask(assets: str | Path) -> Mask:
     written = yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else {}
     attention = written.get("attention", {})
     return Mask(window=attention.get("window"), global_tokens=attention.get("global_tokens", 0))
+
+
+def trained_quantization(assets: str | Path) -> Quantization:
+    """How the base was quantized that the adapters of a checkpoint's `assets` were trained beside, by its run.yaml."""
+    recipe = Path(assets) / "run.yaml"
+    written = yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else {}
+    return written.get("adapter", {}).get("quantize", "none")
 
 
 def source_dtype(assets: str | Path) -> tuple[str, dict[str, str]]:

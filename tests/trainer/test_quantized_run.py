@@ -1,0 +1,112 @@
+"""A run that trains adapters beside weights in NF4: it goes on, is evaluated and exported, and what cannot be is refused."""
+import dataclasses
+import json
+import pathlib
+import shutil
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+import train
+from data.tokenizer import Tokenizer
+from model.config import LlamaConfig
+from scripts import export_hf, import_hf
+from tests.model.build import llama
+from trainer.checkpoint.store import stored_arrays
+from trainer.huggingface.read import hf_layout, write_source_dtype
+from trainer.huggingface.write import write_hf
+from trainer.model_source import open_model
+
+STEPS = 4
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, repository):
+    """Returns a Hugging Face folder of a small LLaMA whose sizes are multiples of 64."""
+    folder = tmp_path_factory.mktemp("base")
+    config = LlamaConfig(vocab_size=1024, hidden_size=128, intermediate_size=192, num_hidden_layers=2, num_attention_heads=2,
+                         num_key_value_heads=1, head_dim=64, max_position_embeddings=128)
+    tokenizer = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
+    (folder / "assets").mkdir()
+    tokenizer.save(folder / "assets", None)
+    write_source_dtype(folder / "assets", "float32")
+    (folder / "assets" / "config.json").write_text(json.dumps(config.to_hf()), encoding="utf-8")
+    generator = np.random.default_rng(0)
+    params = {entry.name: (0.1 * generator.normal(size=entry.shape)).astype(np.float32) for entry in hf_layout(config)}
+    write_hf(params, config, folder / "assets", folder / "hf")
+    return folder / "hf"
+
+
+@pytest.fixture(scope="module")
+def command(small_recipe, base, tmp_path_factory):
+    """Gives a command line of a short run on the model."""
+    folder = tmp_path_factory.mktemp("quantized")
+    written = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
+    written["model"] = {"compute_dtype": "float32"}
+    written["data"] |= {"held_out_path": None, "held_out_fraction": 0.0}
+    written |= {"mesh": {"data": 4, "fsdp": 2, "simulate": 8}, "attention": {"kernel": "reference"},
+                "adapter": {"rank": 2, "alpha": 4.0, "quantize": "nf4"}}
+    written["train"] = {"steps": STEPS, "batch_size": 8}
+    written["optimizer"] |= {"learning_rate": 0.02, "schedule": "constant", "warmup_steps": 0}
+    path = folder / "recipe.yaml"
+    path.write_text(yaml.safe_dump(written), encoding="utf-8")
+
+    def line(run, *flags, model=base):
+        return ["--config", str(path), "--run_dir", str(folder / run), "--model.path", str(model), *flags]
+
+    return line
+
+
+def losses(folder):
+    return [json.loads(line)["loss_nats_per_target"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def run(command):
+    """The folder of a run that was stopped after two steps, as if killed, and went on."""
+    arguments = command("run", "--checkpoint.every", "2")
+    assert train.main(arguments) == 0
+    folder = pathlib.Path(arguments[3])
+    shutil.rmtree(folder / "checkpoints" / str(STEPS))
+    before = losses(folder)
+    assert train.main(arguments) == 0
+    assert losses(folder) == before and before[-1] < before[0] - 0.05
+    return folder
+
+
+def test_checkpoints_hold_adapters_alone(run):
+    """No codes."""
+    names = stored_arrays(run / "checkpoints" / str(STEPS), "model")
+    assert {name.rpartition(".")[2] for name in names} == {"lora_A", "lora_B"}
+
+
+def test_an_imported_base_gives_the_same_losses(run, command, base, tmp_path):
+    """Quantized from a checkpoint's arrays as from Hugging Face's tensors."""
+    assert import_hf.main([str(base), str(tmp_path / "imported")]) == 0
+    arguments = command("imported", "--train.steps", "1", model=tmp_path / "imported")
+    assert train.main(arguments) == 0
+    assert losses(pathlib.Path(arguments[3])) == losses(run)[:1]
+
+
+def test_the_merged_model_is_that_of_the_numbers_of_the_codes(run, tmp_path, capfd):
+    """Merged with --dequantize, logits within 1e-5 of the run's own; without it the merge is refused, with what to do."""
+    capfd.readouterr()
+    assert export_hf.main([str(run), str(tmp_path / "refused"), "--merge"]) == 2
+    error = capfd.readouterr().err
+    assert "nf4" in error and "--dequantize" in error and error.count("\n") == 1
+    assert export_hf.main([str(run), str(tmp_path / "refused"), "--dequantize"]) == 2
+    assert "without --merge" in capfd.readouterr().err
+    assert export_hf.main([str(run), str(tmp_path / "whole"), "--merge", "--dequantize"]) == 0
+    whole, source = open_model(str(tmp_path / "whole")), open_model(str(run))
+    assert source.adapter.config.quantize == "nf4"
+    adapted = llama(dataclasses.replace(whole.config, adapter=source.adapter.config))
+    tokens = np.random.default_rng(0).integers(0, 1024, (1, 32), np.int32)
+    batch = {"tokens": tokens, "segment_ids": np.ones_like(tokens),
+             **dict.fromkeys(("index", "positions"), np.arange(32, dtype=np.int32)[None])}
+    plain = llama(whole.config)
+    logits = [np.asarray(jax.jit(model.logits)(params, batch))
+              for model, params in ((adapted, source.read(adapted)), (plain, whole.read(plain)))]
+    assert np.abs(logits[0] - logits[1]).max() <= 1e-5 * np.abs(logits[0]).max()
