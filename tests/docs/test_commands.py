@@ -87,7 +87,6 @@ TESTED = {
         "python train.py --config configs/adapters/smollm2_lora.yaml --model.path HF_DIR --data.path FILE.json",
         "python -m scripts.export_hf RUN FOLDER", "python -m scripts.export_hf RUN FOLDER --merge",
         "python -m scripts.export_hf RUN FOLDER --average"],
-        "python -m scripts.export_hf RUN FOLDER", "python -m scripts.export_hf RUN FOLDER --merge"],
     "tests/trainer/test_quantized_run.py": [
         "python train.py --config configs/adapters/smollm2_qlora.yaml --model.path HF_DIR --data.path FILE.json",
         "python -m scripts.export_hf RUN FOLDER --merge --dequantize"],
