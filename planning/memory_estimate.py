@@ -20,6 +20,8 @@ from .plan import Job
 # Arrays of [tokens, hidden], [tokens, query heads x head size] and [tokens, key heads x head size] in bfloat16; of a layer's
 # and of the head's weights in bfloat16; of the gradients in float32; and of a loss chunk's logits in float32.
 HIDDEN, QUERIES, KEYS, LAYER_WEIGHTS, HEAD_WEIGHTS, GRADIENTS, LOGITS = 5, 6, 14, 2, 1, 1, 4
+# Bits of a number in NF4 while its layer runs, when the second quantization of its scales is undone.
+NF4_BITS = 4.63
 # The smallest and the largest share of its estimate that a compiled plan took.
 LOW, HIGH = 0.7, 1.3
 
@@ -86,7 +88,10 @@ def _working_bytes(job: Job) -> float:
     keys = model.num_key_value_heads * model.head_dim / tensor / memory.attention_groups
     activations = 2 * tokens * (HIDDEN * model.hidden_size + QUERIES * queries + KEYS * keys)
     layer, head = layer_weights(model) / tensor, head_weights(model) / tensor
-    weights = 2 * (LAYER_WEIGHTS * layer * (2 if memory.prefetch else 1) + HEAD_WEIGHTS * head)
+    # Of a quantized layer the codes are gathered, and one projection at a time is opened.
+    bits = {"none": 16, "nf4": NF4_BITS, "int8": 8}[job.run.adapter.quantize]
+    opened = 0 if bits == 16 else 2 * LAYER_WEIGHTS * model.hidden_size * model.intermediate_size / tensor
+    weights = bits / 8 * LAYER_WEIGHTS * layer * (2 if memory.prefetch else 1) + opened + 2 * HEAD_WEIGHTS * head
     gradients = 4 * GRADIENTS * _trained_numbers(job) * mesh.data / mesh.devices
     chunk = min(tokens, memory.loss_chunk or tokens)
     return activations + weights + gradients + 4 * LOGITS * chunk * model.vocab_size / tensor

@@ -4,8 +4,11 @@ from __future__ import annotations
 import functools
 import math
 
+import numpy as np
+
 from model.config import LlamaConfig
 from model.modules import declare
+from model.quantized import weight_of
 from model.sharding import Parameter
 from trainer.config.schema import MemoryConfig, RunConfig
 from trainer.optimizer import moment_count, split_trainable
@@ -69,7 +72,7 @@ def device_tokens(run: RunConfig) -> float:
 
 def state_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:
     """A device's bytes of (parameters, moments of the trained ones). Parameters are float32; the base of adapters lies in the
-    compute dtype. An average of the trained weights, in float32, counts as a moment."""
+    compute dtype, or as codes. An average of the trained weights, in float32, counts as a moment."""
     declared, mesh = declared_once(model.with_adapter(run.adapter)), run.mesh
     trained = trained_names(run, model)
 
@@ -78,7 +81,13 @@ def state_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:
 
     moment_bytes = 2 if run.optimizer.moment_dtype == "bfloat16" else 4
     frozen_bytes = 2 if run.model.compute_dtype == "bfloat16" else 4
-    parameter_bytes = device_count(declared, lambda name: frozen_bytes if declared[name].frozen else 4)
+
+    def number_bytes(name: str) -> int:
+        if weight_of(name) != name:  # codes and their scales
+            return np.dtype(declared[name].dtype).itemsize
+        return frozen_bytes if declared[name].frozen else 4
+
+    parameter_bytes = device_count(declared, number_bytes)
     average_bytes = 4 * device_count(trained) if run.optimizer.average_decay else 0
     moments = moment_bytes * device_count(trained, functools.partial(moment_count, run.optimizer))
     return parameter_bytes, moments + average_bytes

@@ -12,8 +12,10 @@ import pytest
 from model import quantization
 from model.adapter import AdapterConfig
 from model.quantized import input_axes
+from planning.parts import state_bytes
 from tests.model.build import llama, mean_loss, packed_batch, permuted, tiny
 from tests.model.test_adapter import loss_and_gradients
+from trainer.config.schema import MeshConfig, ModelConfig, RunConfig
 from trainer.mesh import place_batch
 from trainer.step import StepBuilder
 from trainer.text import text_batch
@@ -144,6 +146,18 @@ def test_nothing_of_a_frozen_weight_is_float32_and_codes_alone_are_gathered():
     without, with_codes = gathered(plain), gathered(text)
     assert without["f32"] == with_codes["f32"] == 0 and without["ui8"] == 0 < with_codes["ui8"]
     assert with_codes["ui8"] <= 0.30 * (without["bf16"] - with_codes["bf16"])
+
+
+def test_the_planner_counts_the_bytes_of_codes():
+    """As many as the arrays of a model have, on one device and two."""
+    for quantize in ("nf4", "int8"):
+        adapter = dataclasses.replace(ADAPTER, quantize=quantize, train=())
+        for mesh in ({}, {"fsdp": 2}):
+            model = llama(dataclasses.replace(CONFIG, adapter=adapter), mesh, dtype=jnp.bfloat16)
+            run = RunConfig(adapter=adapter, mesh=MeshConfig(**mesh), model=ModelConfig(compute_dtype="bfloat16"))
+            own = sum(math.prod(array.shape) * jnp.dtype(array.dtype).itemsize for array in model.parameters.values())
+            planned, _ = state_bytes(run, dataclasses.replace(CONFIG, adapter=None))
+            assert planned == own / model.mesh.size
 
 
 @pytest.mark.parametrize(("fields", "facts"), [
