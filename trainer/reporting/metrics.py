@@ -312,8 +312,8 @@ class ProgressBar:
 
 
 def _one_line(text: str, most: int = 200) -> str:
-    """Returns a text on one line, cut after `most` characters."""
-    line = " ".join(text.split())
+    """Returns a text on one line, cut after `most` characters, without control characters, which a terminal would obey."""
+    line = "".join(character if character.isprintable() else "\ufffd" for character in " ".join(text.split()))
     return line if len(line) <= most else line[:most] + " ..."
 
 

@@ -101,16 +101,16 @@ def test_log_is_there_line_by_line_and_cut_on_resume(tmp_path):
 
 
 def test_answers_are_printed_on_a_line_and_are_text_in_tensorboard(tmp_path, capsys):
-    """TensorBoard's own reader finds them whole, under the prompt."""
+    """The event file holds them whole, under the prompt."""
     answer = "Longstripe.\n\n" + "very " * 60 + "long"
     run = RunDirectory(tmp_path)
     with MetricsLog(run, steps=4, evaluations=["samples"]) as log:
-        log.evaluation("samples", {"step": 2, "Who are\nyou?": answer, "Again?": ""})
-    assert json.loads((tmp_path / "samples.jsonl").read_text()) == {"step": 2, "Who are\nyou?": answer, "Again?": ""}
+        log.evaluation("samples", {"step": 2, "Who are\nyou?": answer, "Again?": "a\x1b[2Jb"})
+    assert json.loads((tmp_path / "samples.jsonl").read_text()) == {"step": 2, "Who are\nyou?": answer, "Again?": "a\x1b[2Jb"}
     said = capsys.readouterr().err.splitlines()
     assert said[0].startswith("step 2: Who are you? -> Longstripe. very very")
     assert said[0].endswith(" ...") and len(said[0]) < 250
-    assert said[1].rstrip() == "step 2: Again? ->"
+    assert said[1] == "step 2: Again? -> a\ufffd[2Jb"
     [file] = run.tensorboard.iterdir()
     content = file.read_bytes()
     events, start = [], 0
@@ -120,7 +120,7 @@ def test_answers_are_printed_on_a_line_and_are_text_in_tensorboard(tmp_path, cap
         start += length + 16
     texts = {value.tag: value.tensor.string_val[0].decode() for event in events for value in event.summary.value
              if value.metadata.plugin_data.plugin_name == "text"}
-    assert texts == {"samples/Who are\nyou?/text_summary": answer, "samples/Again?/text_summary": ""}
+    assert texts == {"samples/Who are\nyou?/text_summary": answer, "samples/Again?/text_summary": "a\x1b[2Jb"}
 
 
 def test_other_processes_write_nothing(tmp_path):
