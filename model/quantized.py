@@ -216,7 +216,7 @@ def quantized(stored: Mapping[str, Any], kind: str, own_shapes: Mapping[str, tup
 
 
 def _quantize_layer(stored: Any, layer: int, own: tuple[int, ...], inputs: int, kind: str) -> Nf4 | Int8Rows:
-    if hasattr(stored, "quantized"):
+    if kind == "nf4" and hasattr(stored, "quantized"):
         return stored.quantized(layer)
     weight = np.asarray(stored[layer])[tuple(map(slice, own))]
     matrix = weight.reshape(math.prod(own[:inputs]), -1).T

@@ -31,7 +31,6 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType({
     "partial_rotary_factor": (1, None),
     "pretraining_tp": (1, None),
     "qk_layernorm": (False, None),
-    "quantization_config": (None, {}),
     "query_pre_attn_scalar": (None,),
     "residual_multiplier": (1, None),
     "sliding_window": (None,),
@@ -44,7 +43,6 @@ BY_FAMILY = ("output_bias", "qk_norm", "norms", "norm_offset", "activation", "sc
 # What a refusal proposes, where there is more to say than the neutral value.
 _INSTEAD = {
     "pretraining_tp": "only 1 is supported (the weights are the same: set it to 1 to accept another order of summation)",
-    "quantization_config": "quantised weights are not supported; use the unquantised model",
     "sliding_window": "only full attention is supported",
 }
 
@@ -81,6 +79,7 @@ class Family:
           ValueError: a field that names a computation which the family's models do not have here.
         """
         config = self.normalise(config)
+        _check_quantization(config.pop("quantization_config", None))
         for name, neutral in NEUTRAL.items():
             if name in config and name not in self.takes and config[name] not in neutral:
                 instead = _INSTEAD.get(name, f"only {neutral[0]!r} is supported in {self.architecture}")
@@ -104,6 +103,16 @@ class Family:
 
     def _writes(self, name: str) -> bool:
         return name in self.takes if name in NEUTRAL else name not in ("adapter", "family", *BY_FAMILY)
+
+
+def _check_quantization(config: Mapping[str, Any] | None) -> None:
+    """Raises ValueError unless weights are as they are, or bitsandbytes' NF4 with double quantization."""
+    nf4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+           "bnb_4bit_use_double_quant": True}
+    for name, needed in nf4.items() if config else ():
+        if config is not None and config.get(name) != needed:
+            raise ValueError(f"quantization_config: {name}: found {config.get(name)!r}, and only {needed!r} is read, NF4 with "
+                             "double quantization; use the unquantised model, which adapter.quantize quantizes as it is read")
 
 
 class WindowedFamily(Family):

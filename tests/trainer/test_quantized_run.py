@@ -8,19 +8,22 @@ import jax
 import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import load_file, save_file
 
 import train
 from data.tokenizer import Tokenizer
+from model.adapter import AdapterConfig
 from model.config import LlamaConfig
+from model.quantization import dequantize_nf4, quantize_nf4
 from scripts import export_hf, import_hf
 from tests.model.build import llama
 from trainer.checkpoint.store import stored_arrays
+from trainer.huggingface.bitsandbytes import write_nf4
 from trainer.huggingface.read import hf_layout, write_source_dtype
 from trainer.huggingface.write import write_hf
 from trainer.model_source import open_model
 
 STEPS = 4
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +80,14 @@ def run(command):
     return folder
 
 
+@pytest.mark.slow
 def test_checkpoints_hold_adapters_alone(run):
     """No codes."""
     names = stored_arrays(run / "checkpoints" / str(STEPS), "model")
     assert {name.rpartition(".")[2] for name in names} == {"lora_A", "lora_B"}
 
 
+@pytest.mark.slow
 def test_an_imported_base_gives_the_same_losses(run, command, base, tmp_path):
     """Quantized from a checkpoint's arrays as from Hugging Face's tensors."""
     assert import_hf.main([str(base), str(tmp_path / "imported")]) == 0
@@ -91,6 +96,7 @@ def test_an_imported_base_gives_the_same_losses(run, command, base, tmp_path):
     assert losses(pathlib.Path(arguments[3])) == losses(run)[:1]
 
 
+@pytest.mark.slow
 def test_the_merged_model_is_that_of_the_numbers_of_the_codes(run, tmp_path, capfd):
     """Merged with --dequantize, logits within 1e-5 of the run's own; without it the merge is refused, with what to do."""
     capfd.readouterr()
@@ -110,3 +116,53 @@ def test_the_merged_model_is_that_of_the_numbers_of_the_codes(run, tmp_path, cap
     logits = [np.asarray(jax.jit(model.logits)(params, batch))
               for model, params in ((adapted, source.read(adapted)), (plain, whole.read(plain)))]
     assert np.abs(logits[0] - logits[1]).max() <= 1e-5 * np.abs(logits[0]).max()
+
+
+def quantized_copy(base, folder):
+    """The model of `base` as transformers saves it after bitsandbytes has quantized it; codes are ours."""
+    shutil.copytree(base, folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
+                                     "bnb_4bit_use_double_quant": True}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    tensors = {}
+    for name, x in load_file(base / "model.safetensors").items():
+        tensors |= write_nf4(name, quantize_nf4(x), "float32") if "_proj." in name else {name: x}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def test_stored_codes_are_taken_as_they_are(base, tmp_path):
+    """Of a folder that holds NF4: the same arrays as of the model quantized while it is read. Otherwise it is refused."""
+    folder = quantized_copy(base, tmp_path / "codes")
+    adapter = AdapterConfig(rank=2, quantize="nf4")
+    model = llama(dataclasses.replace(open_model(str(base)).config, adapter=adapter))
+    from_numbers, from_codes = (open_model(str(path)).read(model) for path in (base, folder))
+    assert from_numbers.keys() == from_codes.keys() and len(model.quantized_names) == 7
+    for name, x in from_numbers.items():
+        assert np.array_equal(x, from_codes[name]), name
+    with pytest.raises(ValueError, match=r"stored in NF4.*adapter\.quantize nf4"):
+        open_model(str(folder)).read(llama(open_model(str(base)).config))
+
+
+def test_bitsandbytes_opens_what_is_written():
+    """To the bit, by its own reader of stored tensors."""
+    functional, torch = pytest.importorskip("bitsandbytes.functional"), pytest.importorskip("torch")
+    codes = quantize_nf4(np.random.RandomState(0).standard_normal((96, 320)))
+    tensors = {name: torch.tensor(np.array(x)) for name, x in write_nf4("w", codes, "float32").items()}
+    stored = tensors.pop("w")
+    state = functional.QuantState.from_dict({name.removeprefix("w."): x for name, x in tensors.items()}, torch.device("cpu"))
+    assert np.array_equal(functional.dequantize_4bit(stored, state).numpy(), dequantize_nf4(codes))
+
+
+@pytest.mark.parametrize(("config", "facts"), [
+    ({"quant_method": "gptq", "bits": 4}, ["quantization_config", "'gptq'", "unquantised"]),
+    ({"quant_method": "awq", "bits": 4}, ["'awq'", "adapter.quantize"]),
+    ({"quant_method": "bitsandbytes", "load_in_8bit": True}, ["load_in_4bit", "None"]),
+], ids=str)
+def test_other_kinds_are_named_and_refused(base, tmp_path, config, facts):
+    """In one line, with what would work."""
+    content = {**json.loads((base / "config.json").read_text(encoding="utf-8")), "quantization_config": config}
+    with pytest.raises(ValueError) as error:
+        LlamaConfig.from_hf_dict(content)
+    assert all(fact in str(error.value) for fact in facts) and "\n" not in str(error.value), error.value

@@ -25,6 +25,8 @@ class Dequantized:
 
     def __getitem__(self, layer: int) -> Float[np.ndarray, ...]:
         weight = np.asarray(self.stored[layer])[tuple(map(slice, self.shape[1:]))]
+        if self.kind == "nf4" and hasattr(self.stored, "quantized"):
+            return weight  # of stored codes, opened already
         matrix = weight.reshape(math.prod(weight.shape[:self.inputs]), -1).T
         opened = (dequantize_nf4(quantize_nf4(matrix)) if self.kind == "nf4" else dequantize_int8(quantize_int8(matrix)))
         return opened.T.reshape(weight.shape)

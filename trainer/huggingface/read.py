@@ -25,6 +25,9 @@ from model.attention import Mask
 from model.config import LlamaConfig
 from model.families import FAMILIES
 from model.padding import fits
+from model.quantization import Nf4, dequantize_nf4
+
+from .bitsandbytes import is_nf4, parts, read_nf4
 
 # safetensors' name -> numpy's of the dtypes that are read. Each is exact in float32, so import and export change no bit.
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -205,6 +208,9 @@ def read_hf(
         for entry, padded in zip(layout, hf_layout(in_memory or config), strict=True):
             if isinstance(shardings, Mapping) and entry.name not in shardings:
                 continue
+            if is_nf4(files, entry.hf_names()[0]):
+                raise ValueError(f"{folder}: tensor {entry.hf_names()[0]} is stored in NF4, which is read beside adapters with "
+                                 "adapter.quantize nf4; use the unquantised model otherwise")
             sharding = shardings[entry.name] if isinstance(shardings, Mapping) else shardings
             dtype_of_entry = np.dtype(dtype[entry.name] if isinstance(dtype, Mapping) else dtype)
             read = functools.partial(padded_part, files, entry, padded.shape, dtype_of_entry)
@@ -232,11 +238,24 @@ class StoredParameter:
         return self.entry.read(self.files[name].get_slice(name), tuple(map(slice, self.entry.layer_shape)))
 
 
+class StoredCodes(StoredParameter):
+    """A parameter that the files hold as codes of NF4."""
+
+    def quantized(self, layer: int) -> Nf4:
+        """Returns a layer's codes and scales as they are stored."""
+        return read_nf4(self.files, self.entry.hf_names()[layer], self.entry.hf_shape)
+
+    def _read(self, name: str) -> np.ndarray:
+        return self.entry.read(dequantize_nf4(read_nf4(self.files, name, self.entry.hf_shape)),
+                               tuple(map(slice, self.entry.layer_shape)))
+
+
 def stored_hf(folder: str | Path, config: LlamaConfig, stack: ExitStack) -> dict[str, StoredParameter]:
     """Returns the parameters in `folder` without reading them; the files are closed with `stack`. Errors as in `read_hf`."""
     files, layout = _open_tensors(Path(folder), stack), hf_layout(config)
     _check_tensors(Path(folder), files, layout, config)
-    return {entry.name: StoredParameter(files, entry) for entry in layout}
+    return {entry.name: (StoredCodes if is_nf4(files, entry.hf_names()[0]) else StoredParameter)(files, entry)
+            for entry in layout}
 
 
 def padded_part(
@@ -363,6 +382,9 @@ def _check_tensors(folder: Path, files: Mapping[str, Any], layout: list[HFEntry]
             expected.add(name)
             if name not in files:
                 raise ValueError(f"{folder}: tensor {name} is missing; expected shape {list(entry.file_shape)}")
+            if is_nf4(files, name):
+                expected.update(parts(name))
+                continue
             tensor = files[name].get_slice(name)
             if tuple(tensor.get_shape()) != entry.file_shape:
                 raise ValueError(f"{folder}: tensor {name} has shape {list(tensor.get_shape())}; "
@@ -383,7 +405,8 @@ def copy_assets(folder: str | Path, assets: str | Path) -> None:
     for name in ASSET_FILES:
         if (folder / name).is_file():
             shutil.copyfile(folder / name, assets / name)
-    write_source_dtype(assets, tensor_dtypes(folder))
+    dtypes = {name: dtype for name, dtype in tensor_dtypes(folder).items() if dtype in DTYPES.values()}  # not those of codes
+    write_source_dtype(assets, dtypes)
 
 
 def write_source_dtype(assets: str | Path, dtypes: Mapping[str, str] | str) -> None:
