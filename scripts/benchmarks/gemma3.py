@@ -22,7 +22,7 @@ NEW_TOKENS = 12
 DEPENDS_ON = ("model/families/gemma3.py", "model/*.py", "model/attention/**/*.py", "scripts/make_gemma3.py")
 
 
-def transformers_says(folder: str, question: list[int], text: list[int]) -> tuple[list[int], Float64[np.ndarray, " N"]]:
+def by_transformers(folder: str, question: list[int], text: list[int]) -> tuple[list[int], Float64[np.ndarray, " N"]]:
     """Returns transformers' greedy continuation of the question, and the loss of each token of the text but the first."""
     import torch
     from transformers import AutoModelForCausalLM
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     scores, = generator.score(params, [text], [1])
     losses = -np.asarray(scores.log_likelihoods, np.float64)
 
-    expected_answer, expected = transformers_says(args.model, question, text)
+    expected_answer, expected = by_transformers(args.model, question, text)
     difference = float(abs(losses.mean() - expected.mean()))
     largest = float(np.abs(losses - expected).max())
     answers = [tokenizer.decode(ids).strip().splitlines()[0] for ids in (answer, expected_answer)]

@@ -97,12 +97,12 @@ def adapters(base: pathlib.Path) -> Case:
             size = 8 + int.from_bytes(content[:8], "little")
             (copy / name).write_bytes(damage_bytes(content[:size], generator) + content[size:])
         with refusal(str(copy)) as messages:
-            found, _ = read_config(copy)
+            written, _ = read_config(copy)
             read = read_adapter(copy, model)
             if {key: value.shape for key, value in read.items()} != shapes:
                 raise Fell("read with other shapes")
-            if found.rank < 1 or not math.isfinite(found.scale):
-                raise Fell(f"read as {found}")
+            if written.rank < 1 or not math.isfinite(written.scale):
+                raise Fell(f"read as {written}")
         return f"refused: {name}" if messages else f"read: {name}"
 
     return case
@@ -124,10 +124,10 @@ def line_cases(base: pathlib.Path) -> Case:
             path.write_bytes(damage_bytes(good.read_bytes(), generator))
         with refusal(str(path)) as messages:
             read = cases.read(path)
-            for item in score(outcome(one, "<1>", 100, 512, 100) for one in read):
-                if not 0 <= item.low <= item.accuracy <= item.high <= 1 or not 0 < item.chance <= 1:
-                    raise Fell(f"scored {item}")
-            if any(not 0 <= one.depth <= 1 for one in read):
+            for group in score(outcome(line_case, "<1>", 100, 512, 100) for line_case in read):
+                if not 0 <= group.low <= group.accuracy <= group.high <= 1 or not 0 < group.chance <= 1:
+                    raise Fell(f"scored {group}")
+            if any(not 0 <= line_case.depth <= 1 for line_case in read):
                 raise Fell("a depth outside of the prompt")
         return "refused with the file's name" if messages else "read"
 

@@ -20,7 +20,9 @@ from scripts.benchmarks.results import ROOT, measured, row, save
 from tests import small_run
 
 PICTURE = ROOT / "docs" / "hour.png"
-WARM_UP = 0.25  # share of the samples that are left out of the slope: compilation, caches that fill
+# What is sampled: name, and growth an hour that counts as flat.
+FLAT = {"memory_mib": ("resident memory, MiB", 64), "threads": ("threads", 4), "files": ("open files", 4)}
+WARM_UP = 0.25  # share of the samples since the first step that are left out of the slope: caches that fill
 
 
 def sample(pid: int) -> dict[str, float]:
@@ -68,10 +70,15 @@ def train(out: pathlib.Path, minutes: float, every: float) -> None:
                 process.kill()
 
 
-def slope(rows: list[dict], name: str) -> float:
-    """Returns how much `name` grew per hour in the samples after WARM_UP, by least squares."""
-    rest = rows[int(len(rows) * WARM_UP):]
-    return float(np.polyfit([row["seconds"] / 3600 for row in rest], [row[name] for row in rest], 1)[0])
+def warmed_up(samples: list[dict]) -> list[dict]:
+    """Returns the samples that show whether something grows: those since the first step, without WARM_UP of them."""
+    training = [sample for sample in samples if sample["steps"]]
+    return training[int(len(training) * WARM_UP):]
+
+
+def slope(samples: list[dict], name: str) -> float:
+    """Returns how much `name` grew per hour, by least squares."""
+    return float(np.polyfit([sample["seconds"] / 3600 for sample in samples], [sample[name] for sample in samples], 1)[0])
 
 
 def summarize(out: pathlib.Path) -> None:
@@ -81,35 +88,31 @@ def summarize(out: pathlib.Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    rows = [json.loads(line) for line in (out / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
-    rest = rows[int(len(rows) * WARM_UP):]
-    minutes = rows[-1]["seconds"] / 60
-    figure, axes = plt.subplots(3, 1, figsize=(7, 6), sharex=True)
-    found = {}
-    limits = {"memory_mib": 64.0, "threads": 4.0, "files": 4.0}  # growth per hour that counts as flat
-    labels = {"memory_mib": "resident memory, MiB", "threads": "threads", "files": "open files"}
-    for axis, (name, label) in zip(axes, labels.items(), strict=True):
-        axis.plot([row["seconds"] / 60 for row in rows], [row[name] for row in rows], linewidth=1)
-        axis.set_ylabel(label)
-        axis.set_ylim(bottom=0)
-        values = [row[name] for row in rest]
-        growth = slope(rows, name)
-        found[name] = row(f"{label}: growth per hour after the first quarter, and range",
-                          f"{growth:+.1f} ({min(values):.0f} to {max(values):.0f})", f"at most {limits[name]:.0f}",
-                          growth <= limits[name])
-    axes[-1].set_xlabel("minutes since the start")
-    figure.suptitle(f"{minutes:.0f} minutes, {rows[-1]['steps']:,} logged steps")
-    figure.tight_layout()
+    samples = [json.loads(line) for line in (out / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    rest = warmed_up(samples)
+    minutes, steps = samples[-1]["seconds"] / 60, samples[-1]["steps"]
+    figure, panels = plt.subplots(3, 1, figsize=(7, 6), sharex=True, layout="constrained")
+    rows = {}
+    for axes, (name, (label, limit)) in zip(panels, FLAT.items(), strict=True):
+        axes.plot([sample["seconds"] / 60 for sample in samples], [sample[name] for sample in samples], linewidth=1)
+        axes.set(ylabel=label, ylim=(0, None))
+        values, growth = [sample[name] for sample in rest], slope(rest, name)
+        rows[name] = row(f"{label}: growth an hour", f"{growth:+.1f} ({min(values):.0f} to "
+                         f"{max(values):.0f})", f"at most {limit}", growth <= limit)
+    panels[-1].set_xlabel("minutes since the start")
+    figure.suptitle(f"{minutes:.0f} minutes, {steps:,} steps", fontsize="medium")
     figure.savefig(PICTURE, dpi=110)
-    found["length"] = row("length of the run", f"{minutes:.0f} minutes, {rows[-1]['steps']:,} steps", "60 minutes",
-                          minutes >= 59.5)
-    save("hour", measured("Memory, threads and open files of a long run", found,
+    plt.close(figure)
+    rows["length"] = row("length of the run", f"{minutes:.0f} minutes, {steps:,} steps", "60 minutes", minutes >= 59.5)
+    save("hour", measured("Memory, threads and open files of a long run", rows,
                           "python -m tests.soak.hour --out OUT && python -m tests.soak.hour --summarize OUT",
                           ["trainer/loop.py", "trainer/checkpoint/*.py", "tests/soak/hour.py"], seconds=60 * minutes,
+                          note="docs/robustness.md",
                           facts=["A checkpoint every 100 steps and an evaluation every 200, on two simulated devices."]))
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Trains, or draws and records; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.soak.hour", description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=pathlib.Path, default=ROOT / ".cache" / "soak" / "hour")
     parser.add_argument("--minutes", type=float, default=60)
