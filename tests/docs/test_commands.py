@@ -121,6 +121,7 @@ DOCKER = "needs Docker and a GPU, which no test has; the Dockerfile is linted"
 HOURS = "takes minutes to hours of a compiler; tests/planning compiles smaller steps"
 INSTALLS = "installs from PyPI, as CI and every `make test` do for the CPU"
 NOT_RUN = {
+    "python -m tests.soak.hour": "trains for an hour",
     "make test": "is what runs the tests", "make lint": "is run by CI", "make bench": "measures for hours",
     "make evidence": HOURS, "make evidence ONLY='h100 1m'": HOURS,
     "make install PLATFORM=cuda": INSTALLS, "make install PLATFORM=tpu": INSTALLS, "make install EXTRAS=eval": INSTALLS,
