@@ -154,11 +154,13 @@ def test_the_workers_commands_train_stop_and_store_the_exit_status(launch, tmp_p
     assert (home / "longstripe/train.log").read_text() == "1|train.py|a b|$c|"
     executable(home / "longstripe/.venv/bin/python", """#!/bin/bash
         trap 'sleep 0.5; touch saved; exit 143' TERM
-        [ "$1" = -m ] || while true; do sleep 0.1; done""")
+        [ "$1" = -m ] || { touch ready; while true; do sleep 0.1; done; }""")
     subprocess.run(command, cwd=home, check=True, timeout=20)
     second = pid.read_text().strip()
     subprocess.run(command, cwd=home, check=True, timeout=20)
     assert pid.read_text().strip() == second, "it is running already"
+    ready = home / "longstripe/ready"  # before that, the stand-in has no trap
+    subprocess.run(["bash", "-c", f"until [ -e '{ready}' ]; do sleep 0.05; done"], timeout=20, check=True)
     subprocess.run(["bash", "-c", stopping[-1][-1]], cwd=home, check=True, timeout=20)
     subprocess.run(["tail", f"--pid={second}", "-f", "/dev/null"], timeout=20, check=True)
     assert code.read_text() == "130\n" and not pid.exists() and (home / "longstripe/saved").exists(), "stop waits"
