@@ -61,7 +61,7 @@ def local_path(path: str, suffixes: Sequence[str]) -> Path:
         reason = str(error).strip().splitlines()[0]
         raise UserError(f"{path}: cannot be downloaded from {constants.ENDPOINT}, and is not in the cache ({reason}); a "
                         "network, or a local file, would work") from None
-    found = snapshot / inner
-    if not found.exists():
+    local = snapshot / inner
+    if not local.exists():
         raise UserError(f"{path}: the data set {repository} has no {inner or ' or '.join(suffixes) + ' file'}; {WOULD_WORK}")
-    return found
+    return local

@@ -88,16 +88,16 @@ def scores_of(rows: Sequence[Mapping[str, Any]]) -> dict[Group, dict[Case, float
 
 def differences(before: Mapping[Group, Mapping[Case, float]], after: Mapping[Group, Mapping[Case, float]]) -> list[Difference]:
     """Returns the difference for each task and length of which both have answered a case, over the cases that both have."""
-    found = []
-    for group, scores in before.items():
-        common = [case for case in scores if case in after.get(group, {})]
+    rows = []
+    for group, cases in before.items():
+        common = [case for case in cases if case in after.get(group, {})]
         if common:
-            first, second = (np.array([which[group][case] for case in common]) for which in (before, after))
+            first, second = (np.array([scores[group][case] for case in common]) for scores in (before, after))
             low, high = paired_interval(first, second)
-            found.append(Difference(group.task, group.size, group.unit, len(common), float(first.mean()), float(second.mean()),
-                                    float((second - first).mean()), low, high, int((second > first).sum()),
-                                    int((second < first).sum())))
-    return sorted(found, key=lambda row: (row.unit, row.task, row.size))
+            rows.append(Difference(group.task, group.size, group.unit, len(common), float(first.mean()), float(second.mean()),
+                                   float((second - first).mean()), low, high, int((second > first).sum()),
+                                   int((second < first).sum())))
+    return sorted(rows, key=lambda row: (row.unit, row.task, row.size))
 
 
 def read(folder: Path) -> dict[Group, dict[Case, float]]:

@@ -23,6 +23,7 @@ from eval.compare import differences
 from eval.compare import scores_of as case_scores
 from eval.page import STYLE, chart, table, text
 from trainer import entry
+from trainer.reporting.rows import read_rows
 
 SAMPLES = 3  # of right answers, and as many of wrong ones
 STEPS_SHOWN = 6  # of answers to the recipe's own prompts
@@ -97,7 +98,7 @@ def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
     for path in evaluations:
         if not path.is_dir():
             raise UserError(f"--evaluations: {path} is no folder")
-    every = {path.stem: [row for row in _rows(path) if "step" in row] for path in sorted(folder.glob("*.jsonl"))}
+    every = {path.stem: [row for row in read_rows(path) if "step" in row] for path in sorted(folder.glob("*.jsonl"))}
     logs = {name: rows for name, rows in every.items() if rows}
     found = sorted({path for root in (folder, *evaluations) for path in root.rglob("results.json")})
     results = [evaluation for path in found if (evaluation := _evaluation(path))]
@@ -106,19 +107,6 @@ def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
         for path in sorted(root.rglob("loss_by_position.json")):
             curves |= _json(path).get("curves", {})
     return Run(folder, yaml.safe_load(config.read_text(encoding="utf-8")) or {}, logs, results, curves)
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the lines of a JSONL file that are whole objects."""
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # cut off by a crash
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -142,7 +130,7 @@ def _evaluation(path: Path) -> Evaluation | None:
                          row["cases"], row["accuracy"], row["low"], row["high"], False) for row in content.get("by_depth", ())]
     else:
         return None
-    cases = _rows(path.parent / "cases.jsonl") if (path.parent / "cases.jsonl").is_file() else []
+    cases = read_rows(path.parent / "cases.jsonl") if (path.parent / "cases.jsonl").is_file() else []
     return Evaluation(path, scores, content.get("about", {}), cases)
 
 

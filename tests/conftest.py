@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import json
 import os
 import pathlib
 import signal
@@ -22,15 +21,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 CACHE = pathlib.Path(os.environ.get("LONGSTRIPE_CACHE") or pathlib.Path.home() / ".cache" / "longstripe")
 
 import jax  # noqa: E402
-import numpy as np  # noqa: E402
 import pytest  # noqa: E402
 
-from data.templates import jinja_template  # noqa: E402
-from data.tokenizer import Tokenizer  # noqa: E402
-from model.config import LlamaConfig  # noqa: E402
-from tests import small_run  # noqa: E402
-from trainer.huggingface.read import hf_layout, write_source_dtype  # noqa: E402
-from trainer.huggingface.write import write_hf  # noqa: E402
+from tests import small_model, small_run  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)
 # Compiled programs for several CPU devices must not be read from a cache: see trainer.mesh.simulate.
@@ -99,21 +92,9 @@ def only_one_process(path: pathlib.Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def hf_model(tmp_path_factory, repository):
+def hf_model(tmp_path_factory):
     """Returns a Hugging Face folder of a very small LLaMA."""
-    folder = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(vocab_size=1024, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                         num_key_value_heads=2, max_position_embeddings=128)
-    assets = folder / "assets"
-    assets.mkdir()
-    tokenizer = Tokenizer.load(repository / "data/fixtures/tiny_tokenizer")
-    tokenizer.save(assets, jinja_template("vicuna_v1.1", tokenizer))
-    write_source_dtype(assets, "float32")
-    (assets / "config.json").write_text(json.dumps(config.to_hf()), encoding="utf-8")
-    generator = np.random.default_rng(0)
-    params = {entry.name: generator.normal(size=entry.shape).astype(np.float32) for entry in hf_layout(config)}
-    write_hf(params, config, assets, folder / "hf")
-    return folder / "hf"
+    return small_model.write(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

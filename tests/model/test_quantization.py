@@ -66,10 +66,10 @@ def test_equal_to_stored_numbers_of_bitsandbytes(shape, dtype):
     """Every code, scale and dequantized number, to the bit."""
     stored = json.loads(STORED.read_text(encoding="utf-8"))
     case = stored["cases"][f"{shape[0]}x{shape[1]} {dtype}"]
-    mine = ours(shape, dtype, case["offset"])
+    weight = ours(shape, dtype, case["offset"])
     assert stored["bitsandbytes"] == "0.50.2"
-    assert {name: pack(mine[name]) for name in ("absmax", "nested", "scales")} == case["arrays"]
-    assert {name: digest(mine[name]) for name in ("codes", "nf4", "rows", "int8")} == case["digests"]
+    assert {name: pack(weight[name]) for name in ("absmax", "nested", "scales")} == case["arrays"]
+    assert {name: digest(weight[name]) for name in ("codes", "nf4", "rows", "int8")} == case["digests"]
     # Our mean is rounded once; that of torch depends on the order of its sums.
     assert abs(ours(shape, dtype, None)["offset"] - case["offset"]) <= 2 * np.spacing(np.float32(case["offset"]))
 
@@ -79,9 +79,9 @@ def test_equal_to_bitsandbytes_itself(shape, dtype):
     """The same with the program, where it is installed."""
     pytest.importorskip("bitsandbytes")
     theirs = by_bitsandbytes(shape, dtype)
-    mine = ours(shape, dtype, theirs["offset"])
+    weight = ours(shape, dtype, theirs["offset"])
     for name, array in theirs.items():
-        assert np.array_equal(array, mine[name]), name
+        assert np.array_equal(array, weight[name]), name
 
 
 def test_tables():

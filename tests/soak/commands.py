@@ -12,15 +12,14 @@ import yaml
 from eval import line_cases, line_retrieval
 from scripts import export_hf, import_hf, inspect_data
 from scripts import prepare as prepare_command
-from tests import small_run
+from tests import small_model, small_run
 from tests.soak.attacks import ROOT, Case, Fell
 from tests.soak.damage import WAYS, copied, damage_bytes, damage_file, damage_json, damage_json_file
-from tests.soak.folders import small_model
 
 
 def commands(base: pathlib.Path) -> Case:
     """Returns the case: a command with one damaged file; it ends with 0, or with 2 and one line that begins with `error:`."""
-    model = small_model(base)
+    model = small_model.write(base)
     with contextlib.redirect_stdout(io.StringIO()):
         assert import_hf.main([str(model), str(base / "checkpoint")]) == 0
     recipe = small_run.recipe(base, ROOT, conversations=12)

@@ -7,45 +7,25 @@ import pathlib
 
 import numpy as np
 
-from data.templates import jinja_template
-from data.tokenizer import Tokenizer
 from data.trajectories.builder import prepare_trajectories
 from data.trajectories.episodes import Episode, read_episode
 from data.trajectories.tasks import get_task
 from eval import line_cases as cases
 from eval.scoring import outcome, score
 from model.adapter import AdapterConfig
-from model.config import LlamaConfig
+from tests import small_model
 from tests.data.trajectories import made
-from tests.soak.attacks import ROOT, Case, Fell, refusal
+from tests.soak.attacks import Case, Fell, refusal
 from tests.soak.damage import WAYS, copied, damage_bytes, damage_file, damage_json, damage_json_file
 from trainer.huggingface.peft import adapter_layout, read_adapter, read_config, write_adapter
-from trainer.huggingface.read import hf_layout, write_source_dtype
-from trainer.huggingface.write import write_hf
 from trainer.model_source import open_model
 
-CONFIG = LlamaConfig(vocab_size=1024, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-                     num_key_value_heads=2, max_position_embeddings=128)
 FACTOR = 64  # how much larger than the model a damaged config may make it, before it counts as one that cannot be opened
-
-
-def small_model(folder: pathlib.Path) -> pathlib.Path:
-    """Writes a very small LLaMA with a tokenizer; returns its Hugging Face folder."""
-    assets = folder / "assets"
-    assets.mkdir()
-    tokenizer = Tokenizer.load(ROOT / "data/fixtures/tiny_tokenizer")
-    tokenizer.save(assets, jinja_template("vicuna_v1.1", tokenizer))
-    write_source_dtype(assets, "float32")
-    (assets / "config.json").write_text(json.dumps(CONFIG.to_hf()), encoding="utf-8")
-    generator = np.random.default_rng(0)
-    params = {entry.name: generator.normal(size=entry.shape).astype(np.float32) for entry in hf_layout(CONFIG)}
-    write_hf(params, CONFIG, assets, folder / "hf")
-    return folder / "hf"
 
 
 def models(base: pathlib.Path) -> Case:
     """Returns the case: a model's folder with one file damaged, opened with its tokenizer and every weight read."""
-    good = small_model(base)
+    good = small_model.write(base)
     names = sorted(path.name for path in good.iterdir() if path.name != "README.md")
     texts = [name for name in names if name.endswith(".json")]
 
@@ -77,7 +57,7 @@ def adapters(base: pathlib.Path) -> Case:
     from tests.model.build import llama
 
     adapter = AdapterConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "down_proj"))
-    config = CONFIG.with_adapter(adapter)
+    config = small_model.CONFIG.with_adapter(adapter)
     generator = np.random.default_rng(0)
     params = {entry.name: generator.normal(size=entry.shape).astype(np.float32) for entry in adapter_layout(config)}
     write_adapter(params, config, "a base", base / "adapter")

@@ -8,6 +8,7 @@ from typing import Any
 import yaml
 
 from model.config import LlamaConfig
+from trainer.reporting.rows import read_rows
 
 LICENCE = "Not stated. Fill it in: the base model's licence and the data's decide what you may allow."
 
@@ -95,7 +96,7 @@ def _results(checkpoint: Path) -> str:
     if not checkpoint.name.isdigit() or checkpoint.parent.name != "checkpoints":
         return ""
     for path in sorted(run.glob("*.jsonl")):
-        rows = [row for row in _json_lines(path) if row.get("step", -1) <= int(checkpoint.name)]
+        rows = [row for row in read_rows(path) if "step" in row and row["step"] <= int(checkpoint.name)]
         if rows:
             keys = [key for key, value in rows[-1].items() if "loss" in key and isinstance(value, int | float)]
             lines += [f"- {key}: {rows[0].get(key, rows[-1][key]):.4g} at step {rows[0]['step']}, {rows[-1][key]:.4g} at step "
@@ -122,18 +123,6 @@ def _without_folders(value: Any) -> Any:
     if isinstance(value, list):
         return [_without_folders(part) for part in value]
     return Path(value).name if isinstance(value, str) and value.startswith(("/", "~")) else value
-
-
-def _json_lines(path: Path) -> list[dict[str, Any]]:
-    rows = []
-    for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue  # cut off by a crash
-        if isinstance(row, dict) and "step" in row:
-            rows.append(row)
-    return rows
 
 
 def _yaml(path: Path) -> dict[str, Any]:

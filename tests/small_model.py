@@ -1,0 +1,30 @@
+"""A very small LLaMA with a tokenizer, as a Hugging Face folder."""
+
+import json
+import pathlib
+
+import numpy as np
+
+from data.templates import jinja_template
+from data.tokenizer import Tokenizer
+from model.config import LlamaConfig
+from trainer.huggingface.read import hf_layout, write_source_dtype
+from trainer.huggingface.write import write_hf
+
+TOKENIZER = pathlib.Path(__file__).resolve().parents[1] / "data/fixtures/tiny_tokenizer"
+CONFIG = LlamaConfig(vocab_size=1024, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+                     num_key_value_heads=2, max_position_embeddings=128)
+
+
+def write(folder: pathlib.Path) -> pathlib.Path:
+    """Writes the model of CONFIG, with random float32 weights, into `folder`; returns its Hugging Face folder."""
+    assets = folder / "assets"
+    assets.mkdir()
+    tokenizer = Tokenizer.load(TOKENIZER)
+    tokenizer.save(assets, jinja_template("vicuna_v1.1", tokenizer))
+    write_source_dtype(assets, "float32")
+    (assets / "config.json").write_text(json.dumps(CONFIG.to_hf()), encoding="utf-8")
+    generator = np.random.default_rng(0)
+    params = {entry.name: generator.normal(size=entry.shape).astype(np.float32) for entry in hf_layout(CONFIG)}
+    write_hf(params, CONFIG, assets, folder / "hf")
+    return folder / "hf"
