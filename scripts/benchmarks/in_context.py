@@ -131,7 +131,7 @@ def plot(found: dict[str, dict[str, dict]], path: Path) -> None:
         axes.axhline(result["data_best"], color="0.4", linestyle="--", label="best in the data")
         axes.axhline(result["data_mean"], color="0.4", linestyle=":", label="mean of the data")
         axes.set(title=task, xlabel="episode", ylabel="return")
-    panels[0][0].legend(fontsize="x-small")
+    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="x-small")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
