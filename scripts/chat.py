@@ -141,7 +141,7 @@ def talk(args: argparse.Namespace) -> None:
             continue
         before = conversation.generator.prefilled
         try:
-            print(conversation.ask(question), flush=True)
+            print(entry.printable(conversation.ask(question)), flush=True)
         except UserError as error:
             print(f"note: {error}", file=sys.stderr)
             continue

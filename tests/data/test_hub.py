@@ -101,6 +101,13 @@ def test_what_was_downloaded_is_read_without_a_network(hub, monkeypatch, offline
         answers("hf://datasets/me/other")
 
 
+def test_a_data_set_of_which_one_file_was_downloaded_is_not_read_as_that_file_alone(hub, monkeypatch):
+    assert len(answers("hf://datasets/me/chats/train.jsonl")) == 3
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match="hf://datasets/me/chats: cannot be downloaded"):
+        answers("hf://datasets/me/chats")
+
+
 @pytest.mark.parametrize(("path", "words"), [
     ("hf://datasets/chats", "names no data set of the hub; hf://datasets/OWNER/NAME"),
     ("hf://datasets/me/a b", "names no data set of the hub"),

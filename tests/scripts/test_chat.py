@@ -43,6 +43,12 @@ def test_a_document_is_read_once(hf_model, tmp_path, capsys):
     assert len(talk.turns) == 2 and "beyond the trained length" in capsys.readouterr().out
 
 
+def test_an_answer_cannot_steer_the_terminal(hf_model, monkeypatch, capsys):
+    monkeypatch.setattr(chat.Talk, "ask", lambda self, question: "red:\x1b[31m\ttitle:\x1b]0;x\x07\nnext é")
+    assert chat.main(arguments(hf_model, "--question", "Who?", "--length", "700")) == 0
+    assert capsys.readouterr().out.endswith("red:\ufffd[31m\ttitle:\ufffd]0;x\ufffd\nnext é\n")
+
+
 def test_what_cannot_be_talked_about(hf_model, tmp_path, capsys):
     (tmp_path / "empty.txt").write_text(" ")
     for flags, words in ((["--document", str(tmp_path / "gone.txt")], "gone.txt cannot be read (No such file or directory)"),

@@ -21,6 +21,7 @@ from data.errors import UserError
 from model.attention import Mask
 from model.config import LlamaConfig
 from trainer.devices import peak_flops
+from trainer.entry import printable
 from trainer.flops import flops_per_step, pairs_per_layer
 from trainer.reporting.boards import Board, TensorBoard, WeightsAndBiases
 from trainer.run.directory import RunDirectory
@@ -313,7 +314,7 @@ class ProgressBar:
 
 def _one_line(text: str, most: int = 200) -> str:
     """Returns a text on one line, cut after `most` characters, without control characters, which a terminal would obey."""
-    line = "".join(character if character.isprintable() else "\ufffd" for character in " ".join(text.split()))
+    line = printable(" ".join(text.split()))
     return line if len(line) <= most else line[:most] + " ..."
 
 
