@@ -189,7 +189,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     from trainer.build import build_agentic
     from trainer.checkpoint.store import assets_dir, restore_model
     from trainer.config.schema import AttentionConfig, MeshConfig, ModelConfig, RunConfig
-    from trainer.huggingface.read import trained_mask
+    from trainer.huggingface.assets import trained_mask
     from trainer.mesh import make_mesh, simulate
     from trainer.trajectories import stored_shape
 

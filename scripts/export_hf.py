@@ -58,9 +58,9 @@ def main(argv: list[str] | None = None) -> int:
         from model.config import LlamaConfig
         from trainer.checkpoint.store import find_checkpoint, stored_average, stored_parameters
         from trainer.huggingface import peft
+        from trainer.huggingface.assets import trained_quantization
         from trainer.huggingface.card import write_card
         from trainer.huggingface.merge import dequantized, merged
-        from trainer.huggingface.read import trained_quantization
         from trainer.huggingface.write import write_hf
         from trainer.model_source import open_adapter
 

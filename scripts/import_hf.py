@@ -33,7 +33,9 @@ def main(argv: list[str] | None = None) -> int:
         from model.config import LlamaConfig
         from model.modules import own_shapes
         from trainer.checkpoint.store import save_checkpoint
-        from trainer.huggingface.read import copy_assets, read_hf, resolve_model_path
+        from trainer.huggingface.assets import copy_assets
+        from trainer.huggingface.folder import resolve_model_path
+        from trainer.huggingface.read import read_hf
 
         new_folder(no_pattern(arguments.checkpoint, "CHECKPOINT"))  # before reading all weights, which takes long
         source = resolve_model_path(arguments.hf_dir)

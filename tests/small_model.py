@@ -8,7 +8,8 @@ import numpy as np
 from data.templates import jinja_template
 from data.tokenizer import Tokenizer
 from model.config import LlamaConfig
-from trainer.huggingface.read import hf_layout, write_source_dtype
+from trainer.huggingface.assets import write_source_dtype
+from trainer.huggingface.table import hf_layout
 from trainer.huggingface.write import write_hf
 
 TOKENIZER = pathlib.Path(__file__).resolve().parents[1] / "data/fixtures/tiny_tokenizer"

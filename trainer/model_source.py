@@ -29,17 +29,10 @@ from .checkpoint.manifest import MANIFEST, fingerprint
 from .checkpoint.store import assets_dir, best_or_itself, read_data, restore_model, stored_parameters
 from .config.schema import DataConfig, ModelConfig
 from .huggingface import peft
-from .huggingface.read import (
-    copy_assets,
-    hf_layout,
-    read_hf,
-    resolve_model_path,
-    stored_hf,
-    trained_mask,
-    trained_quantization,
-    weights_fingerprint,
-    write_source_dtype,
-)
+from .huggingface.assets import copy_assets, trained_mask, trained_quantization, write_source_dtype
+from .huggingface.folder import resolve_model_path, weights_fingerprint
+from .huggingface.read import read_hf, stored_hf
+from .huggingface.table import hf_layout
 
 
 @dataclasses.dataclass(frozen=True)

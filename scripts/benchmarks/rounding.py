@@ -16,7 +16,7 @@ from jaxtyping import Int
 from scripts.benchmarks.commands import make_parser
 from trainer import entry
 
-TEXTS = ("ARCHITECTURE.md", "trainer/huggingface/read.py")
+TEXTS = ("ARCHITECTURE.md", "trainer/huggingface/table.py")
 
 
 def largest_difference(folder: Path, tokens: Int[np.ndarray, "1 length"]) -> float:

@@ -14,7 +14,7 @@ from model.llama import Llama
 from scripts import export_hf
 from trainer.checkpoint import manifest
 from trainer.config.schema import MeshConfig
-from trainer.huggingface.read import weights_fingerprint
+from trainer.huggingface.folder import weights_fingerprint
 from trainer.loop import _Training
 from trainer.mesh import make_mesh
 from trainer.model_source import open_model

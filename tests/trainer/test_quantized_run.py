@@ -18,8 +18,9 @@ from model.quantization import dequantize_nf4, quantize_nf4
 from scripts import export_hf, import_hf
 from tests.model.build import llama
 from trainer.checkpoint.store import stored_arrays
+from trainer.huggingface.assets import write_source_dtype
 from trainer.huggingface.bitsandbytes import write_nf4
-from trainer.huggingface.read import hf_layout, write_source_dtype
+from trainer.huggingface.table import hf_layout
 from trainer.huggingface.write import write_hf
 from trainer.model_source import open_model
 

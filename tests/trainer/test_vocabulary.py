@@ -17,7 +17,8 @@ from model.padding import PADDED, logical_axes, vocabulary_axes
 from scripts import export_hf
 from tests.model.build import llama
 from trainer.checkpoint.store import CheckpointStore, restore, restore_model
-from trainer.huggingface.read import copy_assets, read_hf
+from trainer.huggingface.assets import copy_assets
+from trainer.huggingface.read import read_hf
 from trainer.huggingface.write import write_hf
 from trainer.model_source import open_model
 

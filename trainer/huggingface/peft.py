@@ -20,7 +20,8 @@ from model.config import LlamaConfig
 from model.llama import Llama
 from model.modules import LAYERS, declare
 
-from .read import DTYPES, HFEntry, hf_layout, padded_part
+from .read import padded_part
+from .table import DTYPES, HFEntry, hf_layout
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."

@@ -21,7 +21,8 @@ from data.paths import new_folder
 from model.attention import Mask
 from model.config import LlamaConfig
 
-from .read import ASSET_FILES, DTYPES, HFEntry, check_params, hf_layout, source_dtype, trained_mask
+from .assets import ASSET_FILES, source_dtype, trained_mask
+from .table import DTYPES, HFEntry, check_params, hf_layout
 
 
 def write_hf(

@@ -15,7 +15,9 @@ from model.decode import Generator
 from model.families import FAMILIES
 from tests.model.build import llama, mean_loss, packed_batch, permuted, tiny
 from trainer.flops import pairs_per_layer
-from trainer.huggingface.read import copy_assets, hf_layout, read_hf
+from trainer.huggingface.assets import copy_assets
+from trainer.huggingface.read import read_hf
+from trainer.huggingface.table import hf_layout
 from trainer.huggingface.write import write_hf
 
 MESH = {"fsdp": 2, "tensor": 2, "sequence": 2}

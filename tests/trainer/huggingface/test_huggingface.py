@@ -21,7 +21,10 @@ from safetensors.torch import load_file, save_file
 from data.errors import UserError
 from model.config import LlamaConfig
 from trainer.checkpoint.store import save_checkpoint, stored_parameters
-from trainer.huggingface.read import copy_assets, hf_layout, read_hf, resolve_model_path
+from trainer.huggingface.assets import copy_assets
+from trainer.huggingface.folder import resolve_model_path
+from trainer.huggingface.read import read_hf
+from trainer.huggingface.table import hf_layout
 from trainer.huggingface.write import write_hf
 
 PRESETS = ["llama-1b", "llama-3b", "llama-7b", "llama-13b", "llama-30b", "llama-65b", "llama-gqa", "llama-33h", "llama-16h",

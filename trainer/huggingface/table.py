@@ -1,0 +1,171 @@
+"""The one table of our parameters and the Hugging Face tensors that they are made of, for reading and writing."""
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+
+from model.config import LlamaConfig
+from model.families import FAMILIES
+from model.padding import fits
+
+# safetensors' name -> numpy's of the dtypes that are read. Each is exact in float32, so import and export change no bit.
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+
+
+@dataclass(frozen=True)
+class HFEntry:
+    """One of our parameters, and the Hugging Face tensors that it is made of.
+
+    A tensor becomes ours by a transpose, if `transpose`, and a reshape to `layer_shape`; `to_hf` undoes both.
+
+    Attributes:
+      name: of our parameter.
+      hf_name: of the tensor, with `{i}` for the layer if our parameter stacks the layers.
+      shape: of our parameter, with the leading layer axis if it has one.
+      hf_shape: of one tensor, or of the rows of it that are this parameter's.
+      layers: the number of layers; None for a parameter without layer axis.
+      transpose: the tensor is stored output-first, ours input-first.
+      first_row, file_rows: of a tensor that holds several parameters one below the other: the first row of this one, and the
+        number of all rows; None for a tensor that holds no other.
+    """
+
+    name: str
+    hf_name: str
+    shape: tuple[int, ...]
+    hf_shape: tuple[int, ...]
+    layers: int | None
+    transpose: bool
+    first_row: int = 0
+    file_rows: int | None = None
+
+    @property
+    def rows(self) -> slice:
+        """The rows of the tensor that are this parameter's."""
+        return slice(self.first_row, self.first_row + self.hf_shape[0])
+
+    @property
+    def file_shape(self) -> tuple[int, ...]:
+        """The shape of one tensor, with the rows of other parameters."""
+        return (self.file_rows or self.hf_shape[0], *self.hf_shape[1:])
+
+    def hf_names(self) -> list[str]:
+        """The names of the Hugging Face tensors, one for each layer if the parameter stacks the layers."""
+        return [self.hf_name] if self.layers is None else [self.hf_name.format(i=i) for i in range(self.layers)]
+
+    @property
+    def layer_shape(self) -> tuple[int, ...]:
+        """Our shape without the layer axis."""
+        return self.shape if self.layers is None else self.shape[1:]
+
+    def to_hf(self, value: np.ndarray) -> np.ndarray:
+        """One layer of our parameter as a Hugging Face tensor, a view where possible."""
+        return value.reshape(self.hf_shape[::-1]).T if self.transpose else value.reshape(self.hf_shape)
+
+    def read(self, tensor: Any, index: tuple[slice, ...]) -> np.ndarray:
+        """Reads the part `index` of one layer of our parameter; of the file only the rows and columns that hold it.
+
+        Args:
+          tensor: a slice of a safetensors file (`get_slice`).
+          index: one slice for each axis of `layer_shape`.
+        """
+        bounds = [axis_slice.indices(size)[:2] for axis_slice, size in zip(index, self.layer_shape, strict=True)]
+        stored_shape = self.hf_shape[::-1] if self.transpose else self.hf_shape
+        # Each axis of the (transposed) tensor merges consecutive axes of ours: [E, (Hq, D)], [(Hq, D), E], ...
+        axis = 0
+        file_index: list[slice] = []
+        shape: list[int] = []
+        finer: list[slice] = []
+        for size in stored_shape:
+            first = axis
+            total = 1
+            while total < size or (axis == first and axis < len(bounds)):
+                total *= self.layer_shape[axis]
+                axis += 1
+            # The first of the merged axes is cut in the file, further ones (D within a head) after reading.
+            (start, stop), inner_sizes = bounds[first], self.layer_shape[first + 1:axis]
+            inner = math.prod(inner_sizes)
+            file_index.append(slice(start * inner, stop * inner))
+            shape += [stop - start, *inner_sizes]
+            finer += [slice(None), *(slice(*bound) for bound in bounds[first + 1:axis])]
+        rows, *columns = reversed(file_index) if self.transpose else file_index
+        value = tensor[slice(rows.start + self.first_row, rows.stop + self.first_row), *columns]
+        return (value.T if self.transpose else value).reshape(shape)[tuple(finer)]
+
+
+def hf_layout(config: LlamaConfig) -> list[HFEntry]:
+    """Every parameter of `config`'s model with its Hugging Face tensors: the one table for reading and writing."""
+    e, f, v, n = config.hidden_size, config.intermediate_size, config.vocab_size, config.num_hidden_layers
+    # LlamaConfig fills in head counts and sizes that are not given.
+    hq, hkv, d = config.num_attention_heads, cast(int, config.num_key_value_heads), cast(int, config.head_dim)
+    entries: list[HFEntry] = []
+
+    def add(name: str, shape: tuple[int, ...], hf_shape: tuple[int, ...], *, layer: bool = True) -> None:
+        prefix = "layers." if layer else ""
+        hf_prefix = "model.layers.{i}." if layer else "" if name == "lm_head.weight" else "model."
+        # A matrix that multiplies is input-first here; the embedding is a table of rows for both.
+        transpose = len(hf_shape) == 2 and name != "embed_tokens.weight"
+        entries.append(HFEntry(prefix + name, hf_prefix + name, (n, *shape) if layer else shape, hf_shape,
+                               n if layer else None, transpose))
+
+    add("embed_tokens.weight", (v, e), (v, e), layer=False)
+    if config.norms != "after":
+        add("input_layernorm.weight", (e,), (e,))
+    for letter, heads in (("q", hq), ("k", hkv), ("v", hkv)):
+        add(f"self_attn.{letter}_proj.weight", (e, heads, d), (heads * d, e))
+        if config.attention_bias:
+            add(f"self_attn.{letter}_proj.bias", (heads, d), (heads * d,))
+    for letter, heads in (("q", hq), ("k", hkv)):
+        if config.qk_norm == "head":
+            add(f"self_attn.{letter}_norm.weight", (d,), (d,))
+        elif config.qk_norm == "all":
+            add(f"self_attn.{letter}_norm.weight", (heads, d), (heads * d,))
+    add("self_attn.o_proj.weight", (hq, d, e), (e, hq * d))
+    if config.output_bias:
+        add("self_attn.o_proj.bias", (e,), (e,))
+    add("post_attention_layernorm.weight", (e,), (e,))
+    if config.norms == "both":
+        add("pre_feedforward_layernorm.weight", (e,), (e,))
+    if config.norms != "before":
+        add("post_feedforward_layernorm.weight", (e,), (e,))
+    for part, size_in, size_out in (("gate", e, f), ("up", e, f), ("down", f, e)):
+        add(f"mlp.{part}_proj.weight", (size_in, size_out), (size_out, size_in))
+        if config.mlp_bias:
+            add(f"mlp.{part}_proj.bias", (size_out,), (size_out,))
+    add("norm.weight", (e,), (e,), layer=False)
+    if not config.tie_word_embeddings:
+        add("lm_head.weight", (e, v), (v, e), layer=False)
+    for module, projections in FAMILIES[config.family].fused.items():
+        entries = _fused(entries, module, projections)
+    return entries
+
+
+def _fused(entries: list[HFEntry], module: str, projections: tuple[str, ...]) -> list[HFEntry]:
+    """The table in which the weights of these projections are rows of one tensor, in the order of the table."""
+    names = [f"layers.{projection}.weight" for projection in projections]
+    file_rows = sum(entry.hf_shape[0] for entry in entries if entry.name in names)
+    fused, first_row = [], 0
+    for entry in entries:
+        if entry.name in names:
+            entry = dataclasses.replace(entry, hf_name=f"model.layers.{{i}}.{module}.weight", first_row=first_row,
+                                        file_rows=file_rows)
+            first_row = entry.rows.stop
+        fused.append(entry)
+    return fused
+
+
+def check_params(shapes: Mapping[str, tuple[int, ...]], config: LlamaConfig) -> None:
+    """Raises ValueError, naming the parameter, unless `shapes` (by name) are those of `config`'s model, padded or not."""
+    layout = {entry.name: entry.shape for entry in hf_layout(config)}
+    for name, shape in layout.items():
+        if name not in shapes:
+            raise ValueError(f"parameter {name} is missing; the config makes it {list(shape)}")
+        if not fits(name, tuple(shapes[name]), shape, shape):
+            raise ValueError(f"parameter {name} has shape {list(shapes[name])}; the config makes it {list(shape)}")
+    for name in shapes:
+        if name not in layout:
+            raise ValueError(f"parameter {name} does not belong to the model that the config describes")
