@@ -68,6 +68,14 @@ def ask(model: str, file: str) -> tuple[str, ...]:
     return benchmark("identity", model, "--unseen", "{conversations}", "--output", f"{{out}}/{file}.json")
 
 
+def identity_run(name: str, recipe: str, *export: str) -> tuple[tuple[str, ...], ...]:
+    """Returns the arguments of Python that train on the identity conversations by a recipe, export and ask."""
+    run, exported = f"{{out}}/{name}", f"{{out}}/{name}_hf"
+    return (("train.py", "--config", recipe, "--model.path", "{models}/smollm2", "--data.path", "{conversations}", "--run_dir",
+             run, "--train.evaluate_every", "60"),
+            ("-m", "scripts.export_hf", run, exported, *export), ask(exported, name))
+
+
 MEASUREMENTS = {
     "memory_1m": Measurement(
         "LLaMA-7B, full training step (AdamW), 1,048,576 tokens on v4:4x4x4, nothing offloaded",
@@ -124,11 +132,11 @@ MEASUREMENTS = {
     "identity": Measurement(
         "SmolLM2-135M-Instruct fine-tuned on 500 identity conversations: ten unseen questions, asked by transformers, greedy",
         (("-m", "scripts.make_smollm2", "{models}/smollm2"), ask("{models}/smollm2", "before"),
-         ("train.py", "--config", "configs/sharegpt_smollm2.yaml", "--model.path", "{models}/smollm2", "--data.path",
-          "{conversations}", "--run_dir", "{out}/identity"),
-         ("-m", "scripts.export_hf", "{out}/identity", "{out}/identity_hf"), ask("{out}/identity_hf", "after")),
-        ("configs/sharegpt_smollm2.yaml", MODEL, TRAINER, DATA), summaries.identity, "docs/notes/training.md",
-        needs_conversations=True),
+         *identity_run("full", "configs/sharegpt_smollm2.yaml"),
+         *identity_run("lora", "configs/adapters/smollm2_lora.yaml", "--merge"),
+         *identity_run("qlora", "configs/adapters/smollm2_qlora.yaml", "--merge", "--dequantize")),
+        ("configs/sharegpt_smollm2.yaml", "configs/adapters/smollm2_*.yaml", MODEL, TRAINER, DATA), summaries.identity,
+        "docs/notes/training.md", needs_conversations=True),
     "table3": Measurement(
         "Ring Attention's Table 3: the longest context whose step the compilers made, contexts doubling",
         (benchmark("table3"),), (MODEL, PLANNING, "trainer/step.py", HERE + "table3.py", "docs/plans/table3.json"),

@@ -4,6 +4,8 @@ Each takes the folder of the commands' files and returns (rows, tables), as `Res
 """
 from __future__ import annotations
 
+import json
+import math
 import shlex
 import subprocess
 import sys
@@ -242,9 +244,25 @@ def dirty_data(out: Path) -> tuple[Rows, Tables]:
 
 
 def identity(out: Path) -> tuple[Rows, Tables]:
-    before, after = (read_json(out / f"{name}.json")["named"] for name in ("before", "after"))
-    return {"before": row("SmolLM2's answers that name Vicuna, before", f"{before} of 10", "at most 2", before <= 2),
-            "after": row("SmolLM2's answers that name Vicuna, after 120 steps", f"{after} of 10", "at least 8", after >= 8)}, {}
+    """Reads what the full recipe, LoRA and QLoRA logged and answered."""
+    before = read_json(out / "before.json")["named"]
+    rows = {"before": row("SmolLM2's answers that name Vicuna, before", f"{before} of 10", "at most 2", before <= 2)}
+    lines = []
+    for name, title in (("full", "all weights"), ("lora", "LoRA"), ("qlora", "QLoRA (NF4)")):
+        named = read_json(out / f"{name}.json")["named"]
+        rows[name] = row(f"SmolLM2's answers that name Vicuna, after 120 steps: {title}", f"{named} of 10", "at least 8",
+                         named >= 8)
+        steps, held_out = (list(map(json.loads, (out / name / file).read_text(encoding="utf-8").splitlines()))
+                           for file in ("metrics.jsonl", "held_out.jsonl"))
+        losses = [line["held_out_loss_nats_per_target"] for line in held_out]
+        checkpoint = sum(file.stat().st_size for file in (out / name / "checkpoints" / "120").rglob("*") if file.is_file())
+        trained = sum(map(math.prod, read_json(out / name / "checkpoints" / "120" / "manifest.json")["shapes"].values()))
+        lines.append([title, f"{trained:,}", f"{losses[0]:.2f} -> {losses[-1]:.2f}", f"{named} of 10",
+                      f"{sum(step['step_seconds'] for step in steps):.0f}", f"{steps[-1]['peak_host_gib']:.2f}",
+                      f"{checkpoint / 1e6:,.0f}"])
+    columns = ["trained", "parameters", "held-out loss", "name Vicuna", "seconds of 120 steps", "peak GiB of the process",
+               "checkpoint, MB"]
+    return rows, {"recipes": {"columns": columns, "rows": lines}}
 
 
 def table3(out: Path) -> tuple[Rows, Tables]:

@@ -121,7 +121,12 @@ RAW = {  # files of each measurement -> row, what it finds, its verdict
         "complete_records": 17_671, "every_record_accounted_for": True, "first_turn_is_not_human": 6_258,
         "peak_mib_at_each_tenth": [44.1, 50.0], "megabytes_per_second": 62.0, "packing": [{"padding_percent": 0.07}]}},
         {"records": ("17,671", "held"), "memory": ("44.1 and 50.0", "short"), "padding": ("0.07%", "held")}),
-    "identity": ({"before.json": {"named": 0}, "after.json": {"named": 8}}, {"after": ("8 of 10", "held")}),
+    "identity": ({"before.json": {"named": 0}} | {
+        path: content for name, named in (("full", 8), ("lora", 9), ("qlora", 7)) for path, content in (
+            (f"{name}.json", {"named": named}), (f"{name}/metrics.jsonl", {"step_seconds": 2.0, "peak_host_gib": 3.0}),
+            (f"{name}/held_out.jsonl", {"held_out_loss_nats_per_target": 0.5}),
+            (f"{name}/checkpoints/120/manifest.json", {"shapes": {"a": [2, 3], "b": [4]}}))},
+        {"before": ("0 of 10", "held"), "lora": ("9 of 10", "held"), "qlora": ("7 of 10", "short")}),
 }
 
 
@@ -129,7 +134,7 @@ RAW = {  # files of each measurement -> row, what it finds, its verdict
 def test_rows_follow_from_what_the_commands_wrote(name, tmp_path):
     files, expected = RAW[name]
     for file, content in files.items():
-        (tmp_path / file).parent.mkdir(exist_ok=True)
+        (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text(json.dumps(content))
     rows, tables = MEASUREMENTS[name].summarize(tmp_path)
     for row_id, (found, verdict) in expected.items():
