@@ -14,8 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
-from etils import epath
 
+from trainer.checkpoint.arrays import stored_shapes
 from trainer.checkpoint.manifest import DamagedError, write_manifest
 from trainer.run.cluster import barrier
 
@@ -145,20 +145,6 @@ def _write_plain_items(scratch: Path, contents: Contents) -> None:
         (scratch / "data").mkdir()
         text = json.dumps(dict(contents.data), indent=1, allow_nan=False) + "\n"
         (scratch / "data" / "data.json").write_text(text, encoding="utf-8")
-
-
-def stored_shapes(folder: Path, item: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """Name -> shape and dtype of each array of a checkpoint's item, as Orbax has stored it.
-
-    Raises:
-      DamagedError: Orbax cannot open them.
-    """
-    try:
-        tree = ocp.PyTreeCheckpointHandler().metadata(epath.Path(folder / item)).tree
-    except (OSError, ValueError) as error:
-        raise DamagedError(f"{folder}: Orbax finds no index of the arrays of {item} ({str(error).splitlines()[0]}); an older "
-                           "checkpoint would work, or a path without *, ?, [ and backslash") from error
-    return {name: jax.ShapeDtypeStruct(tuple(leaf.shape), leaf.dtype) for name, leaf in tree.items()}
 
 
 def _flat_model(model: Mapping[str, Any]) -> dict[str, Any]:

@@ -33,8 +33,9 @@ from data.paths import new_folder
 from model.config import LlamaConfig
 from model.modules import own_shapes
 from model.padding import fits
+from trainer.checkpoint.arrays import open_arrays, stored_shapes
 from trainer.checkpoint.manifest import MANIFEST, DamagedError, ForeignError, read_manifest, verify
-from trainer.checkpoint.saving import CHECKPOINTS, Contents, Saving, flatten, remove, stored_shapes
+from trainer.checkpoint.saving import CHECKPOINTS, Contents, Saving, flatten, remove
 from trainer.run.cluster import first_then_others
 
 _STEP = re.compile(r"\d+")
@@ -330,9 +331,8 @@ def stored_arrays(path: str | Path, item: str, *, verified: bool = False) -> dic
     Errors as in `restore`.
     """
     folder = find_checkpoint(path, [] if verified else [item, "assets"])
-    base = (folder / item).as_uri() + "/"
-    return {name: tensorstore.open({"driver": "zarr", "kvstore": {"driver": "ocdbt", "base": base, "path": f"{name}/"}},
-                                   open=True, read=True).result() for name in _stored(folder, item)}
+    _require_item(folder, item)
+    return open_arrays(folder, item)
 
 
 def _restore_item(folder: Path, item: str, abstract: dict[str, Any]) -> dict[str, Any]:
@@ -393,8 +393,13 @@ def _recorded_shapes(folder: Path) -> dict[str, tuple[int, ...]]:
 
 
 def _stored(folder: Path, item: str) -> dict[str, jax.ShapeDtypeStruct]:
-    """The result of `stored_shapes`. Raises ForeignError if the checkpoint does not have the item."""
+    """The result of `stored_shapes`; errors as in `_require_item`."""
+    _require_item(folder, item)
+    return stored_shapes(folder, item)
+
+
+def _require_item(folder: Path, item: str) -> None:
+    """Raises ForeignError if the checkpoint does not have the item."""
     if item not in read_manifest(folder)["items"]:
         raise ForeignError(f"{folder}: this checkpoint has no {item}" + (
             " (an imported or exported model: start a run from it as model.path)" if item == "optimizer" else ""))
-    return stored_shapes(folder, item)
