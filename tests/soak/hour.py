@@ -21,15 +21,19 @@ from tests import small_run
 
 PICTURE = ROOT / "docs" / "hour.png"
 # What is sampled: name, and growth an hour that counts as flat.
-FLAT = {"memory_mib": ("resident memory, MiB", 64), "threads": ("threads", 4), "files": ("open files", 4)}
+FLAT = {"memory_mib": ("memory, MiB", 64), "threads": ("threads", 4), "files": ("open files", 4)}
 WARM_UP = 0.25  # share of the samples since the first step that are left out of the slope: caches that fill
 
 
 def sample(pid: int) -> dict[str, float]:
-    """Returns the resident memory in MiB, the threads and the open files of a process, from /proc."""
+    """Returns the memory in MiB, the threads and the open files of a process, from /proc.
+
+    Memory is what the process has allocated: anonymous pages, resident or swapped out. Pages of files come and go.
+    """
     status = pathlib.Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
-    return {"memory_mib": int(fields["VmRSS"].split()[0]) / 1024, "threads": int(fields["Threads"]),
+    anonymous = sum(int(fields[name].split()[0]) for name in ("RssAnon", "VmSwap"))
+    return {"memory_mib": anonymous / 1024, "threads": int(fields["Threads"]),
             "files": len(os.listdir(f"/proc/{pid}/fd"))}
 
 
