@@ -44,11 +44,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def _why(name: str) -> str:
-    """What kind of model a name tells that is not computed here, for the message; "" if it tells none."""
+    """What kind of model a name tells that is not computed here, and what is planned for it; "" if it tells none."""
     if any(part in name.lower() for part in ("moe", "mixtral", "deepseek")):
-        return "mixtures of experts are not computed here; "
+        return "mixtures of experts are not computed here (planned after the dense models); "
     if any(part in name.lower() for part in ("conditionalgeneration", "vl", "vision", "audio", "omni")):
-        return "models of images or sound are not computed here; "
+        return "models of images or sound are not computed here (planned is their text model alone); "
     return ""
 
 

@@ -49,8 +49,10 @@ def test_both_spellings_of_rope():
 
 @pytest.mark.parametrize("change, words", [
     ({"architectures": ["GPT2LMHeadModel"]}, ["architectures", "GPT2LMHeadModel", "LlamaForCausalLM"]),
-    ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "mixtures of experts", "MistralForCausalLM"]),
-    ({"architectures": ["Qwen2VLForConditionalGeneration"]}, ["images", "Qwen2ForCausalLM"]),
+    ({"architectures": ["MixtralForCausalLM"]}, ["MixtralForCausalLM", "mixtures of experts", "planned", "MistralForCausalLM"]),
+    ({"architectures": ["Qwen2VLForConditionalGeneration"]}, ["images", "planned", "Qwen2ForCausalLM"]),
+    ({"architectures": ["Gemma3ForConditionalGeneration"]}, ["images", "text model alone", "Gemma3ForCausalLM"]),
+    ({"architectures": ["Qwen3MoeForCausalLM"]}, ["Qwen3MoeForCausalLM", "mixtures of experts", "planned"]),
     ({"architectures": ["Qwen3ForCausalLM"]}, ["model_type", "'llama'", "'qwen3'"]),
     ({"model_type": "gpt2"}, ["model_type", "gpt2", "llama"]),
     ({"sliding_window": 128}, ["sliding_window", "128"]),

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from model.families import FAMILIES
 from model.loss import LossSums, SourceSums
 from model.memory.options import MemoryConfig
 from model.sharding import Parameter
@@ -26,9 +27,10 @@ ON_DEVICE = MemoryConfig()
 
 
 @functools.cache
-def built(mesh="one", trainable=".*", optimizer=OPTIMIZER, non_finite="stop", memory=ON_DEVICE):
+def built(mesh="one", trainable=".*", optimizer=OPTIMIZER, non_finite="stop", memory=ON_DEVICE, config=None):
     """A model, its builder and its compiled step."""
-    model = llama(tiny(), MESHES[mesh], **ALL_AT_ONCE)
+    options = {name: getattr(memory, name) for name in ("remat", "every_k", "attention_groups", "query_chunks")}
+    model = llama(config or tiny(), MESHES[mesh], **ALL_AT_ONCE, **options)
     builder = StepBuilder(model, model.loss, text_batch(ROWS, LENGTH, model.mesh), optimizer,
                           TrainConfig(steps=20, non_finite=non_finite), memory, trainable)
     return model, builder, builder.lower_train().compile()
@@ -145,6 +147,29 @@ def test_what_lies_on_the_host(tmp_path, memory):
     for x, y in zip(jax.tree.leaves((restored.model, restored.optimizer)), jax.tree.leaves((there, host_state)), strict=True):
         assert x.sharding == y.sharding
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+GEMMA = tiny(family="gemma3_text", num_hidden_layers=3, sliding_window=9, **FAMILIES["gemma3_text"].computes,
+             layer_types=("sliding_attention", "full_attention", "sliding_attention"))
+SMOLLM = tiny(family="smollm3", num_hidden_layers=4, no_rope_layers=(1, 0, 1, 0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("config", "memory"), [
+    (GEMMA, {}), (GEMMA, {"remat": "offload_attention"}), (GEMMA, {"attention_groups": 2}),
+    (GEMMA, {"query_chunks": 2, "remat": "nothing"}),
+    (SMOLLM, {"remat": "offload_every_k", "every_k": 2})],
+    ids=["a layer left over", "activations too", "groups of heads", "query chunks", "groups of layers"])
+def test_layers_of_two_kinds_on_the_host(config, memory):
+    """Their gradients are those of a model on the devices, of which the layers' period is 2 as well."""
+    batch, optimizer = packed_batch(config, ROWS, LENGTH), dataclasses.replace(OPTIMIZER, clip_norm=0.5)
+    on_host = MemoryConfig(**memory, moments_on_host=True, parameters_on_host=True)
+    expected = one_step(*built("fsdp 8", optimizer=optimizer, config=config), batch)
+    _, there, state, metrics = one_step(*built("fsdp 8", optimizer=optimizer, memory=on_host, config=config), batch)
+    assert {x.sharding.memory_kind for x in there.values()} == {"pinned_host"}
+    assert float(metrics.loss) == pytest.approx(float(expected[-1].loss), rel=1e-6)
+    for name, moment in first_moments(expected[2]).items():
+        assert np.abs(first_moments(state)[name] - moment).max() <= 1e-5 * np.abs(moment).max(), name
 
 
 @pytest.mark.parametrize(("skip", "on_host"), [

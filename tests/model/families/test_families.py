@@ -1,6 +1,8 @@
 """Each family against transformers: logits, packed documents, gradients, decoding, and its files there and back."""
+import dataclasses
 import functools
 import itertools
+import re
 
 import jax
 import numpy as np
@@ -13,6 +15,8 @@ from model.attention import Mask
 from model.config import LlamaConfig
 from model.decode import Generator
 from model.families import FAMILIES
+from model.families.family import NEUTRAL
+from model.memory.policies import POLICIES
 from tests.model.build import llama, mean_loss, packed_batch, permuted, tiny
 from trainer.flops import pairs_per_layer
 from trainer.huggingface.assets import copy_assets
@@ -134,17 +138,18 @@ def test_loss_and_gradients_of_packed_documents_are_those_of_each_alone(model):
     check_packed_documents(model, MESH)
 
 
-REMATS = ("nothing", "save_attention", "everything", "every_k")
+REMATS = tuple(POLICIES)
 COVERING = [("gemma2", "ulysses", "zigzag", "save_attention"), ("gemma3_text", "all_gather", "striped", "everything"),
             ("mistral with a window", "ring", "zigzag", "nothing")]
 
 
 def covering():
-    """Of each family six combinations, so that every schedule and layout occurs, and all policies over two families."""
+    """Of each family six combinations, so that every schedule and layout occurs, and every policy of `POLICIES` over two
+    families."""
     chosen = []
     for number, family in enumerate(OF_EACH_FAMILY):
         for index, (schedule, layout) in enumerate(itertools.product(("ring", "ulysses", "all_gather"), ("striped", "zigzag"))):
-            chosen.append((family, schedule, layout, REMATS[(index + number) % len(REMATS)]))
+            chosen.append((family, schedule, layout, REMATS[(index + 6 * number) % len(REMATS)]))
     return chosen
 
 
@@ -153,24 +158,26 @@ def covering():
     for case in dict.fromkeys((*COVERING, *covering()))], indirect=["model"])
 def test_every_schedule_layout_and_policy_serves_every_family(model, schedule, layout, remat):
     period = len(model[2].layer_kinds)
-    every_k = {"every_k": period if period > 1 else 2} if remat == "every_k" else {}
+    every_k = {"every_k": period if period > 1 else 2} if POLICIES[remat].every_k else {}
     if every_k and model[2].num_hidden_layers % every_k["every_k"]:
         remat, every_k = "nothing", {}  # layers in groups must fill them
     check_packed_documents(model, {"sequence": 2}, layout, rows=2, schedule=schedule, remat=remat, **every_k)
 
 
+@pytest.mark.parametrize("shape", [{}, pytest.param(MESH, marks=pytest.mark.slow)], ids=["one device", "mesh"])
 @pytest.mark.parametrize("model", marked(*OF_EACH_FAMILY), indirect=True)
-def test_one_device_gives_the_same_logits(model):
+def test_the_logits_are_transformers(model, shape):
+    """On a mesh, whose ring is striped, too."""
     truth, folder, config = model
     length = 96  # beyond the original length of every RoPE rule
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (2, length), np.int32)
     index = np.broadcast_to(np.arange(length, dtype=np.int32), tokens.shape)
-    own, params = ours(config, folder, {})
-    logits = jax.jit(own.logits)(params, {"tokens": tokens, "index": index, "positions": index,
-                                          "segment_ids": np.ones_like(tokens)})
+    own, params = ours(config, folder, shape)
+    batch, order = permuted({"tokens": tokens, "index": index, "positions": index, "segment_ids": np.ones_like(tokens)}, own)
+    logits = np.asarray(jax.jit(own.logits)(params, batch))
     with torch.no_grad():
-        expected = truth(torch.tensor(tokens)).logits.numpy()
-    assert np.abs(np.asarray(logits) - expected).max() <= 1e-4 * np.abs(expected).max()
+        expected = truth(torch.tensor(tokens)).logits.numpy()[:, order]
+    assert np.abs(logits - expected).max() <= 1e-4 * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("model", marked("mistral with a window"), indirect=True)
@@ -188,16 +195,25 @@ def test_greedy_decoding_is_transformers(model):
 
 @pytest.mark.parametrize("model", marked(*OF_EACH_FAMILY), indirect=True)
 def test_import_then_export_gives_the_same_bytes(model, tmp_path):
-    _, folder, config = model
-    _, params = ours(config, folder, {})
+    """Of one file, and of several with an index; where embeddings are tied, neither has a head."""
+    truth, folder, config = model
+    truth.save_pretrained(tmp_path / "sharded", max_shard_size="100KB")
+    _, params = ours(config, tmp_path / "sharded", {})
     copy_assets(folder, tmp_path / "assets")
-    write_hf(params, config, tmp_path / "assets", tmp_path / "hf")
-    assert LlamaConfig.from_hf(tmp_path / "hf") == config
-    read_again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
-    assert read_again.config.architectures == [FAMILIES[config.family].architecture]
-    theirs, exported = (safetensors.torch.load_file(path / "model.safetensors") for path in (folder, tmp_path / "hf"))
-    assert theirs.keys() == exported.keys()
-    assert all(torch.equal(theirs[name], exported[name]) for name in theirs)
+    theirs = safetensors.torch.load_file(folder / "model.safetensors")
+    assert ("lm_head.weight" in theirs) == (not config.tie_word_embeddings)
+    for name, most in (("whole", 10**9), ("in parts", 100_000)):
+        write_hf(params, config, tmp_path / "assets", tmp_path / name, max_shard_bytes=most)
+        assert LlamaConfig.from_hf(tmp_path / name) == config
+        files = sorted((tmp_path / name).glob("*.safetensors"))
+        assert (len(files) > 1) == (tmp_path / name / "model.safetensors.index.json").exists() == (name == "in parts")
+        exported = {tensor: value for file in files for tensor, value in safetensors.torch.load_file(file).items()}
+        assert theirs.keys() == exported.keys()
+        assert all(theirs[tensor].dtype == value.dtype and torch.equal(theirs[tensor], value)
+                   for tensor, value in exported.items())
+        read_again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        assert read_again.config.architectures == [FAMILIES[config.family].architecture]
+    assert len(list((tmp_path / "sharded").glob("*.safetensors"))) > 1
 
 
 MEMORY = {
@@ -270,6 +286,39 @@ def test_presets_are_configs_of_transformers(family):
         assert ropes.get("full_attention", ropes)["rope_theta"] == config.rope.theta
         assert (ropes["sliding_attention"]["rope_theta"] if config.local_rope else None) == (
             config.local_rope and config.local_rope.theta)
+
+
+# Fields of transformers' configs that name no computation of a model's, and those that a family reads by other names.
+NO_COMPUTATION = {
+    "use_cache", "_name_or_path", "architectures", "chunk_size_feed_forward", "dtype", "id2label", "is_encoder_decoder",
+    "label2id", "model_type", "output_attentions", "output_hidden_states", "problem_type", "return_dict",
+    "transformers_version"}
+READ = {"max_window_layers", "rope_parameters", "original_max_position_embeddings", "no_rope_layer_interval",
+        "_sliding_window_pattern"}
+
+
+def test_a_family_is_as_short_as_the_page_says(repository):
+    files = {path.stem: path for path in (repository / "model/families").glob("*.py")}
+    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in files.items()
+             if name not in ("__init__", "family")}
+    page = (repository / "docs/models.md").read_text(encoding="utf-8")
+    assert f"({min(lines.values())} to {max(lines.values())} lines; dense Qwen3 has {lines['qwen3']})" in page
+    assert lines["qwen3"] < 60
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_field_of_transformers_configs_is_read_or_refused(family):
+    fields = {field.name for field in dataclasses.fields(LlamaConfig)}
+    theirs = set(transformers.AutoConfig.for_model(family).to_dict())
+    assert theirs <= fields | set(NEUTRAL) | NO_COMPUTATION | READ
+
+
+def test_no_family_is_named_outside_its_file(repository):
+    """No file elsewhere compares a family or has its model type in quotes; Llama's is the default."""
+    named = re.compile(rf"""\bfamily (?:==|!=)|["'](?:{"|".join(set(FAMILIES) - {"llama"})})["']""")
+    for path in (path for room in ("model", "trainer", "planning", "data") for path in (repository / room).rglob("*.py")):
+        if path.parent.name != "families":
+            assert not named.findall(path.read_text(encoding="utf-8")), path
 
 
 @pytest.mark.parametrize(("change", "words"), [
