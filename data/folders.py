@@ -103,6 +103,11 @@ def file_hash(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def holds_files(folder: Path) -> bool:
+    """Returns whether a folder is not empty."""
+    return any(folder.iterdir())
+
+
 def sync_tree(folder: Path) -> None:
     """Calls fsync on every file and folder below `folder`, and on itself last."""
     for path in sorted(folder.rglob("*"), reverse=True):
@@ -125,7 +130,7 @@ def building(folder: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        _remove_abandoned(folder.parent)
+        _remove_abandoned(folder)
         scratch = folder.with_name(f".{folder.name}-{secrets.token_hex(4)}")
         scratch.mkdir()
         lock = _locked_file(scratch)
@@ -169,10 +174,11 @@ def _locked_file(scratch: Path) -> TextIO:
     return file
 
 
-def _remove_abandoned(parent: Path) -> None:
-    """Removes the unfinished folders in `parent` whose processes are gone."""
-    for path in parent.iterdir():
-        if _UNFINISHED.fullmatch(path.name):
+def _remove_abandoned(folder: Path) -> None:
+    """Removes unfinished folders beside `folder` whose processes are gone: its own, and those of prepared data."""
+    own = re.compile(rf"\.{re.escape(folder.name)}-[0-9a-f]{{8}}")
+    for path in folder.parent.iterdir():
+        if own.fullmatch(path.name) or _UNFINISHED.fullmatch(path.name):
             with contextlib.suppress(OSError):  # locked by a process at work, or another process was faster
                 if (path / _LOCK).exists():
                     with open(path / _LOCK, "a", encoding="utf-8") as file:

@@ -73,22 +73,26 @@ def main(argv: list[str] | None = None) -> int:
         if not is_adapter and (arguments.merge or arguments.base or arguments.dequantize):
             flag = "merge" if arguments.merge else "base" if arguments.base else "dequantize"
             raise UserError(f"--{flag}: {checkpoint} holds a whole model, without adapters")
+        library = "peft" if is_adapter and not arguments.merge else "transformers"
+
+        def finish(folder: Path) -> None:
+            write_card(checkpoint, config, folder, library=library)
+
         if not is_adapter:
-            write_hf(params, config, checkpoint / "assets", out)
+            write_hf(params, config, checkpoint / "assets", out, finish=finish)
         else:
             adapter, base = peft.read_config(checkpoint / "assets")
             adapter = dataclasses.replace(adapter, quantize=trained_quantization(checkpoint / "assets"))
             config = dataclasses.replace(config, adapter=adapter)
             _check_quantized(adapter.quantize, arguments)
             if not arguments.merge:
-                peft.write_adapter(params, config, arguments.base or base, out)
+                peft.write_adapter(params, config, arguments.base or base, out, finish)
             else:
                 with contextlib.ExitStack() as stack:
                     source = open_adapter(str(checkpoint), arguments.base)
                     stored = source.stored(stack)
                     base_weights = dequantized(stored, config) if arguments.dequantize else stored
-                    write_hf(merged(base_weights, params, config), config, checkpoint / "assets", out)
-        write_card(checkpoint, config, out, library="peft" if is_adapter and not arguments.merge else "transformers")
+                    write_hf(merged(base_weights, params, config), config, checkpoint / "assets", out, finish=finish)
         averaged = ", averaged weights" if arguments.average else ""
         print(f"{arguments.hf_dir}: from {checkpoint}{averaged}; its README.md is a model card, whose licence you fill in")
 

@@ -10,6 +10,7 @@ import argparse
 import collections
 import contextlib
 import datetime
+import functools
 import importlib
 import io
 import json
@@ -48,7 +49,7 @@ CLASSES = {
     "checkpoints": ("saved", 300),
     "prepared": ("saved", 300),
     "commands": ("commands", 100),
-    "kills": ("kills", 100),
+    "kills": ("kills", 25),
 }
 
 
@@ -94,11 +95,22 @@ def deadline(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def attack(name: str, seeds: range, progress: bool = False, longest: int = LONGEST) -> dict:
-    """Runs the cases of a class with these seeds; returns counts, the slowest case's seconds, and what fell with its seed."""
+def attack(name: str, seeds: range, progress: bool = False, longest: int = LONGEST,
+           save: Callable[[range, dict], object] | None = None) -> dict:
+    """Runs the cases of a class with these seeds; returns counts, the slowest case's seconds, and what fell with its seed.
+
+    Args:
+        longest: seconds that a case may take.
+        save: called after each case with the seeds that have been tried and their result.
+    """
     outcomes: collections.Counter[str] = collections.Counter()
     fell: list[dict] = []
     slowest, start = 0.0, time.monotonic()
+
+    def result(tried: int) -> dict:
+        return {"tried": tried, "held": tried - len(fell), "outcomes": dict(outcomes.most_common()), "fell": fell,
+                "slowest": round(slowest, 2), "seconds": round(time.monotonic() - start, 1)}
+
     with tempfile.TemporaryDirectory(prefix="longstripe-attack-") as temporary:
         root = pathlib.Path(temporary)
         (root / "base").mkdir()
@@ -121,10 +133,11 @@ def attack(name: str, seeds: range, progress: bool = False, longest: int = LONGE
                     print(f"seed {seed} fell: {what}", flush=True)
             slowest = max(slowest, time.monotonic() - began)
             shutil.rmtree(folder, ignore_errors=True)
+            if save:
+                save(range(seeds.start, seed + 1), result(seed + 1 - seeds.start))
             if progress and (seed + 1) % 500 == 0:
                 print(f"{name}: {seed + 1 - seeds.start} of {len(seeds)}, {len(fell)} fell", flush=True)
-    return {"tried": len(seeds), "held": len(seeds) - len(fell), "outcomes": dict(outcomes.most_common()), "fell": fell,
-            "slowest": round(slowest, 2), "seconds": round(time.monotonic() - start, 1)}
+    return result(len(seeds))
 
 
 def merge(name: str, seeds: range, result: dict) -> pathlib.Path:
@@ -159,7 +172,8 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"a class is needed: {', '.join(CLASSES)}")
     logging.getLogger("absl").setLevel(logging.ERROR)
     seeds = range(args.seed, args.seed + (args.cases or CLASSES[args.name][1]))
-    result = attack(args.name, seeds, progress=True, longest=LONGER.get(args.name, LONGEST))
+    save = functools.partial(merge, args.name) if args.name in LONGER else None
+    result = attack(args.name, seeds, progress=True, longest=LONGER.get(args.name, LONGEST), save=save)
     path = merge(args.name, seeds, result)
     print(json.dumps({key: value for key, value in result.items() if key != "fell"}, indent=1))
     print(f"{result['held']} of {result['tried']} held; {path}")

@@ -1,64 +1,173 @@
-"""Kills: a run that is killed at random instants, started again each time, ends as one that nobody touched."""
+"""Kills at random instants: a run and its export, started again each time, end as those that nobody touched."""
 
 import json
 import pathlib
-import signal
+import re
 import subprocess
 import time
 
 import numpy as np
 
+from scripts.launch_local import free_port
 from tests import small_run
 from tests.soak.attacks import ROOT, Case, Fell
+from tests.soak.forks import Forked, server
+from trainer.reporting.metrics import MEASURED
 
-STEPS, SAVE_EVERY, EVALUATE_EVERY = 24, 5, 8
-FLAGS = ("--mesh.fsdp", "1", "--mesh.tensor", "1", "--mesh.sequence", "2", "--mesh.simulate", "2", "--train.steps", str(STEPS),
-         "--checkpoint.every", str(SAVE_EVERY), "--train.evaluate_every", str(EVALUATE_EVERY))
+STEPS, SAVE_EVERY, EVALUATE_EVERY = 12, 3, 4
+FLAGS = ("--mesh.fsdp", "1", "--mesh.tensor", "1", "--train.steps", str(STEPS), "--checkpoint.every", str(SAVE_EVERY),
+         "--train.evaluate_every", str(EVALUATE_EVERY), "--attention.kernel", "reference")
+PHASES = ("start", "preparation", "compile", "training", "save", "evaluation", "export")
+# What each kill of a case aims at: a start over everything before the first step, then what follows it.
+AIMS = (("start", "preparation", "compile"), ("compile", "training", "save", "evaluation"), ("training", "save", "evaluation"))
+LONGEST_DELAY = {"start": 1.0, "preparation": 0.05, "compile": 2.0, "training": 0.3, "save": 0.3, "evaluation": 0.03}
+ALONE_SECONDS = 60  # within which a process ends whose neighbour was killed
 
 
 def kills(base: pathlib.Path) -> Case:
-    """Returns the case: one to three kills by SIGKILL, at instants over the whole of an uninterrupted run's time."""
-    recipe = small_run.recipe(base, ROOT)
-    started = time.monotonic()
-    small_run.finish(small_run.start(ROOT, recipe, base / "whole", *FLAGS), base / "whole")
-    seconds = time.monotonic() - started
-    truth = _losses(base / "whole")
+    """Returns the case: three kills of a run with one or two processes, one of its export; all compared with a whole run."""
+    recipe = small_run.recipe(base, ROOT, conversations=24)
+    truths: dict[int, tuple] = {}
+
+    def truth(processes: int) -> tuple:
+        if processes not in truths:
+            run = base / f"run of {processes}"
+            _finish(_start(recipe, run, processes, base, base / "prepared"), base)
+            began = time.monotonic()
+            export = _export(run, base / f"exported of {processes}", base)
+            _finish([export], base)
+            truths[processes] = (_result(run, base), _files(base / f"exported of {processes}"), time.monotonic() - began)
+        return truths[processes]
 
     def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
-        run = folder / "run"
-        flags = (*FLAGS, "--data.prepared", str(folder / "prepared"))
-        count, phases = int(generator.integers(1, 4)), []
-        for _ in range(count):
-            process = small_run.start(ROOT, recipe, run, *flags)
-            try:
-                process.wait(timeout=float(generator.uniform(0, seconds)))
-                break
-            except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGKILL)
-                process.wait(timeout=60)
-                phases.append(_phase(run))
-        small_run.finish(small_run.start(ROOT, recipe, run, *flags), run)
-        if (losses := _losses(run)) != truth:
-            first = next((step for step in truth if losses.get(step) != truth[step]), None)
-            raise Fell(f"killed {phases}: other losses from step {first} on, or {len(losses)} rows in place of {len(truth)}")
-        if leftovers := [path.name for path in (run / "checkpoints").iterdir() if path.name.endswith(".tmp")]:
-            raise Fell(f"left {leftovers}")
-        return f"killed {', then '.join(phases)}" if phases else "ended before it was killed"
+        processes = int(generator.choice([1, 1, 2]))
+        expected, exported, export_seconds = truth(processes)
+        run, prepared = folder / "run", folder / "prepared"
+        killed = []
+        for aims in AIMS:
+            aim, step = str(generator.choice(aims)), int(generator.integers(1, STEPS))
+            delay = float(generator.uniform(0, LONGEST_DELAY[aim]))
+            dies = int(generator.integers(-1, processes))  # -1: all of them
+            started = _start(recipe, run, processes, folder, prepared)
+            if _wait_for(aim, step, started, folder):
+                time.sleep(delay)
+            if any(process.poll() is not None for process in started):
+                continue
+            for process in started if dies < 0 else [started[dies]]:
+                process.kill()
+            phase = _phase(run, folder)
+            for number, process in enumerate(started):
+                try:
+                    code = process.wait(ALONE_SECONDS)
+                except subprocess.TimeoutExpired:
+                    raise Fell(f"process {number} had not ended after {ALONE_SECONDS} s, killed in {phase}") from None
+                if code == 1:
+                    raise Fell(f"process {number} ended with 1: {_log(folder)[-400:]}")
+            killed.append(phase)
+        _finish(_start(recipe, run, processes, folder, prepared), folder)
+        if (found := _result(run, folder)) != expected:
+            difference = next(name for name in expected if expected[name] != found[name])
+            raise Fell(f"killed in {killed}: another {difference}: {str(found[difference])[:200]}")
+        leftovers = [path.name for parent in (run / "checkpoints", prepared) for path in parent.iterdir()
+                     if path.name.endswith(".tmp") or path.name.startswith(".")]
+        export, out = _export(run, folder / "exported", folder), folder / "exported"
+        time.sleep(float(generator.uniform(0, export_seconds)))
+        if export.poll() is None:
+            export.kill()
+            export.wait(ALONE_SECONDS)
+            killed.append("export")
+        if not (out / "README.md").exists():
+            _finish([_export(run, out, folder)], folder)
+        if _files(out) != exported:
+            raise Fell("another export")
+        leftovers += [path.name for path in folder.iterdir() if "exported" in path.name and path != out]
+        if leftovers:
+            raise Fell(f"killed in {killed}: left {leftovers}")
+        return f"{processes} processes, killed in {', '.join(killed) or 'nothing'}"
 
     return case
 
 
-def _losses(run: pathlib.Path) -> dict[int, tuple]:
-    """Returns what a run logged of each step but times: equal to the bit, or it is another run."""
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return {row["step"]: (row["loss_nats_per_target"], row["grad_norm"], row["target_tokens"]) for row in rows}
+def count(outcomes: dict[str, int]) -> dict[str, int]:
+    """Returns how often cases with these outcomes were killed in each phase."""
+    return {phase: sum(number * outcome.count(phase) for outcome, number in outcomes.items()) for phase in PHASES}
 
 
-def _phase(run: pathlib.Path) -> str:
-    """Returns how far a run came, by its files."""
-    if not run.exists():
-        return "at the start"
-    steps = small_run.steps_logged(run) if (run / "metrics.jsonl").exists() else 0
-    if not steps:
-        return "before the first step"
-    return "in training" if steps < STEPS else "at the end"
+def _start(recipe: pathlib.Path, run: pathlib.Path, processes: int, folder: pathlib.Path, prepared: pathlib.Path
+           ) -> list[Forked]:
+    """Starts the run, with a log of its own in `folder`, and a compilation cache that all cases share."""
+    flags = ["--config", recipe, "--run_dir", run, *FLAGS, "--mesh.sequence", processes, "--mesh.simulate", processes,
+             "--data.prepared", prepared, "--compile_cache", recipe.parent / "xla"]
+    (folder / "log").write_text("")
+    port = free_port()
+    cluster = [["--distributed.coordinator", f"127.0.0.1:{port}", "--distributed.process_id", number,
+                "--distributed.num_processes", processes] if processes > 1 else [] for number in range(processes)]
+    return [server().start("train", [*flags, *own], folder / "log") for own in cluster]
+
+
+def _export(run: pathlib.Path, out: pathlib.Path, folder: pathlib.Path) -> Forked:
+    return server().start("scripts.export_hf", [run, out], folder / "log")
+
+
+def _finish(processes: list[Forked], folder: pathlib.Path) -> None:
+    """Waits until all have ended. Raises Fell unless all have succeeded."""
+    for process in processes:
+        if code := process.wait(600):
+            raise Fell(f"ended with {code}: {_log(folder)[-600:]}")
+
+
+def _log(folder: pathlib.Path) -> str:
+    return (folder / "log").read_text(encoding="utf-8")
+
+
+def _result(run: pathlib.Path, folder: pathlib.Path) -> dict[str, object]:
+    """Returns what a run has logged, but for times and memory, and a hash of its last checkpoint."""
+    rows = {name: [{key: value for key, value in row.items() if key not in MEASURED}
+                   for row in small_run.rows(run / f"{name}.jsonl")] for name in ("metrics", "held_out")}
+    (folder / "digest").unlink(missing_ok=True)
+    if server().run("tests.soak.digest", [run], folder / "digest"):
+        raise Fell(f"its last checkpoint: {(folder / 'digest').read_text()[-400:]}")
+    return {**rows, "checkpoint": (folder / "digest").read_text().split()[:2]}
+
+
+def _files(folder: pathlib.Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir()) if path.name != "README.md"}
+
+
+def _wait_for(aim: str, step: int, processes: list[Forked], folder: pathlib.Path) -> bool:
+    """Waits for the first sign of a phase, at a step or after it; returns False where the run has ended before."""
+    run, prepared = folder / "run", folder / "prepared"
+
+    def seen() -> bool:
+        logged = small_run.steps_logged(run)
+        if aim == "start":
+            return True
+        if aim == "preparation":
+            return any(prepared.glob(".*")) or "compiling" in _log(folder)
+        if aim == "compile":
+            return "compiling" in _log(folder)
+        if aim == "training":
+            return logged >= step
+        if aim == "evaluation":
+            return logged >= step and logged % EVALUATE_EVERY == 0
+        return logged >= step and any((run / "checkpoints").glob("*.tmp"))
+
+    while not seen():
+        if any(process.poll() is not None for process in processes):
+            return False
+        time.sleep(0.003)
+    return True
+
+
+def _phase(run: pathlib.Path, folder: pathlib.Path) -> str:
+    """Returns the phase that a run was killed in, by its files and the log of its last start."""
+    log, logged = _log(folder), small_run.steps_logged(run)
+    if any((run / "checkpoints").glob("*.tmp")):
+        return "save"
+    if "compiling" not in log:
+        return "preparation" if any((folder / "prepared").glob(".*")) else "start"
+    if not re.search(r"^step \d+/", log, re.MULTILINE):
+        return "compile"
+    held_out = run / "held_out.jsonl"
+    last = json.loads(held_out.read_bytes().splitlines()[-1])["step"] if held_out.stat().st_size else -1
+    return "evaluation" if logged % EVALUATE_EVERY == 0 and last < logged else "training"

@@ -4,7 +4,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from data.folders import building, holds_files
 from data.paths import new_folder
 from model.adapter import ATTENTION, PARTS, PROJECTIONS, AdapterConfig
 from model.checks import require_int, require_number
@@ -59,26 +60,31 @@ def write_config(adapter: AdapterConfig, base: str, folder: Path) -> None:
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def write_adapter(params: Mapping[str, Any], config: LlamaConfig, base: str, out: str | Path) -> None:
-    """Writes an adapter as a folder that peft loads.
+def write_adapter(params: Mapping[str, Any], config: LlamaConfig, base: str, out: str | Path,
+                  finish: Callable[[Path], None] | None = None) -> None:
+    """Writes an adapter as a folder that peft loads; `out` appears whole or not at all.
 
     Args:
       params: the trained parameters by name: arrays, or arrays on disk that are read when sliced.
       config: of the model with its adapters.
       base: the path or the name of the model that it belongs to.
+      finish: called with the folder before it becomes `out`, to add files.
 
     Raises:
-      UserError: `out` is not empty.
+      UserError: `out` is not empty, or cannot be written.
     """
     out = new_folder(out)
     assert config.adapter is not None
-    write_config(config.adapter, base, out)
     tensors = {}
     for entry in adapter_layout(config):
         value = np.asarray(params[entry.name])[tuple(map(slice, entry.shape))]
         for i, name in enumerate(entry.hf_names()):
             tensors[name] = np.ascontiguousarray(entry.to_hf(value if entry.layers is None else value[i]))
-    save_file(tensors, out / WEIGHTS, metadata={"format": "pt"})
+    with building(out, holds_files) as scratch:
+        write_config(config.adapter, base, scratch)
+        save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
+        if finish:
+            finish(scratch)
 
 
 def read_config(folder: str | Path) -> tuple[AdapterConfig, str]:

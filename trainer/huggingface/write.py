@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import jax
 import ml_dtypes
 import numpy as np
 
-from data.folders import sync, sync_tree
+from data.folders import building, holds_files
 from data.paths import new_folder
 from model.attention import Mask
 from model.config import LlamaConfig
@@ -27,21 +26,21 @@ from .table import DTYPES, HFEntry, check_params, hf_layout
 
 def write_hf(
     params: Mapping[str, Any], config: LlamaConfig, assets: str | Path, out: str | Path, *,
-    max_shard_bytes: int = 5 * 10**9,
+    max_shard_bytes: int = 5 * 10**9, finish: Callable[[Path], None] | None = None,
 ) -> None:
     """Writes a Hugging Face folder that transformers loads: weights, config, generation config, tokenizer, template.
 
-    Tensors are written without padding, in the source dtype that `assets` records. The folder is written beside `out` and
-    renamed at the end, so that `out` is always whole. A warning names a window and global tokens, which a LLaMA's config
-    cannot express.
+    Tensors are written without padding, in the source dtype that `assets` records. `out` appears whole or not at all. A warning
+    names a window and global tokens, which a LLaMA's config cannot express.
 
     Args:
       params: our flat dictionary of jax or numpy arrays, or arrays that are read from disk when sliced, of any float dtype.
       assets: a checkpoint's folder of plain files.
       max_shard_bytes: weights above this size are split into several files with an index.
+      finish: called with the folder before it becomes `out`, to add files.
 
     Raises:
-      UserError: `out` is not empty.
+      UserError: `out` is not empty, or cannot be written.
       ValueError: `params` are not those of `config`'s model.
     """
     assets, out = Path(assets), new_folder(out)
@@ -52,10 +51,7 @@ def write_hf(
         warnings.warn(f"{out}: trained with attention.window = {mask.window} and attention.global_tokens = "
                       f"{mask.global_tokens}, which a LLaMA's config.json cannot say: transformers will attend to all earlier "
                       "tokens; the checkpoint itself keeps them", stacklevel=2)
-    scratch = out.parent / f"{out.name}.tmp-{os.getpid()}"
-    shutil.rmtree(scratch, ignore_errors=True)
-    scratch.mkdir(parents=True)
-    try:
+    with building(out, holds_files) as scratch:
         _write_weights(params, layout, common, exceptions, scratch, max_shard_bytes)
         for name in ASSET_FILES:
             if (assets / name).is_file():
@@ -67,13 +63,8 @@ def write_hf(
                    "eos_token_id": config.to_hf()["eos_token_id"]}
             _write_json(scratch / "generation_config.json",
                         {"_from_model_config": True, **{key: value for key, value in ids.items() if value is not None}})
-        if out.exists():
-            out.rmdir()
-        sync_tree(scratch)
-        scratch.rename(out)
-        sync(out.parent)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        if finish:
+            finish(scratch)
 
 
 def _write_weights(

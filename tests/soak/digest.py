@@ -1,0 +1,38 @@
+"""Prints one hash of everything that the last checkpoint of a run holds: python -m tests.soak.digest RUN."""
+
+import hashlib
+import json
+import sys
+
+import numpy as np
+
+from trainer.checkpoint.store import CheckpointStore, stored_arrays, verify
+
+# What a checkpoint records of time, which no two runs share.
+TIMES = ("wall_seconds",)
+
+
+def digest(run: str) -> str:
+    """Returns the step and the hash of names, shapes and bytes of all arrays and of the data of a run's last checkpoint."""
+    store = CheckpointStore(run)
+    step = store.steps()[-1]
+    path = store.path(step)
+    verify(path)
+    total = hashlib.sha256()
+    for item in ("model", "optimizer"):
+        for name, array in sorted(stored_arrays(path, item, verified=True).items()):
+            value = np.asarray(array)
+            total.update(f"{item} {name} {value.dtype} {value.shape}".encode() + value.tobytes())
+    data = json.loads((path / "data" / "data.json").read_text(encoding="utf-8"))
+    total.update(json.dumps({name: value for name, value in data.items() if name not in TIMES}, sort_keys=True).encode())
+    return f"{step} {total.hexdigest()}"
+
+
+def main(arguments: list[str]) -> int:
+    """Prints the digest of a run's last checkpoint."""
+    print(digest(arguments[0]))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
