@@ -36,7 +36,7 @@ def kills(base: pathlib.Path) -> Case:
             began = time.monotonic()
             export = _export(run, base / f"exported of {processes}", base)
             _finish([export], base)
-            truths[processes] = (_result(run, base), _files(base / f"exported of {processes}"), time.monotonic() - began)
+            truths[processes] = (run_result(run, base), _files(base / f"exported of {processes}"), time.monotonic() - began)
         return truths[processes]
 
     def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
@@ -65,7 +65,7 @@ def kills(base: pathlib.Path) -> Case:
                     raise Fell(f"process {number} ended with 1: {_log(folder)[-400:]}")
             killed.append(phase)
         _finish(_start(recipe, run, processes, folder, prepared), folder)
-        if (found := _result(run, folder)) != expected:
+        if (found := run_result(run, folder)) != expected:
             difference = next(name for name in expected if expected[name] != found[name])
             raise Fell(f"killed in {killed}: another {difference}: {str(found[difference])[:200]}")
         leftovers = [path.name for parent in (run / "checkpoints", prepared) for path in parent.iterdir()
@@ -120,7 +120,7 @@ def _log(folder: pathlib.Path) -> str:
     return (folder / "log").read_text(encoding="utf-8")
 
 
-def _result(run: pathlib.Path, folder: pathlib.Path) -> dict[str, object]:
+def run_result(run: pathlib.Path, folder: pathlib.Path) -> dict[str, object]:
     """Returns what a run has logged, but for times and memory, and a hash of its last checkpoint."""
     rows = {name: [{key: value for key, value in row.items() if key not in MEASURED}
                    for row in small_run.rows(run / f"{name}.jsonl")] for name in ("metrics", "held_out")}

@@ -18,6 +18,7 @@ ABOUT = {
     "checkpoints": "a file of a checkpoint: removed, emptied, halved, a bit, a folder",
     "prepared": "a file of prepared data: the same",
     "commands": "import, export, prepare, inspect, line retrieval: a file damaged",
+    "disk": "a disk that fills up at a random place, then has room: the same result",
     "kills": "a run killed up to three times, then continued: bitwise",
 }
 DEPENDS_ON = ("tests/soak/*.py", "data/*.py", "trainer/**/*.py", "eval/line_cases.py")
