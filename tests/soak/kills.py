@@ -32,10 +32,10 @@ def kills(base: pathlib.Path) -> Case:
     def truth(processes: int) -> tuple:
         if processes not in truths:
             run = base / f"run of {processes}"
-            _finish(_start(recipe, run, processes, base, base / "prepared"), base)
+            finish(start(recipe, run, processes, base, base / "prepared"), base)
             began = time.monotonic()
             export = _export(run, base / f"exported of {processes}", base)
-            _finish([export], base)
+            finish([export], base)
             truths[processes] = (run_result(run, base), _files(base / f"exported of {processes}"), time.monotonic() - began)
         return truths[processes]
 
@@ -48,7 +48,7 @@ def kills(base: pathlib.Path) -> Case:
             aim, step = str(generator.choice(aims)), int(generator.integers(1, STEPS))
             delay = float(generator.uniform(0, LONGEST_DELAY[aim]))
             dies = int(generator.integers(-1, processes))  # -1: all of them
-            started = _start(recipe, run, processes, folder, prepared)
+            started = start(recipe, run, processes, folder, prepared)
             if _wait_for(aim, step, started, folder):
                 time.sleep(delay)
             if any(process.poll() is not None for process in started):
@@ -64,7 +64,7 @@ def kills(base: pathlib.Path) -> Case:
                 if code == 1:
                     raise Fell(f"process {number} ended with 1: {_log(folder)[-400:]}")
             killed.append(phase)
-        _finish(_start(recipe, run, processes, folder, prepared), folder)
+        finish(start(recipe, run, processes, folder, prepared), folder)
         if (found := run_result(run, folder)) != expected:
             difference = next(name for name in expected if expected[name] != found[name])
             raise Fell(f"killed in {killed}: another {difference}: {str(found[difference])[:200]}")
@@ -77,7 +77,7 @@ def kills(base: pathlib.Path) -> Case:
             export.wait(ALONE_SECONDS)
             killed.append("export")
         if not (out / "README.md").exists():
-            _finish([_export(run, out, folder)], folder)
+            finish([_export(run, out, folder)], folder)
         if _files(out) != exported:
             raise Fell("another export")
         leftovers += [path.name for path in folder.iterdir() if "exported" in path.name and path != out]
@@ -93,7 +93,7 @@ def count(outcomes: dict[str, int]) -> dict[str, int]:
     return {phase: sum(number * outcome.count(phase) for outcome, number in outcomes.items()) for phase in PHASES}
 
 
-def _start(recipe: pathlib.Path, run: pathlib.Path, processes: int, folder: pathlib.Path, prepared: pathlib.Path
+def start(recipe: pathlib.Path, run: pathlib.Path, processes: int, folder: pathlib.Path, prepared: pathlib.Path
            ) -> list[Forked]:
     """Starts the run, with a log of its own in `folder`, and a compilation cache that all cases share."""
     flags = ["--config", recipe, "--run_dir", run, *FLAGS, "--mesh.sequence", processes, "--mesh.simulate", processes,
@@ -109,7 +109,7 @@ def _export(run: pathlib.Path, out: pathlib.Path, folder: pathlib.Path) -> Forke
     return server().start("scripts.export_hf", [run, out], folder / "log")
 
 
-def _finish(processes: list[Forked], folder: pathlib.Path) -> None:
+def finish(processes: list[Forked], folder: pathlib.Path) -> None:
     """Waits until all have ended. Raises Fell unless all have succeeded."""
     for process in processes:
         if code := process.wait(600):

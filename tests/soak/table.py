@@ -19,6 +19,7 @@ ABOUT = {
     "prepared": "a file of prepared data: the same",
     "commands": "import, export, prepare, inspect, line retrieval: a file damaged",
     "disk": "a disk that fills up at a random place, then has room: the same result",
+    "races": "two starts of one run that race, or of which one stands still: bitwise",
     "kills": "a run killed up to three times, then continued: bitwise",
 }
 DEPENDS_ON = ("tests/soak/*.py", "data/*.py", "trainer/**/*.py", "eval/line_cases.py")
