@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("after", metavar="AFTER", type=Path, help="folder that the same evaluation of the second one wrote")
     parser.add_argument("--output", type=Path, metavar="FILE", help="also write the table to this file, as JSON")
     args = parser.parse_args(argv)
-    return entry.run(lambda: compare(args))
+    return entry.run(lambda: compare(args), args.output)
 
 
 if __name__ == "__main__":

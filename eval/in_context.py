@@ -292,7 +292,7 @@ def record(agent: Agent, environments: list[Any], target: float, decisions: int,
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     args = parse(argv)
-    return entry.run(lambda: evaluate(args))
+    return entry.run(lambda: evaluate(args), args.output)
 
 
 if __name__ == "__main__":

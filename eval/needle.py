@@ -94,7 +94,7 @@ def evaluate(args: argparse.Namespace) -> list[suite.Result]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     args = parse(argv)
-    return entry.run(lambda: evaluate(args))
+    return entry.run(lambda: evaluate(args), args.output)
 
 
 if __name__ == "__main__":

@@ -368,7 +368,7 @@ def write(args: argparse.Namespace) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     args = parse(argv)
-    return entry.run(lambda: write(args))
+    return entry.run(lambda: write(args), args.output)
 
 
 if __name__ == "__main__":

@@ -319,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=entry.at_least_one, default=2, help="processes (default 2)")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args(argv)
-    return entry.run(lambda: run(args))
+    return entry.run(lambda: run(args), args.output)
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--address", default=ADDRESS, help="of the archives or a copy of them; {domain}/{algorithm}.zip is "
                         "appended (default %(default)s)")
     args = parser.parse_args(argv)
-    return entry.run(lambda: run(args))
+    return entry.run(lambda: run(args), args.output)
 
 
 if __name__ == "__main__":

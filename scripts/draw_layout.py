@@ -127,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         draw(output_file(args.output))
         print(args.output)
 
-    return entry.run(draw_and_print)
+    return entry.run(draw_and_print, args.output)
 
 
 if __name__ == "__main__":

@@ -126,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--plot", metavar="FILE.png", help="draw a histogram of the returns of each algorithm")
     parser.add_argument("--json", metavar="FILE.json", help="write the numbers, every return and all files that are left out")
     args = parser.parse_args(argv)
-    return entry.run(lambda: inspect(args))
+    return entry.run(lambda: inspect(args), args.json)
 
 
 if __name__ == "__main__":

@@ -238,7 +238,7 @@ def run(args: argparse.Namespace, flags: list[str]) -> dict[str, list[dict]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     args, flags = parse(argv)
-    return entry.run(lambda: run(args, flags))
+    return entry.run(lambda: run(args, flags), args.output)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import functools
 import logging
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from data.errors import UserError
+from data.folders import named_errors
 
 MAX_MESSAGE = 4000  # characters of an error; the values of a recipe that it names may be of any size
 
@@ -118,8 +120,12 @@ def printable(text: str) -> str:
     return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
 
 
-def run(work: Callable[[], object]) -> int:
+def run(work: Callable[[], object], output: str | Path | None = None) -> int:
     """Runs a command's work and returns its exit code.
+
+    Args:
+      work: raises an error that the user can mend, or another one.
+      output: the file or folder that the command writes, by which an error of a full disk that names no file is named.
 
     It is 0 for success, 2 with one line on standard error for an error that the user can mend, 130 after Ctrl-C, and 143 after
     SIGTERM. LONGSTRIPE_TRACEBACK=1 raises the errors that would be one line.
@@ -133,7 +139,8 @@ def run(work: Callable[[], object]) -> int:
     for library in ("absl", "asyncio"):
         logging.getLogger(library).addFilter(_without_traceback)
     try:
-        work()
+        with contextlib.nullcontext() if output is None else named_errors(Path(output)):
+            work()
     except Preempted as notice:
         print(notice, file=sys.stderr)
         return notice.exit_code

@@ -1,4 +1,6 @@
 """What every command does around its work: where compiled programs are kept, and what is said when memory runs out."""
+import errno
+import importlib
 import os
 import subprocess
 import sys
@@ -91,3 +93,27 @@ def test_ctrl_c_within_a_library_that_raises_another_error_stops_the_command(cap
             raise ImportError("initialization failed") from interrupt
 
     assert (entry.run(work), *capsys.readouterr()) == (130, "", "stopped\n")
+
+
+def test_a_full_disk_is_named_by_the_commands_output(tmp_path, capsys):
+    """Python's error for a full disk in the middle of a file names no file."""
+    def work():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    assert entry.run(work, tmp_path / "out") == 2
+    assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'out'}: No space left on device; with more room")
+
+
+@pytest.mark.parametrize("name, arguments", [
+    ("line_retrieval", ["--lines", "4"]), ("needle", ["--tokens", "64"]), ("ruler", ["--tokens", "64"]),
+    ("coreference", ["--tokens", "64"]), ("in_context", []), ("harness", ["--tasks", "x"]),
+])
+def test_every_evaluation_names_its_output(name, arguments, tmp_path, monkeypatch, capsys):
+    module = importlib.import_module(f"eval.{name}")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(module, "evaluate", full)
+    assert module.main(["--checkpoint", "x", "--output", str(tmp_path / "out"), *arguments]) == 2
+    assert str(tmp_path / "out") in capsys.readouterr().err
