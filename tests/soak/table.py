@@ -4,7 +4,7 @@ import json
 import pathlib
 
 from scripts.benchmarks.results import ROOT, measured, row, save
-from tests.soak.attacks import CLASSES
+from tests.soak.attacks import CLASSES, LONGER, LONGEST
 
 PAGE = ROOT / "docs" / "robustness.md"
 BEGIN, END = "<!-- table: python -m tests.soak.attacks --record -->", "<!-- end of table -->"
@@ -20,7 +20,7 @@ ABOUT = {
     "commands": "import, export, prepare, inspect, line retrieval: a file damaged",
     "disk": "a disk that fills up at a random place, then has room: the same result",
     "races": "two starts of one run that race, or of which one stands still: bitwise",
-    "kills": "a run killed up to three times, then continued: bitwise",
+    "kills": "a run killed three times and its export once, with one process or two: bitwise",
 }
 DEPENDS_ON = ("tests/soak/*.py", "data/*.py", "trainer/**/*.py", "eval/line_cases.py")
 
@@ -34,7 +34,7 @@ def record(folder: pathlib.Path) -> None:
         tried, held = (sum(part[key] for part in parts) for key in ("tried", "held"))
         if not tried:
             continue
-        rows[name] = row(ABOUT[name], f"{held:,} of {tried:,}", "all, each within 60 s", held == tried)
+        rows[name] = row(ABOUT[name], f"{held:,} of {tried:,}", f"all, each within {LONGER.get(name, LONGEST)} s", held == tried)
         lines.append(f"| {ABOUT[name]} | {tried:,} | {held:,} | {max(part['slowest'] for part in parts):.1f} |")
     save("robustness", measured("Attacks on what users and machines get wrong", rows, "python -m tests.soak.attacks CLASS",
                                 DEPENDS_ON, note="docs/robustness.md"))

@@ -9,13 +9,20 @@ from tests.soak import attacks, folders, records, saved
 from tests.soak.attacks import Fell, attack, merge, refusal
 from trainer.checkpoint.store import restore
 
-QUICK = [name for name in attacks.CLASSES if name not in ("commands", "kills")]
+QUICK = [name for name in attacks.CLASSES if name not in (*attacks.LONGER, "commands")]
 
 
 @pytest.mark.parametrize("name", QUICK)
 def test_a_few_of_every_class_hold(name):
     result = attack(name, range(10**6, 10**6 + 12))
     assert result["fell"] == [] and result["held"] == result["tried"] == 12 == sum(result["outcomes"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", attacks.LONGER)
+def test_one_of_every_longer_class_holds(name):
+    result = attack(name, range(10**6, 10**6 + 1), longest=attacks.LONGER[name])
+    assert result["fell"] == [] and result["held"] == 1
 
 
 def lose_the_first(source, report, *rest):
