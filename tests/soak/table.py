@@ -34,7 +34,8 @@ def record(folder: pathlib.Path) -> None:
         tried, held = (sum(part[key] for part in parts) for key in ("tried", "held"))
         if not tried:
             continue
-        rows[name] = row(ABOUT[name], f"{held:,} of {tried:,}", f"all, each within {LONGER.get(name, LONGEST)} s", held == tried)
+        goal = f"all, each within {LONGER.get(name, LONGEST)} s"
+        rows[name] = row(ABOUT[name], f"{held:,} of {tried:,}", goal, held == tried)
         lines.append(f"| {ABOUT[name]} | {tried:,} | {held:,} | {max(part['slowest'] for part in parts):.1f} |")
     save("robustness", measured("Attacks on what users and machines get wrong", rows, "python -m tests.soak.attacks CLASS",
                                 DEPENDS_ON, note="docs/robustness.md"))
