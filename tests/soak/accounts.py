@@ -1,0 +1,101 @@
+"""Another user of shared data, models and runs, who may read them at most: a command works, or says in one line what to do."""
+
+import os
+import pathlib
+import shutil
+
+import numpy as np
+
+from eval import line_cases
+from tests import small_model, small_run
+from tests.soak.attacks import ROOT, Case, Fell
+from tests.soak.forks import server
+from tests.soak.kills import FLAGS, finish, run_result, start
+
+NOBODY = 65534
+ONE_DEVICE = ("--mesh.sequence", "1", "--mesh.simulate", "1")
+
+
+def accounts(base: pathlib.Path) -> Case:
+    """Returns the case: a command of an unprivileged user; one file may be closed to them. Needs root, and a Python and a
+    checkout that other users may read."""
+    os.chmod(base.parent, 0o755)
+    shared = base / "shared"
+    shared.mkdir()
+    recipe, model = small_run.recipe(shared, ROOT, conversations=24), small_model.write(shared)
+    line_cases.write(line_cases.generate(4, 2, key_style="short"), shared / "cases.jsonl")
+    finish(start(recipe, shared / "run", 1, base, shared / "prepared"), base)
+    if server().run("scripts.import_hf", [model, shared / "imported"], base / "log"):
+        raise Fell((base / "log").read_text()[-500:])
+    shutil.rmtree(shared / "xla")
+    truth = run_result(shared / "run", base)
+    train = ["--config", recipe, *FLAGS, *ONE_DEVICE, "--data.prepared", shared / "prepared"]
+    retrieval = ["--cases", shared / "cases.jsonl", "--max-new-tokens", "2", "--compute-dtype", "float32"]
+    _for_others(shared)
+    # Name -> module, arguments (MINE is a folder of the user's own), and whether it has to work when all may be read.
+    mine = "MINE"
+    commands = {
+        "train on shared data": ("train", [*train, "--run_dir", f"{mine}/run"], True),
+        "train without a home": ("train", [*train, "--run_dir", f"{mine}/run"], True),
+        "train a shared model": ("train", [*train, "--model.path", model, "--model.overrides", "{}", "--run_dir",
+                                           f"{mine}/run"], True),
+        "continue a shared run": ("train", [*train, "--run_dir", shared / "run"], False),
+        "lengthen a shared run": ("train", [*train, "--run_dir", shared / "run", "--train.log_every", "2"], False),
+        "prepare what is there": ("scripts.prepare", train, True),
+        "prepare other data": ("scripts.prepare", [*train, "--data.context_length", "64"], False),
+        "export a shared run": ("scripts.export_hf", [shared / "run", f"{mine}/exported"], True),
+        "export into shared": ("scripts.export_hf", [shared / "run", shared / "exported"], False),
+        "import a shared model": ("scripts.import_hf", [model, f"{mine}/imported"], True),
+        "import into shared": ("scripts.import_hf", [model, shared / "new"], False),
+        "evaluate a shared model": ("eval.line_retrieval", ["--checkpoint", model, "--output", f"{mine}/out",
+                                                            *retrieval], True),
+        "evaluate a shared run": ("eval.line_retrieval", ["--checkpoint", shared / "run", "--output", f"{mine}/out",
+                                                          *retrieval], True),
+        "evaluate into shared": ("eval.line_retrieval", ["--checkpoint", model, "--output", shared / "out", *retrieval], False),
+    }
+    files = sorted(path for path in shared.rglob("*") if path != shared / "log")
+
+    def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
+        name = list(commands)[generator.integers(len(commands))]
+        module, arguments, works = commands[name]
+        own, log = folder / "own", folder / "log"
+        own.mkdir()
+        os.chown(own, NOBODY, NOBODY)
+        arguments = [str(argument).replace(mine, str(own)) for argument in arguments]
+        home = "/nonexistent" if name == "train without a home" else str(own)
+        closed = files[generator.integers(len(files))] if generator.random() < 0.5 else None
+        if closed:
+            mode = closed.stat().st_mode
+            os.chmod(closed, 0o700 if closed.is_dir() else 0o600)
+        before = _listing(shared)
+        try:
+            code = server().run(module, arguments, log, uid=NOBODY, environment={"HOME": home})
+        finally:
+            if closed:
+                os.chmod(closed, mode)
+        said = log.read_text(encoding="utf-8")
+        errors = [line for line in said.splitlines() if line.startswith("error: ")]
+        about = f"{name}, {f'{closed.relative_to(shared)} closed' if closed else 'all to be read'}"
+        if "Traceback" in said or code not in (0, 2) or (code == 2) != (len(errors) == 1):
+            raise Fell(f"{about}: ended with {code}: {said[-600:]}")
+        if errors and str(shared) not in errors[0]:
+            raise Fell(f"{about}: names nothing shared: {errors[0][:400]}")
+        if works and code and not closed:
+            raise Fell(f"{about}: {errors[0][:400]}")
+        if code == 0 and name in ("train on shared data", "train without a home") and run_result(own / "run", folder) != truth:
+            raise Fell(f"{about}: another result")
+        if _listing(shared) != before:
+            raise Fell(f"{about}: something shared has changed")
+        return f"{name}: {'works' if code == 0 else 'one line'}{', a file closed' if closed else ''}"
+
+    return case
+
+
+def _for_others(folder: pathlib.Path) -> None:
+    """Lets others read, and not write."""
+    for path in [folder, *folder.rglob("*")]:
+        os.chmod(path, 0o755 if path.is_dir() else 0o644)
+
+
+def _listing(folder: pathlib.Path) -> list[tuple]:
+    return sorted((str(path), path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*"))
