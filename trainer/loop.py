@@ -32,9 +32,10 @@ from .reporting.metrics import Meter, MetricsLog
 from .reporting.profiling import Profiler
 from .run.cluster import barrier, first_then_others, join
 from .run.directory import RunDirectory, check_run, open_run
-from .run.lock import held
 from .run.preemption import Preempted, notices
 from .step import StepBuilder, StepMetrics
+
+LONG_WAIT = 1.0  # seconds that a save waits for the one before until the log says so
 
 
 def train(config: RunConfig, make_objective: Callable[[RunConfig, Mesh], Objective],
@@ -67,11 +68,7 @@ def train(config: RunConfig, make_objective: Callable[[RunConfig, Mesh], Objecti
         training.compile()
 
         def open_and_lock(message: str | None) -> RunDirectory:
-            first = message is None
-            run = open_run(config, write=first)
-            if first:
-                lock.enter_context(held(run.lock))
-            return run
+            return open_run(config, write=message is None, lock=lock)
 
         # The folder is claimed only now: if the data, the model or the step is refused, another attempt may use it.
         with named_errors(folder):
@@ -317,13 +314,13 @@ class _Training:
         self.evaluated = not due
         if notice and self.step < self.config.train.steps:
             # There may be no time for evaluations: the next start begins with them.
-            self._save(run)
+            self._save(run, log)
             self.store.wait()
             raise Preempted(notice, self.store.path(self.step))
         with self.meter.paused():
             is_best = self._evaluate(due, log)
             if is_best or self.best.exhausted or self._due(self.config.checkpoint.every):
-                self._save(run)
+                self._save(run, log)
 
     def _due_evaluations(self) -> list[Evaluation]:
         return [evaluation for evaluation in self.evaluations if self._due(evaluation.every)]
@@ -346,10 +343,14 @@ class _Training:
             return False
         return self.best.update(self.step, measured)
 
-    def _save(self, run: RunDirectory) -> None:
+    def _save(self, run: RunDirectory, log: MetricsLog) -> None:
         """Starts to save a checkpoint of this step."""
         frozen = {} if self.builder.saves_trainable_only else self.frozen
+        start = time.monotonic()
         self.store.wait()  # the save before may still be removing old checkpoints
+        if (seconds := time.monotonic() - start) >= LONG_WAIT:
+            log.say(f"step {self.step}: waited {seconds:.1f} s until the checkpoint before was written; with a higher "
+                    "checkpoint.every or a faster store it would not")
         self.store.protected = self.best.step
         self.store.save(self.step, model={**self.trainable, **frozen}, optimizer=self.optimizer_state,
                         data={"step": self.step, **self._fingerprints, "evaluated": self.evaluated,

@@ -38,7 +38,7 @@ def accounts(base: pathlib.Path) -> Case:
         "train on shared data": ("train", [*train, "--run_dir", f"{mine}/run"], True),
         "train without a home": ("train", [*train, "--run_dir", f"{mine}/run"], True),
         "train a shared model": ("train", [*train, "--model.path", model, "--model.overrides", "{}", "--run_dir",
-                                           f"{mine}/run"], True),
+                                           f"{mine}/run", "--data.prepared", f"{mine}/prepared"], True),
         "continue a shared run": ("train", [*train, "--run_dir", shared / "run"], False),
         "lengthen a shared run": ("train", [*train, "--run_dir", shared / "run", "--train.log_every", "2"], False),
         "prepare what is there": ("scripts.prepare", train, True),

@@ -104,15 +104,11 @@ def attack(name: str, seeds: range, progress: bool = False, longest: int = LONGE
 
     Args:
         longest: seconds that a case may take.
-        save: called after each case with the seeds that have been tried and their result.
+        save: called after each case with its seed, as a range of one, and its result.
     """
     outcomes: collections.Counter[str] = collections.Counter()
     fell: list[dict] = []
     slowest, start = 0.0, time.monotonic()
-
-    def result(tried: int) -> dict:
-        return {"tried": tried, "held": tried - len(fell), "outcomes": dict(outcomes.most_common()), "fell": fell,
-                "slowest": round(slowest, 2), "seconds": round(time.monotonic() - start, 1)}
 
     with tempfile.TemporaryDirectory(prefix="longstripe-attack-") as temporary:
         root = pathlib.Path(temporary)
@@ -121,11 +117,12 @@ def attack(name: str, seeds: range, progress: bool = False, longest: int = LONGE
         for seed in seeds:
             folder = root / f"case{seed}"
             folder.mkdir()
-            began = time.monotonic()
+            began, outcome = time.monotonic(), None
             try:
                 with deadline(longest), warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
                     warnings.simplefilter("ignore")
-                    outcomes[case(np.random.default_rng([seed, *name.encode()]), folder)] += 1
+                    outcome = case(np.random.default_rng([seed, *name.encode()]), folder)
+                outcomes[outcome] += 1
             except KeyboardInterrupt:
                 raise
             except BaseException as error:
@@ -134,13 +131,17 @@ def attack(name: str, seeds: range, progress: bool = False, longest: int = LONGE
                 fell.append({"seed": seed, "what": what})
                 if progress:
                     print(f"seed {seed} fell: {what}", flush=True)
-            slowest = max(slowest, time.monotonic() - began)
+            seconds = time.monotonic() - began
+            slowest = max(slowest, seconds)
             shutil.rmtree(folder, ignore_errors=True)
             if save:
-                save(range(seeds.start, seed + 1), result(seed + 1 - seeds.start))
+                own = [entry for entry in fell if entry["seed"] == seed]
+                save(range(seed, seed + 1), {"tried": 1, "held": int(not own), "outcomes": {outcome: 1} if outcome else {},
+                                             "fell": own, "slowest": round(seconds, 2), "seconds": round(seconds, 1)})
             if progress and (seed + 1) % 500 == 0:
                 print(f"{name}: {seed + 1 - seeds.start} of {len(seeds)}, {len(fell)} fell", flush=True)
-    return result(len(seeds))
+    return {"tried": len(seeds), "held": len(seeds) - len(fell), "outcomes": dict(outcomes.most_common()), "fell": fell,
+            "slowest": round(slowest, 2), "seconds": round(time.monotonic() - start, 1)}
 
 
 def merge(name: str, seeds: range, result: dict) -> pathlib.Path:
@@ -177,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
     seeds = range(args.seed, args.seed + (args.cases or CLASSES[args.name][1]))
     save = functools.partial(merge, args.name) if args.name in LONGER else None
     result = attack(args.name, seeds, progress=True, longest=LONGER.get(args.name, LONGEST), save=save)
-    path = merge(args.name, seeds, result)
+    path = FOLDER / f"{args.name}.json" if save else merge(args.name, seeds, result)
     print(json.dumps({key: value for key, value in result.items() if key != "fell"}, indent=1))
     print(f"{result['held']} of {result['tried']} held; {path}")
     return int(result["held"] < result["tried"])

@@ -21,7 +21,8 @@ PHASES = ("start", "preparation", "compile", "training", "save", "evaluation", "
 # What each kill of a case aims at: a start over everything before the first step, then what follows it.
 AIMS = (("start", "preparation", "compile"), ("compile", "training", "save", "evaluation"), ("training", "save", "evaluation"))
 LONGEST_DELAY = {"start": 1.0, "preparation": 0.05, "compile": 2.0, "training": 0.3, "save": 0.3, "evaluation": 0.03}
-ALONE_SECONDS = 60  # within which a process ends whose neighbour was killed
+# Within which a process ends whose neighbour was killed: at the start it waits 60 s for the other to come.
+ALONE_SECONDS = 90
 
 
 def kills(base: pathlib.Path) -> Case:

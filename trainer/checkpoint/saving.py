@@ -1,4 +1,4 @@
-"""One save of a checkpoint: arrays are copied to the host at once, then a thread writes, reads back and publishes them."""
+"""One save of a checkpoint: arrays are copied to the host at once; threads write, read back and publish everything."""
 from __future__ import annotations
 
 import json
@@ -62,15 +62,17 @@ class Saving:
         self.parameter_shapes = contents.shapes
         if not contents.assets.is_dir():
             raise ValueError(f"{contents.assets}: no such folder; a checkpoint holds the assets of its model")
+        self.assets = contents.assets
+        self.data = None if contents.data is None else json.dumps(dict(contents.data), indent=1, allow_nan=False) + "\n"
         if jax.process_index() == 0:
             _remove_leftovers(target, self.scratch)
-            _write_plain_items(self.scratch, contents)
+            self.scratch.mkdir(parents=True)
         barrier(f"checkpoint {target.name} begins")
         trees = {"model": _flat_model(contents.model)}
         if contents.optimizer is not None:
             trees["optimizer"] = flatten(contents.optimizer)
         self.array_shapes = {item: {name: np.shape(value) for name, value in tree.items()} for item, tree in trees.items()}
-        self.items = [*trees, "assets", *(["data"] if contents.data is not None else [])]
+        self.items = [*trees, "assets", *(["data"] if self.data is not None else [])]
         self.checkpointers: list[ocp.AsyncCheckpointer] = []
         try:
             for item, tree in trees.items():
@@ -98,12 +100,14 @@ class Saving:
         checkpointer.save(self.scratch / item, args=ocp.args.PyTreeSave(arrays, pieces))
 
     def _finish(self) -> None:
-        """The thread's work: waits for Orbax, then process 0 reads back, writes the manifest and renames the folder."""
+        """The thread's work: waits for Orbax; then process 0 reads the arrays back, writes the other files and renames the
+        folder."""
         try:
             for checkpointer in self.checkpointers:
                 checkpointer.wait_until_finished()  # with several processes: until all have written
             if jax.process_index() == 0:
                 self._read_back()  # before the manifest makes it a checkpoint, and before any older one is removed
+                self._write_plain_items()  # here, as a slow store may take as long for them as training for several steps
                 write_manifest(self.scratch, self.items, self.parameter_shapes)
                 if self.target.exists():  # a damaged checkpoint of this step, which training has reached again
                     remove(self.target)
@@ -116,6 +120,13 @@ class Saving:
                 shutil.rmtree(self.scratch, ignore_errors=True)  # the disk may be full
         finally:
             self._close()
+
+    def _write_plain_items(self) -> None:
+        """Writes the items that are plain files: assets and data."""
+        shutil.copytree(self.assets, self.scratch / "assets")
+        if self.data is not None:
+            (self.scratch / "data").mkdir()
+            (self.scratch / "data" / "data.json").write_text(self.data, encoding="utf-8")
 
     def _read_back(self) -> None:
         """Raises DamagedError unless the arrays on disk have the names and shapes of those that were saved."""
@@ -135,16 +146,6 @@ def _remove_leftovers(target: Path, scratch: Path) -> None:
         for path in target.parent.iterdir():
             if _LEFTOVER.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def _write_plain_items(scratch: Path, contents: Contents) -> None:
-    """Makes the folder with the items that are plain files: assets and data."""
-    scratch.mkdir(parents=True)
-    shutil.copytree(contents.assets, scratch / "assets")
-    if contents.data is not None:
-        (scratch / "data").mkdir()
-        text = json.dumps(dict(contents.data), indent=1, allow_nan=False) + "\n"
-        (scratch / "data" / "data.json").write_text(text, encoding="utf-8")
 
 
 def _flat_model(model: Mapping[str, Any]) -> dict[str, Any]:

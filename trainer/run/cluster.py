@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar, cast
 
 import jax
@@ -21,6 +21,8 @@ from trainer.run.rendezvous import meet
 # A process without a heartbeat for so long is taken for dead, and JAX ends the others with a message of its own. Heartbeats are
 # half of it apart, so that a process which stands still for 20 seconds is not lost.
 HEARTBEAT_SECONDS = 45
+# Processes that have met join within this time, or one has been lost since; JAX itself waits for 300 seconds and then aborts.
+JOIN_SECONDS = 50
 # A process that ends by an error waits no longer than this for the others, which may be waiting for it.
 SHUTDOWN_SECONDS = 30
 # The limit of every wait: another process may have hours of data to prepare. A dead one ends the wait much sooner.
@@ -53,8 +55,10 @@ def join(config: DistributedConfig, simulated: bool) -> int:
             return config.num_processes
         meet(cast(str, config.coordinator), cast(int, config.process_id), config.num_processes)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        _initialize(coordinator_address=config.coordinator, process_id=config.process_id,
-                    num_processes=config.num_processes, cluster_detection_method="deactivate")
+        with _at_most(JOIN_SECONDS, f"process {config.process_id}: not all {config.num_processes} processes joined within "
+                      f"{JOIN_SECONDS} s, though all had come to {config.coordinator}; one was lost, start them again"):
+            _initialize(coordinator_address=config.coordinator, process_id=config.process_id,
+                        num_processes=config.num_processes, cluster_detection_method="deactivate")
         return config.num_processes
     # A second training in one process, or one in a notebook that has used JAX, cannot join again.
     if not (simulated or jax.distributed.is_initialized() or xla_bridge.backends_are_initialized()):
@@ -119,6 +123,23 @@ def first_then_others(work: Callable[[str | None], T], encode: Callable[[T], str
 
 def _message(error: BaseException) -> str:
     return str(error) or type(error).__name__
+
+
+@contextlib.contextmanager
+def _at_most(seconds: float, message: str) -> Iterator[None]:
+    """Ends this process with exit code 2 and an error line if the block takes longer, whatever it waits for."""
+
+    def end() -> None:
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        os._exit(2)
+
+    timer = threading.Timer(seconds, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _initialize(**arguments: Any) -> None:

@@ -19,6 +19,7 @@ another mesh or with other tiles, and after its files have moved, since checkpoi
 other configuration is refused in a folder that has a run. `step` counts finished optimizer steps everywhere.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -37,7 +38,7 @@ from trainer.config import load as configuration
 from trainer.config.fields import SECTIONS
 from trainer.config.schema import RunConfig
 from trainer.config.yaml_text import InvalidYAML, parse
-from trainer.run.lock import require_free
+from trainer.run.lock import held, require_free
 
 # Sections and fields that may change when a run continues.
 PLACEMENT = (
@@ -158,13 +159,14 @@ def check_run(config: RunConfig, first: bool = True, steps_known: bool = True) -
     return run
 
 
-def open_run(config: RunConfig, write: bool = True) -> RunDirectory:
+def open_run(config: RunConfig, write: bool = True, lock: contextlib.ExitStack | None = None) -> RunDirectory:
     """Returns the run's folder with `config` written to it, made if it does not exist.
 
     This makes the folder the run's own, so all other errors are best found before.
 
     Args:
       write: this is process 0, which writes; the others wait until they see what it wrote.
+      lock: holds the run's lock from before the write on; without it the lock is released after the write.
 
     Raises:
       UserError: as in `check_run`; the folder cannot be written; or it is not on storage that all processes share.
@@ -173,7 +175,12 @@ def open_run(config: RunConfig, write: bool = True) -> RunDirectory:
     if write:
         try:
             run.folder.mkdir(parents=True, exist_ok=True)
-            _replace_file(run.config, configuration.dump(config))
+            with contextlib.ExitStack() as own:
+                # Of two starts one writes, and what it writes is compared with what the other may have written just before.
+                (own if lock is None else lock).enter_context(held(run.lock))
+                if run.config.exists():
+                    _require_same(run, config, steps_known=True)
+                _replace_file(run.config, configuration.dump(config))
         except OSError as error:
             raise UserError(f"{run.folder}: cannot write there ({error.strerror}); give another --run_dir") from error
     deadline = time.monotonic() + VISIBLE_SECONDS
@@ -201,7 +208,8 @@ def _require_writable(run: RunDirectory) -> None:
 def _foreign_files(config: RunConfig) -> list[pathlib.Path]:
     """The files in a run's folder that no start of this run made before it could write config.yaml."""
     prepared = pathlib.Path(config.data.prepared).expanduser().resolve()  # may be kept in the run's folder
-    files = [path for path in config.folder.iterdir() if path.name != EARLIER_STAGES] if config.folder.is_dir() else []
+    ours = (EARLIER_STAGES, RunDirectory(config.folder).lock.name)
+    files = [path for path in config.folder.iterdir() if path.name not in ours] if config.folder.is_dir() else []
     return [path for path in files if not path.name.endswith(".tmp") and not prepared.is_relative_to(path.resolve())]
 
 

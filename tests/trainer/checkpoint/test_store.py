@@ -17,6 +17,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from data.errors import UserError
+from tests.soak.slow_store import slow_store
 from trainer.checkpoint import manifest
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.manifest import DamagedError, ForeignError
@@ -273,6 +274,16 @@ def test_recorded_shapes_tell_padding_from_the_model(tmp_path, assets):
     abstract["embed_tokens.weight"] = jax.ShapeDtypeStruct((5, 4), np.float32, sharding=device)
     with pytest.raises(ValueError, match=r"embed_tokens\.weight is float32\[8, 4\] in the checkpoint, .* float32\[5, 4\]"):
         restore(tmp_path / "recorded", abstract)
+
+
+def test_a_slow_store_holds_no_step(tmp_path, assets):
+    """When `save` returns, training goes on: it has waited for one folder to be made, and for no file."""
+    with slow_store(tmp_path / "run", 0.02) as waits, CheckpointStore(tmp_path / "run") as saving:
+        for step in (1, 2):
+            saving.save(step, model={"a": jnp.ones(4)}, assets=assets, data={"step": step})
+    assert all(call.startswith("mkdir") for call in waits.main()), waits.main()
+    assert [call for call in waits.main() if "2.tmp" in call] == ["mkdir checkpoints/2.tmp"]
+    assert sum("assets" in call or "data.json" in call for call in waits.others()) >= 6
 
 
 def test_a_failed_save_is_told(tmp_path, assets, monkeypatch):

@@ -1,13 +1,16 @@
 """Tests of trainer/run/directory.py: the same run goes on, another is refused, logs are cut back."""
 
+import contextlib
 import dataclasses
 import json
+import os
 import re
 
 import pytest
 import yaml
 
 from data.errors import UserError
+from trainer.config.load import dump
 from trainer.config.schema import (
     AttentionConfig,
     CheckpointConfig,
@@ -170,6 +173,43 @@ def test_a_path_in_which_no_checkpoint_could_be_saved_is_refused(config, tmp_pat
 def test_killed_while_opening_can_be_opened(config, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml.tmp").write_text("half")
+    assert open_run(config).config.exists()
+
+
+def test_of_two_starts_that_open_it_at_once_one_is_refused(config, monkeypatch):
+    """They wrote config.yaml.tmp both, which the first renamed before the second did."""
+    refused = []
+
+    def other_start(path):
+        with monkeypatch.context() as patch, pytest.raises(UserError) as caught:
+            patch.setattr(run_directory, "sync", lambda path: None)
+            open_run(config)
+        refused.append(str(caught.value))
+
+    monkeypatch.setattr(run_directory, "sync", other_start)
+    assert open_run(config).config.exists()
+    assert len(refused) == 1 and f"process {os.getpid()} on " in refused[0] and "is training there" in refused[0]
+
+
+def test_another_run_that_came_first_is_named(config, monkeypatch):
+    """It came between the check and the lock."""
+    other = dataclasses.replace(config, model=dataclasses.replace(config.model, seed=1))
+    held = run_directory.held
+
+    @contextlib.contextmanager
+    def held_after_the_other(path):
+        (path.parent / "config.yaml").write_text(dump(other))
+        with held(path):
+            yield
+
+    monkeypatch.setattr(run_directory, "held", held_after_the_other)
+    with pytest.raises(UserError, match=r"another run is in this folder: model.seed is 1 there and 0 now"):
+        open_run(config)
+
+
+def test_killed_between_lock_and_configuration_can_be_opened(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "lock").touch()
     assert open_run(config).config.exists()
 
 

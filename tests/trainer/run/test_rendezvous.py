@@ -1,6 +1,8 @@
 """Processes meet before JAX starts: who is missing, an address in use and a wrong number are one line, within the limit."""
 
 import socket
+import subprocess
+import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -91,3 +93,24 @@ def test_a_stranger_at_the_port_is_ignored(address):
                 stranger.sendall(words)
         meet(address, 1, 2, 20)
         assert first.result() is None
+
+
+JOIN = """
+import sys
+from trainer import entry
+from trainer.config.schema import DistributedConfig
+from trainer.run import cluster
+
+cluster.JOIN_SECONDS = 2
+config = DistributedConfig(coordinator=sys.argv[1], process_id=0, num_processes=2)
+sys.exit(entry.run(lambda: cluster.join(config, simulated=True)))
+"""
+
+
+def test_a_process_that_is_lost_after_the_meeting_is_told_in_one_line(address, repository):
+    """JAX would wait for it for 300 seconds, and then abort."""
+    process = subprocess.Popen([sys.executable, "-c", JOIN, address], cwd=repository, stderr=subprocess.PIPE, text=True)
+    meet(address, 1, 2, 60)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 2 and said.startswith(
+        f"error: process 0: not all 2 processes joined within 2 s, though all had come to {address}; one was lost"), said
