@@ -94,6 +94,15 @@ def _out_of_memory(error: RuntimeError) -> str | None:
             "python -m scripts.plan tells beforehand what fits" + _gpu_advice())
 
 
+def _lost_connection(error: RuntimeError) -> str | None:
+    """The message for a transfer between CPUs that failed because another process is gone; None for other errors."""
+    cluster = sys.modules.get("trainer.run.cluster")  # a command without JAX does not import it
+    if cluster is None or cluster.client() is None or "Gloo" not in str(error):
+        return None
+    return (f"the connection to another process was lost ({str(error).splitlines()[0]}); once all processes are started again, "
+            "the same command goes on from the last checkpoint")
+
+
 def _gpu_advice() -> str:
     """What else to do on a GPU whose share of memory nobody has set; "" elsewhere."""
     import jax
@@ -151,7 +160,7 @@ def run(work: Callable[[], object], output: str | Path | None = None) -> int:
             return _stopped()
         if not isinstance(error, (UserError, ValueError, OSError, RuntimeError)):
             raise
-        message = _out_of_memory(error) if isinstance(error, RuntimeError) else error
+        message = _out_of_memory(error) or _lost_connection(error) if isinstance(error, RuntimeError) else error
         if message is None or os.environ.get("LONGSTRIPE_TRACEBACK"):
             _leave_others(error, 1)
             raise

@@ -12,6 +12,7 @@ import pytest
 from data.errors import UserError
 from planning.topology import topology_devices
 from trainer import entry
+from trainer.run import cluster
 
 PROGRAM = """
 import sys
@@ -117,3 +118,19 @@ def test_every_evaluation_names_its_output(name, arguments, tmp_path, monkeypatc
     monkeypatch.setattr(module, "evaluate", full)
     assert module.main(["--checkpoint", "x", "--output", str(tmp_path / "out"), *arguments]) == 2
     assert str(tmp_path / "out") in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("joined", [True, False])
+def test_a_lost_connection_is_one_line_for_a_process_of_several(joined, monkeypatch, capsys):
+    """Process 1 of two was killed within a gather."""
+    def work():
+        raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: pair.cc:538 Read error: Connection reset by peer\nat x")
+
+    monkeypatch.setattr(cluster, "client", lambda: object() if joined else None)
+    if not joined:
+        with pytest.raises(jax.errors.JaxRuntimeError):
+            entry.run(work)
+        return
+    assert entry.run(work) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and said.startswith("error: the connection to another process was lost (UNKNOWN: Gloo AllGather")
