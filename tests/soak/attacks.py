@@ -49,7 +49,7 @@ CLASSES = {
     "checkpoints": ("saved", 300),
     "prepared": ("saved", 300),
     "commands": ("commands", 100),
-    "kills": ("kills", 25),
+    "kills": ("kills", 28),
     "disk": ("disk", 20),
     "races": ("races", 50),
     "accounts": ("accounts", 50),

@@ -1,10 +1,12 @@
 """The table of what was attacked: docs/results/robustness.json, and the same in docs/robustness.md."""
 
+import collections
 import json
 import pathlib
 
 from scripts.benchmarks.results import ROOT, measured, row, save
 from tests.soak.attacks import CLASSES, LONGER, LONGEST
+from tests.soak.kills import count
 
 PAGE = ROOT / "docs" / "robustness.md"
 BEGIN, END = "<!-- table: python -m tests.soak.attacks --record -->", "<!-- end of table -->"
@@ -35,9 +37,16 @@ def record(folder: pathlib.Path) -> None:
         tried, held = (sum(part[key] for part in parts) for key in ("tried", "held"))
         if not tried:
             continue
+        about = ABOUT[name]
+        if name == "kills":
+            outcomes: collections.Counter[str] = collections.Counter()
+            for part in parts:
+                outcomes.update(part["outcomes"])
+            kills = count(outcomes)
+            about += f" ({sum(kills.values())} kills: {', '.join(f'{number} {phase}' for phase, number in kills.items())})"
         goal = f"all, each within {LONGER.get(name, LONGEST)} s"
-        rows[name] = row(ABOUT[name], f"{held:,} of {tried:,}", goal, held == tried)
-        lines.append(f"| {ABOUT[name]} | {tried:,} | {held:,} | {max(part['slowest'] for part in parts):.1f} |")
+        rows[name] = row(about, f"{held:,} of {tried:,}", goal, held == tried)
+        lines.append(f"| {about} | {tried:,} | {held:,} | {max(part['slowest'] for part in parts):.1f} |")
     save("robustness", measured("Attacks on what users and machines get wrong", rows, "python -m tests.soak.attacks CLASS",
                                 DEPENDS_ON, note="docs/robustness.md"))
     page = PAGE.read_text(encoding="utf-8")

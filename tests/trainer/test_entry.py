@@ -124,7 +124,7 @@ def test_every_evaluation_names_its_output(name, arguments, tmp_path, monkeypatc
 def test_a_lost_connection_is_one_line_for_a_process_of_several(joined, monkeypatch, capsys):
     """Process 1 of two was killed within a gather."""
     def work():
-        raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: pair.cc:538 Read error: Connection reset by peer\nat x")
+        raise jax.errors.JaxRuntimeError("UNKNOWN: Gloo AllGather failed: Read error: Connection reset by peer\nat x")
 
     monkeypatch.setattr(cluster, "client", lambda: object() if joined else None)
     if not joined:
@@ -133,4 +133,5 @@ def test_a_lost_connection_is_one_line_for_a_process_of_several(joined, monkeypa
         return
     assert entry.run(work) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith("error: the connection to another process was lost (UNKNOWN: Gloo AllGather")
+    assert said.count("\n") == 1
+    assert said.startswith("error: the connection to another process was lost (UNKNOWN: Gloo AllGather")
