@@ -1,0 +1,17 @@
+"""A run on a slow store: a save that waits for the one before says so, and no step waits for a file."""
+
+import pytest
+
+import train
+from tests.soak.slow_store import slow_store
+
+
+@pytest.mark.slow
+def test_a_save_that_waits_says_so(small_recipe, tmp_path, capfd):
+    run = tmp_path / "run"
+    with slow_store(run / "checkpoints", 0.2) as waits:
+        assert train.main(["--config", str(small_recipe), "--run_dir", str(run), "--train.steps", "6", "--checkpoint.every", "2",
+                           "--train.evaluate_every", "0", "--attention.kernel", "reference"]) == 0
+    said = [line for line in capfd.readouterr().err.splitlines() if "until the checkpoint before was written" in line]
+    assert [line.split(": waited")[0] for line in said] == ["step 4", "step 6"]
+    assert waits.main() and all(call.startswith("mkdir") for call in waits.main())
