@@ -30,7 +30,7 @@ DEPENDS_ON = ("tests/soak/*.py", "data/*.py", "trainer/**/*.py", "eval/line_case
 
 def record(folder: pathlib.Path) -> None:
     """Writes the result and the page's table from the counts of every class in `folder`."""
-    rows, lines = {}, ["| attacked | cases | held | slowest, s |", "|---|---|---|---|"]
+    rows, hits, lines = {}, "", ["| attacked | cases | held | slowest, s |", "|---|---|---|---|"]
     for name in CLASSES:
         path = folder / f"{name}.json"
         parts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
@@ -43,7 +43,8 @@ def record(folder: pathlib.Path) -> None:
             for part in parts:
                 outcomes.update(part["outcomes"])
             kills = count(outcomes)
-            about += f" ({sum(kills.values())} kills: {', '.join(f'{number} {phase}' for phase, number in kills.items())})"
+            about += f", {sum(kills.values())} kills"
+            hits = f"\nThe kills hit {', '.join(f'{phase} {number}' for phase, number in kills.items())} times.\n"
         goal = f"all, each within {LONGER.get(name, LONGEST)} s"
         rows[name] = row(about, f"{held:,} of {tried:,}", goal, held == tried)
         lines.append(f"| {about} | {tried:,} | {held:,} | {max(part['slowest'] for part in parts):.1f} |")
@@ -52,4 +53,4 @@ def record(folder: pathlib.Path) -> None:
     page = PAGE.read_text(encoding="utf-8")
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    PAGE.write_text(before + BEGIN + "\n" + "\n".join(lines) + "\n" + END + after, encoding="utf-8")
+    PAGE.write_text(before + BEGIN + "\n" + "\n".join(lines) + "\n" + hits + END + after, encoding="utf-8")
