@@ -65,7 +65,7 @@ SECTIONS = {
     "The papers, by the cost model": ("papers",),
     "SmolLM2-135M before and after practising retrieval": ("retrieval",),
     "Many questions to one context": ("questions",),
-    "Attacks, and an hour of training": ("robustness", "hour"),
+    "Attacks, an hour of training, a slow store": ("robustness", "hour", "slow_store"),
     "Training for real": ("quickstart", "identity", "data", "books"),
     "In-context reinforcement learning": ("in_context",),
 }

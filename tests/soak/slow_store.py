@@ -106,14 +106,12 @@ def main() -> int:
     saves, calls = len(result["held"]), result["calls"]
     files = [call for call in calls if not call.startswith("mkdir")]
     save("slow_store", measured("A store that answers slowly", {
-        "calls": row("calls to the store that training waits for", f"{len(files)} for files, {len(calls) - len(files)} to make "
-                     f"the folders of {saves} saves", "none for files, one a save and two more at the first for folders",
-                     not files and len(calls) <= saves + 2),
-        "held": row("longest that a save holds a step, the copy to the host included", f"{max(result['held']):.1f} s, of "
-                    f"{result['written'] / saves:.1f} s that writing a checkpoint takes", "less than writing takes",
-                    max(result["held"]) < result["written"] / saves),
-        "said": row("saves that waited a second or more for the one before, and said so",
-                    f"{len(result['said'])} of {saves - 1}", "all of them", len(result["said"]) == saves - 1),
+        "calls": row("files that training waits for in a save", f"{len(files)}; {len(calls)} calls that make folders",
+                     f"0; {saves + 2} calls", not files and len(calls) <= saves + 2),
+        "held": row("longest that a save holds a step, the copy included", f"{max(result['held']):.1f} s",
+                    f"below the {result['written'] / saves:.1f} s of writing", max(result["held"]) < result["written"] / saves),
+        "said": row("saves that waited for the one before, and said so", f"{len(result['said'])} of {saves - 1}", "all",
+                    len(result["said"]) == saves - 1),
     }, "python -m tests.soak.slow_store", ["trainer/loop.py", "trainer/checkpoint/*.py", "tests/soak/slow_store.py"],
         note="docs/robustness.md",
         facts=[f"Every call of Python's that changes the folder of checkpoints takes {DELAY} s; a save every 2 steps."]))

@@ -23,7 +23,7 @@ ABOUT = {
     "disk": "a disk that fills up at a random place, then has room: the same result",
     "races": "two starts of one run that race, or of which one stands still: bitwise",
     "accounts": "another user, who may read what is shared, or not all of it",
-    "kills": "a run killed three times and its export once, with one process or two: bitwise",
+    "kills": "runs of one process or two and exports killed: bitwise",
 }
 DEPENDS_ON = ("tests/soak/*.py", "data/*.py", "trainer/**/*.py", "eval/line_cases.py")
 
