@@ -12,8 +12,10 @@ ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 FEED_FORWARD = ("gate_proj", "up_proj", "down_proj")
 PROJECTIONS = (*ATTENTION, *FEED_FORWARD)
 ALL_LINEAR = "all-linear"
+# The last part of the name of DoRA's lengths of the weight's columns.
+MAGNITUDE = "lora_magnitude_vector"
 # The last parts of the names of an adapter's parameters.
-PARTS = ("lora_A", "lora_B")
+PARTS = ("lora_A", "lora_B", MAGNITUDE)
 Quantization = Literal["none", "nf4", "int8"]
 # Inputs of a matrix that share a scale in NF4.
 NF4_BLOCK = 64
@@ -31,6 +33,8 @@ class AdapterConfig:
     """Projections with an adapter: q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, down_proj; all-linear for all."""
     use_rslora: bool = False
     """Rank-stabilised: s = alpha / sqrt(rank)."""
+    use_dora: bool = False
+    """DoRA: an output's column of W + s B A keeps its direction, and its length is trained by itself."""
     train: tuple[str, ...] = ()
     """Modules that are trained whole beside the adapters, by the ends of their names, such as [embed_tokens, norm]: PEFT's
     modules_to_save. norm means every norm."""
@@ -65,6 +69,11 @@ class AdapterConfig:
     def scale(self) -> float:
         """s, by which the adapters' products are multiplied (rsLoRA: Kalajdzievski, arXiv 2312.03732)."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The last parts of the names of this adapter's parameters."""
+        return PARTS if self.use_dora else PARTS[:2]
 
     @property
     def block(self) -> int:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from jaxtyping import Array, Float
 
 from .adapter import AdapterConfig
 from .config import LlamaConfig
+from .frozen import FrozenWeight
 from .memory.chunked import letters, product
 from .sharding import Parallel
 
@@ -30,7 +32,7 @@ class Projection(nnx.Module):
     """A linear map, given by an einsum equation whose weight has its inputs first, and the low-rank adapter beside it, if any.
 
     The bias, if any, is added after the tensor ranks' sum. The adapter's products commute with that sum: where the ranks split
-    the inputs they split A, otherwise B.
+    the inputs they split A, otherwise B. DoRA's factors, one for each output, commute with it too.
     """
 
     def __init__(self, equation: str, shape: Shape, axes: Axes, std: float, bias_shape: Shape | None = None,
@@ -39,22 +41,51 @@ class Projection(nnx.Module):
         self.weight = param(rngs, shape, axes, std)
         if bias_shape is not None:
             self.bias = nnx.Param(jnp.zeros(bias_shape, jnp.float32), axes=bias_axes)
+        x_axes, w_axes, _ = letters(equation)
+        self.inputs = inputs = len(set(x_axes) & set(w_axes))
+        self.input_axes = axes[:inputs]
         if adapter is not None:
-            x_axes, w_axes, _ = letters(equation)
-            inputs = len(set(x_axes) & set(w_axes))
             # Zeros here; `modules.init_adapters` draws A.
             self.lora_A = nnx.Param(jnp.zeros((*shape[:inputs], adapter.rank), jnp.float32), axes=(*axes[:inputs], "rank"))
             self.lora_B = nnx.Param(jnp.zeros((adapter.rank, *shape[inputs:]), jnp.float32), axes=("rank", *axes[inputs:]))
+            if adapter.use_dora:  # `Transformer.init_magnitudes` sets them
+                self.lora_magnitude_vector = nnx.Param(jnp.ones(shape[inputs:], jnp.float32), axes=axes[inputs:])
 
-    def __call__(self, x: Float[Array, ...]) -> Float[Array, ...]:
+    def __call__(self, x: Float[Array, ...], parallel: Parallel) -> Float[Array, ...]:
         """Returns the product with the weight, and the adapter's products beside it, without the bias."""
         y = product(self.equation, x, self.weight.get_value())
         if self.adapter is None:
             return y
         x_axes, w_axes, y_axes = letters(self.equation)
-        inputs = len(set(x_axes) & set(w_axes))
-        low = product(f"{x_axes},{w_axes[:inputs]}r->btr", x, self.lora_A[...])
-        return y + self.adapter.scale * product(f"btr,r{w_axes[inputs:]}->{y_axes}", low, self.lora_B[...])
+        low = product(f"{x_axes},{w_axes[:self.inputs]}r->btr", x, self.lora_A[...])
+        y += self.adapter.scale * product(f"btr,r{w_axes[self.inputs:]}->{y_axes}", low, self.lora_B[...])
+        if not self.adapter.use_dora:
+            return y
+        norms = self.norms(parallel, x.dtype)
+        # A column of zeros, as of a padded head, stays zero.
+        factors = jnp.where(norms > 0, self.lora_magnitude_vector[...] / jnp.where(norms > 0, norms, 1), 0)
+        return (y * factors).astype(y.dtype)
+
+    def norms(self, parallel: Parallel, dtype: Any) -> Float[Array, ...]:
+        """Returns the length of each output's column of W + s A B over all inputs, without gradient (Liu et al., DoRA, arXiv
+        2402.09353, section 4.3), rounded to the compute dtype as the trained lengths are.
+
+        A B is not made: with w, a and b for the columns, |w + s A b|^2 = |w|^2 + 2 s b . (A^T w) + s^2 b . (A^T A) b.
+        """
+        assert self.adapter is not None
+        w_axes, weight, a, b = letters(self.equation)[1], self.weight.get_value(), self.lora_A[...], self.lora_B[...]
+        w_in, w_out, scale = w_axes[:self.inputs], w_axes[self.inputs:], self.adapter.scale
+        opened = weight.open(dtype) if isinstance(weight, FrozenWeight) else weight
+        # A product of its own and not a sum of squares, which would be a float32 copy of the weight where it is not fused.
+        squares = jnp.einsum(f"{w_axes},{w_axes}->{w_out}", opened, opened, preferred_element_type=jnp.float32)
+        across = product(f"{w_in}r,{w_axes}->r{w_out}", a.astype(dtype), weight, jnp.float32)
+        flat = a.reshape(-1, self.adapter.rank)
+        low = jnp.tensordot(flat.T @ flat, b, 1)
+        squares += jnp.sum(b * (2 * scale * across + scale * scale * low), 0)
+        for axis in {"heads", "mlp"} & set(self.input_axes):
+            squares = parallel.sum(squares, axis)
+        norms = jnp.sqrt(jnp.maximum(squares, 0)).astype(dtype).astype(jnp.float32)
+        return lax.stop_gradient(norms)
 
     def add_bias(self, y: Float[Array, ...]) -> Float[Array, ...]:
         """Returns y with the bias added in float32, in y's dtype."""
@@ -127,6 +158,6 @@ class FeedForward(nnx.Module):
     def __call__(self, x: Float[Array, "B T E"], parallel: Parallel) -> Float[Array, "B T E"]:
         """Returns the feed-forward of normalised hidden states, summed over the tensor ranks."""
         x = parallel.whole(x)
-        gate = self.gate_proj.add_bias(self.gate_proj(x))
-        up = self.up_proj.add_bias(self.up_proj(x))
-        return self.down_proj.add_bias(parallel.combine(self.down_proj(self.activation(gate) * up), "mlp"))
+        gate = self.gate_proj.add_bias(self.gate_proj(x, parallel))
+        up = self.up_proj.add_bias(self.up_proj(x, parallel))
+        return self.down_proj.add_bias(parallel.combine(self.down_proj(self.activation(gate) * up, parallel), "mlp"))

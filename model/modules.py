@@ -78,7 +78,7 @@ class SelfAttention(nnx.Module):
         """
         def heads(name):
             projection = getattr(self, f"{name}_proj")
-            projected = projection.add_bias(projection(x))
+            projected = projection.add_bias(projection(x, parallel))
             if name == "v":
                 return projected
             projected = self._normalised(name, projected, parallel)
@@ -101,7 +101,7 @@ class SelfAttention(nnx.Module):
 
     def output(self, attended: Float[Array, "B T Hq D"], parallel: Parallel) -> Float[Array, "B T E"]:
         """Returns the output projection, summed over the tensor ranks."""
-        return self.o_proj.add_bias(parallel.combine(self.o_proj(attended), "heads"))
+        return self.o_proj.add_bias(parallel.combine(self.o_proj(attended, parallel), "heads"))
 
 
 class DecoderLayer(nnx.Module):
@@ -192,9 +192,10 @@ def init(config: LlamaConfig, key: jax.Array, ends: EndsModule = EmbedAndHead) -
 
 
 def init_adapters(config: LlamaConfig, key: jax.Array) -> dict[str, Float[Array, ...]]:
-    """Returns fresh adapters as PEFT draws them: A uniform within 1 / sqrt(inputs), B zero. To be jitted with output
-    shardings."""
-    adapters = {LAYERS + name: parameter.shape for name, parameter in declare_layer(config).items() if ".lora_" in name}
+    """Returns fresh adapters as PEFT draws them: A uniform within 1 / sqrt(inputs), B zero; DoRA's lengths follow from the
+    weights (`Transformer.init_magnitudes`). To be jitted with output shardings."""
+    adapters = {LAYERS + name: parameter.shape for name, parameter in declare_layer(config).items()
+                if name.endswith((".lora_A", ".lora_B"))}
 
     def draw(i, name, shape):
         shape = (config.num_hidden_layers, *shape)
@@ -221,6 +222,11 @@ def bind(config: LlamaConfig, weights: dict[str, Weight]) -> DecoderLayer:
     leaves = [(path, leaf.replace(value(name)) if name in weights else leaf)
               for (path, leaf), name in zip(nnx.to_flat_state(state), _flat(state), strict=True)]
     return nnx.merge(graph, nnx.from_flat_state(leaves))
+
+
+def module_of(layer: DecoderLayer, name: str) -> nnx.Module:
+    """Returns the module of a layer that has the parameter of this name, as of `declare_layer`."""
+    return functools.reduce(getattr, name.split(".")[:-1], layer)
 
 
 def read_by(stages: Iterable[str], weights: dict[str, T]) -> dict[str, T]:

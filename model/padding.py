@@ -13,6 +13,7 @@ import math
 from typing import Any
 
 import jax.numpy as jnp
+from jax import lax
 from jaxtyping import Array, Float
 
 from .adapter import AdapterConfig
@@ -67,6 +68,16 @@ def own_key_head(weight: FrozenWeight, axes: tuple[str, ...], parallel: Parallel
     return weight.part(head, parallel.key_heads, axes.index("kv_heads"))
 
 
+def whole_heads(vector: Float[Array, ...], axes: tuple[str, ...], parallel: Parallel) -> Float[Array, ...]:
+    """Returns the key/value heads of all ranks where `own_key_head` has left one, from this rank's; otherwise the array itself.
+    Runs inside `shard_map`."""
+    if "kv_heads" not in axes or not parallel.heads or parallel.kv_heads:
+        return vector
+    axis = axes.index("kv_heads")
+    every = lax.all_gather(vector, "tensor", axis=axis, tiled=True)
+    return lax.slice_in_dim(every, 0, None, parallel.tensor // parallel.key_heads, axis)
+
+
 @functools.cache
 def _declared_axes() -> dict[str, tuple[str, ...]]:
     """The logical axes of every parameter that any model has."""
@@ -75,7 +86,7 @@ def _declared_axes() -> dict[str, tuple[str, ...]]:
         biases: dict[str, Any] = {field: True for field in ("attention_bias", "mlp_bias") if field in family.takes}
         config = LlamaConfig(family=name, tie_word_embeddings=False, **biases, **family.computes)
         axes |= {parameter: declared.axes for parameter, declared in declare(config).items()}
-    adapters = LlamaConfig(tie_word_embeddings=False, adapter=AdapterConfig(rank=1))  # the same in all families
+    adapters = LlamaConfig(tie_word_embeddings=False, adapter=AdapterConfig(rank=1, use_dora=True))  # the same in all families
     axes |= {parameter: declared.axes for parameter, declared in declare(adapters).items()}
     return axes
 

@@ -225,6 +225,15 @@ def storage_axes_of(spec: PartitionSpec) -> list[tuple[int, tuple[str, ...]]]:
     return splits
 
 
+def without_storage(spec: PartitionSpec) -> PartitionSpec:
+    """Returns the spec of a gathered array: what splits it besides storage."""
+    def others(entry):
+        axes = tuple(axis for axis in ((entry,) if isinstance(entry, str) else entry or ()) if axis not in STORAGE_AXES)
+        return axes or None
+
+    return PartitionSpec(*map(others, spec))
+
+
 class OnHost(NamedTuple):
     """A parameter in the host's memory, with a placeholder on the device. The placeholder has the parameter's shape and is
     never read; it receives the gradient, since JAX cannot return a gradient in the host's memory from a `shard_map`."""

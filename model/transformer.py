@@ -17,16 +17,17 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Shaped
 
+from .adapter import MAGNITUDE
 from .attention import AttentionOp, Mask, TokenCoords, document_starts
 from .attention.kernels import Kernel, get_kernel
 from .config import LlamaConfig
 from .layer import Layer
 from .memory.options import MemoryConfig, check_combination
 from .memory.runners import layer_runner
-from .modules import LAYERS, EndsModule, declare, declare_layer, init, init_adapters, own_shapes
-from .padding import pad, sizes_in_memory
+from .modules import LAYERS, EndsModule, bind, declare, declare_layer, init, init_adapters, module_of, own_shapes
+from .padding import pad, sizes_in_memory, whole_heads
 from .quantized import quantized, weight_of
-from .sharding import BATCH_AXES, STORAGE_AXES, Parallel, Parameter, Sharding
+from .sharding import BATCH_AXES, STORAGE_AXES, Parallel, Parameter, Sharding, without_storage
 from .weights import Shards, Weights
 
 # How arrays [B, L, ...] of a batch are split.
@@ -164,15 +165,23 @@ class Transformer(abc.ABC):
             adapter = dataclasses.replace(self.config.adapter, quantize="none")
             config = dataclasses.replace(self.config, adapter=adapter)
             drawn = dataclasses.replace(self, config=config, dtype=jnp.float32).init(seed)
-            return dict(sorted({**{name: x.astype(self.parameters[name].dtype) for name, x in drawn.items()
-                                   if name in self.parameters}, **self.quantized(drawn)}.items()))
+            params = {name: self._with_padding(name, x) for name, x in drawn.items() if name in self.parameters}
+            params |= self.quantized(drawn)
+            return dict(sorted({**params, **self.init_magnitudes(params)}.items()))
 
         def padded(key):
             arrays = init(self.config, key, self.ends)
             return {name: pad(array, self.parameters[name].shape).astype(self.parameters[name].dtype)
                     for name, array in arrays.items()}
 
-        return jax.jit(padded, out_shardings=self.shardings)(jax.random.key(seed))
+        params = jax.jit(padded, out_shardings=self.shardings)(jax.random.key(seed))
+        return {**params, **self.init_magnitudes(params)}
+
+    def _with_padding(self, name: str, drawn: Float[Array, ...]) -> Float[Array, ...]:
+        """Returns a parameter in its dtype, with the padding of this model instead of another's."""
+        own, parameter = tuple(map(slice, self.own_shapes[name])), self.parameters[name]
+        padded = jax.jit(lambda x: pad(x[own], parameter.shape).astype(parameter.dtype), out_shardings=self.shardings[name])
+        return padded(drawn)
 
     def init_adapters(self, seed: int) -> dict[str, Float[Array, ...]]:
         """Returns fresh adapters, those of `init`; none if the model has none."""
@@ -181,6 +190,36 @@ class Transformer(abc.ABC):
 
         names = jax.eval_shape(padded, jax.random.key(seed))
         return jax.jit(padded, out_shardings={name: self.shardings[name] for name in names})(jax.random.key(seed))
+
+    def init_magnitudes(self, params: dict[str, Shaped[Array, ...]]) -> dict[str, Float[Array, ...]]:
+        """Returns the lengths that DoRA begins with, those of the columns of W + s A B; none if the model's adapters have none.
+
+        Args:
+          params: all other parameters, on their devices.
+        """
+        names = [name for name in self.parameters if name.endswith(MAGNITUDE)]
+        if not names:
+            return {}
+        parts = {name.rpartition(".")[0] for name in names}
+        taken = [name for name in self.parameters if name not in names and weight_of(name).rpartition(".")[0] in parts]
+        specs = {name: without_storage(self.specs[name]) for name in names}
+
+        def local(shards):
+            def of_layer(layer_shards):
+                layer = bind(self.config, self.weights.layer(layer_shards))
+                return [whole_heads(module_of(layer, name.removeprefix(LAYERS)).norms(self.parallel, self.dtype),
+                                    self.parameters[name].axes[1:], self.parallel) for name in names]
+
+            stacked = {name.removeprefix(LAYERS): x for name, x in shards.items()}
+            return dict(zip(names, lax.map(of_layer, stacked), strict=True))
+
+        def padded(shards):
+            norms = jax.shard_map(local, mesh=self.mesh, in_specs=({name: self.specs[name] for name in taken},),
+                                  out_specs=specs, check_vma=False)(shards)
+            return {name: pad(x, self.parameters[name].shape) for name, x in norms.items()}
+
+        shardings = {name: self.shardings[name] for name in names}
+        return jax.jit(padded, out_shardings=shardings)({name: params[name] for name in taken})
 
     # On a device
 

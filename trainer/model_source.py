@@ -66,8 +66,11 @@ class ModelSource:
         """
         if self.folder is None:
             return model.init(seed)
-        adapters = model.init_adapters(seed) if self.adapter is None else self.adapter.read(model)
-        return {**self._read_base(model, seed), **adapters}
+        base = self._read_base(model, seed)
+        if self.adapter is not None:
+            return {**base, **self.adapter.read(model)}
+        params = {**base, **model.init_adapters(seed)}
+        return {**params, **model.init_magnitudes(params)}
 
     def _read_base(self, model: Llama, seed: int) -> dict[str, jax.Array]:
         assert self.folder is not None

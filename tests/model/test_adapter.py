@@ -1,4 +1,5 @@
 """Low-rank adapters in the model: the same loss and gradients however the layers run, and frozen weights without gradients."""
+import dataclasses
 import functools
 import math
 import re
@@ -16,24 +17,31 @@ from trainer.text import text_batch
 
 ADAPTER = AdapterConfig(rank=4, alpha=8.0, train=("norm",))
 CONFIG = tiny(adapter=ADAPTER)
+DORA = tiny(adapter=dataclasses.replace(ADAPTER, use_dora=True))
 BATCH = (4, 64)  # rows, tokens
 
 
 def loss_and_gradients(model, batch, params=None):
-    """The mean loss, and its gradients by name, of adapters whose B is not zero."""
+    """The mean loss, and its gradients by name and without padding, of adapters whose B is not zero."""
     params = params or model.init(0)
     frozen = {name: x for name, x in params.items() if model.parameters[name].frozen}
     generator = np.random.default_rng(0)
-    trained = {name: jax.device_put(x + 0.05 * generator.normal(size=x.shape).astype(np.float32), x.sharding)
-               for name, x in params.items() if name not in frozen}
+    own = {name: tuple(map(slice, model.own_shapes[name])) for name in params if name not in frozen}
+
+    def moved(name, x):
+        noise = np.zeros(x.shape, np.float32)
+        noise[own[name]] = 0.05 * generator.normal(size=model.own_shapes[name])
+        return jax.device_put(x + noise, x.sharding)
+
+    trained = {name: moved(name, params[name]) for name in own}
     fn = jax.jit(jax.value_and_grad(lambda trained: mean_loss(model)({**trained, **frozen}, batch)[0]))
     value, gradients = fn(trained)
-    return float(value), {name: np.asarray(x) for name, x in gradients.items()}
+    return float(value), {name: np.asarray(x)[own[name]] for name, x in gradients.items()}
 
 
 @functools.cache
-def on_one_device():
-    return loss_and_gradients(llama(CONFIG), packed_batch(CONFIG, *BATCH))
+def on_one_device(config=CONFIG):
+    return loss_and_gradients(llama(config), packed_batch(config, *BATCH))
 
 
 @pytest.mark.parametrize(("mesh", "options"), [
@@ -48,11 +56,29 @@ def on_one_device():
     pytest.param({"sequence": 4}, {"schedule": "all_gather"}, marks=pytest.mark.slow),
 ], ids=str)
 def test_every_mesh_and_memory_option_computes_the_same(mesh, options):
+    check_against_one_device(CONFIG, mesh, options)
+
+
+@pytest.mark.parametrize(("mesh", "options"), [
+    ({"fsdp": 2, "tensor": 2, "sequence": 2}, {}),
+    pytest.param({"data": 2, "tensor": 4}, {}, marks=pytest.mark.slow),
+    pytest.param({"fsdp": 2, "sequence": 2}, {"prefetch": True}, marks=pytest.mark.slow),
+    pytest.param({"fsdp": 2}, {"remat": "everything"}, marks=pytest.mark.slow),
+    pytest.param({"sequence": 2, "tensor": 2}, {"sequence_parallel": True}, marks=pytest.mark.slow),
+    pytest.param({"fsdp": 3}, {}, marks=pytest.mark.slow),  # which pads the hidden size
+], ids=str)
+def test_dora_is_the_same_on_every_mesh(mesh, options):
+    check_against_one_device(DORA, mesh, options)
+
+
+def check_against_one_device(config, mesh, options):
     """Within 1e-5 of one device, gradients relative to the largest of their parameter."""
-    model = llama(CONFIG, mesh, **options)
-    batch, _ = permuted(packed_batch(CONFIG, *BATCH), model)
+    model = llama(config, mesh, **options)
+    rows = 6 if mesh.get("fsdp") == 3 else BATCH[0]
+    whole = packed_batch(config, rows, BATCH[1])
+    batch, _ = permuted(whole, model)
     loss, gradients = loss_and_gradients(model, place_batch(batch, model.mesh))
-    expected_loss, expected = on_one_device()
+    expected_loss, expected = on_one_device(config) if rows == BATCH[0] else loss_and_gradients(llama(config), whole)
     assert abs(loss - expected_loss) <= 1e-5
     assert gradients.keys() == expected.keys() and any(name.endswith("lora_A") for name in gradients)
     for name, x in expected.items():
@@ -74,6 +100,23 @@ def test_new_adapters_change_nothing():
         *adapters, *(name for name in params if name.endswith("norm.weight"))}
 
 
+def test_new_magnitudes_are_the_lengths_of_the_weights_columns():
+    """By numpy, on one device and on a mesh; then DoRA computes what the base does, but for rounding."""
+    batch = packed_batch(DORA, rows=1, length=32)
+    plain, losses = llama(tiny()), []
+    params = plain.init(0)
+    for mesh in ({}, {"fsdp": 2, "tensor": 2, "sequence": 2}, {"tensor": 4}):
+        model = llama(DORA, mesh)
+        drawn = model.init(0)
+        for name, inputs in (("self_attn.q_proj", 1), ("self_attn.k_proj", 1), ("self_attn.o_proj", 2), ("mlp.down_proj", 1)):
+            weight = np.asarray(params[f"layers.{name}.weight"], np.float64)
+            lengths = np.sqrt(np.sum(weight ** 2, tuple(range(1, 1 + inputs))))
+            np.testing.assert_allclose(np.asarray(drawn[f"layers.{name}.lora_magnitude_vector"]), lengths, rtol=1e-6)
+        if not mesh:
+            losses = [float(jax.jit(mean_loss(model))(drawn, batch)[0]), float(jax.jit(mean_loss(plain))(params, batch)[0])]
+    assert abs(losses[0] - losses[1]) <= 1e-6 * losses[1]
+
+
 def float32_sizes(adapter):
     """The sizes of all float32 arrays in the traced training step of a bfloat16 model, and those of its matrices, as stored and
     of a layer."""
@@ -89,8 +132,9 @@ def float32_sizes(adapter):
 def test_no_float32_array_has_the_size_of_a_frozen_matrix():
     """Neither a copy nor a gradient nor a moment, in the step as it is handed to the compiler; with all trained all matrices
     have them."""
-    arrays, matrices = float32_sizes(AdapterConfig(rank=4))
-    assert not arrays & matrices, arrays & matrices
+    for use_dora in (False, True):
+        arrays, matrices = float32_sizes(AdapterConfig(rank=4, use_dora=use_dora))
+        assert not arrays & matrices, arrays & matrices
     arrays, matrices = float32_sizes(None)
     assert arrays >= matrices
 

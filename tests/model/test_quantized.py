@@ -23,6 +23,7 @@ from trainer.text import text_batch
 ADAPTER = AdapterConfig(rank=4, alpha=8.0, train=("norm",), quantize="nf4")
 CONFIG = tiny(hidden_size=128, intermediate_size=256, num_attention_heads=4, head_dim=64, adapter=ADAPTER)
 INT8 = dataclasses.replace(CONFIG, adapter=dataclasses.replace(ADAPTER, quantize="int8"))
+DORA = dataclasses.replace(CONFIG, adapter=dataclasses.replace(ADAPTER, use_dora=True))
 BATCH = (4, 64)  # rows, tokens
 
 
@@ -36,7 +37,8 @@ def drawn():
 def parameters(model):
     """The same parameters for any model without padding."""
     params = {name: jax.device_put(x, model.shardings[name]) for name, x in drawn().items() if name in model.parameters}
-    return {**params, **model.quantized(drawn())}
+    params |= model.quantized(drawn())
+    return {**params, **model.init_magnitudes(params)}
 
 
 @functools.cache
@@ -48,6 +50,7 @@ def on_one_device(config, rows=BATCH[0]):
 @pytest.mark.parametrize(("config", "mesh", "options"), [
     pytest.param(CONFIG, {"fsdp": 2, "tensor": 2, "sequence": 2}, {}, marks=pytest.mark.slow),
     pytest.param(INT8, {"fsdp": 2, "tensor": 2, "sequence": 2}, {}, marks=pytest.mark.slow),
+    pytest.param(DORA, {"fsdp": 2, "tensor": 2, "sequence": 2}, {}, marks=pytest.mark.slow),
     pytest.param(CONFIG, {"fsdp": 2, "sequence": 2}, {"prefetch": True}, marks=pytest.mark.slow),
     pytest.param(INT8, {"fsdp": 2, "sequence": 2}, {"prefetch": True}, marks=pytest.mark.slow),
     pytest.param(CONFIG, {"data": 2, "tensor": 4}, {}, marks=pytest.mark.slow),
@@ -70,7 +73,8 @@ def test_every_mesh_and_memory_option_computes_the_same(config, mesh, options):
     loss, gradients = loss_and_gradients(model, place_batch(batch, model.mesh), params)
     expected_loss, expected = on_one_device(config, rows)
     assert abs(loss - expected_loss) <= 1e-5
-    assert gradients.keys() == expected.keys() and all(name.endswith(("lora_A", "lora_B", "norm.weight")) for name in gradients)
+    assert gradients.keys() == expected.keys() and all(
+        name.endswith((*config.adapter.parts, "norm.weight")) for name in gradients)
     for name, x in expected.items():
         assert np.abs(gradients[name] - x).max() <= 1e-5 * np.abs(x).max(), name
 

@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
-from model.adapter import PARTS
 from model.config import LlamaConfig
 from model.modules import declare
 from model.quantization import dequantize_int8, dequantize_nf4, quantize_int8, quantize_nf4
@@ -54,31 +53,36 @@ def merged(base: Mapping[str, Any], trained: Mapping[str, Any], config: LlamaCon
       trained: adapters, and modules that were trained whole and replace those of the base; of the same kinds.
       config: of the model with its adapters.
     """
-    assert config.adapter is not None
-    scale = config.adapter.scale
-    plain = dataclasses.replace(config, adapter=dataclasses.replace(config.adapter, quantize="none"))
+    adapter = config.adapter
+    assert adapter is not None
+    plain = dataclasses.replace(config, adapter=dataclasses.replace(adapter, quantize="none"))
     own = {name: parameter.shape for name, parameter in declare(plain).items()}
 
     def merge(name: str) -> Any:
         if name in trained:
             return trained[name]
-        names = [name, *(name.removesuffix("weight") + part for part in PARTS)]
+        names = [name, *(name.removesuffix("weight") + part for part in adapter.parts)]
         if names[1] not in trained:
             return base[name]
-        return _MergedParameter([base[name], *(trained[part] for part in names[1:])], [own[name] for name in names], scale)
+        return _MergedParameter([base[name], *(trained[part] for part in names[1:])], [own[name] for name in names],
+                                adapter.scale)
 
     return {name: merge(name) for name in base}
 
 
 class _MergedParameter:
-    """W + s A B of stacked layers, in float32, a layer at a time."""
+    """W + s A B of stacked layers, with DoRA's lengths of its columns, if there are any; in float32, a layer at a time."""
 
     def __init__(self, factors: list[Any], shapes: list[tuple[int, ...]], scale: float) -> None:
-        """`factors`: W, A and B, maybe padded, and `shapes` without padding."""
+        """`factors`: W, A, B and DoRA's lengths, if any, maybe padded, and `shapes` without padding."""
         self.factors, self.shapes, self.scale = factors, shapes, scale
         self.shape = shapes[0]
 
     def __getitem__(self, layer: int) -> Float[np.ndarray, ...]:
-        w, a, b = (np.asarray(factor[layer], np.float32)[tuple(map(slice, shape[1:]))]
-                   for factor, shape in zip(self.factors, self.shapes, strict=True))
-        return w + np.float32(self.scale) * (a.reshape(-1, a.shape[-1]) @ b.reshape(b.shape[0], -1)).reshape(w.shape)
+        w, a, b, *magnitudes = (np.asarray(factor[layer], np.float32)[tuple(map(slice, shape[1:]))]
+                                for factor, shape in zip(self.factors, self.shapes, strict=True))
+        w = w + np.float32(self.scale) * (a.reshape(-1, a.shape[-1]) @ b.reshape(b.shape[0], -1)).reshape(w.shape)
+        if not magnitudes:
+            return w
+        norms = np.sqrt(np.sum(np.square(w), tuple(range(w.ndim - magnitudes[0].ndim)), keepdims=True))
+        return w * np.divide(magnitudes[0], norms, out=np.zeros_like(norms), where=norms > 0)

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from data.folders import building, holds_files
 from data.paths import new_folder
-from model.adapter import ATTENTION, PARTS, PROJECTIONS, AdapterConfig
+from model.adapter import ATTENTION, MAGNITUDE, PROJECTIONS, AdapterConfig
 from model.checks import require_int, require_number
 from model.config import LlamaConfig
 from model.llama import Llama
@@ -29,7 +29,7 @@ _PREFIX = "base_model.model."
 # Fields of an adapter_config.json under which an adapter computes something else, with the values that are neutral.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "bias": ("none", None), "fan_in_fan_out": (False, None), "rank_pattern": ({}, None), "alpha_pattern": ({}, None),
-    "layers_to_transform": (None, []), "layer_replication": (None, []), "lora_bias": (False, None), "use_dora": (False, None),
+    "layers_to_transform": (None, []), "layer_replication": (None, []), "lora_bias": (False, None),
     "trainable_token_indices": (None, [], {}), "target_parameters": (None, []), "exclude_modules": (None, []),
 }
 
@@ -43,18 +43,19 @@ def adapter_layout(config: LlamaConfig) -> list[HFEntry]:
     for projection in config.adapter.projections:
         prefix = f"{'self_attn' if projection in ATTENTION else 'mlp'}.{projection}."
         inputs, outputs = config.projection_sizes(projection)
-        for part in PARTS:
-            hf_shape = (config.adapter.rank, inputs) if part == "lora_A" else (outputs, config.adapter.rank)
-            name = LAYERS + prefix + part
-            entries.append(HFEntry(name, f"{_PREFIX}model.layers.{{i}}.{prefix}{part}.weight", declared[name].shape, hf_shape,
-                                   config.num_hidden_layers, transpose=True))
+        shapes = {"lora_A": (config.adapter.rank, inputs), "lora_B": (outputs, config.adapter.rank), MAGNITUDE: (outputs,)}
+        for part in config.adapter.parts:
+            name, end = LAYERS + prefix + part, "" if part == MAGNITUDE else ".weight"
+            entries.append(HFEntry(name, f"{_PREFIX}model.layers.{{i}}.{prefix}{part}{end}", declared[name].shape, shapes[part],
+                                   config.num_hidden_layers, transpose=part != MAGNITUDE))
     return entries
 
 
 def write_config(adapter: AdapterConfig, base: str, folder: Path) -> None:
     """Writes adapter_config.json, which names `base` as the model that the adapter belongs to."""
     content = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
-               "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": 0.0, "use_rslora": adapter.use_rslora,
+               "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": 0.0,
+               "use_rslora": adapter.use_rslora, "use_dora": adapter.use_dora,
                "target_modules": list(adapter.projections), "modules_to_save": list(adapter.train) or None, "bias": "none"}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -111,13 +112,21 @@ def read_config(folder: str | Path) -> tuple[AdapterConfig, str]:
         require_int("r", content["r"], at_least=1)
         require_number("lora_alpha", content["lora_alpha"], above=0)
         adapter = AdapterConfig(
-            rank=content["r"], alpha=content["lora_alpha"], use_rslora=content.get("use_rslora", False),
+            rank=content["r"], alpha=content["lora_alpha"], use_rslora=_switch(content, "use_rslora"),
+            use_dora=_switch(content, "use_dora"),
             targets=_projections(_names(content, "target_modules")), train=tuple(_names(content, "modules_to_save")))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: {error} is missing or of another type; write it again") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return adapter, content.get("base_model_name_or_path") or ""
+
+
+def _switch(content: Mapping[str, Any], field: str) -> bool:
+    """Returns a field that is true or false, and false where it is missing or null."""
+    if content.get(field) not in (True, False, None):
+        raise ValueError(f"{field}: found {content[field]!r:.80}; needs true or false")
+    return bool(content.get(field))
 
 
 def _names(content: Mapping[str, Any], field: str) -> list[str]:

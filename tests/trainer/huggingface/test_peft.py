@@ -23,6 +23,7 @@ transformers = pytest.importorskip("transformers")
 
 ADAPTER = AdapterConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj", "o_proj", "down_proj"))
 KINDS = {"lora": ADAPTER, "rslora": dataclasses.replace(ADAPTER, use_rslora=True),
+         "dora": dataclasses.replace(ADAPTER, use_dora=True, targets=("all-linear",)),
          "norms": dataclasses.replace(ADAPTER, targets=("all-linear",), train=("norm",))}
 LENGTH = 32
 
@@ -35,11 +36,11 @@ def adapter(request, hf_model, tmp_path_factory):
     torch.manual_seed(0)
     targets = "all-linear" if "all-linear" in config.targets else list(config.targets)
     model = peft.get_peft_model(base, peft.LoraConfig(
-        r=config.rank, lora_alpha=config.alpha, target_modules=targets, use_rslora=config.use_rslora,
+        r=config.rank, lora_alpha=config.alpha, target_modules=targets, use_rslora=config.use_rslora, use_dora=config.use_dora,
         modules_to_save=list(config.train) or None, task_type="CAUSAL_LM"))
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            if "lora_B" in name or (parameter.requires_grad and "norm" in name):
+            if "lora_B" in name or "magnitude" in name or (parameter.requires_grad and "norm" in name):
                 parameter.add_(0.1 * torch.randn_like(parameter))
     folder = tmp_path_factory.mktemp(request.param)
     model.save_pretrained(folder)
