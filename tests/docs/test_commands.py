@@ -42,6 +42,7 @@ EXECUTED_SLOWLY = {
 # Test file -> the commands that it runs with other arguments: placeholders, small models, stand-ins of a cloud's tools.
 TESTED = {
     "tests/test_quickstart.py": ["make quickstart"],
+    "tests/soak/test_slow_store.py": ["python -m tests.soak.slow_store"],
     "tests/soak/test_attacks.py": ["python -m tests.soak.attacks records --cases 1000 --seed 100000", "python -m tests.soak.attacks kills"],
     "tests/docs/test_attention_guide.py": ["python mine.py"],
     "tests/smollm2.py": ["python -m scripts.make_smollm2 smollm2", "python -m scripts.make_smollm2 DIR"],

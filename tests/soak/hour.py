@@ -105,14 +105,14 @@ def summarize(out: pathlib.Path) -> None:
                          f"{max(values):.0f})", f"at most {limit}", growth <= limit)
     panels[-1].set_xlabel("minutes since the start")
     figure.suptitle(f"{minutes:.0f} minutes, {steps:,} steps", fontsize="medium")
-    figure.savefig(PICTURE, dpi=110)
-    plt.close(figure)
     rows["length"] = row("length of the run", f"{minutes:.0f} minutes, {steps:,} steps", "60 minutes", minutes >= 59.5)
     save("hour", measured("Memory, threads and open files of a long run", rows,
                           "python -m tests.soak.hour --out OUT && python -m tests.soak.hour --summarize OUT",
                           ["trainer/loop.py", "trainer/checkpoint/*.py", "tests/soak/hour.py"], seconds=60 * minutes,
                           note="docs/robustness.md",
                           facts=["A checkpoint every 100 steps and an evaluation every 200, on two simulated devices."]))
+    figure.savefig(PICTURE, dpi=110)  # after the result, which says whether the tree had changes
+    plt.close(figure)
 
 
 def main(argv: list[str] | None = None) -> int:
