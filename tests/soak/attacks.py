@@ -34,7 +34,7 @@ from trainer.entry import _one_line
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".cache" / "soak" / "attacks"
 LONGEST = 60  # seconds that a case may take
-LONGER = {"kills": 900, "disk": 600, "races": 600, "accounts": 600}  # of classes whose cases are several runs
+LONGER = {"kills": 900, "disk": 600, "races": 600, "accounts": 600, "runs": 300}  # of classes whose cases are several runs
 Case = Callable[[np.random.Generator, pathlib.Path], str]
 """Attacks once, in an empty folder; returns what became of it in a few words, and raises `Fell` or anything else if it fell."""
 
@@ -48,6 +48,7 @@ CLASSES = {
     "adapters": ("folders", 500),
     "checkpoints": ("saved", 300),
     "prepared": ("saved", 300),
+    "runs": ("runs", 100),
     "commands": ("commands", 100),
     "kills": ("kills", 28),
     "disk": ("disk", 20),

@@ -19,6 +19,7 @@ ABOUT = {
     "adapters": "PEFT's adapters: either file",
     "checkpoints": "a file of a checkpoint: removed, emptied, halved, a bit, a folder",
     "prepared": "a file of prepared data: the same",
+    "runs": "a file of a run's folder beside its checkpoints: the same",
     "commands": "import, export, prepare, inspect, line retrieval: a file damaged",
     "disk": "a disk that fills up at a random place, then has room: the same result",
     "races": "two starts of one run that race, or of which one stands still: bitwise",

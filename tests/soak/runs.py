@@ -1,0 +1,61 @@
+"""Attacks on the files of a run's folder beside its checkpoints: logged rows, configuration, assets, lock."""
+
+import pathlib
+import signal
+import time
+
+import numpy as np
+
+from tests import small_run
+from tests.soak.attacks import ROOT, Case, Fell
+from tests.soak.damage import WAYS, copied, damage_file
+from tests.soak.kills import SAVE_EVERY, finish, run_result, start
+
+
+def runs(base: pathlib.Path) -> Case:
+    """Returns the case: a file of a stopped run is damaged, and the same command is started again. It is refused by name, or
+    ends in the checkpoint of a run that nobody touched, with the same rows logged; rows that are lost are told of."""
+    recipe = small_run.recipe(base, ROOT, conversations=24)
+    expected: dict[str, object] = {}
+    stopped = base / "stopped"
+
+    def stop() -> None:
+        finish(start(recipe, base / "whole", 1, base, base / "prepared"), base)
+        expected.update(run_result(base / "whole", base))
+        process = start(recipe, stopped, 1, base, base / "prepared")[0]
+        while process.poll() is None and not (stopped / "checkpoints" / str(2 * SAVE_EVERY)).is_dir():
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+        process.wait(60)
+
+    def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
+        if not expected:
+            stop()
+        run, log = copied(stopped, folder / "run"), folder / "log"
+        part = run / "assets" if generator.random() < 0.25 else run
+        files = sorted(path.relative_to(run) for path in part.iterdir() if path.is_file())
+        name, way = files[generator.integers(len(files))], str(generator.choice(WAYS))
+        damage_file(run / name, way, generator)
+        code = start(recipe, run, 1, folder, base / "prepared")[0].wait(300)
+        said = log.read_text(encoding="utf-8")
+        if code not in (0, 2) or "Traceback" in said:
+            raise Fell(f"{name} {way}: ended with {code}: {said[-500:]}")
+        if code == 2:
+            errors = [line for line in said.splitlines() if line.startswith("error: ")]
+            if len(errors) != 1 or str(run / name) not in errors[0]:
+                raise Fell(f"{name} {way}: {errors}")
+            return "refused by name"
+        found = run_result(run, folder)
+        if found["checkpoint"] != expected["checkpoint"]:
+            raise Fell(f"{name} {way}: another checkpoint")
+        lost = 0
+        for file in ("metrics", "held_out"):
+            rows, truth = ({row["step"]: row for row in result[file]} for result in (found, expected))
+            if changed := [step for step, row in rows.items() if truth.get(step) != row]:
+                raise Fell(f"{name} {way}: {file} has another row of step {changed[0]}")
+            if len(rows) < len(truth) and name.name not in said:
+                raise Fell(f"{name} {way}: {len(truth) - len(rows)} rows of {file} are lost without a word")
+            lost += len(truth) - len(rows)
+        return f"the same checkpoint, {'lost rows told of' if lost else 'the same rows'}"
+
+    return case
