@@ -17,7 +17,7 @@ def window_lines(schedule: str | Mapping[str, Any], layout: str, size: int, toke
       size: devices on the sequence axis; tokens: of a row on each of them.
       masks: of one layer of each kind, in the period that they repeat in.
     """
-    windows = [mask.window for mask in masks if mask.window is not None and not mask.global_tokens]
+    windows = [mask.window for mask in masks if mask.window is not None]
     if not windows or size == 1:
         return []
     mask = Mask(window=max(windows))
@@ -26,9 +26,11 @@ def window_lines(schedule: str | Mapping[str, Any], layout: str, size: int, toke
     plan = _plan(schedule, layout, size, tokens, mask)
     if any(task.dense for each in plan.forward for task in each.tasks):
         return [f"attention.schedule {schedule} also computes the scores that {name} hides; other schedules skip them"]
+    if any(mask.global_tokens for mask in masks):
+        return []  # Every query sees keys of a document's beginning, however far: all keys have to travel.
     if _volume(plan, size) < _volume(_plan(schedule, layout, size, tokens, Mask()), size):
         return []
-    line = f"{name} saves products but no communication: every device still receives all keys"
+    line = f"{name} saves products but no communication: as much is sent as without it"
     reach = mask.reach(tokens, size)
     if reach < size - 1 and _volume(_plan("ring", "contiguous", size, tokens, mask), size) < _volume(plan, size):
         line += (f"; --attention.schedule ring --attention.layout contiguous receives those of {reach} other "
