@@ -27,8 +27,8 @@ TITLE = "Recipes for Qwen3, Mistral and Gemma, planned by the machines' compiler
 def plans() -> dict[str, dict[str, Any]]:
     """Returns the plan of each recipe of these models that has one, by the recipe's name."""
     paths = sorted((ROOT / "docs/plans").glob("*/plan.json"))
-    found = {path.parent.name: read_json(path) for path in paths if (ROOT / f"configs/{path.parent.name}.yaml").exists()}
-    return {name: plan for name, plan in found.items() if plan["model"].startswith(MODELS)}
+    recorded = {path.parent.name: read_json(path) for path in paths if (ROOT / f"configs/{path.parent.name}.yaml").exists()}
+    return {name: plan for name, plan in recorded.items() if plan["model"].startswith(MODELS)}
 
 
 def two_digits(number: float) -> str:
