@@ -55,7 +55,7 @@ class AdapterConfig:
                              f"{', '.join(PROJECTIONS)}, or {ALL_LINEAR}")
         if self.quantize not in get_args(Quantization):
             raise ValueError(f"adapter.quantize: found {self.quantize!r}, needs one of {', '.join(get_args(Quantization))}")
-        beside = {"path": self.path, "train": self.train, "quantize": self.quantize != "none"}
+        beside = {"path": self.path, "train": self.train, "quantize": self.quantize != "none", "use_dora": self.use_dora}
         field = next((name for name, value in beside.items() if value), None)
         if self.rank == 0 and field:
             raise ValueError(f"adapter.rank: found 0 beside adapter.{field}; needs at least 1")

@@ -86,6 +86,7 @@ class _Training:
       step: number of finished steps.
       tokens_seen: tokens of the finished steps, without padding.
       earlier_seconds: of training, before this start.
+      logged: what the newest checkpoint holds of the logs.
       evaluated: whether the evaluations that are due after `step` have been done.
       best: the best measurement so far, and how many measurements ago.
     """
@@ -120,6 +121,7 @@ class _Training:
         self._set_params(self._placed(params))
         self.step, self.evaluated = 0, False
         self.tokens_seen, self.earlier_seconds = 0, 0.0
+        self.logged: dict[str, Any] = {}
         self.best = BestCheckpoint(self.config.checkpoint)
         self._print("\n".join((self.builder.saved_size, *window_notes(self.config, self.objective.model.config))))
 
@@ -134,6 +136,7 @@ class _Training:
         # Earlier releases did not record these two.
         self.tokens_seen = data.get("tokens_seen") or sum(int(self.objective.lengths(step).sum()) for step in range(self.step))
         self.earlier_seconds = data.get("wall_seconds", 0.0)
+        self.logged = data.get("logged", {})
         self.best = BestCheckpoint.restored(self.config.checkpoint, data)
         self.store.protected = self.best.step
         if self.best.exhausted:
@@ -232,7 +235,7 @@ class _Training:
             wandb = {"project": logging.wandb, "name": self.config.name, "config": resolved(self.config)}
         return MetricsLog(run, steps=self.config.train.steps, start_step=self.step, evaluated=self.evaluated,
                           evaluations=[evaluation.name for evaluation in self.evaluations], tensorboard=logging.tensorboard,
-                          loss_name=self.objective.loss_name,
+                          loss_name=self.objective.loss_name, logged=self.logged,
                           console=logging.console, write=jax.process_index() == 0, wandb=wandb)
 
     def _steps(self, profiler: Profiler, log: MetricsLog) -> Iterator[None]:
@@ -354,6 +357,7 @@ class _Training:
         self.store.protected = self.best.step
         self.store.save(self.step, model={**self.trainable, **frozen}, optimizer=self.optimizer_state,
                         data={"step": self.step, **self._fingerprints, "evaluated": self.evaluated,
-                              "tokens_seen": self.tokens_seen, "wall_seconds": self._wall_seconds(), **self.best.data},
+                              "tokens_seen": self.tokens_seen, "wall_seconds": self._wall_seconds(), "logged": log.logged,
+                              **self.best.data},
                         assets=run.assets,
                         shapes=self.objective.model.own_shapes)

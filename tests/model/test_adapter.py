@@ -146,6 +146,7 @@ def test_no_float32_array_has_the_size_of_a_frozen_matrix():
     ({"rank": 4, "train": ("embeddings",)}, ["adapter.train", "'embeddings'", "embed_tokens", "lm_head"]),
     ({"alpha": 0.0}, ["adapter.alpha", "positive"]),
     ({"path": "x", "rank": 0}, ["adapter.rank", "adapter.path"]),
+    ({"use_dora": True, "rank": 0}, ["adapter.rank", "adapter.use_dora"]),
 ], ids=str)
 def test_what_makes_no_adapter_is_refused(fields, facts):
     """In one line that names the field and what would work."""

@@ -33,23 +33,23 @@ def accounts(base: pathlib.Path) -> Case:
     retrieval = ["--cases", shared / "cases.jsonl", "--max-new-tokens", "2", "--compute-dtype", "float32"]
     _for_others(shared)
     # Name -> module, arguments (MINE is a folder of the user's own), and whether it has to work when all may be read.
-    mine = "MINE"
+    own_folder = "MINE"
     commands = {
-        "train on shared data": ("train", [*train, "--run_dir", f"{mine}/run"], True),
-        "train without a home": ("train", [*train, "--run_dir", f"{mine}/run"], True),
+        "train on shared data": ("train", [*train, "--run_dir", f"{own_folder}/run"], True),
+        "train without a home": ("train", [*train, "--run_dir", f"{own_folder}/run"], True),
         "train a shared model": ("train", [*train, "--model.path", model, "--model.overrides", "{}", "--run_dir",
-                                           f"{mine}/run", "--data.prepared", f"{mine}/prepared"], True),
+                                           f"{own_folder}/run", "--data.prepared", f"{own_folder}/prepared"], True),
         "continue a shared run": ("train", [*train, "--run_dir", shared / "run"], False),
         "lengthen a shared run": ("train", [*train, "--run_dir", shared / "run", "--train.log_every", "2"], False),
         "prepare what is there": ("scripts.prepare", train, True),
         "prepare other data": ("scripts.prepare", [*train, "--data.context_length", "64"], False),
-        "export a shared run": ("scripts.export_hf", [shared / "run", f"{mine}/exported"], True),
+        "export a shared run": ("scripts.export_hf", [shared / "run", f"{own_folder}/exported"], True),
         "export into shared": ("scripts.export_hf", [shared / "run", shared / "exported"], False),
-        "import a shared model": ("scripts.import_hf", [model, f"{mine}/imported"], True),
+        "import a shared model": ("scripts.import_hf", [model, f"{own_folder}/imported"], True),
         "import into shared": ("scripts.import_hf", [model, shared / "new"], False),
-        "evaluate a shared model": ("eval.line_retrieval", ["--checkpoint", model, "--output", f"{mine}/out",
+        "evaluate a shared model": ("eval.line_retrieval", ["--checkpoint", model, "--output", f"{own_folder}/out",
                                                             *retrieval], True),
-        "evaluate a shared run": ("eval.line_retrieval", ["--checkpoint", shared / "run", "--output", f"{mine}/out",
+        "evaluate a shared run": ("eval.line_retrieval", ["--checkpoint", shared / "run", "--output", f"{own_folder}/out",
                                                           *retrieval], True),
         "evaluate into shared": ("eval.line_retrieval", ["--checkpoint", model, "--output", shared / "out", *retrieval], False),
     }
@@ -61,7 +61,7 @@ def accounts(base: pathlib.Path) -> Case:
         own, log = folder / "own", folder / "log"
         own.mkdir()
         os.chown(own, NOBODY, NOBODY)
-        arguments = [str(argument).replace(mine, str(own)) for argument in arguments]
+        arguments = [str(argument).replace(own_folder, str(own)) for argument in arguments]
         home = "/nonexistent" if name == "train without a home" else str(own)
         closed = files[generator.integers(len(files))] if generator.random() < 0.5 else None
         if closed:
@@ -73,11 +73,11 @@ def accounts(base: pathlib.Path) -> Case:
         finally:
             if closed:
                 os.chmod(closed, mode)
-        said = log.read_text(encoding="utf-8")
-        errors = [line for line in said.splitlines() if line.startswith("error: ")]
+        output = log.read_text(encoding="utf-8")
+        errors = [line for line in output.splitlines() if line.startswith("error: ")]
         about = f"{name}, {f'{closed.relative_to(shared)} closed' if closed else 'all to be read'}"
-        if "Traceback" in said or code not in (0, 2) or (code == 2) != (len(errors) == 1):
-            raise Fell(f"{about}: ended with {code}: {said[-600:]}")
+        if "Traceback" in output or code not in (0, 2) or (code == 2) != (len(errors) == 1):
+            raise Fell(f"{about}: ended with {code}: {output[-600:]}")
         if errors and str(shared) not in errors[0]:
             raise Fell(f"{about}: names nothing shared: {errors[0][:400]}")
         if works and code and not closed:

@@ -128,10 +128,10 @@ def attack(name: str, seeds: range, progress: bool = False, longest: int = LONGE
                 raise
             except BaseException as error:
                 where = traceback.extract_tb(error.__traceback__)[-1]
-                what = f"{type(error).__name__}: {str(error)[:400]} ({pathlib.Path(where.filename).name}:{where.lineno})"
-                fell.append({"seed": seed, "what": what})
+                message = f"{type(error).__name__}: {str(error)[:400]} ({pathlib.Path(where.filename).name}:{where.lineno})"
+                fell.append({"seed": seed, "what": message})
                 if progress:
-                    print(f"seed {seed} fell: {what}", flush=True)
+                    print(f"seed {seed} fell: {message}", flush=True)
             seconds = time.monotonic() - began
             slowest = max(slowest, seconds)
             shutil.rmtree(folder, ignore_errors=True)

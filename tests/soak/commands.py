@@ -74,15 +74,16 @@ def commands(base: pathlib.Path) -> Case:
     def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
         kind = (imports, exports, prepares, inspects, retrieves)[generator.integers(5)]
         main, arguments = kind(folder, generator)
-        said, printed = io.StringIO(), io.StringIO()
-        with contextlib.redirect_stderr(said), contextlib.redirect_stdout(printed):
+        stderr, stdout = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stderr(stderr), contextlib.redirect_stdout(stdout):
             try:
                 code = main(arguments)
             except SystemExit as left:
                 code = left.code
-        errors = [line for line in said.getvalue().splitlines() if line.startswith("error: ")]
-        if "Traceback" in said.getvalue() + printed.getvalue() or code not in (0, None, 2) or (code == 2) != (len(errors) == 1):
-            raise Fell(f"{kind.__name__} ended with {code}: {said.getvalue()[-300:]}")
+        errors = [line for line in stderr.getvalue().splitlines() if line.startswith("error: ")]
+        traceback = "Traceback" in stderr.getvalue() + stdout.getvalue()
+        if traceback or code not in (0, None, 2) or (code == 2) != (len(errors) == 1):
+            raise Fell(f"{kind.__name__} ended with {code}: {stderr.getvalue()[-300:]}")
         return f"{kind.__name__}: {'refused' if code else 'done'}"
 
     return case

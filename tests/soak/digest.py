@@ -8,8 +8,8 @@ import numpy as np
 
 from trainer.checkpoint.store import CheckpointStore, stored_arrays, verify
 
-# What a checkpoint records of time, which no two runs share.
-TIMES = ("wall_seconds",)
+# What a checkpoint records of time, which no two runs share, and of the logs, which are compared by themselves.
+NOT_TRAINED = ("wall_seconds", "logged")
 
 
 def digest(run: str) -> str:
@@ -24,7 +24,7 @@ def digest(run: str) -> str:
             value = np.asarray(array)
             total.update(f"{item} {name} {value.dtype} {value.shape}".encode() + value.tobytes())
     data = json.loads((path / "data" / "data.json").read_text(encoding="utf-8"))
-    total.update(json.dumps({name: value for name, value in data.items() if name not in TIMES}, sort_keys=True).encode())
+    total.update(json.dumps({name: value for name, value in data.items() if name not in NOT_TRAINED}, sort_keys=True).encode())
     return f"{step} {total.hexdigest()}"
 
 

@@ -74,25 +74,25 @@ def disk(base: pathlib.Path) -> Case:
     def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
         kind = str(generator.choice(KINDS))
         expected, used = truth(kind)
-        small, log = folder / "disk", folder / "log"
+        disk_folder, log = folder / "disk", folder / "log"
         kib = int(generator.integers(4, max(8, int(0.95 * used))))
-        with mounted(small, kib) as resize:
-            code = server().run(*command(kind, small), log)
-            said = log.read_text()
-            errors = [line for line in said.splitlines() if line.startswith("error: ")]
+        with mounted(disk_folder, kib) as resize:
+            code = server().run(*command(kind, disk_folder), log)
+            output = log.read_text()
+            errors = [line for line in output.splitlines() if line.startswith("error: ")]
             about = f"{kind}, {kib} of {used} KiB"
-            if "Traceback" in said or code not in (0, 2) or (code == 2) != (len(errors) == 1):
-                raise Fell(f"{about}: ended with {code}: {said[-500:]}")
-            if errors and (str(small) not in errors[0] or "No space left" not in errors[0]):
+            if "Traceback" in output or code not in (0, 2) or (code == 2) != (len(errors) == 1):
+                raise Fell(f"{about}: ended with {code}: {output[-500:]}")
+            if errors and (str(disk_folder) not in errors[0] or "No space left" not in errors[0]):
                 raise Fell(f"{about}: names neither the disk nor its state: {errors[0][:400]}")
             resize(LARGE)
             log.unlink()
-            if code and (again := server().run(*command(kind, small), log)):
+            if code and (again := server().run(*command(kind, disk_folder), log)):
                 raise Fell(f"{about}: with more room it ended with {again}: {log.read_text()[-500:]}")
-            if (found := result(kind, small)) != expected:
-                raise Fell(f"{about}: another result: {_difference(found, expected)}")
-            if left := [path.name for path in small.rglob("*") if path.name.startswith(".") or ".tmp" in path.name]:
-                raise Fell(f"{about}: left {left}")
+            if (received := result(kind, disk_folder)) != expected:
+                raise Fell(f"{about}: another result: {_difference(received, expected)}")
+            if leftovers := [path.name for path in disk_folder.rglob("*") if path.name.startswith(".") or ".tmp" in path.name]:
+                raise Fell(f"{about}: left {leftovers}")
         return f"{kind}: {'full' if code else 'went on without it'}"
 
     return case
@@ -122,8 +122,8 @@ def _digests(folder: pathlib.Path) -> dict[str, str]:
             for path in sorted(folder.rglob("*")) if path.is_file() and path.name not in ("lock", "README.md")}
 
 
-def _difference(found: object, expected: object) -> str:
-    if isinstance(found, dict) and isinstance(expected, dict):
-        names = [name for name in {**expected, **found} if found.get(name) != expected.get(name)]
-        return f"{', '.join(names)}: {str(found.get(names[0]))[:200]}"
-    return str(found)[:200]
+def _difference(received: object, expected: object) -> str:
+    if isinstance(received, dict) and isinstance(expected, dict):
+        names = [name for name in {**expected, **received} if received.get(name) != expected.get(name)]
+        return f"{', '.join(names)}: {str(received.get(names[0]))[:200]}"
+    return str(received)[:200]

@@ -66,9 +66,9 @@ def kills(base: pathlib.Path) -> Case:
                     raise Fell(f"process {number} ended with 1: {_log(folder)[-400:]}")
             killed.append(phase)
         finish(start(recipe, run, processes, folder, prepared), folder)
-        if (found := run_result(run, folder)) != expected:
-            difference = next(name for name in expected if expected[name] != found[name])
-            raise Fell(f"killed in {killed}: another {difference}: {str(found[difference])[:200]}")
+        if (received := run_result(run, folder)) != expected:
+            difference = next(name for name in expected if expected[name] != received[name])
+            raise Fell(f"killed in {killed}: another {difference}: {str(received[difference])[:200]}")
         leftovers = [path.name for parent in (run / "checkpoints", prepared) for path in parent.iterdir()
                      if path.name.endswith(".tmp") or path.name.startswith(".")]
         export, out = _export(run, folder / "exported", folder), folder / "exported"

@@ -49,17 +49,17 @@ def races(base: pathlib.Path) -> Case:
             stopped.send_signal(signal.SIGCONT)
         codes = [_wait(process, LONGEST_WAIT) for process in (first, second)]
         for code, log in zip(codes, logs, strict=True):
-            said = (log / "log").read_text(encoding="utf-8")
-            errors = [line for line in said.splitlines() if line.startswith("error: ")]
-            if code not in (0, 2) or "Traceback" in said or (code == 2) != (len(errors) == 1):
-                raise Fell(f"{way}: ended with {code}: {said[-500:]}")
+            output = (log / "log").read_text(encoding="utf-8")
+            errors = [line for line in output.splitlines() if line.startswith("error: ")]
+            if code not in (0, 2) or "Traceback" in output or (code == 2) != (len(errors) == 1):
+                raise Fell(f"{way}: ended with {code}: {output[-500:]}")
             if errors and (str(run) not in errors[0] or "is training there" not in errors[0]):
                 raise Fell(f"{way}: {errors[0][:400]}")
         if codes == [2, 2]:
             raise Fell(f"{way}: neither start trained")
-        if (found := run_result(run, folder)) != expected:
-            difference = next(name for name in expected if expected[name] != found[name])
-            raise Fell(f"{way}, ended with {codes}: another {difference}: {str(found[difference])[:300]}")
+        if (received := run_result(run, folder)) != expected:
+            difference = next(name for name in expected if expected[name] != received[name])
+            raise Fell(f"{way}, ended with {codes}: another {difference}: {str(received[difference])[:300]}")
         if leftovers := [path.name for parent in (run / "checkpoints", folder / "prepared") for path in parent.iterdir()
                          if path.name.endswith(".tmp") or path.name.startswith(".")]:
             raise Fell(f"{way}: left {leftovers}")

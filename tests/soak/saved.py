@@ -77,13 +77,13 @@ def prepared(base: pathlib.Path) -> Case:
         copy = copied(base / "prepared", folder / "prepared")
         name, way = files[generator.integers(len(files))], str(generator.choice(WAYS))
         damage_file(copy / name, way, generator)
-        said = io.StringIO()
-        with contextlib.redirect_stderr(said), refusal(str(copy)) as messages:
+        output = io.StringIO()
+        with contextlib.redirect_stderr(output), refusal(str(copy)) as messages:
             if documents(copy) != truth:
                 raise Fell(f"{name} {way}: other documents")
         if messages:
             return "named when the document was read"
-        return "named and made again" if "made again" in said.getvalue() else "the same documents"
+        return "named and made again" if "made again" in output.getvalue() else "the same documents"
 
     return case
 

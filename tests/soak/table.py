@@ -3,8 +3,9 @@
 import collections
 import json
 import pathlib
+from typing import Any
 
-from scripts.benchmarks.results import ROOT, measured, row, save
+from scripts.benchmarks.results import ROOT, commit, load, measured, row, save
 from tests.soak.attacks import CLASSES, LONGER, LONGEST
 from tests.soak.kills import count
 
@@ -30,28 +31,35 @@ DEPENDS_ON = ("tests/soak/*.py", "data/*.py", "trainer/**/*.py", "eval/line_case
 
 
 def record(folder: pathlib.Path) -> None:
-    """Writes the result and the page's table from the counts of every class in `folder`."""
-    rows, hits, lines = {}, "", ["| attacked | cases | held | slowest, s |", "|---|---|---|---|"]
+    """Writes the result and the page's table from the counts in `folder`; classes without counts keep the row they have."""
+    rows = load("robustness").rows
     for name in CLASSES:
         path = folder / f"{name}.json"
         parts = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
-        tried, held = (sum(part[key] for part in parts) for key in ("tried", "held"))
-        if not tried:
-            continue
-        about = ABOUT[name]
-        if name == "kills":
-            outcomes: collections.Counter[str] = collections.Counter()
-            for part in parts:
-                outcomes.update(part["outcomes"])
-            kills = count(outcomes)
-            about += f", {sum(kills.values())} kills"
-            hits = f"\nThe kills hit {', '.join(f'{phase} {number}' for phase, number in kills.items())} times.\n"
-        goal = f"all, each within {LONGER.get(name, LONGEST)} s"
-        rows[name] = row(about, f"{held:,} of {tried:,}", goal, held == tried)
-        lines.append(f"| {about} | {tried:,} | {held:,} | {max(part['slowest'] for part in parts):.1f} |")
+        if sum(part["tried"] for part in parts):
+            rows[name] = _row(name, parts)
+    rows = {name: rows[name] for name in CLASSES if name in rows}
     save("robustness", measured("Attacks on what users and machines get wrong", rows, "python -m tests.soak.attacks CLASS",
-                                DEPENDS_ON, note="docs/robustness.md"))
+                                DEPENDS_ON, note="docs/robustness.md",
+                                facts=["Each class was attacked at the commit that its row in docs/robustness.md names."]))
+    lines = ["| attacked | held | slowest, s | commit |", "|---|---|---|---|"]
+    lines += [f"| {row['what']} | {row['found']} | {row['slowest']} | {row['commit']} |" for row in rows.values()]
     page = PAGE.read_text(encoding="utf-8")
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    PAGE.write_text(before + BEGIN + "\n" + "\n".join(lines) + "\n" + hits + END + after, encoding="utf-8")
+    PAGE.write_text("\n".join([before + BEGIN, *lines, "", rows["kills"]["hits"], END + after]), encoding="utf-8")
+
+
+def _row(name: str, parts: list[dict[str, Any]]) -> dict[str, str]:
+    """Returns the row of a class from the counts of its parts, with the commit of today."""
+    tried, held = (sum(part[key] for part in parts) for key in ("tried", "held"))
+    about, more = ABOUT[name], {"slowest": f"{max(part['slowest'] for part in parts):.1f}", "commit": commit()}
+    if name == "kills":
+        outcomes: collections.Counter[str] = collections.Counter()
+        for part in parts:
+            outcomes.update(part["outcomes"])
+        kills = count(outcomes)
+        about += f", {sum(kills.values())} kills"
+        more["hits"] = f"The kills hit {', '.join(f'{phase} {number}' for phase, number in kills.items())} times."
+    goal = f"all, each within {LONGER.get(name, LONGEST)} s"
+    return row(about, f"{held:,} of {tried:,}", goal, held == tried, **more)

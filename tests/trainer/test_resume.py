@@ -12,6 +12,7 @@ import pytest
 import train
 from data.errors import UserError
 from tests import small_run
+from tests.soak.digest import NOT_TRAINED
 from trainer.checkpoint import store as checkpoint
 from trainer.checkpoint.saving import flatten
 from trainer.config import load as config
@@ -53,8 +54,8 @@ def assert_same_run(run, whole, final_state):
     for name, x in expected.items():
         assert x.dtype == arrays[name].dtype and x.tobytes() == arrays[name].tobytes(), name
     assert data.keys() == expected_data.keys() and data["step"] == small_run.STEPS
-    assert {key: x for key, x in data.items() if key not in MEASURED} == {
-        key: x for key, x in expected_data.items() if key not in MEASURED}
+    assert {key: x for key, x in data.items() if key not in NOT_TRAINED} == {
+        key: x for key, x in expected_data.items() if key not in NOT_TRAINED}
     for name in ("metrics.jsonl", "held_out.jsonl"):
         found, wanted = ([{key: value for key, value in row.items() if key not in MEASURED} for row in small_run.rows(r / name)]
                          for r in (run, whole))

@@ -4,8 +4,8 @@ Only this module and trainer.checkpoint.saving import Orbax. A checkpoint is a f
 
     model/          Orbax: the flat dictionary of parameters
     optimizer/      Orbax: the optimizer's arrays by their path in the state             (if a training wrote it)
-    data/data.json  the step, fingerprints of the data and of the first model, and whether the held-out loss of the step
-                    is logged                                                            (if a training wrote it)
+    data/data.json  the step, fingerprints of the data and of the first model, whether the evaluations of the step are done,
+                    and the number and hash of each log's lines                          (if a training wrote it)
     assets/         plain files: config.json, tokenizer, chat template, run configuration, source dtype
     manifest.json   size and sha256 of every file above, and the parameters' shapes without padding; written last
 

@@ -9,10 +9,11 @@ wall_seconds (of training, evaluations and saves included) the whole run, over a
 import contextlib
 import json
 import math
+import os
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from trainer.entry import printable
 from trainer.flops import flops_per_step, pairs_per_layer
 from trainer.reporting.boards import Board, TensorBoard, WeightsAndBiases
 from trainer.run.directory import RunDirectory
+from trainer.run.logs import Written
 
 NAMES = (
     "loss_nats_per_target", "target_tokens", "tokens_per_second", "tokens_per_second_per_device", "mfu", "grad_norm",
@@ -182,7 +184,8 @@ class MetricsLog:
 
     def __init__(self, run: RunDirectory, *, steps: int, start_step: int = 0, evaluated: bool = True, tensorboard: bool = True,
                  console: bool = True, write: bool = True, wandb: dict[str, Any] | None = None,
-                 evaluations: Sequence[str] = ("held_out",), loss_name: str = NAMES[0]) -> None:
+                 evaluations: Sequence[str] = ("held_out",), loss_name: str = NAMES[0],
+                 logged: Mapping[str, Mapping[str, Any]] | None = None) -> None:
         """Opens the files and boards.
 
         Args:
@@ -192,14 +195,16 @@ class MetricsLog:
           write: with several processes only the first writes.
           wandb: project, name and config of a `WeightsAndBiases`; None for none.
           evaluations: names of the evaluations; loss_name: of the metric that the progress bar shows.
+          logged: `self.logged` when the checkpoint of `start_step` was saved; lines lost or changed since are warned of.
         """
+        self._written: dict[str, Written] = {}  # by the file's name
         self._files: dict[str, Any] = {}
         self._boards: list[Board] = []
         self._bar: ProgressBar | None = None
         self._loss_name = loss_name
         if not write:
             return
-        run.cut_back(start_step, evaluated, evaluations)
+        self._written = run.cut_back(start_step, evaluated, evaluations, logged)
         run.folder.mkdir(parents=True, exist_ok=True)
         self._files = {
             name: open(path, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
@@ -233,14 +238,21 @@ class MetricsLog:
         if self._bar:
             self._bar.say(text)
 
+    @property
+    def logged(self) -> dict[str, dict[str, Any]]:
+        """What a checkpoint holds of each file, by the file's name."""
+        return {name: written.data for name, written in self._written.items()}
+
     def _write(self, name: str, row: dict[str, Any]) -> None:
         if not self._files:
             return
         row = {key: value if isinstance(value, str) else _number(value) for key, value in row.items()}
         file = self._files[name]
         try:
-            file.write(json.dumps(row, allow_nan=False) + "\n")
+            line = json.dumps(row, allow_nan=False) + "\n"
+            file.write(line)
             file.flush()  # after every line, so that a killed run keeps it
+            self._written[os.path.basename(file.name)].add(line.encode())
         except OSError as error:
             self._files.pop(name)
             with contextlib.suppress(OSError):  # closing tries to write once more

@@ -22,23 +22,20 @@ other configuration is refused in a folder that has a run. `step` counts finishe
 import contextlib
 import dataclasses
 import itertools
-import json
-import os
 import pathlib
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from data.errors import UserError
-from data.folders import sync
 from data.paths import no_pattern
 from trainer.config import load as configuration
 from trainer.config.fields import SECTIONS
 from trainer.config.schema import RunConfig
 from trainer.config.yaml_text import InvalidYAML, parse
 from trainer.run.lock import held, require_free
+from trainer.run.logs import Written, cut_back, replace_file
 
 # Sections and fields that may change when a run continues.
 PLACEMENT = (
@@ -109,21 +106,23 @@ class RunDirectory:
         """The file that the training process locks."""
         return self.folder / "lock"
 
-    def cut_back(self, step: int, evaluated: bool = True, evaluations: Sequence[str] = ("held_out",)) -> None:
+    def cut_back(self, step: int, evaluated: bool = True, evaluations: Sequence[str] = ("held_out",),
+                 logged: Mapping[str, Mapping[str, Any]] | None = None) -> dict[str, Written]:
         """Removes the logged lines of steps after `step`, from which training continues; 0 removes all.
 
-        Those steps are run again and must not be in the files twice. Lines that cannot be read are moved to a file beside the
-        log, with a warning.
+        Those steps are run again and must not be in the files twice. See `logs.cut_back`.
 
         Args:
           evaluated: the evaluations of `step` itself are logged already; if not, their lines are removed too.
           evaluations: names of the evaluations, each of which has a file NAME.jsonl.
+          logged: what the checkpoint of `step` holds of each file, by its name.
+
+        Returns:
+          What is left of each file.
         """
         last_evaluated = step if evaluated else step - 1
         logs = [(self.metrics, step), *((self.folder / f"{name}.jsonl", last_evaluated) for name in evaluations)]
-        for path, last_step in logs:
-            if path.exists():
-                _cut_back(path, last_step)
+        return {path.name: cut_back(path, last_step, (logged or {}).get(path.name)) for path, last_step in logs}
 
 
 def identity(config: RunConfig) -> dict[str, Any]:
@@ -180,7 +179,7 @@ def open_run(config: RunConfig, write: bool = True, lock: contextlib.ExitStack |
                 (own if lock is None else lock).enter_context(held(run.lock))
                 if run.config.exists():
                     _require_same(run, config, steps_known=True)
-                _replace_file(run.config, configuration.dump(config))
+                replace_file(run.config, configuration.dump(config).encode())
         except OSError as error:
             raise UserError(f"{run.folder}: cannot write there ({error.strerror}); give another --run_dir") from error
     deadline = time.monotonic() + VISIBLE_SECONDS
@@ -294,40 +293,3 @@ def _identity(written: dict[str, Any]) -> dict[str, Any]:
         flat["data.sources"] = [{name: value for name, value in source.items() if f"data.sources.{name}" not in PLACEMENT}
                                 for source in flat["data.sources"]]
     return flat
-
-
-def _cut_back(path: pathlib.Path, last_step: int) -> None:
-    """Rewrites a log without the lines after `last_step`, and moves unreadable ones to PATH.unreadable."""
-    kept, unreadable, numbers = [], [], []
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines, 1):
-        step = _logged_step(line)
-        if step is not None:
-            kept += [line.decode() + "\n"] if step <= last_step else []
-        elif line.strip() and number < len(lines):  # a kill may have cut a last line without a newline short
-            unreadable.append(line + b"\n")
-            numbers.append(str(number))
-    if unreadable:
-        aside = path.with_name(path.name + ".unreadable")
-        with aside.open("ab") as file:
-            file.writelines(unreadable)
-        listed = f"line{'s' * (len(numbers) > 1)} {', '.join(numbers[:5])}{', ...' * (len(numbers) > 5)}"
-        print(f"warning: {path}: {listed} cannot be read; moved to {aside.name}", file=sys.stderr)
-    _replace_file(path, "".join(kept))
-
-
-def _logged_step(line: bytes) -> int | None:
-    """The step of a logged line; None if the line cannot be read."""
-    try:
-        step = json.loads(line.decode())["step"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return None
-    return step if isinstance(step, int) else None
-
-
-def _replace_file(path: pathlib.Path, text: str) -> None:
-    """Replaces a file in one step: after a kill at any moment either the old or the new one is there, whole."""
-    scratch = path.with_name(path.name + ".tmp")
-    scratch.write_text(text, encoding="utf-8")
-    sync(scratch)
-    os.replace(scratch, path)

@@ -1,5 +1,6 @@
 """Tests of trainer/reporting/metrics.py: counts against brute force, timing with a clock of our own, files line by line."""
 
+import hashlib
 import json
 
 import jax
@@ -92,8 +93,11 @@ def test_log_is_there_line_by_line_and_cut_on_resume(tmp_path):
     log.evaluation("held_out", {"step": 3, "held_out_loss_nats_per_target": float("nan")})
     assert json.loads(run.held_out.read_text()) == {"step": 3, "held_out_loss_nats_per_target": None}
     log.close()
+    assert {name: data["lines"] for name, data in log.logged.items()} == {"metrics.jsonl": 3, "held_out.jsonl": 1}
     with MetricsLog(run, steps=4, start_step=2, console=False) as log:
         log.train({"step": 3, "loss_nats_per_target": 0.5, "mfu": None})
+    of_metrics = {"lines": 3, "sha256": hashlib.sha256(run.metrics.read_bytes()).hexdigest()}
+    assert log.logged == {"metrics.jsonl": of_metrics, "held_out.jsonl": {"lines": 0, "sha256": hashlib.sha256().hexdigest()}}
     rows = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert [row["step"] for row in rows] == [1, 2, 3] and rows[2]["loss_nats_per_target"] == 0.5
     assert rows[1]["loss_nats_per_target"] == 0.5 and run.held_out.read_text() == ""

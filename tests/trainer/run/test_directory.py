@@ -26,6 +26,7 @@ from trainer.config.schema import (
     TrainConfig,
 )
 from trainer.run import directory as run_directory
+from trainer.run import logs as run_logs
 from trainer.run.directory import check_run, identity, open_run
 
 
@@ -182,11 +183,11 @@ def test_of_two_starts_that_open_it_at_once_one_is_refused(config, monkeypatch):
 
     def other_start(path):
         with monkeypatch.context() as patch, pytest.raises(UserError) as caught:
-            patch.setattr(run_directory, "sync", lambda path: None)
+            patch.setattr(run_logs, "sync", lambda path: None)
             open_run(config)
         refused.append(str(caught.value))
 
-    monkeypatch.setattr(run_directory, "sync", other_start)
+    monkeypatch.setattr(run_logs, "sync", other_start)
     assert open_run(config).config.exists()
     assert len(refused) == 1 and f"process {os.getpid()} on " in refused[0] and "is training there" in refused[0]
 

@@ -1,0 +1,99 @@
+"""The logs of a run, one JSON object a line: cut back when the run is continued, and held to what its checkpoint knows of them.
+
+A log can lose its end, or change, without a line that cannot be read. A checkpoint therefore holds how many lines each log had
+when it was saved, and their hash.
+"""
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import pathlib
+import sys
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from data.folders import sync
+
+
+@dataclasses.dataclass
+class Written:
+    """How many lines have been written to a log, and their SHA-256."""
+
+    lines: int
+    sha256: Any
+
+    @classmethod
+    def of(cls, lines: Iterable[bytes]) -> Written:
+        """Returns the record of these lines, each with its newline."""
+        record = cls(0, hashlib.sha256())
+        for line in lines:
+            record.add(line)
+        return record
+
+    def add(self, line: bytes) -> None:
+        """Counts a line that has been written."""
+        self.lines += 1
+        self.sha256.update(line)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What a checkpoint holds of it."""
+        return {"lines": self.lines, "sha256": self.sha256.hexdigest()}
+
+
+def cut_back(path: pathlib.Path, last_step: int, saved: Mapping[str, Any] | None = None) -> Written:
+    """Removes the lines of steps after `last_step` from a log, if there is one, and returns what is left.
+
+    Lines that cannot be read are moved to PATH.unreadable. That is warned of, as are lines that are lost or have changed.
+
+    Args:
+      saved: `Written.data` of this log when the checkpoint of `last_step` was saved; None if it says nothing of it.
+    """
+    kept, unreadable, numbers = [], [], []
+    lines = path.read_bytes().split(b"\n") if path.exists() else []
+    for number, line in enumerate(lines, 1):
+        step = _logged_step(line)
+        if step is not None:
+            kept += [line + b"\n"] if step <= last_step else []
+        elif line.strip() and number < len(lines):  # a kill may have cut a last line without a newline short
+            unreadable.append(line + b"\n")
+            numbers.append(str(number))
+    if unreadable:
+        aside = path.with_name(path.name + ".unreadable")
+        with aside.open("ab") as file:
+            file.writelines(unreadable)
+        listed = f"line{'s' * (len(numbers) > 1)} {', '.join(numbers[:5])}{', ...' * (len(numbers) > 5)}"
+        _warn(f"{path}: {listed} cannot be read; moved to {aside.name}")
+    written = Written.of(kept)
+    if saved and len(kept) + len(unreadable) < saved["lines"]:
+        _warn(f"{path}: {saved['lines']} lines had been written up to step {last_step}, and {len(kept)} are left; the others "
+              "are lost (training does not depend on them)")
+    elif saved and not unreadable and written.data != saved:
+        _warn(f"{path}: its lines up to step {last_step} are not those that were written; they have been changed (training "
+              "does not depend on them)")
+    if lines:
+        replace_file(path, b"".join(kept))
+    return written
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)
+
+
+def _logged_step(line: bytes) -> int | None:
+    """The step of a logged line; None if the line cannot be read."""
+    try:
+        step = json.loads(line.decode())["step"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None
+    return step if isinstance(step, int) else None
+
+
+def replace_file(path: pathlib.Path, content: bytes) -> None:
+    """Replaces a file in one step: after a kill at any moment either the old or the new one is there, whole."""
+    scratch = path.with_name(path.name + ".tmp")
+    scratch.write_bytes(content)
+    sync(scratch)
+    os.replace(scratch, path)
