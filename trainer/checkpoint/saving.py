@@ -65,8 +65,7 @@ class Saving:
         self.assets = contents.assets
         self.data = None if contents.data is None else json.dumps(dict(contents.data), indent=1, allow_nan=False) + "\n"
         if jax.process_index() == 0:
-            _remove_leftovers(target, self.scratch)
-            self.scratch.mkdir(parents=True)
+            shutil.rmtree(self.scratch, ignore_errors=True)  # of a process that was killed; Orbax's thread makes it anew
         barrier(f"checkpoint {target.name} begins")
         trees = {"model": _flat_model(contents.model)}
         if contents.optimizer is not None:
@@ -106,6 +105,7 @@ class Saving:
             for checkpointer in self.checkpointers:
                 checkpointer.wait_until_finished()  # with several processes: until all have written
             if jax.process_index() == 0:
+                _remove_leftovers(self.target, self.scratch)
                 self._read_back()  # before the manifest makes it a checkpoint, and before any older one is removed
                 self._write_plain_items()  # here, as a slow store may take as long for them as training for several steps
                 write_manifest(self.scratch, self.items, self.parameter_shapes)
@@ -140,11 +140,10 @@ class Saving:
 
 
 def _remove_leftovers(target: Path, scratch: Path) -> None:
-    """Removes the folders that killed processes left, of this checkpoint and of the run's others."""
-    shutil.rmtree(scratch, ignore_errors=True)
+    """Removes the folders that killed processes left of the run's other checkpoints."""
     if target.parent.name == CHECKPOINTS and target.parent.is_dir():
         for path in target.parent.iterdir():
-            if _LEFTOVER.fullmatch(path.name):
+            if _LEFTOVER.fullmatch(path.name) and path != scratch:
                 shutil.rmtree(path, ignore_errors=True)
 
 
