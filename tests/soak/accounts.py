@@ -18,7 +18,10 @@ ONE_DEVICE = ("--mesh.sequence", "1", "--mesh.simulate", "1")
 
 def accounts(base: pathlib.Path) -> Case:
     """Returns the case: a command of an unprivileged user; one file may be closed to them. Needs root, and a Python and a
-    checkout that other users may read."""
+    checkout that other users may read, else raises OSError."""
+    for folder in (pathlib.Path(os.__file__).parent, ROOT):
+        if closed := next((path for path in (folder, *folder.parents) if not path.stat().st_mode & 0o001), None):
+            raise OSError(f"{closed} is closed to other users: the attacks need a Python and a checkout that they may read")
     os.chmod(base.parent, 0o755)
     shared = base / "shared"
     shared.mkdir()
