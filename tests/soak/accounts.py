@@ -8,7 +8,7 @@ import numpy as np
 
 from eval import line_cases
 from tests import small_model, small_run
-from tests.soak.attacks import ROOT, Case, Fell
+from tests.soak.attacks import ROOT, Case, Fell, Impossible
 from tests.soak.forks import server
 from tests.soak.kills import FLAGS, finish, run_result, start
 
@@ -18,10 +18,10 @@ ONE_DEVICE = ("--mesh.sequence", "1", "--mesh.simulate", "1")
 
 def accounts(base: pathlib.Path) -> Case:
     """Returns the case: a command of an unprivileged user; one file may be closed to them. Needs root, and a Python and a
-    checkout that other users may read, else raises OSError."""
+    checkout that other users may read, else raises Impossible."""
     for folder in (pathlib.Path(os.__file__).parent, ROOT):
         if closed := next((path for path in (folder, *folder.parents) if not path.stat().st_mode & 0o001), None):
-            raise OSError(f"{closed} is closed to other users: the attacks need a Python and a checkout that they may read")
+            raise Impossible(f"{closed} is closed to other users: the attacks need a Python and a checkout that they may read")
     os.chmod(base.parent, 0o755)
     shared = base / "shared"
     shared.mkdir()

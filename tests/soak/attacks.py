@@ -57,6 +57,10 @@ CLASSES = {
 }
 
 
+class Impossible(Exception):
+    """A class of attacks cannot be tried on this machine, or as this user."""
+
+
 class Fell(Exception):
     """The attacked code did what it must not do."""
 
@@ -124,7 +128,7 @@ def attack(name: str, seeds: range, progress: bool = False, longest: int = LONGE
                     warnings.simplefilter("ignore")
                     outcome = case(np.random.default_rng([seed, *name.encode()]), folder)
                 outcomes[outcome] += 1
-            except KeyboardInterrupt:
+            except (KeyboardInterrupt, Impossible):
                 raise
             except BaseException as error:
                 where = traceback.extract_tb(error.__traceback__)[-1]

@@ -10,7 +10,7 @@ import numpy as np
 
 from eval import line_cases
 from tests import small_model, small_run
-from tests.soak.attacks import ROOT, Case, Fell
+from tests.soak.attacks import ROOT, Case, Fell, Impossible
 from tests.soak.forks import server
 from tests.soak.kills import FLAGS, run_result
 
@@ -100,13 +100,13 @@ def disk(base: pathlib.Path) -> Case:
 
 @contextlib.contextmanager
 def mounted(folder: pathlib.Path, kib: int) -> Iterator[Callable[[int], None]]:
-    """Mounts a disk of so many KiB at a new folder; yields the function that changes its size. Raises OSError without root."""
+    """Mounts a disk of so many KiB at a new folder; yields what changes its size. Raises Impossible without root."""
     folder.mkdir()
 
     def mount(kib: int, *options: str) -> None:
         command = ["mount", "-t", "tmpfs", "-o", ",".join([*options, f"size={kib}k"]), "tmpfs", str(folder)]
         if subprocess.run(command, check=False, capture_output=True).returncode:
-            raise OSError("a small disk cannot be mounted: it needs root")
+            raise Impossible("a small disk cannot be mounted: it needs root")
 
     mount(kib)
     try:

@@ -6,7 +6,7 @@ from data.errors import UserError
 from data.report import Report
 from data.sources import read
 from tests.soak import attacks, folders, records, saved
-from tests.soak.attacks import Fell, attack, merge, refusal
+from tests.soak.attacks import Fell, Impossible, attack, merge, refusal
 from trainer.checkpoint.store import restore
 
 QUICK = [name for name in attacks.CLASSES if name not in (*attacks.LONGER, "commands")]
@@ -21,7 +21,10 @@ def test_a_few_of_every_class_hold(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("name", attacks.LONGER)
 def test_one_of_every_longer_class_holds(name):
-    result = attack(name, range(10**6, 10**6 + 1), longest=attacks.LONGER[name])
+    try:
+        result = attack(name, range(10**6, 10**6 + 1), longest=attacks.LONGER[name])
+    except Impossible as error:
+        pytest.skip(str(error))
     assert result["fell"] == [] and result["held"] == 1
 
 
