@@ -41,6 +41,9 @@ class AdapterConfig:
     quantize: Quantization = "none"
     """The layers' frozen matrices lie and travel as codes, and are opened where a product takes them (QLoRA): nf4, 4.13 bits a
     number, or int8; none keeps the compute dtype. Matrices are quantized as they are read."""
+    dropout: float | None = None
+    """Probability that an adapter, in training, reads 0 in place of a number of its input; the others are divided by
+    1 - dropout. None takes that of `path`, and without one 0."""
     path: str | None = None
     """Folder of an adapter in PEFT's format, from which training goes on; its rank, alpha and targets are this section's."""
 
@@ -55,7 +58,10 @@ class AdapterConfig:
                              f"{', '.join(PROJECTIONS)}, or {ALL_LINEAR}")
         if self.quantize not in get_args(Quantization):
             raise ValueError(f"adapter.quantize: found {self.quantize!r}, needs one of {', '.join(get_args(Quantization))}")
-        beside = {"path": self.path, "train": self.train, "quantize": self.quantize != "none", "use_dora": self.use_dora}
+        if self.dropout is not None and not 0 <= self.dropout < 1:
+            raise ValueError(f"adapter.dropout: found {self.dropout}, needs at least 0 and less than 1")
+        beside = {"path": self.path, "train": self.train, "quantize": self.quantize != "none", "use_dora": self.use_dora,
+                  "dropout": self.dropout}
         field = next((name for name, value in beside.items() if value), None)
         if self.rank == 0 and field:
             raise ValueError(f"adapter.rank: found 0 beside adapter.{field}; needs at least 1")
@@ -69,6 +75,11 @@ class AdapterConfig:
     def scale(self) -> float:
         """s, by which the adapters' products are multiplied (rsLoRA: Kalajdzievski, arXiv 2312.03732)."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
+
+    @property
+    def dropout_rate(self) -> float:
+        """The probability of `dropout`."""
+        return self.dropout or 0.0
 
     @property
     def parts(self) -> tuple[str, ...]:

@@ -24,6 +24,7 @@ from .attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords
 from .attention.layout import permutation
 from .attention.partial import per_row
 from .attention.schedules import in_any_layout
+from .dropout import TokenLabels
 from .memory.period import scan_periods
 from .sharding import BATCH_AXES
 from .transformer import TOKENS, Batch, Transformer
@@ -215,18 +216,18 @@ class CachedModel:
         slots = TokenCoords(write(cache.index, index), write(cache.segment_ids, segment_ids), before.start)
         coords = TokenCoords(index, segment_ids, jnp.zeros_like(index))
         # With the RoPE rule `dynamic` all tokens have one embedding, that of a full cache, so that cached keys stay valid.
-        layers = model.layers(self.capacity)
+        layers, labels = model.layers(self.capacity), TokenLabels(index)
 
         # The cache is in the carry, where it is changed in place; stacked anew it would be in memory twice.
         def run_layer(layer, carry, of_layer):
             x, k, v = carry
             shards, number = of_layer
             weights = model.weights.layer(shards)
-            q, new_k, new_v = layer.project(weights, x, index)
+            q, new_k, new_v = layer.project(weights, x, labels)
             k, v = write(k, new_k, number), write(v, new_v, number)
             attended = attend(layer.attention, Queries(q, coords), Keys(new_k, new_v, coords),
                               Keys(k[number], v[number], slots), before)
-            return (layer.finish(weights, x, attended.astype(x.dtype)), k, v), None
+            return (layer.finish(weights, x, attended.astype(x.dtype), labels), k, v), None
 
         (x, k, v), _ = scan_periods(
             [functools.partial(run_layer, layer) for layer in layers], (model.local_embed(params, batch), cache.k, cache.v),

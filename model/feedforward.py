@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -9,16 +10,19 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, UInt32
 
-from .adapter import AdapterConfig
+from .adapter import PROJECTIONS
 from .config import LlamaConfig
+from .dropout import kept
 from .frozen import FrozenWeight
 from .memory.chunked import letters, product
 from .sharding import Parallel
 
 Shape = tuple[int, ...]
 Axes = tuple[str, ...]
+# The tokens' numbers within a layer, from which the masks of dropout follow; None without dropout.
+DropoutKeys = UInt32[Array, "B T"] | None
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
@@ -36,14 +40,15 @@ class Projection(nnx.Module):
     """
 
     def __init__(self, equation: str, shape: Shape, axes: Axes, std: float, bias_shape: Shape | None = None,
-                 bias_axes: Axes | None = None, *, adapter: AdapterConfig | None = None, rngs: nnx.Rngs):
-        self.equation, self.adapter = equation, adapter
+                 bias_axes: Axes | None = None, *, name: str, config: LlamaConfig, rngs: nnx.Rngs):
+        self.equation, self.name, self.adapter = equation, name, config.adapter_of(name)
         self.weight = param(rngs, shape, axes, std)
         if bias_shape is not None:
             self.bias = nnx.Param(jnp.zeros(bias_shape, jnp.float32), axes=bias_axes)
         x_axes, w_axes, _ = letters(equation)
         self.inputs = inputs = len(set(x_axes) & set(w_axes))
         self.input_axes = axes[:inputs]
+        adapter = self.adapter
         if adapter is not None:
             # Zeros here; `modules.init_adapters` draws A.
             self.lora_A = nnx.Param(jnp.zeros((*shape[:inputs], adapter.rank), jnp.float32), axes=(*axes[:inputs], "rank"))
@@ -51,20 +56,41 @@ class Projection(nnx.Module):
             if adapter.use_dora:  # `Transformer.init_magnitudes` sets them
                 self.lora_magnitude_vector = nnx.Param(jnp.ones(shape[inputs:], jnp.float32), axes=axes[inputs:])
 
-    def __call__(self, x: Float[Array, ...], parallel: Parallel) -> Float[Array, ...]:
-        """Returns the product with the weight, and the adapter's products beside it, without the bias."""
+    def __call__(self, x: Float[Array, ...], parallel: Parallel, dropout: DropoutKeys = None) -> Float[Array, ...]:
+        """Returns the product with the weight, and the adapter's products beside it, without the bias.
+
+        Args:
+          dropout: the tokens' numbers within the layer, in training with dropout (`model.dropout`).
+        """
         y = product(self.equation, x, self.weight.get_value())
         if self.adapter is None:
             return y
         x_axes, w_axes, y_axes = letters(self.equation)
-        low = product(f"{x_axes},{w_axes[:self.inputs]}r->btr", x, self.lora_A[...])
-        y += self.adapter.scale * product(f"btr,r{w_axes[self.inputs:]}->{y_axes}", low, self.lora_B[...])
+        scale, adapter_x = self.adapter.scale, x
+        if dropout is not None:
+            adapter_x = self._dropped(x, parallel, dropout)
+            scale /= 1 - self.adapter.dropout_rate
+        low = product(f"{x_axes},{w_axes[:self.inputs]}r->btr", adapter_x, self.lora_A[...])
+        added = scale * product(f"btr,r{w_axes[self.inputs:]}->{y_axes}", low, self.lora_B[...])
+        adapted = y + added
         if not self.adapter.use_dora:
-            return y
+            return adapted
         norms = self.norms(parallel, x.dtype)
         # A column of zeros, as of a padded head, stays zero.
         factors = jnp.where(norms > 0, self.lora_magnitude_vector[...] / jnp.where(norms > 0, norms, 1), 0)
-        return (y * factors).astype(y.dtype)
+        if dropout is None:
+            return (adapted * factors).astype(y.dtype)
+        # As peft: what DoRA adds to W x reads the dropped input, in its product with W too.
+        base = product(self.equation, adapter_x, self.weight.get_value())
+        return (y + (factors - 1) / (1 - self.adapter.dropout_rate) * base + factors * added).astype(y.dtype)
+
+    def _dropped(self, x: Float[Array, ...], parallel: Parallel, dropout: UInt32[Array, "B T"]) -> Float[Array, ...]:
+        """Returns x with zeros where dropout drops it; a rank that has a part of the features drops those of one device."""
+        assert self.adapter is not None
+        axis = self.input_axes[0]
+        split = parallel.tensor > 1 and axis in ("heads", "mlp") and getattr(parallel, axis)
+        first = parallel.rank() * math.prod(x.shape[2:]) if split else 0
+        return kept(x, dropout, self.adapter.dropout_rate, PROJECTIONS.index(self.name), first)
 
     def norms(self, parallel: Parallel, dtype: Any) -> Float[Array, ...]:
         """Returns the length of each output's column of W + s A B over all inputs, without gradient (Liu et al., DoRA, arXiv
@@ -149,15 +175,16 @@ class FeedForward(nnx.Module):
         width_bias = ((width,), ("mlp",)) if config.mlp_bias else ()
         hidden_bias = ((hidden,), ("norm",)) if config.mlp_bias else ()
         self.gate_proj = Projection("bte,ef->btf", (hidden, width), ("embed", "mlp"), std, *width_bias,
-                                    adapter=config.adapter_of("gate_proj"), rngs=rngs)
+                                    name="gate_proj", config=config, rngs=rngs)
         self.up_proj = Projection("bte,ef->btf", (hidden, width), ("embed", "mlp"), std, *width_bias,
-                                  adapter=config.adapter_of("up_proj"), rngs=rngs)
+                                  name="up_proj", config=config, rngs=rngs)
         self.down_proj = Projection("btf,fe->bte", (width, hidden), ("mlp", "embed"), std, *hidden_bias,
-                                    adapter=config.adapter_of("down_proj"), rngs=rngs)
+                                    name="down_proj", config=config, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T E"], parallel: Parallel) -> Float[Array, "B T E"]:
-        """Returns the feed-forward of normalised hidden states, summed over the tensor ranks."""
+    def __call__(self, x: Float[Array, "B T E"], parallel: Parallel, dropout: DropoutKeys = None) -> Float[Array, "B T E"]:
+        """Returns the feed-forward of normalised hidden states, summed over the tensor ranks; `dropout` as of `Projection`."""
         x = parallel.whole(x)
-        gate = self.gate_proj.add_bias(self.gate_proj(x, parallel))
-        up = self.up_proj.add_bias(self.up_proj(x, parallel))
-        return self.down_proj.add_bias(parallel.combine(self.down_proj(self.activation(gate) * up, parallel), "mlp"))
+        gate = self.gate_proj.add_bias(self.gate_proj(x, parallel, dropout))
+        up = self.up_proj.add_bias(self.up_proj(x, parallel, dropout))
+        down = self.down_proj(self.activation(gate) * up, parallel, dropout)
+        return self.down_proj.add_bias(parallel.combine(down, "mlp"))

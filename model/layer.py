@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from .attention import AttentionOp, Keys, Queries, TokenCoords, attend
 from .config import LlamaConfig
+from .dropout import TokenLabels
 from .memory.chunked import chunked
 from .memory.options import MemoryConfig
 from .modules import bind, read_by
@@ -39,12 +40,12 @@ class Layer:
     rope: RopeConfig | None
     length: int
 
-    def __call__(self, weights: dict, x: Hidden, positions: Int[Array, "B T"], coords: TokenCoords) -> Hidden:
+    def __call__(self, weights: dict, x: Hidden, labels: TokenLabels, coords: TokenCoords) -> Hidden:
         """Returns the layer's output."""
-        q, k, v = self.project(weights, x, positions)
-        return self.finish(weights, x, self.attend(q, k, v, coords))
+        q, k, v = self.project(weights, x, labels)
+        return self.finish(weights, x, self.attend(q, k, v, coords), labels)
 
-    def project(self, weights: dict, x: Hidden, positions: Int[Array, "B T"], stages: str = "qkv",
+    def project(self, weights: dict, x: Hidden, labels: TokenLabels, stages: str = "qkv",
                 through: bool = False) -> tuple[Heads, ...]:
         """Returns those of q, k and v that `stages` names, for the heads that the weights have.
 
@@ -56,9 +57,9 @@ class Layer:
                 x = arrays["x"] if self.config.norms == "after" else layer.input_layernorm(arrays["x"])
                 x = self.parallel.whole(x)
             with jax.named_scope("qkv_projection"):
-                return layer.self_attn.project(x, labels["positions"], self.rope, self.length, self.parallel, stages)
+                return layer.self_attn.project(x, labels["tokens"], self.rope, self.length, self.parallel, stages)
 
-        return self._position_wise(project, read_by(stages, weights), {"x": x}, {"positions": positions},
+        return self._position_wise(project, read_by(stages, weights), {"x": x}, {"tokens": labels},
                                    self.memory.projection_chunk, "x" if through else None)
 
     def attend(self, q: Heads, k: Heads, v: Heads, coords: TokenCoords) -> Heads:
@@ -66,21 +67,21 @@ class Layer:
         with jax.named_scope("attention"):
             return attend(self.attention, Queries(q, coords), Keys(k, v, coords)).out
 
-    def finish(self, weights: dict, x: Hidden, attended: Heads) -> Hidden:
+    def finish(self, weights: dict, x: Hidden, attended: Heads, labels: TokenLabels) -> Hidden:
         """Returns the layer's output from its input and attention's output."""
         def finish(weights, arrays, labels):
-            layer, norms = bind(self.config, weights), self.config.norms
+            layer, norms, dropout = bind(self.config, weights), self.config.norms, labels["dropout"]
             with jax.named_scope("attention_output"):
-                branch = layer.self_attn.output(arrays["attended"], self.parallel)
+                branch = layer.self_attn.output(arrays["attended"], self.parallel, dropout)
                 x = self._add(arrays["x"], branch if norms == "before" else layer.post_attention_layernorm(branch))
             with jax.named_scope("feed_forward"):
                 if norms == "before":
-                    return self._add(x, layer.mlp(layer.post_attention_layernorm(x), self.parallel))
+                    return self._add(x, layer.mlp(layer.post_attention_layernorm(x), self.parallel, dropout))
                 hidden = layer.pre_feedforward_layernorm(x) if norms == "both" else x
-                return self._add(x, layer.post_feedforward_layernorm(layer.mlp(hidden, self.parallel)))
+                return self._add(x, layer.post_feedforward_layernorm(layer.mlp(hidden, self.parallel, dropout)))
 
-        return self._position_wise(finish, read_by(("output",), weights), {"x": x, "attended": attended}, {},
-                                   self.memory.feed_forward_chunk)
+        return self._position_wise(finish, read_by(("output",), weights), {"x": x, "attended": attended},
+                                   {"dropout": labels.dropout}, self.memory.feed_forward_chunk)
 
     def _add(self, x: Hidden, branch: Hidden) -> Hidden:
         """Returns the residual stream with what a branch adds to it."""

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from .config import LlamaConfig
-from .feedforward import AllHeadsNorm, FeedForward, HeadNorm, Projection, RMSNorm, param
+from .dropout import TokenLabels
+from .feedforward import AllHeadsNorm, DropoutKeys, FeedForward, HeadNorm, Projection, RMSNorm, param
 from .frozen import Weight, array
 from .quantized import declare_parts, is_quantized
 from .rope import apply_rope, attention_scaling, inverse_frequencies
@@ -55,30 +56,30 @@ class SelfAttention(nnx.Module):
         def heads_projection(name, heads, axis):
             bias_declaration = ((heads, size), (axis, "head_dim")) if bias else ()
             return Projection("bte,ehd->bthd", (hidden, heads, size), ("embed", axis, "head_dim"), std, *bias_declaration,
-                              adapter=config.adapter_of(name), rngs=rngs)
+                              name=name, config=config, rngs=rngs)
 
         self.q_proj = heads_projection("q_proj", config.num_attention_heads, "heads")
         self.k_proj = heads_projection("k_proj", config.num_key_value_heads, "kv_heads")
         self.v_proj = heads_projection("v_proj", config.num_key_value_heads, "kv_heads")
         self.o_proj = Projection("bthd,hde->bte", (config.num_attention_heads, size, hidden), ("heads", "head_dim", "embed"),
                                  std, *(((hidden,), ("norm",)) if config.output_bias else ()),
-                                 adapter=config.adapter_of("o_proj"), rngs=rngs)
+                                 name="o_proj", config=config, rngs=rngs)
         for name, heads, axis in (("q", config.num_attention_heads, "heads"), ("k", config.num_key_value_heads, "kv_heads")):
             if config.qk_norm != "none":
                 norm = HeadNorm(config) if config.qk_norm == "head" else AllHeadsNorm(config, heads, axis)
                 setattr(self, f"{name}_norm", norm)
 
-    def project(self, x: Float[Array, "B T E"], positions: Int[Array, "B T"], rope: RopeConfig | None, length: int,
+    def project(self, x: Float[Array, "B T E"], labels: TokenLabels, rope: RopeConfig | None, length: int,
                 parallel: Parallel, stages: str = "qkv") -> tuple[Float[Array, "B T H D"], ...]:
         """Returns those of q, k and v that `stages` names, with RoPE, if the layer has it, applied to q and k.
 
         Args:
           x: normalised hidden states; H is the number of heads that the weights have.
-          positions: of the tokens in their documents; length: of the whole row, see `model.rope`.
+          labels: the tokens', within the layer; length: of the whole row, see `model.rope`.
         """
         def heads(name):
             projection = getattr(self, f"{name}_proj")
-            projected = projection.add_bias(projection(x, parallel))
+            projected = projection.add_bias(projection(x, parallel, labels.dropout))
             if name == "v":
                 return projected
             projected = self._normalised(name, projected, parallel)
@@ -86,7 +87,7 @@ class SelfAttention(nnx.Module):
                 return projected
             frequencies = inverse_frequencies(rope, self.config.rotary_dim, length)
             with jax.named_scope("rope"):
-                return apply_rope(projected, positions, frequencies, attention_scaling(rope), length)
+                return apply_rope(projected, labels.positions, frequencies, attention_scaling(rope), length)
 
         return tuple(heads(name) for name in stages)
 
@@ -99,9 +100,10 @@ class SelfAttention(nnx.Module):
             return norm(heads)
         return norm(heads, parallel, self.config.num_attention_heads if name == "q" else self.config.num_key_value_heads)
 
-    def output(self, attended: Float[Array, "B T Hq D"], parallel: Parallel) -> Float[Array, "B T E"]:
-        """Returns the output projection, summed over the tensor ranks."""
-        return self.o_proj.add_bias(parallel.combine(self.o_proj(attended, parallel), "heads"))
+    def output(self, attended: Float[Array, "B T Hq D"], parallel: Parallel,
+               dropout: DropoutKeys = None) -> Float[Array, "B T E"]:
+        """Returns the output projection, summed over the tensor ranks; `dropout` as of `Projection`."""
+        return self.o_proj.add_bias(parallel.combine(self.o_proj(attended, parallel, dropout), "heads"))
 
 
 class DecoderLayer(nnx.Module):

@@ -21,6 +21,7 @@ from .adapter import MAGNITUDE
 from .attention import AttentionOp, Mask, TokenCoords, document_starts
 from .attention.kernels import Kernel, get_kernel
 from .config import LlamaConfig
+from .dropout import TokenLabels
 from .layer import Layer
 from .memory.options import MemoryConfig, check_combination
 from .memory.runners import layer_runner
@@ -32,7 +33,8 @@ from .weights import Shards, Weights
 
 # How arrays [B, L, ...] of a batch are split.
 TOKENS = PartitionSpec(BATCH_AXES, "sequence")
-# Arrays [B, L, ...] by name: `positions`, `index`, `segment_ids`, and what a model adds (see ARCHITECTURE.md).
+# Arrays [B, L, ...] by name: `positions`, `index`, `segment_ids`, `dropout` in training with it (`model.dropout`), and what a
+# model adds (see ARCHITECTURE.md).
 Batch = dict[str, jax.Array]
 
 
@@ -245,10 +247,10 @@ class Transformer(abc.ABC):
 
     def local_hidden(self, params: Shards, batch: Batch) -> Float[Array, "B T E"]:
         """Returns the last layer's output."""
-        positions = batch["positions"]
-        runner = layer_runner(self.layers(positions.shape[1] * self.mesh.shape["sequence"]), self.weights)
+        labels = TokenLabels(batch["positions"], batch.get("dropout"))
+        runner = layer_runner(self.layers(labels.positions.shape[1] * self.mesh.shape["sequence"]), self.weights)
         x = self.local_embed(params, batch)
-        x = runner.run(self.weights.of_layers(params), x, positions, self.local_coords(batch))
+        x = runner.run(self.weights.of_layers(params), x, labels, self.local_coords(batch))
         return self.parallel.whole(x)
 
     def _sharded(self, fn: Callable, out_specs: Any) -> Callable:

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from model.dropout import token_keys
 from model.loss import LossSums
 from model.memory.options import MemoryConfig
 from model.quantized import weights_in
@@ -57,6 +58,7 @@ class StepBuilder:
         finite.
       memory_config: whether moments and parameters are in the host's memory; gradients are always on the device.
       trainable_pattern: regular expression for the names of the parameters that are trained.
+      seed: of dropout.
     """
 
     model: TrainableModel
@@ -66,12 +68,14 @@ class StepBuilder:
     train_config: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     memory_config: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
     trainable_pattern: str = ".*"
+    seed: int = 0
 
     @classmethod
     def of(cls, config: RunConfig, model: TrainableModel, loss: Callable[..., LossSums],
            abstract_batch: AbstractBatch) -> StepBuilder:
         """Returns the builder of the steps that a run's configuration describes."""
-        return cls(model, loss, abstract_batch, config.optimizer, config.train, config.memory, config.model.trainable)
+        return cls(model, loss, abstract_batch, config.optimizer, config.train, config.memory, config.model.trainable,
+                   config.model.seed)
 
     @functools.cached_property
     def trainable(self) -> tuple[str, ...]:
@@ -159,6 +163,9 @@ class StepBuilder:
         Returns:
           The new trained parameters, the new state of the optimizer, and what was measured.
         """
+        adapter = self.model.config.adapter
+        if adapter is not None and adapter.dropout_rate:
+            batch = {**batch, "dropout": token_keys(self.seed, step, batch["index"])}
         sums, gradient = self._over_parts(functools.partial(self._sums_and_gradient, trainable, frozen), batch)
         loss, gradient = jax.tree.map(lambda x: x / jnp.maximum(sums.weight, 1e-9), (sums.total, gradient))
         norm = optax.global_norm(gradient)
@@ -198,8 +205,9 @@ class StepBuilder:
         if parts == 1:
             return fn(batch)
 
-        def split(x: jax.Array, abstract: jax.ShapeDtypeStruct) -> jax.Array:
+        def split(name: str, x: jax.Array) -> jax.Array:
             """Splits [B, ...] into [parts, B / parts, ...]: each device's own rows, so that no row moves to another device."""
+            abstract = self.abstract_batch["index" if name == "dropout" else name]
             rows, *rest = x.shape
             row_axes, *other_axes = tuple(abstract.sharding.spec) or (None,)
             shards = math.prod(self.model.mesh.shape[axis] for axis in _as_tuple(row_axes))
@@ -211,7 +219,7 @@ class StepBuilder:
             return jax.tree.map(jnp.add, sums, fn(part)), None
 
         zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), jax.eval_shape(fn, batch))
-        return lax.scan(add, zeros, {name: split(x, self.abstract_batch[name]) for name, x in batch.items()})[0]
+        return lax.scan(add, zeros, {name: split(name, x) for name, x in batch.items()})[0]
 
 
 def _as_tuple(axes: str | tuple[str, ...] | None) -> tuple[str, ...]:

@@ -133,6 +133,9 @@ class TextObjective(Objective):
         if self.config.adapter.path:
             source = with_adapter(source, self.config.adapter.path)
             _check_same(self.config.adapter, source)
+            if self.config.adapter.dropout is None and source.adapter is not None:
+                adapter = dataclasses.replace(self.config.adapter, dropout=source.adapter.config.dropout)
+                self.config = dataclasses.replace(self.config, adapter=adapter)
         # Exports and evaluation take the trained length for the length that the model can use.
         self.source = dataclasses.replace(source, config=source.config.with_length(data.context_length))
         if self.tokenizer.vocab_size > self.source.config.vocab_size:
@@ -220,7 +223,7 @@ class TextObjective(Objective):
 def _check_same(section: AdapterConfig, source: ModelSource) -> None:
     """Raises UserError unless the recipe's section describes the adapter that training goes on from."""
     assert source.adapter is not None
-    for name in ("rank", "alpha", "projections", "use_rslora", "train"):
+    for name in ("rank", "alpha", "projections", "use_rslora", "use_dora", "train"):
         needed, found = getattr(source.adapter.config, name), getattr(section, name)
         if needed != found:
             raise UserError(f"adapter.{name.replace('projections', 'targets')}: found {found!r}; the adapter in {section.path} "

@@ -14,9 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from model.attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords, keep
+from model.dropout import TokenLabels
 from model.frozen import FrozenWeight, Weight, split
 from model.modules import declare_layer, read_by
 
@@ -30,11 +31,11 @@ OUT_AND_LSE = (2, 1)
 class HeadGroupRunner(ScanRunner):
     """A scan in which each layer attends in groups of heads."""
 
-    def run_layer(self, layer, weights, x, positions, coords):
+    def run_layer(self, layer, weights, x, labels, coords):
         project = functools.partial(layer.project, through=True)
         attend_in_groups = GroupedAttention(project, layer.attention, HeadGroups.of(layer), layer.dtype)
-        x, attended = attend_in_groups(read_by("qkv", weights), x, positions, coords)
-        return layer.finish(weights, x, attended)
+        x, attended = attend_in_groups(read_by("qkv", weights), x, labels, coords)
+        return layer.finish(weights, x, attended, labels)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +110,7 @@ class GroupedAttention:
     x passes through, so that the backward pass adds each group's share to the gradient that comes in, where it lies.
 
     Attributes:
-      project: (weights, x, positions) -> x, q, k, v for the heads that the weights have; closes over no traced value.
+      project: (weights, x, labels) -> x, q, k, v for the heads that the weights have; closes over no traced value.
       dtype: the compute dtype.
     """
 
@@ -118,7 +119,7 @@ class GroupedAttention:
     groups: HeadGroups
     dtype: Any
 
-    def __call__(self, weights: dict[str, Weight], x: Float[Array, "B T E"], positions: Int[Array, "B T"],
+    def __call__(self, weights: dict[str, Weight], x: Float[Array, "B T E"], labels: TokenLabels,
                  coords: TokenCoords) -> tuple[Float[Array, "B T E"], Float[Array, "B T Hq D"]]:
         """Returns x, and attention's output of all heads.
 
@@ -128,20 +129,20 @@ class GroupedAttention:
         """
         run = jax.custom_vjp(lambda *arrays: self._forward(*arrays)[0])
         run.defvjp(self._forward, self._backward)
-        return run(weights, x, positions, coords)
+        return run(weights, x, labels, coords)
 
-    def _forward(self, weights, x, positions, coords):
+    def _forward(self, weights, x, labels, coords):
         weights = cast(weights, self.dtype)
 
         def attend(_, i):
-            _, q, k, v = self.project(self.groups.weights(weights, i), x, positions)
+            _, q, k, v = self.project(self.groups.weights(weights, i), x, labels)
             return (), self.attention.forward(Queries(q, coords), Keys(k, v, coords))
 
         out, lse = keep(*self.groups.over(attend, (), OUT_AND_LSE)[1])
-        return (x, out), (weights, x, positions, coords, out, lse)
+        return (x, out), (weights, x, labels, coords, out, lse)
 
     def _backward(self, residuals, cotangents):
-        weights, x, positions, coords, out, lse = residuals
+        weights, x, labels, coords, out, lse = residuals
         dx, dout = cotangents
         groups = self.groups
         trained, _ = split(weights)
@@ -149,7 +150,7 @@ class GroupedAttention:
 
         def add_group(carry, i):
             dx, d_shared = carry
-            (_, q, k, v), pull = vjp(lambda w, x: self.project(w, x, positions), groups.weights(weights, i), x)
+            (_, q, k, v), pull = vjp(lambda w, x: self.project(w, x, labels), groups.weights(weights, i), x)
             result = AttentionPartial(groups.take(out, i, 2), groups.take(lse, i, 1))
             gradients = self.attention.backward(Queries(q, coords), Keys(k, v, coords), result, groups.take(dout, i, 2))
             dw, dx = pull((dx, *gradients))

@@ -6,10 +6,12 @@ import dataclasses
 import functools
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from model.attention import TokenCoords
+from model.dropout import TokenLabels
 from model.layer import Layer
 from model.weights import Shards, Weights
 
@@ -31,13 +33,12 @@ class LayerRunner(abc.ABC):
     weights: Weights
 
     @abc.abstractmethod
-    def run(self, shards: Shards, x: Float[Array, "B T E"], positions: Int[Array, "B T"], coords: TokenCoords,
-            ) -> Float[Array, "B T E"]:
+    def run(self, shards: Shards, x: Float[Array, "B T E"], labels: TokenLabels, coords: TokenCoords) -> Float[Array, "B T E"]:
         """Returns the output of the last layer.
 
         Args:
           shards: of all layers' parameters, stacked, named as within the layer.
-          x: the input of the first layer.
+          x: the input of the first layer; labels: the tokens', not yet of a layer.
         """
 
 
@@ -48,17 +49,20 @@ class ScanRunner(LayerRunner):
     carry would be loop-invariant, and differentiating the scan would hoist it out and keep it for every layer.
     """
 
-    def run(self, shards, x, positions, coords):
-        def body(layer, carry, shards):
-            x, positions, coords = carry
+    def run(self, shards, x, labels, coords):
+        def body(layer, carry, of_layer):
+            x, labels, coords = carry
+            shards, number = of_layer
             x = checkpoint_name(x, "layer_input")
-            return (self.run_layer(layer, self.weights.layer(shards), x, positions, coords), positions, coords), None
+            y = self.run_layer(layer, self.weights.layer(shards), x, labels.of_layer(number), coords)
+            return (y, labels, coords), None
 
         memory = self.layers[0].memory
         bodies = [functools.partial(body, layer) for layer in self.layers]
-        return scan_layers(bodies, (x, positions, coords), shards, memory.remat, memory.every_k)[0]
+        numbers = None if labels.dropout is None else jnp.arange(jax.tree.leaves(shards)[0].shape[0])
+        return scan_layers(bodies, (x, labels, coords), (shards, numbers), memory.remat, memory.every_k)[0]
 
-    def run_layer(self, layer: Layer, weights: dict[str, jax.Array], x: Float[Array, "B T E"], positions: Int[Array, "B T"],
+    def run_layer(self, layer: Layer, weights: dict[str, jax.Array], x: Float[Array, "B T E"], labels: TokenLabels,
                   coords: TokenCoords) -> Float[Array, "B T E"]:
         """Returns one layer's output from its whole weights."""
-        return layer(weights, x, positions, coords)
+        return layer(weights, x, labels, coords)

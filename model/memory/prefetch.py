@@ -37,7 +37,7 @@ _SPACES = {"device": jax.memory.Space.Device, "host": jax.memory.Space.Host}
 class PrefetchRunner(LayerRunner):
     """Runs the layers one after the other; holds two layers' weights at a time."""
 
-    def run(self, shards, x, positions, coords):
+    def run(self, shards, x, labels, coords):
         specs = {name: self.weights.layer_spec(name) for name in shards}
         trained = frozenset(name for name in shards if not self.weights.is_frozen(name))
         dtypes = {name: self.layers[0].dtype if name in trained else shard.dtype for name, shard in shards.items()}
@@ -46,7 +46,7 @@ class PrefetchRunner(LayerRunner):
         layers = _PrefetchedLayers(self.layers, self.weights, packed, jax.tree.leaves(shards)[0].shape[0])
         run = jax.custom_vjp(lambda *arrays: layers.forward(*arrays)[0])
         run.defvjp(layers.forward, layers.backward)
-        return run(shards, x, positions, coords)
+        return run(shards, x, labels, coords)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,32 +65,33 @@ class _PrefetchedLayers:
     packed: PackedShards
     count: int
 
-    def forward(self, shards: Shards, x, positions, coords):
+    def forward(self, shards: Shards, x, labels, coords):
         """Returns the last layer's output, and the residuals."""
         policy = self.layers[0].memory.policy
 
         def run_layer(layer, carry, i):
-            x, whole, positions, coords = carry
+            x, whole, labels, coords = carry
             weights = self._weights(self.packed.unpack(whole), self._of_layer(shards, i)[1])
-            q, k, v = layer.project(weights, x, positions)
+            of_layer = labels.of_layer(i)
+            q, k, v = layer.project(weights, x, of_layer)
             (out, lse), whole = layer.attention.carry_forward(
                 Queries(q, coords), Keys(k, v, coords), self._of_layer(shards, i + 1)[0])
             attention = jax.device_put((out, lse), _SPACES[policy.attention]) if policy.attention else ()
             kept = jax.device_put(x, _SPACES[policy.inputs])
-            return (layer.finish(weights, x, out), whole, positions, coords), (kept, *attention)
+            return (layer.finish(weights, x, out, of_layer), whole, labels, coords), (kept, *attention)
 
         # In stages, where the compiler needs them.
         whole = [gather_frozen(array[None], RANKS) for array in self._of_layer(shards, 0)[0]]
         (y, whole, *_), kept = scan_periods([functools.partial(run_layer, layer) for layer in self.layers],
-                                            (x, whole, positions, coords), jnp.arange(self.count))
-        return y, (shards, kept, whole, positions, coords)
+                                            (x, whole, labels, coords), jnp.arange(self.count))
+        return y, (shards, kept, whole, labels, coords)
 
     def backward(self, residuals, dy):
         """Returns the gradients of the shards and of x."""
-        shards, kept, whole, positions, coords = residuals
+        shards, kept, whole, labels, coords = residuals
 
         def run_layer(layer, carry, layer_inputs):
-            dx, whole, d_above, positions, coords = carry
+            dx, whole, d_above, labels, coords = carry
             i, (x, *attention) = layer_inputs
             x, *attention = jax.device_put((x, *attention), jax.memory.Space.Device)
             travelled, others = map(self._split, (self.packed.unpack(whole), self._of_layer(shards, i)[1]))
@@ -99,21 +100,21 @@ class _PrefetchedLayers:
                 travelled[0], others[0], has_aux=True)
             below = self._of_layer(shards, i - 1)[0]
             dx, dw, whole, d_above = self._backward_layer(layer, {**trained, **frozen}, (x, *attention), dx, below, d_above,
-                                                          positions, coords)
+                                                          labels.of_layer(i), coords)
             d_travelling, d_others = unpack_gradients({name: dw[name] for name in trained})
             d_packed = self.packed.pack_gradients(d_travelling)
-            return (dx, whole, d_packed, positions, coords), (self.packed.unpack_gradient(d_above), d_others)
+            return (dx, whole, d_packed, labels, coords), (self.packed.unpack_gradient(d_above), d_others)
 
         (dx, _, d_first, *_), results = scan_periods(
             [functools.partial(run_layer, layer) for layer in self.layers],
-            (dy, whole, self.packed.zero_gradients(), positions, coords), jnp.arange(self.count), kept, reverse=True)
+            (dy, whole, self.packed.zero_gradients(), labels, coords), jnp.arange(self.count), kept, reverse=True)
         d_above, d_others = stacked(results)
         first = self.packed.unpack_gradient([reduce_scatter(RANKS, array)[0] for array in d_first])
         # Layer i's gradients returned while layer i - 1 ran.
         d_travelling = {name: jnp.concatenate([first[name][None], d_above[name][:-1]]) for name in first}
         return {name: {**d_travelling, **d_others}.get(name) for name in shards}, dx, None, None
 
-    def _backward_layer(self, layer, weights, kept, dx, below, d_above, positions, coords):
+    def _backward_layer(self, layer, weights, kept, dx, below, d_above, labels, coords):
         """Returns a layer's dx and dw; `below`, the packed shards of the layer below, of all ranks; and this rank's sum of
         `d_above`, the packed gradients of the layer above.
 
@@ -121,12 +122,13 @@ class _PrefetchedLayers:
         """
         x, *saved = kept
         attention = layer.attention
-        (_, q, k, v), pull = vjp(lambda w, x: layer.project(w, x, positions, through=True), read_by("qkv", weights), x)
+        (_, q, k, v), pull = vjp(lambda w, x: layer.project(w, x, labels, through=True), read_by("qkv", weights), x)
         queries, keys = Queries(q, coords), Keys(k, v, coords)
         whole = None
         if not saved:
             saved, whole = attention.carry_forward(queries, keys, below)
-        dw_output, dx, dout = vjp(layer.finish, read_by(("output",), weights), x, saved[0])[1](dx)
+        dw_output, dx, dout = vjp(
+            lambda *arrays: layer.finish(*arrays, labels), read_by(("output",), weights), x, saved[0])[1](dx)
         payload = Payload(below if whole is None else None, d_above)
         dqkv, whole_after, d_above = attention.carry_backward(queries, keys, AttentionPartial(*saved), dout, payload)
         dw_project, dx = pull((dx, *dqkv))

@@ -22,9 +22,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from model.attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords
+from model.dropout import TokenLabels
 from model.frozen import Weight, split
 
 from .chunked import cast, over_chunks, vjp
@@ -35,10 +36,10 @@ from .layer_runner import ScanRunner
 class QueryChunkRunner(ScanRunner):
     """A scan in which the tokens go through each layer in chunks."""
 
-    def run_layer(self, layer, weights, x, positions, coords):
+    def run_layer(self, layer, weights, x, labels, coords):
         in_chunks = LayerInChunks(functools.partial(layer.project, through=True), layer.finish, layer.attention,
                                   layer.memory.query_chunks, HeadGroups.of(layer), layer.dtype)
-        return in_chunks(weights, x, positions, coords)
+        return in_chunks(weights, x, labels, coords)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +47,9 @@ class LayerInChunks:
     """Runs a layer in chunks of queries, inside `shard_map`.
 
     Attributes:
-      project: (weights, x, positions, stages) -> x, and those of q, k and v that `stages` names, for the weights' heads.
-      finish: (weights, x, attention's output) -> the layer's output. Both are position-wise and close over no traced value.
+      project: (weights, x, labels, stages) -> x, and those of q, k and v that `stages` names, for the weights' heads.
+      finish: (weights, x, attention's output, labels) -> the layer's output. Both are position-wise and close over no traced
+        value.
       chunks: how many; divides a device's tokens.
       dtype: the compute dtype.
     """
@@ -59,7 +61,7 @@ class LayerInChunks:
     groups: HeadGroups
     dtype: Any
 
-    def __call__(self, weights: dict[str, Weight], x: Float[Array, "B T E"], positions: Int[Array, "B T"],
+    def __call__(self, weights: dict[str, Weight], x: Float[Array, "B T E"], labels: TokenLabels,
                  coords: TokenCoords) -> Float[Array, "B T E"]:
         """Returns the layer's output.
 
@@ -74,52 +76,52 @@ class LayerInChunks:
             raise ValueError(f"memory.query_chunks: {self.chunks} does not divide the {x.shape[1]} tokens of a device")
         run = jax.custom_vjp(lambda *arrays: self._forward(*arrays)[0])
         run.defvjp(self._forward, self._backward)
-        return run(weights, x, positions, coords)
+        return run(weights, x, labels, coords)
 
-    def _forward(self, weights, x, positions, coords):
+    def _forward(self, weights, x, labels, coords):
         weights = cast(weights, self.dtype)
-        residuals = (weights, x, positions, coords)
+        residuals = (weights, x, labels, coords)
 
         def run_chunk(source, chunk):
             # Without the barrier, what all chunks do alike with the keys would be hoisted, and kept by differentiation.
-            source, (x, positions, chunk_coords) = lax.optimization_barrier((source, chunk))
+            source, (x, labels, chunk_coords) = lax.optimization_barrier((source, chunk))
             float32_weights = cast(weights, jnp.float32)
-            _, q = self.project(float32_weights, x, positions, "q")
+            _, q = self.project(float32_weights, x, labels, "q")
             out, _ = self._attend(weights, source, q, chunk_coords)
-            return source, self.finish(float32_weights, x, out)
+            return source, self.finish(float32_weights, x, out, labels)
 
         y = over_chunks(run_chunk, self._key_source(*residuals), residuals[1:], x.shape[1] // self.chunks)[1]
         return y, residuals
 
     def _backward(self, residuals, dy):
-        weights, x, positions, coords = residuals
+        weights, x, labels, coords = residuals
 
         def add_chunk(sums, chunk):
             dw, dkv, source = sums
-            source, (x, positions, chunk_coords, dy) = lax.optimization_barrier((source, chunk))
+            source, (x, labels, chunk_coords, dy) = lax.optimization_barrier((source, chunk))
             float32_weights = cast(weights, jnp.float32)
-            (_, q), pull = vjp(lambda w, x: self.project(w, x, positions, "q"), float32_weights, x)
+            (_, q), pull = vjp(lambda w, x: self.project(w, x, labels, "q"), float32_weights, x)
             out, lse = self._attend(weights, source, q, chunk_coords)
-            dw_finish, dx, dout = vjp(self.finish, float32_weights, x, out)[1](dy)
+            dw_finish, dx, dout = vjp(lambda *arrays: self.finish(*arrays, labels), float32_weights, x, out)[1](dy)
             dkv, dq = self._gradients(dkv, weights, source, Queries(q, chunk_coords), AttentionPartial(out, lse), dout)
             dw_project, dx = pull((dx, dq))
             return (jax.tree.map(lambda *parts: sum(parts), dw, dw_finish, dw_project), dkv, source), dx
 
-        (_, *kv), pull = vjp(lambda w, x: self.project(w, x, positions, "kv"), cast(weights, jnp.float32), x)
+        (_, *kv), pull = vjp(lambda w, x: self.project(w, x, labels, "kv"), cast(weights, jnp.float32), x)
         trained, _ = split(weights)
         dw, dkv = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (trained, kv))
         dw |= {name: None for name in weights if name not in trained}
-        (dw, dkv, _), dx = over_chunks(add_chunk, (dw, dkv, self._key_source(*residuals)), (x, positions, coords, dy),
+        (dw, dkv, _), dx = over_chunks(add_chunk, (dw, dkv, self._key_source(*residuals)), (x, labels, coords, dy),
                                        x.shape[1] // self.chunks)
         dw_kv, dx = pull((dx, *(total.astype(array.dtype) for total, array in zip(dkv, kv, strict=True))))
         return jax.tree.map(jnp.add, dw, dw_kv), dx, None, None
 
-    def _key_source(self, weights, x, positions, coords):
+    def _key_source(self, weights, x, labels, coords):
         """What the chunks take keys and values from, with the keys' coordinates: k and v of all tokens, or with groups of
-        heads x and positions, from which each group's are projected again."""
+        heads x and labels, from which each group's are projected again."""
         if self.groups.count > 1:
-            return (x, positions), coords
-        return self.project(cast(weights, jnp.float32), x, positions, "kv")[1:], coords
+            return (x, labels), coords
+        return self.project(cast(weights, jnp.float32), x, labels, "kv")[1:], coords
 
     def _keys(self, weights, source, i):
         """k and v of group i."""

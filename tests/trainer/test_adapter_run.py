@@ -19,7 +19,7 @@ from trainer.model_source import open_adapter, open_model
 
 STEPS = 4
 DECAY = 0.3  # of the average of the weights
-ADAPTER = {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "down_proj"], "train": ["norm"]}
+ADAPTER = {"rank": 2, "alpha": 4.0, "targets": ["q_proj", "down_proj"], "train": ["norm"], "dropout": 0.25}
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +81,7 @@ def test_checkpoints_hold_adapters_and_their_moments_alone(run):
     assert {name.partition(".mu.")[2] for name in moments} == names
     adapter, _ = peft.read_config(checkpoint / "assets")
     assert (adapter.rank, adapter.projections, adapter.train) == (2, ("q_proj", "down_proj"), ("norm",))
+    assert adapter.dropout == 0.25
 
 
 def test_the_average_is_that_of_the_saved_parameters_and_is_exported(run, tmp_path):
@@ -147,12 +148,14 @@ def test_bad_input_is_one_line(command, capfd, flags, facts):
 
 
 def test_a_run_goes_on_from_a_peft_adapter(run, command, tmp_path, capfd):
-    """It begins with the adapter's loss, not the base's. Another rank, and an adapter as base, are refused."""
+    """It begins with the adapter's loss, and takes over its dropout. Another rank, and an adapter as base, are refused."""
     assert export_hf.main([str(run), str(tmp_path / "peft")]) == 0
     last, first = ([json.loads(line)["loss_nats_per_target"] for line in (run / "metrics.jsonl").read_text().splitlines()][i]
                    for i in (-1, 0))
-    arguments = command("again", "--adapter.path", str(tmp_path / "peft"), "--train.steps", "1")
+    arguments = command("again", "--adapter.path", str(tmp_path / "peft"), "--train.steps", "1",
+                        "--adapter.dropout", "null")
     assert train.main(arguments) == 0
+    assert peft.read_config(pathlib.Path(arguments[3]) / "checkpoints/1/assets")[0].dropout == 0.25
     begun = json.loads((pathlib.Path(arguments[3]) / "metrics.jsonl").read_text())["loss_nats_per_target"]
     assert abs(begun - last) < abs(begun - first)
     capfd.readouterr()

@@ -55,7 +55,7 @@ def first_moments(state) -> dict:
 
 def test_parts_are_added_in_float32():
     """Eight parts in bfloat16, one with a gradient of 512 and seven of 1: a bfloat16 accumulator would stop at 512."""
-    model = SimpleNamespace(mesh=mesh_of({}), parameters={"w": Parameter((1,), ("norm",))})
+    model = SimpleNamespace(mesh=mesh_of({}), config=tiny(), parameters={"w": Parameter((1,), ("norm",))})
     model.shardings = {"w": NamedSharding(model.mesh, PartitionSpec())}
 
     def loss(params, batch):

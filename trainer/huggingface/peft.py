@@ -16,7 +16,7 @@ from safetensors.numpy import save_file
 from data.folders import building, holds_files
 from data.paths import new_folder
 from model.adapter import ATTENTION, MAGNITUDE, PROJECTIONS, AdapterConfig
-from model.checks import require_int, require_number
+from model.checks import as_float, require_int, require_number
 from model.config import LlamaConfig
 from model.llama import Llama
 from model.modules import LAYERS, declare
@@ -54,7 +54,7 @@ def adapter_layout(config: LlamaConfig) -> list[HFEntry]:
 def write_config(adapter: AdapterConfig, base: str, folder: Path) -> None:
     """Writes adapter_config.json, which names `base` as the model that the adapter belongs to."""
     content = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
-               "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": 0.0,
+               "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout_rate,
                "use_rslora": adapter.use_rslora, "use_dora": adapter.use_dora,
                "target_modules": list(adapter.projections), "modules_to_save": list(adapter.train) or None, "bias": "none"}
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,13 +113,18 @@ def read_config(folder: str | Path) -> tuple[AdapterConfig, str]:
         require_number("lora_alpha", content["lora_alpha"], above=0)
         adapter = AdapterConfig(
             rank=content["r"], alpha=content["lora_alpha"], use_rslora=_switch(content, "use_rslora"),
-            use_dora=_switch(content, "use_dora"),
+            use_dora=_switch(content, "use_dora"), dropout=_dropout(content),
             targets=_projections(_names(content, "target_modules")), train=tuple(_names(content, "modules_to_save")))
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: {error} is missing or of another type; write it again") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     return adapter, content.get("base_model_name_or_path") or ""
+
+
+def _dropout(content: Mapping[str, Any]) -> float:
+    """Returns the probability of dropout, and 0 where it is missing or null. That it is less than 1 `AdapterConfig` checks."""
+    return as_float("lora_dropout", 0.0 if content.get("lora_dropout") is None else content["lora_dropout"], or_equal=True)
 
 
 def _switch(content: Mapping[str, Any], field: str) -> bool:

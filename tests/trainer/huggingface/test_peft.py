@@ -1,13 +1,16 @@
 """Adapters beside peft's own: losses, logits and files."""
 import dataclasses
+import itertools
 import json
 
 import jax
 import numpy as np
 import pytest
 
-from model.adapter import AdapterConfig
+from model.adapter import ATTENTION, PROJECTIONS, AdapterConfig
+from model.dropout import token_keys
 from tests.model.build import llama, mean_loss
+from tests.model.masks import mask
 from trainer.config.schema import OptimizerConfig, TrainConfig
 from trainer.huggingface import peft as ours
 from trainer.huggingface.merge import merged
@@ -137,7 +140,50 @@ def test_losses_of_training_are_those_of_peft_and_torch(adapter, hf_model, steps
     assert max(abs(a - b) for a, b in losses) <= 1e-3, losses
 
 
+class FixedDropout(torch.nn.Module):
+    """In place of torch's, with a given mask."""
+
+    def __init__(self, rate, kept):
+        super().__init__()
+        self.rate, self.kept = rate, torch.tensor(kept)
+
+    def forward(self, x):
+        return torch.where(self.kept, x, 0.0) / (1 - self.rate) if self.training else x
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_dropout_enters_as_in_peft(hf_model, tmp_path, use_dora):
+    """The loss in training, within 1e-5, where peft's dropout has our masks; the rate is read from peft's file."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
+    torch.manual_seed(0)
+    theirs = peft.get_peft_model(base, peft.LoraConfig(r=4, lora_alpha=8.0, target_modules="all-linear", lora_dropout=0.25,
+                                                       use_dora=use_dora, task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in theirs.named_parameters():
+            if "lora_B" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    theirs.save_pretrained(tmp_path)
+    source = open_adapter(str(tmp_path), str(hf_model))
+    assert source.adapter.config.dropout == 0.25
+    model = llama(dataclasses.replace(source.config, adapter=source.adapter.config))
+    tokens = tokens_of(2, 0)
+    batch = batch_of(tokens)
+    batch["dropout"] = np.asarray(token_keys(1, np.int32(2), batch["index"]))
+    loss = float(jax.jit(mean_loss(model))(source.read(model), batch)[0])
+    for layer, (number, name) in itertools.product(range(2), enumerate(PROJECTIONS)):
+        path = f"base_model.model.model.layers.{layer}.{'self_attn' if name in ATTENTION else 'mlp'}.{name}"
+        module = theirs.get_submodule(path)
+        module.lora_dropout["default"] = FixedDropout(0.25, mask(0.25, 1, 2, 2, LENGTH, layer, number, module.in_features))
+    ids = torch.tensor(tokens, dtype=torch.long)
+    with torch.no_grad():
+        expected, without = (float(model(ids, labels=ids).loss) for training in (True, False)
+                             for model in [theirs.train(training)])
+    assert abs(loss - expected) <= 1e-5 * expected and abs(without - expected) > 1e-3
+
+
 @pytest.mark.parametrize(("change", "facts"), [
+    ({"lora_dropout": 1}, ["adapter.dropout: found 1.0", "less than 1"]),
+    ({"lora_dropout": "high"}, ["lora_dropout", "'high'"]),
     ({"r": 8}, ["has shape [4, 32]", "needs [8, 32]", "another base, or has another rank"]),
     ({"peft_type": "IA3"}, ["peft_type", "'IA3'", "'LORA'"]),
     ({"bias": "all"}, ["bias", "'all'", "'none'"]),

@@ -1,0 +1,77 @@
+"""Dropout of adapters' inputs, whose mask is a hash of numbers that name an element: the same on every mesh, in every layout,
+with every memory option, and after a resume. Nothing is drawn and no mask is kept; the backward pass computes it again.
+
+Each element has a 32-bit number, from the seed, the step, the row, the token's index in the row, the layer, the projection and
+the feature; it is kept where that number is at least the rate times 2^32. Each is taken in by adding its multiple of an odd
+constant, before the finaliser of MurmurHash3 (Appleby), which mixes all bits and maps no two numbers to one.
+"""
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int, UInt32
+
+# Weyl's constant for 32 bits, 2^32 divided by the golden ratio, and odd.
+_WEYL = 0x9E3779B9
+
+
+class TokenLabels(NamedTuple):
+    """What a layer reads of its tokens beside their hidden states and what attention's mask needs.
+
+    Attributes:
+      positions: RoPE's. dropout: each token's number, from which the masks follow, as of `token_keys`; None outside of training
+        and without dropout.
+    """
+
+    positions: Int[Array, "B T"]
+    dropout: UInt32[Array, "B T"] | None = None
+
+    def of_layer(self, layer: Any) -> TokenLabels:
+        """Returns the labels within the layer of this number."""
+        return self if self.dropout is None else self._replace(dropout=_mix(self.dropout, layer))
+
+
+def _mix(key: jax.Array, number: Any) -> jax.Array:
+    """Returns new keys, uint32, from keys and a number each; for one number no two keys give the same."""
+    x = key + jnp.asarray(number).astype(jnp.uint32) * jnp.uint32(_WEYL)
+    x = (x ^ (x >> 16)) * jnp.uint32(0x85EBCA6B)
+    x = (x ^ (x >> 13)) * jnp.uint32(0xC2B2AE35)
+    return x ^ (x >> 16)
+
+
+def token_keys(seed: int, step: Int[Array, ""], index: Int[Array, "B L"]) -> UInt32[Array, "B L"]:
+    """Returns the number of each token in a global batch.
+
+    Args:
+      step: number of finished steps; index: the tokens' indices in their rows, which are counted as they lie in the batch.
+    """
+    key = _mix(_mix(jnp.uint32(_WEYL), seed), step)
+    return _mix(_mix(key, jnp.arange(index.shape[0])[:, None]), index)
+
+
+def kept(x: Float[Array, "B T *F"], keys: UInt32[Array, "B T"], rate: float, projection: int,
+         first: Any = 0) -> Float[Array, "B T *F"]:
+    """Returns x with the elements that dropout drops as zeros; the others are not scaled.
+
+    Args:
+      keys: the tokens', within the layer.
+      rate: the probability of being dropped.
+      projection: the number of the projection that reads x, which has a mask of its own.
+      first: the number of the first feature, where x has a part of all features.
+    """
+    return _kept(x, _mix(keys, projection), jnp.asarray(first, jnp.uint32), rate)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _kept(x, keys, first, rate):
+    features = first + jnp.arange(math.prod(x.shape[2:]), dtype=jnp.uint32)
+    numbers = _mix(keys[..., None], features).reshape(x.shape)
+    return jnp.where(numbers >= jnp.uint32(round(rate * 2**32)), x, jnp.zeros((), x.dtype))
+
+
+_kept.defvjp(lambda x, keys, first, rate: (_kept(x, keys, first, rate), (keys, first)),
+             lambda rate, residuals, dy: (_kept(dy, *residuals, rate), None, None))
