@@ -17,7 +17,7 @@ import numpy as np
 from data.conversation import Message
 from data.paths import output_folder
 from data.synthetic.words import ADJECTIVES, NOUNS
-from eval import runner, suite
+from eval import adapters, runner, suite
 from trainer import entry
 
 FORMS = ("poem", "riddle", "letter", "story", "speech", "song", "recipe", "prayer")
@@ -105,7 +105,7 @@ def evaluate(args: argparse.Namespace) -> list[suite.Result]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     args = parse(argv)
-    return entry.run(lambda: evaluate(args), args.output)
+    return entry.run(lambda: adapters.each_adapter(evaluate, args), args.output)
 
 
 if __name__ == "__main__":

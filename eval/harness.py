@@ -18,7 +18,7 @@ from data.conversation import Message
 from data.errors import UserError
 from data.paths import output_folder
 from data.templates import render
-from eval import runner
+from eval import adapters, runner
 from eval.scoring import Z95
 from trainer import entry
 
@@ -236,7 +236,7 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     args = parse(argv)
-    return entry.run(lambda: evaluate(args), args.output)
+    return entry.run(lambda: adapters.each_adapter(evaluate, args), args.output)
 
 
 if __name__ == "__main__":

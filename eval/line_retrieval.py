@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from data.errors import UserError
 from data.paths import output_folder
-from eval import line_cases, line_report, runner, scoring, suite
+from eval import adapters, line_cases, line_report, runner, scoring, suite
 from trainer import entry
 
 MOST_TOKENS = 1_100_000  # in a generated case
@@ -113,7 +113,7 @@ def evaluate(args: argparse.Namespace) -> list[scoring.Score]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     args = parse(argv)
-    return entry.run(lambda: evaluate(args), args.output)
+    return entry.run(lambda: adapters.each_adapter(evaluate, args), args.output)
 
 
 if __name__ == "__main__":

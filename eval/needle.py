@@ -16,7 +16,7 @@ import numpy as np
 from data.errors import UserError
 from data.paths import output_folder
 from data.synthetic.tasks import Haystack, needles
-from eval import runner, suite
+from eval import adapters, runner, suite
 from trainer import entry
 
 NEW_TOKENS = 64
@@ -94,7 +94,7 @@ def evaluate(args: argparse.Namespace) -> list[suite.Result]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     args = parse(argv)
-    return entry.run(lambda: evaluate(args), args.output)
+    return entry.run(lambda: adapters.each_adapter(evaluate, args), args.output)
 
 
 if __name__ == "__main__":

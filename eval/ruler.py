@@ -20,7 +20,7 @@ from data.errors import UserError
 from data.paths import output_folder
 from data.synthetic import tasks
 from data.synthetic.tasks import Exercise, Haystack
-from eval import runner, suite
+from eval import adapters, runner, suite
 from eval.needle import read_haystack
 from trainer import entry
 
@@ -146,7 +146,7 @@ def evaluate(args: argparse.Namespace) -> list[suite.Result]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     args = parse(argv)
-    return entry.run(lambda: evaluate(args), args.output)
+    return entry.run(lambda: adapters.each_adapter(evaluate, args), args.output)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from data.conversation import Message
 from data.errors import UserError
 from data.templates import NAMES, end_ids, render
 from data.tokenizer import Tokenizer
+from eval import adapters
 from eval.journal import JOURNAL, Answer, Journal
 from model.attention.names import SCHEDULES
 from model.config import LlamaConfig
@@ -41,8 +42,7 @@ def add_flags(parser: argparse.ArgumentParser, new_tokens: int | None = 100, eva
         parser.add_argument("--output", required=True, help="folder for the results; the same command again continues an "
                             "evaluation that was interrupted")
         parser.add_argument("--rows", type=int, default=1, help="number of prompts in a batch (default 1)")
-    parser.add_argument("--adapter", metavar="FOLDER", help="an adapter beside the model: a folder that peft has written, or a "
-                        "run with adapters")
+    adapters.add_flags(parser, several=evaluation)
     parser.add_argument("--template", choices=NAMES, help="chat template of the question (default: the model's own; plain text "
                         "for a model without one)")
     if new_tokens is not None:
@@ -254,8 +254,8 @@ class Opened:
 
     def answer(self, prompts: Sequence[Prompt], output: str | Path) -> list[Answer]:
         """Returns the answer to each prompt, and shows the progress; answers in the folder `output` are not asked for again."""
-        names = ("model", "template", "compute_dtype", "sampling")
-        journal = Journal(Path(output) / JOURNAL, {name: self.about[name] for name in names})
+        names = ("model", "quantize", "template", "compute_dtype", "sampling")
+        journal = Journal(Path(output) / JOURNAL, {name: self.about[name] for name in names if name in self.about})
         try:
             with _progress(len(prompts), sum(prompt.key in journal.answers for prompt in prompts)) as advance:
                 return self.respondent.answer(self.params, prompts, journal, advance)
@@ -297,7 +297,7 @@ def open_respondent(args: argparse.Namespace) -> Opened:
     from model.decode import Sampling
     from model.sharding import STORAGE_AXES
     from trainer.build import build_llama
-    from trainer.config.schema import AdapterConfig, AttentionConfig, MeshConfig, ModelConfig, RunConfig
+    from trainer.config.schema import AttentionConfig, MeshConfig, ModelConfig, RunConfig
     from trainer.mesh import make_mesh, simulate
     from trainer.model_source import open_adapter, open_model
 
@@ -306,11 +306,12 @@ def open_respondent(args: argparse.Namespace) -> Opened:
         simulate(args.simulate)
     entry.keep_compiled()
     source = open_adapter(args.adapter, args.checkpoint) if args.adapter else open_model(args.checkpoint)
+    adapter = adapters.beside(source, args)
     tokenizer = source.tokenizer()
     template = args.template or ("tokenizer" if tokenizer.chat_template else None)
     mesh = make_mesh(MeshConfig(fsdp=args.fsdp, tensor=args.tensor, sequence=args.sequence), schedule=args.schedule)
     config = RunConfig(model=ModelConfig(compute_dtype=args.compute_dtype),
-                       adapter=source.adapter.config if source.adapter else AdapterConfig(),
+                       adapter=adapter,
                        attention=AttentionConfig(schedule=args.schedule, window=source.mask.window,
                                                  global_tokens=source.mask.global_tokens))
     model = build_llama(config, source.config, mesh, () if args.replicate else STORAGE_AXES)
@@ -323,4 +324,6 @@ def open_respondent(args: argparse.Namespace) -> Opened:
              "mesh": {axis: int(size) for axis, size in mesh.shape.items()}, "schedule": args.schedule,
              "versions": {"jax": jax.__version__, "device": device.device_kind},
              "command": args.command}
+    if adapter.rank:
+        about |= {"adapter": args.adapter or str(args.checkpoint), "quantize": adapter.quantize}
     return Opened(respondent, source.read(model), about)

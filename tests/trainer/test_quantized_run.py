@@ -12,6 +12,7 @@ from safetensors.numpy import load_file, save_file
 
 import train
 from data.tokenizer import Tokenizer
+from eval import line_retrieval
 from model.adapter import AdapterConfig
 from model.config import LlamaConfig
 from model.quantization import dequantize_nf4, quantize_nf4
@@ -117,6 +118,29 @@ def test_the_merged_model_is_that_of_the_numbers_of_the_codes(run, tmp_path, cap
     logits = [np.asarray(jax.jit(model.logits)(params, batch))
               for model, params in ((adapted, source.read(adapted)), (plain, whole.read(plain)))]
     assert np.abs(logits[0] - logits[1]).max() <= 1e-5 * np.abs(logits[0]).max()
+
+
+@pytest.mark.slow
+def test_evaluations_take_the_run_and_its_exports_beside_one_base(run, base, tmp_path, capfd):
+    """The same answers from the run's folder and, both in one command, from the run and PEFT's folder with --quantize; each has
+    its own output. Without it PEFT's stands beside plain weights, and a journal of the other kind is refused."""
+    assert export_hf.main([str(run), str(tmp_path / "peft")]) == 0
+    flags = ["--sequence", "8", "--lines", "2", "--count", "3", "--max-new-tokens", "4", "--compute-dtype", "float32",
+             "--template", "vicuna_v1.1"]
+    alone, both = str(tmp_path / "alone"), str(tmp_path / "both")
+    assert line_retrieval.main(["--checkpoint", str(run), "--output", alone, *flags]) == 0
+    beside = ["--checkpoint", str(base), "--output", both, "--adapter", str(run), str(tmp_path / "peft"), *flags]
+    assert line_retrieval.main([*beside, "--quantize", "nf4"]) == 0
+    results = [json.loads((tmp_path / folder / "results.json").read_text()) for folder in ("alone", "both/run", "both/peft")]
+    cases = [(tmp_path / folder / "cases.jsonl").read_text() for folder in ("alone", "both/run", "both/peft")]
+    assert cases[0] == cases[1] == cases[2]
+    assert [result["about"]["quantize"] for result in results] == ["nf4"] * 3
+    capfd.readouterr()
+    assert line_retrieval.main(["--checkpoint", str(base), "--output", f"{both}/peft", "--adapter", str(tmp_path / "peft"),
+                                *flags]) == 2
+    assert "has answers with quantize = 'nf4', now it is 'none'" in capfd.readouterr().err
+    assert line_retrieval.main(["--checkpoint", str(base), "--output", str(tmp_path / "x"), "--quantize", "nf4", *flags]) == 2
+    assert "--quantize: found nf4" in capfd.readouterr().err
 
 
 def quantized_copy(base, folder):

@@ -1,0 +1,49 @@
+"""Adapters of evaluations' command lines: several of one base, one after the other, and how the weights beside them lie."""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, get_args
+
+from data.errors import UserError
+from model.adapter import AdapterConfig, Quantization
+
+if TYPE_CHECKING:
+    from trainer.model_source import ModelSource
+
+
+def add_flags(parser: argparse.ArgumentParser, several: bool) -> None:
+    """Adds --adapter, which takes several folders if the command can do with them, and --quantize."""
+    also = "; several are evaluated one after the other, each into a folder of its name in --output" if several else ""
+    parser.add_argument("--adapter", metavar="FOLDER", nargs="+" if several else None, help="an adapter beside the model: a "
+                        "folder that peft has written, or a run with adapters" + also)
+    parser.add_argument("--quantize", choices=get_args(Quantization), help="how the weights beside the adapter lie (default: "
+                        "as in training for a run, none for a folder that peft has written)")
+
+
+def each_adapter(evaluate: Callable[[argparse.Namespace], Any], args: argparse.Namespace) -> None:
+    """Evaluates with each adapter of the command line. Folders of the same name get a number."""
+    given, names = args.adapter or [None], list[str]()
+    for adapter in given:
+        name = Path(adapter or "").name
+        numbered = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+        names.append(next(candidate for candidate in numbered if candidate not in names))
+        output = args.output if len(given) == 1 else str(Path(args.output) / names[-1])
+        evaluate(argparse.Namespace(**{**vars(args), "adapter": adapter, "output": output}))
+
+
+def beside(source: ModelSource, args: argparse.Namespace) -> AdapterConfig:
+    """Returns the adapter that stands beside a model, with its weights as the command line says; of rank 0 for none.
+
+    Raises:
+      UserError: --quantize, without an adapter.
+    """
+    if source.adapter is not None:
+        return dataclasses.replace(source.adapter.config, quantize=args.quantize or source.adapter.config.quantize)
+    if args.quantize:
+        raise UserError(f"--quantize: found {args.quantize}; {args.checkpoint} is a whole model, and only weights beside an "
+                        "adapter lie as codes; --adapter names one")
+    return AdapterConfig()
