@@ -72,11 +72,6 @@ class Transformer(abc.ABC):
             self.memory, layers=self.config.num_hidden_layers, period=len(self.config.layer_kinds),
             key_heads=parallel.local_key_heads, schedule=self.schedule, sequence=self.mesh.shape["sequence"],
             sequence_parallel=parallel.split_tokens)
-        period = len(self.config.layer_kinds)
-        if self.memory.parameters_on_host and period > 1 and self.mesh.devices.flat[0].platform == "tpu":
-            raise ValueError(f"memory.parameters_on_host: found true; the model's layers repeat in a period of {period}, and "
-                             "the TPU's compiler cannot take one of them from the host's memory; it needs false there "
-                             "(memory.moments_on_host moves twice as many bytes)")
         if self.config.adapter is not None:
             self.config.adapter.check_train(list(self.own_shapes))
         if self.config.qk_norm == "all" and self.memory.attention_groups > 1:

@@ -13,7 +13,8 @@ Results = tuple[tuple[Any, ...], tuple[Any, ...]]
 
 
 def scan_periods(bodies: Sequence[Callable], carry: Any, layers: Any, saved: Results | None = None,
-                 reverse: bool = False) -> tuple[Any, Results]:
+                 reverse: bool = False, remat: Callable[[Callable], Callable] = lambda run: run,
+                 start: int | jax.Array = 0, count: int | None = None) -> tuple[Any, Results]:
     """Returns what `lax.scan` returns where bodies[i % P] runs layer i, with P bodies: a step of the scan is one period, and
     the layers that are left over run after it.
 
@@ -22,30 +23,38 @@ def scan_periods(bodies: Sequence[Callable], carry: Any, layers: Any, saved: Res
       layers: a tree of arrays with the layers on the leading axis.
       saved: results of an earlier scan of the same layers.
       reverse: runs the last layer first.
+      remat: applied to what runs one layer. The layer is taken out of its period within: `jax.checkpoint` keeps a second copy
+        of what it is passed, unless that is what the scan passes.
+      start, count: the layers that run, if not all. Arrays in the host's memory hold all layers then, others these alone.
     """
     period = len(bodies)
-    whole, left = divmod(jax.tree.leaves(layers)[0].shape[0], period)
-    if period == 1:
-        carry, results = lax.scan(bodies[0], carry, layers if saved is None else (layers, saved[0][0]), reverse=reverse)
+    if period == 1 and count is None:
+        carry, results = lax.scan(remat(bodies[0]), carry, layers if saved is None else (layers, saved[0][0]), reverse=reverse)
         return carry, ((results,), ())
+    whole, left = divmod(count or jax.tree.leaves(layers)[0].shape[0], period)
     end = whole * period
-    periods = jax.tree.map(lambda x: (x[:end] if left else x).reshape(whole, period, *x.shape[1:]), layers)
+    on_device, with_host = split_by_memory(layers)
+    periods = [(x[:end] if left else x).reshape(whole, period, *x.shape[1:]) for x in on_device]
 
-    def run(carry, layers, saved):
-        results = [None] * len(layers)
-        for i in reversed(range(len(layers))) if reverse else range(len(layers)):
-            carry, results[i] = bodies[i](carry, layers[i] if saved is None else (layers[i], saved[i]))
+    def run(carry, number, on_device, saved, layers_of_period):
+        """Runs the first layers of the period `number`, whose arrays on the device are passed."""
+        results = [None] * layers_of_period
+        for i in reversed(range(layers_of_period)) if reverse else range(layers_of_period):
+            def run_layer(carry, number, on_device, saved, i=i):
+                index = start + number * period + i
+                layer = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False) if _is_on_host(x) else x[i],
+                                     with_host(on_device))
+                return bodies[i](carry, layer if saved is None else (layer, saved))
+
+            carry, results[i] = remat(run_layer)(carry, number, on_device, saved and saved[i])
         return carry, tuple(results)
 
-    def run_period(carry, xs):
-        layers, saved = xs
-        return run(carry, [jax.tree.map(lambda x: x[i], layers) for i in range(period)], saved)  # noqa: B023
-
     def run_whole(carry):
-        return lax.scan(run_period, carry, (periods, saved and saved[0]), reverse=reverse)
+        return lax.scan(lambda carry, xs: run(carry, *xs, period), carry, (jnp.arange(whole), periods, saved and saved[0]),
+                        reverse=reverse)
 
     def run_left(carry):
-        return run(carry, [jax.tree.map(lambda x: x[end + i], layers) for i in range(left)], saved and saved[1])  # noqa: B023
+        return run(carry, whole, [x[end:] for x in on_device], saved and saved[1], left)
 
     if reverse:
         carry, of_left = run_left(carry)
@@ -54,6 +63,25 @@ def scan_periods(bodies: Sequence[Callable], carry: Any, layers: Any, saved: Res
         carry, of_whole = run_whole(carry)
         carry, of_left = run_left(carry)
     return carry, (of_whole, of_left)
+
+
+def split_by_memory(layers: Any) -> tuple[list[jax.Array], Callable[[Sequence[jax.Array]], Any]]:
+    """Returns the arrays of a tree that lie on the device, and a function that puts arrays in their place and returns the tree.
+
+    A scan passes parts of the former on. What lies in the host's memory has to be indexed where it lies: the TPU's compiler
+    takes nothing out of a reshaped array there.
+    """
+    leaves, tree = jax.tree.flatten(layers)
+
+    def with_host(on_device):
+        replacements = iter(on_device)
+        return jax.tree.unflatten(tree, [x if _is_on_host(x) else next(replacements) for x in leaves])
+
+    return [x for x in leaves if not _is_on_host(x)], with_host
+
+
+def _is_on_host(x: jax.Array) -> bool:
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
 def stacked(results: Results) -> Any:

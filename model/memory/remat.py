@@ -1,14 +1,16 @@
 """Runs the stack of layers and keeps for the backward pass what a remat policy names."""
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from .period import scan_periods
+from .period import scan_periods, split_by_memory
 from .policies import POLICIES, RematPolicy
 
 
@@ -45,15 +47,18 @@ def scan_layers(bodies: Sequence[Callable], carry: Any, layers: Any, remat: str,
       remat: a name of `POLICIES`; every_k: a divisor of the number of layers, for the policies that group layers.
     """
     policy = POLICIES[remat]
-    bodies = [jax.checkpoint(body, policy=_layer_policy(policy), prevent_cse=False) for body in bodies]
+    remat_layer = functools.partial(jax.checkpoint, policy=_layer_policy(policy), prevent_cse=False)
     if not policy.every_k:
-        return scan_periods(bodies, carry, layers)[0]
-    groups = jax.tree.map(lambda x: x.reshape(-1, every_k, *x.shape[1:]), layers)
+        return scan_periods(bodies, carry, layers, remat=remat_layer)[0]
+    on_device, with_host = split_by_memory(layers)
+    groups = [x.reshape(-1, every_k, *x.shape[1:]) for x in on_device]
 
-    def run_group(carry, layers):
+    def run_group(carry, xs):
+        number, group = xs
         # Hidden states alone: TPU compilers cannot put the integer labels of the carry on the host.
-        return scan_periods(
-            bodies, jax.tree.map(lambda x: checkpoint_name(x, "group_input") if x.ndim > 2 else x, carry), layers)[0], None
+        carry = jax.tree.map(lambda x: checkpoint_name(x, "group_input") if x.ndim > 2 else x, carry)
+        return scan_periods(bodies, carry, with_host(group), remat=remat_layer, start=number * every_k, count=every_k)[0], None
 
     group_policy = _keep([], ["group_input"] if policy.inputs == "host" else [])
-    return lax.scan(jax.checkpoint(run_group, policy=group_policy, prevent_cse=False), carry, groups)[0]
+    count = jax.tree.leaves(layers)[0].shape[0] // every_k
+    return lax.scan(jax.checkpoint(run_group, policy=group_policy, prevent_cse=False), carry, (jnp.arange(count), groups))[0]

@@ -156,11 +156,17 @@ def test_what_cannot_be_planned_is_one_line(argv, said, capsys):
     assert len(error) == 1 and said in error[0]
 
 
-def test_layers_of_two_kinds_on_a_tpus_host_are_refused():
-    """The TPU's compiler would end the process."""
-    model = dataclasses.replace(SMALL, family="smollm3", no_rope_layers=(1, 1, 0) * 2 + (1, 1))
-    with pytest.raises(ValueError, match=r"memory\.parameters_on_host: found true.*period of 3.*moments_on_host"):
-        compile_step(model, topology_devices("v5e:2x2"), 4 * 4096, moments_on_host=True, parameters_on_host=True)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kinds", "options"), [
+    ((1, 0) * 4, {}), ((1, 1, 0) * 2 + (1, 1), {}), ((1,) * 8, {"remat": "every_k", "every_k": 2})],
+    ids=["two kinds", "three kinds, two layers left over", "groups of layers"])
+def test_layers_are_taken_one_by_one_from_a_tpus_host(kinds, options):
+    """The TPU's compiler takes them out of their period and out of their group, and the host holds 12 bytes a parameter."""
+    model = dataclasses.replace(SMALL, family="smollm3", no_rope_layers=kinds)
+    sizes = memory(compile_step(model, topology_devices("v5e:2x2"), 4 * 4096, moments_on_host=True, parameters_on_host=True,
+                                **{"remat": "nothing", **options}))
+    count = sum(math.prod(parameter.shape) for parameter in declare(model).values())
+    assert sizes["host"] * 2**30 == pytest.approx(12 * count / 4, rel=0.01)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from model.attention.kernels import Kernel, get_kernel
 from model.memory.options import MemoryConfig
 from model.memory.policies import POLICIES
 from model.modules import declare_layer
-from tests.model.build import llama, mean_loss, tiny
+from tests.model.build import llama, mean_loss, packed_batch, tiny
 
 ROWS, LENGTH = 1, 1024  # no other size of the model is as large as a device's 256 tokens
 SCHEDULES = ["ring", "all_gather", "balanced", {"name": "balanced", "split": True}, "ulysses", {"name": "ulysses", "degree": 2},
@@ -123,3 +123,18 @@ def test_a_policy_keeps_what_it_says_and_runs_the_rest_again(remat):
                    for equation in gradient)
     groups = tiny().num_hidden_layers // MemoryConfig.every_k if POLICIES[remat].every_k else tiny().num_hidden_layers
     assert (products, stacked_by_the_forward_pass(gradient, groups)) == PRODUCTS_AND_STACKED[remat]
+
+
+@pytest.mark.parametrize("layers", [4, pytest.param(5, marks=pytest.mark.slow)], ids=["whole periods", "a layer left over"])
+def test_no_second_copy_of_weights_is_kept_where_layers_are_of_two_kinds(layers):
+    """The forward scan returns nothing of a layer's parameters; its gradient's scan returns them in their periods of two."""
+    config = tiny(family="smollm3", num_hidden_layers=layers, no_rope_layers=(1, 0, 1, 0, 1)[:layers])
+    model = llama(config, remat="nothing")
+    params = {name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32) for name, parameter in model.parameters.items()}
+    jaxpr = jax.make_jaxpr(jax.grad(lambda params, batch: mean_loss(model)(params, batch)[0]))(
+        params, packed_batch(config, rows=1, length=64)).jaxpr
+    weights = {parameter.shape[1:] for name, parameter in model.parameters.items() if len(parameter.shape) > 2}
+    outputs = {out.aval.shape for equation in equations(jaxpr) if equation.primitive.name == "scan"
+               and equation.params["length"] == layers // 2 for out in equation.outvars}
+    assert {(layers // 2, 2, *shape) for shape in weights} <= outputs
+    assert not {(layers // 2, *shape) for shape in weights} & outputs
