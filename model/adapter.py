@@ -87,6 +87,12 @@ class AdapterConfig:
         return PARTS if self.use_dora else PARTS[:2]
 
     @property
+    def number_bytes(self) -> float:
+        """Bytes of a frozen matrix's number as it lies and travels: half a byte and a byte for each block of NF4; otherwise of
+        int8 without its scales, or bfloat16."""
+        return {"nf4": 1 / 2 + 1 / NF4_BLOCK, "int8": 1.0, "none": 2.0}[self.quantize]
+
+    @property
     def block(self) -> int:
         """How many inputs of a frozen matrix stay together, since they share a scale."""
         return NF4_BLOCK if self.quantize == "nf4" else 1

@@ -51,11 +51,15 @@ class Nf4Weight(FrozenWeight):
     """The axis that blocks lie along."""
 
     def open(self, dtype: Any) -> Float[Array, ...]:
-        """See `FrozenWeight.open`. The product of level and scale is rounded once, as bitsandbytes does."""
+        """See `FrozenWeight.open`. The product of level and scale is rounded once, as bitsandbytes does.
+
+        The TPU's compiler writes to memory what interleaves the two codes of a byte. With the barrier that is the codes;
+        without it their levels, a float32 copy of the weight.
+        """
         axis, shape = self.axis, self.absmax.shape
         pairs = jnp.stack([self.codes >> 4, self.codes & 15], axis + 1)
-        blocks = _nf4_levels(pairs).reshape(*shape[:axis + 1], BLOCK, *shape[axis + 1:])
-        return (blocks * jnp.expand_dims(self.absmax, axis + 1)).astype(dtype).reshape(
+        blocks = lax.optimization_barrier(pairs.reshape(*shape[:axis + 1], BLOCK, *shape[axis + 1:]))
+        return (_nf4_levels(blocks) * jnp.expand_dims(self.absmax, axis + 1)).astype(dtype).reshape(
             *shape[:axis], shape[axis] * BLOCK, *shape[axis + 1:])
 
     def part(self, i: Any, count: int, axis: int) -> Nf4Weight:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib.metadata
+import math
 import os
 import platform
 import time
@@ -40,7 +41,7 @@ from .compiled.communication import communication
 from .compiled.refusal import refused_gib
 from .machines import device_count, memory_gib, split_topology
 from .memory_options import MEMORY_OPTIONS
-from .parts import parts_gib
+from .parts import device_tokens, parts_gib
 from .topology import topology_devices
 
 # Chip -> its hardware in the cost model, (in one box, in several boxes), where these have names of their own.
@@ -182,11 +183,14 @@ class Job:
         hardware = self.hardware
         if hardware is None:
             return None
-        attention, mesh = self.run.attention, self.run.mesh
+        attention, mesh, adapter = self.run.attention, self.run.mesh, self.run.adapter
+        chunk = self.run.memory.feed_forward_chunk
+        chunks = math.ceil(device_tokens(self.run) / chunk) if chunk else 1
         return costs.Job(
             costs.Sizes.of(self.model), hardware, self.context, self.batch, mesh.data, mesh.fsdp, mesh.tensor, mesh.sequence,
             schedule=attention.schedule if mesh.sequence > 1 else "local", layout=attention.layout,
-            remat=self.run.memory.remat, causal=causal)
+            remat=self.run.memory.remat, causal=causal, frozen=adapter.rank > 0,
+            weight_bytes=adapter.number_bytes, openings=chunks if adapter.quantize != "none" else 0)
 
 
 def sizes_text(needs_gib: float, has_gib: float) -> str:

@@ -64,10 +64,11 @@ class Sizes:
         """Weights of all matrices, an untied embedding included; norms are left out."""
         return self.layers * self.weights + 2 * self.head_weights
 
-    def needed_flops(self, tokens: float, pairs: float) -> float:
-        """FLOPs of a training step over these tokens and visible query-key pairs, without what remat computes again."""
+    def needed_flops(self, tokens: float, pairs: float, frozen: bool = False) -> float:
+        """FLOPs of a training step over these tokens and visible query-key pairs, without what remat computes again, or
+        gradients of frozen weights."""
         weights = self.layers * self.weights + self.head_weights
-        return training_flops(weights, self.layers * self.query_heads * self.head_dim, tokens, pairs)
+        return training_flops(weights, self.layers * self.query_heads * self.head_dim, tokens, pairs, weights if frozen else 0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,6 +87,10 @@ class Job:
       partial: bytes of each number of a partial result on the wire.
       tile: (queries, keys), in place of the hardware's.
       backward_products: matrix products of a tile in attention's backward pass; 0: as many as this project's kernels have.
+      frozen: whether the matrices have no gradient, as beside adapters, whose own products and moments are left out.
+      weight_bytes: of each number of a layer's matrices as they lie and are gathered.
+      openings: how often a pass through a layer opens its matrices, where they lie as codes: it reads them and writes bfloat16.
+        0 where they do not. A compiler that opens a matrix once for all chunks of tokens makes this an upper bound.
 
     Raises:
       ValueError: a mesh or remat policy that does not work, in one line naming the field.
@@ -108,6 +113,9 @@ class Job:
     partial: int = 4
     tile: tuple[int, int] | None = None
     backward_products: int = 0
+    frozen: bool = False
+    weight_bytes: float = 2.0
+    openings: int = 0
 
     def __post_init__(self):
         if self.remat not in REMAT:
@@ -215,16 +223,19 @@ def estimate(job: Job) -> Estimate:
     forward, backward = _total(forward_rounds), _total(backward_rounds)
     work, attention_forwards = REMAT[job.remat]
 
-    matrices = functools.partial(_matrices, job)
-    layer_forward = matrices(sizes.weights, 1, gathers=1) + forward
-    layer_backward = matrices(sizes.weights, work - 1, gathers=1, scatters=1) + forward * (attention_forwards - 1) + backward
-    head = matrices(sizes.head_weights, 3 if job.remat == "everything" else 4, gathers=2, scatters=1)
-    shard = sizes.parameters / (job.tensor * (job.fsdp * job.sequence if job.zero else 1))
+    # Without gradients of weights a backward pass is one product, not two.
+    matrices, saved, scatters = functools.partial(_matrices, job), int(job.frozen), int(not job.frozen)
+    of_layers = functools.partial(matrices, sizes.weights, weight_bytes=job.weight_bytes)
+    layer_forward = of_layers(1, gathers=1) + _opening(job, 1) + forward
+    layer_backward = (of_layers(work - 1 - saved, gathers=1, scatters=scatters) + _opening(job, work - 2)
+                      + forward * (attention_forwards - 1) + backward)
+    head = matrices(sizes.head_weights, (3 if job.remat == "everything" else 4) - saved, gathers=2, scatters=scatters)
+    shard = 0 if job.frozen else sizes.parameters / (job.tensor * (job.fsdp * job.sequence if job.zero else 1))
     update = OPTIMIZER_BYTES * shard / hardware.memory_bandwidth
     step = (layer_forward + layer_backward) * sizes.layers + head + Phase(update, update)
     tokens = job.batch * job.length
     pairs = tokens * ((job.length + 1) / 2 if job.causal else job.length)
-    mfu = sizes.needed_flops(tokens, pairs) / (step.seconds * job.devices * hardware.peak)
+    mfu = sizes.needed_flops(tokens, pairs, job.frozen) / (step.seconds * job.devices * hardware.peak)
     return Estimate(forward_rounds, backward_rounds, forward, backward, layer_forward, layer_backward, step, mfu,
                     tokens / step.seconds)
 
@@ -242,12 +253,19 @@ def _round(job: Job, planned: Round, seconds_per_tile: float) -> Phase:
     return Phase((max(compute, hidden) if job.overlap else compute + hidden) + exposed, compute)
 
 
-def _matrices(job: Job, weights: int, forwards: float, gathers: int = 0, scatters: int = 0) -> Phase:
+def _opening(job: Job, passes: int) -> Phase:
+    """What opens a layer's codes in so many passes through it, bound by the memory."""
+    seconds = passes * job.openings * job.sizes.weights / job.tensor * (job.weight_bytes + 2) / job.hardware.memory_bandwidth
+    return Phase(seconds, seconds)
+
+
+def _matrices(job: Job, weights: int, forwards: float, gathers: int = 0, scatters: int = 0, weight_bytes: float = 2) -> Phase:
     """Position-wise work: so many forward passes through matrices of `weights` parameters, whose transfers run beside it.
 
     Args:
       forwards: forward passes; a backward pass counts as two.
-      gathers, scatters: how often the parameters are gathered (bfloat16), and their gradients reduce-scattered (float32).
+      gathers, scatters: how often the parameters are gathered, and their gradients reduce-scattered (float32).
+      weight_bytes: of each number as it is gathered.
     """
     hardware, network = job.hardware, job.hardware.network
     compute = forwards * 2 * weights / job.tensor * job.tokens / (hardware.peak * hardware.matmul)
@@ -255,7 +273,7 @@ def _matrices(job: Job, weights: int, forwards: float, gathers: int = 0, scatter
     if job.zero and job.fsdp * job.sequence > 1:
         share = weights / (job.tensor * job.fsdp * job.sequence)
         pairs = _shards(job.data, job.fsdp, job.tensor, job.sequence)
-        transfer = (gathers * network.seconds((Send("weights", GATHER, 2 * share, pairs),), job.devices)
+        transfer = (gathers * network.seconds((Send("weights", GATHER, weight_bytes * share, pairs),), job.devices)
                     + scatters * network.seconds((Send("gradients", SCATTER, 4 * share, pairs),), job.devices))
     # Tensor parallelism sums the outputs of attention and feed-forward over its axis; nothing runs beside these sums.
     summed = 0.0
