@@ -72,8 +72,11 @@ class Mask:
         return dataclasses.replace(self, window=min(windows, default=None))
 
     def reach(self, tokens: int, shards: int) -> int:
-        """How many shards away a visible key can be, if the shards are consecutive runs of `tokens` tokens."""
-        if self.window is None or self.global_tokens:
+        """How many shards away a key in the window can be, if the shards are consecutive runs of `tokens` tokens.
+
+        Global tokens can be further away.
+        """
+        if self.window is None:
             return shards - 1
         return min(shards - 1, -(-(self.window - 1) // tokens))
 

@@ -163,7 +163,8 @@ def attention(q, k, v, coords, *, kv_coords=None, mesh: Mesh, layout="striped", 
       mesh: axes out of data, fsdp (batch), tensor (heads), sequence (length); a missing one has size 1, and another name is
         refused, since its devices would all compute the same.
       layout: name of the layout that the arrays are in; it does not change the result, only the balance (and in a
-        contiguous one `ring` and `balanced` leave out the ranks of which nothing can be visible).
+        contiguous one `ring` and `balanced` leave out the ranks of which nothing can be visible: with global tokens, `ring`
+        takes each document for a run of tokens).
       schedule: a name, or a schedule with options. kernel: a name, or a Kernel.
       mask, scale: see Mask and `attend`.
 

@@ -92,7 +92,7 @@ class Balanced(Schedule):
     def _rounds(self, ranks: Ranks, tokens: int, mask: Mask) -> list[_Round]:
         """The rounds after the first, in which every rank computes with its own block."""
         size, ordered = ranks.size, self.ordered and mask.causal
-        reach = mask.reach(tokens, size) if self.ordered else size
+        reach = mask.reach(tokens, size) if self.ordered and not mask.global_tokens else size
         rounds = []
         for t in range(1, min(size // 2, reach) + 1):
             single_distance = 2 * t == size  # t = P - t

@@ -19,7 +19,8 @@ directions of each link are used at once. Hops, bytes and kernel calls are as ma
 round a rank has the two halves, of two different ranks, as one block of keys.
 
 Sliding windows (DistFlashAttn, Appendix D): if the shards are runs of tokens in the order of the ranks (`ordered`), a block
-visits only the ranks within the window's reach: `reach` hops onwards if causal, otherwise `reach` hops either way.
+visits only the ranks within the window's reach: `reach` hops onwards if causal, otherwise `reach` hops either way. Global
+tokens beyond it are replicated (`replica.py`), unless arrays ride along, which have to visit all ranks.
 """
 from __future__ import annotations
 
@@ -36,6 +37,7 @@ from ..kernels.kernel import Kernel
 from ..partial import AttentionPartial
 from . import plan
 from .ranks import Ranks
+from .replica import Replica
 from .ring_pass import ring_pass
 from .schedule import Context, Payload, Schedule
 
@@ -112,20 +114,25 @@ class Ring(Schedule):
 
     def carry_forward(self, kernel: Kernel, queries: Queries, keys: Keys, shard, context: Context):
         """As of Schedule: `shard` travels with K and V."""
-        routes = self._routes(context.ranks, context.mask, keys.k.shape[1])
+        routes, replica = self._routes(context.ranks, context.mask, keys.k.shape[1], rides=shard is not None)
         own = keys.stacked()
+        replicated = replica.gather(own) if replica else None
 
         def visit(partial, parts):
             block = own if partial is None else _concatenate(parts)
             return kernel.extend(partial, queries, block, **context.scores), (), ()
 
         partial, _, gathered, _ = _ring_pass(routes, own, visit, Payload(shard))
+        if replicated:
+            partial = kernel.extend(partial, queries, replicated, **context.scores)
         return partial, gathered
 
     def carry_backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, payload: Payload, context: Context):
         """As of Schedule: the shares are summed on their way one hop behind the block, with dK and dV."""
-        routes = self._routes(context.ranks, context.mask, keys.k.shape[1])
+        rides = payload.shard is not None or payload.shares is not None
+        routes, replica = self._routes(context.ranks, context.mask, keys.k.shape[1], rides)
         own = keys.stacked()
+        replicated = replica.gather(own) if replica else None
 
         def visit(dq, parts):
             first = dq is None
@@ -134,13 +141,22 @@ class Ring(Schedule):
             return dq, routes.split(dkv, own=first), ()
 
         dq, dkv, gathered, share = _ring_pass(routes, own, visit, payload)
-        return Gradients(dq, *routes.join(dkv)), gathered, share
+        dkv = routes.join(dkv)
+        if replica and replicated:
+            dq, of_replicas = kernel.gradients(dq, queries, replicated, saved, **context.scores)
+            dkv = replica.add_gradients(dkv, of_replicas, keys.coords)
+        return Gradients(dq, *dkv), gathered, share
 
-    def _routes(self, ranks: Ranks, mask: Mask, tokens: int) -> _Routes:
-        return _Routes.choose(ranks, mask, tokens, self.bidirectional, self.ordered)
+    def _routes(self, ranks: Ranks, mask: Mask, tokens: int, rides: bool = False) -> tuple[_Routes, Replica | None]:
+        """The routes of blocks, and of global tokens where blocks do not visit all ranks."""
+        routes = _Routes.choose(ranks, mask, tokens, self.bidirectional, self.ordered)
+        if not mask.global_tokens or routes.hops == ranks.size - 1:
+            return routes, None
+        replica = None if rides else Replica.choose(ranks, mask, tokens, routes.hops, routes.directions)
+        return (routes, replica) if replica else (_Routes.choose(ranks, mask, tokens, self.bidirectional, False), None)
 
     def plan(self, size: int, block: plan.Block, mask: Mask = Mask()) -> plan.Plan:
-        routes = self._routes(Ranks("", size), mask, block.tokens)
+        routes, replica = self._routes(Ranks("", size), mask, block.tokens)
         first_half = block.tokens // 2 if routes.halved else block.tokens
         second_half = block.tokens - first_half if routes.halved else first_half
         parts = [dataclasses.replace(block, tokens=tokens) for tokens in (first_half, second_half)]
@@ -163,7 +179,11 @@ class Ring(Schedule):
         forward = tuple(plan.Round(tuple(tasks(i)), keys if i < routes.hops else ()) for i in rounds)
         backward = tuple(each._replace(sends=each.sends + (gradients if i else ())) for i, each in enumerate(forward))
         home = send("dK, dV home", lambda part: part.key_gradients, -routes.hops) if routes.hops else ()
-        return plan.Plan(forward, (*backward, plan.Round((), home)))
+        backward = (*backward, plan.Round((), home))
+        if replica:
+            gather, calls, scatter = replica.plan(block)
+            forward, backward = (gather, *forward, calls), (gather, *backward, calls, scatter)
+        return plan.Plan(forward, backward)
 
 
 def _ring_pass(routes: _Routes, own: StackedKeys, visit, payload: Payload):

@@ -20,21 +20,19 @@ def window_lines(schedule: str | Mapping[str, Any], layout: str, size: int, toke
     windows = [mask.window for mask in masks if mask.window is not None]
     if not windows or size == 1:
         return []
-    mask = Mask(window=max(windows))
+    mask = Mask(window=max(windows), global_tokens=max(mask.global_tokens for mask in masks))
     layers = "all layers" if len(windows) == len(masks) else f"{len(windows)} of every {len(masks)} layers"
     name = f"the window of {mask.window:,} tokens in {layers}"
     plan = _plan(schedule, layout, size, tokens, mask)
     if any(task.dense for each in plan.forward for task in each.tasks):
         return [f"attention.schedule {schedule} also computes the scores that {name} hides; other schedules skip them"]
-    if any(mask.global_tokens for mask in masks):
-        return []  # Every query sees keys of a document's beginning, however far: all keys have to travel.
     if _volume(plan, size) < _volume(_plan(schedule, layout, size, tokens, Mask()), size):
         return []
     line = f"{name} saves products but no communication: as much is sent as without it"
     reach = mask.reach(tokens, size)
     if reach < size - 1 and _volume(_plan("ring", "contiguous", size, tokens, mask), size) < _volume(plan, size):
         line += (f"; --attention.schedule ring --attention.layout contiguous receives those of {reach} other "
-                 f"{'device' if reach == 1 else 'devices'} alone")
+                 f"{'device' if reach == 1 else 'devices'}{' and the global tokens' if mask.global_tokens else ''} alone")
         if len(windows) < len(masks):
             line += " there, but leaves the layers without a window unbalanced"
     return [line]

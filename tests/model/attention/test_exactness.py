@@ -27,6 +27,12 @@ def compiled(size, schedule="ring", mask=Mask(), kernel="xla"):
     return out_and_gradients(SCHEDULES[schedule], size, mask, kernel=kernel, tiles=(20, 10))
 
 
+@functools.cache
+def ordered(size, mask):
+    """One compiled function of shards that are runs of tokens."""
+    return out_and_gradients("ring", size, mask, "contiguous", kernel="xla", tiles=(20, 10))
+
+
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("kernel", ["xla", "reference"])
 def test_masks_are_exact(kernel, mask):
@@ -86,6 +92,32 @@ def test_any_packing_is_exact(data, layout, size, schedule):
 @given(data=st.data(), layout=st.sampled_from(LAYOUTS))
 def test_any_packing_with_global_tokens_is_exact(data, layout):
     check_documents(*random_documents(data, 12, gaps=True), layout, 3, "ring", mask=MASKS["global"])
+
+
+@settings(max_examples=10, deadline=None)
+@given(data=st.data(), size=st.sampled_from([4, 8]), causal=st.booleans(), restart=st.booleans())
+def test_any_packing_with_replicated_global_tokens_is_exact(data, size, causal, restart):
+    """Of shards in order a windowed ring visits few: documents begin on others, or end and begin in one shard."""
+    mask = Mask(causal, window=17, global_tokens=5)
+    index, segments = random_documents(data, 6, gaps=True)
+    if restart:
+        index = index - np.asarray(document_starts(index, segments))
+    if segments.any():
+        q, k, v, dout = inputs("8/2", LENGTH)
+        expected = dense_attention(q, k, v, index, segments, dout, causal=causal, window=17, global_tokens=5)
+        check(ordered(size, mask)(q, k, v, dout, TokenCoords(index, segments)), expected, np.arange(LENGTH))
+
+
+@pytest.mark.parametrize("global_tokens", [1, 29, 30, 45])
+def test_global_tokens_that_cross_a_shard_are_exact(global_tokens):
+    """A document whose first tokens are the last of one shard of 30 and the first of the next; also more than a shard has."""
+    index = np.tile(np.arange(LENGTH, dtype=np.int32), (2, 1))
+    segments = np.where(index < 43, 1, 2)
+    segments[1] = np.where(index[1] < 59, 1, np.where(index[1] < 235, 2, 0))
+    q, k, v, dout = inputs("8/2", LENGTH)
+    expected = dense_attention(q, k, v, index, segments, dout, window=8, global_tokens=global_tokens)
+    run = ordered(8, Mask(window=8, global_tokens=global_tokens))
+    check(run(q, k, v, dout, TokenCoords(index, segments)), expected, np.arange(LENGTH))
 
 
 def test_documents_may_count_their_tokens_anew():

@@ -3,16 +3,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import PartitionSpec
 
 from model.attention import AttentionOp, Keys, Mask, Queries, StackedKeys, TokenCoords, attend, attention, get_kernel
 from model.attention.kernels import KERNELS, ReferenceKernel
-from model.attention.schedules import Attention2D, Ring
+from model.attention.schedules import Attention2D, Ring, plan
 from model.attention.schedules.attention2d import fewest_bytes
 from model.memory.remat import scan_layers
 from tests.model.attention.cases import SCHEDULES, mesh_of
-from tests.model.attention.jaxprs import counts, sent
+from tests.model.attention.jaxprs import counts, operations, sent
 
 SIZE, TOKENS, HEADS, DIM = 8, 30, 2, 4
 LENGTH = SIZE * TOKENS
@@ -64,12 +65,38 @@ def test_a_window_visits_the_ranks_in_reach_alone(window, reach, causal):
     assert met_back["dot_general"] == 5 * (hops + 1) + 1  # one more makes delta
 
 
-def test_a_window_does_not_shorten_a_dealt_ring_nor_one_with_global_tokens():
+def test_a_window_does_not_shorten_a_dealt_ring():
+    """Nor one with so many global tokens that to send all keys is less."""
     coords = TokenCoords(*(jnp.zeros((1, LENGTH), jnp.int32),) * 3)
     x = jnp.zeros((1, LENGTH, HEADS, DIM))
-    for layout, mask in (("striped", Mask(window=5)), ("contiguous", Mask(window=5, global_tokens=2))):
+    for layout, mask in (("striped", Mask(window=5)), ("striped", Mask(window=5, global_tokens=2)),
+                         ("contiguous", Mask(window=5, global_tokens=TOKENS))):
         run = functools.partial(attention, coords=coords, mesh=mesh_of(SIZE), layout=layout, kernel="reference", mask=mask)
         assert counts(jax.make_jaxpr(run)(x, x, x).jaxpr)["dot_general"] == 2 * SIZE
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_global_tokens_are_replicated_beside_a_windowed_ring(causal):
+    """The blocks visit the ranks in reach, and all ranks gather the few tokens: what the plan says, in bytes."""
+    mask, slots, ways = Mask(causal, TOKENS, 3), 3, 1 if causal else 2
+    x, coords = jnp.zeros((1, LENGTH, HEADS, DIM)), TokenCoords(*(jnp.zeros((1, LENGTH), jnp.int32),) * 3)
+    block = plan.Block(1, TOKENS, HEADS, HEADS, DIM, itemsize=4, coordinates=3)
+    run = functools.partial(attention, coords=coords, mesh=mesh_of(SIZE), layout="contiguous", kernel="reference", mask=mask)
+    forward = jax.make_jaxpr(run)(x, x, x).jaxpr
+    both = jax.make_jaxpr(lambda x, dout: jax.vjp(run, x, x, x)[1](dout))(x, x).jaxpr
+    assert counts(forward)["dot_general"] == 2 * (2 + 1), "its own block, those in reach as one, the global tokens"
+    planned = Ring(ordered=True).plan(SIZE, block, mask)
+    assert sum(sent(forward).values()) == ways * (KEYS + COORDS * 3 // 2)
+    gathered = sum(equation.invars[0].aval.size * 4 for equation, _ in operations(forward)
+                   if equation.primitive.name == "all_gather")
+    assert gathered == slots * (KEYS + COORDS * 3 // 2) // TOKENS
+    permutes = sum(sent(forward).values()) + (SIZE - 1) * gathered
+    np.testing.assert_allclose(plan.received(planned.forward, SIZE), permutes)
+    scattered = sum(equation.outvars[0].aval.size * 4 for equation, _ in operations(both)
+                    if equation.primitive.name == "reduce_scatter")
+    assert scattered == slots * KEYS // TOKENS
+    backward = sum(sent(both).values()) - sum(sent(forward).values()) + (SIZE - 1) * (gathered + scattered)
+    np.testing.assert_allclose(plan.received(planned.backward, SIZE), backward)
 
 
 def test_a_window_leaves_out_rounds_of_balanced():

@@ -17,6 +17,8 @@ WINDOW = Mask(window=4096)
     ("ring_self_attention", "striped", [WINDOW], ["ring_self_attention also computes the scores"]),
     ("ring_self_attention", "striped", [Mask(window=4096, global_tokens=4)], ["ring_self_attention also computes the scores"]),
     ("ring", "striped", [Mask(window=40000)], ["as much is sent as without it"]),
+    ("ring", "striped", [Mask(window=4096, global_tokens=4)], ["1 other device and the global tokens alone"]),
+    ("balanced", "contiguous", [Mask(window=4096, global_tokens=4)], ["as much is sent as without it", "schedule ring"]),
 ])
 def test_what_a_window_does_not_save_is_told(schedule, layout, masks, words):
     line, = window_lines(schedule, layout, 8, 4096, masks)
@@ -25,7 +27,7 @@ def test_what_a_window_does_not_save_is_told(schedule, layout, masks, words):
 
 @pytest.mark.parametrize(("schedule", "layout", "size", "mask"), [
     ("ring", "contiguous", 8, WINDOW), ("balanced", "contiguous", 8, WINDOW), ("ring", "striped", 1, WINDOW),
-    ("ring", "striped", 8, Mask()), ("ring", "striped", 8, Mask(window=4096, global_tokens=4)),
+    ("ring", "striped", 8, Mask()), ("ring", "contiguous", 8, Mask(window=4096, global_tokens=4)),
 ])
 def test_nothing_is_told_where_nothing_is_lost(schedule, layout, size, mask):
     assert window_lines(schedule, layout, size, 4096, [mask]) == []

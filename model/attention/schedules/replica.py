@@ -1,0 +1,106 @@
+"""Replicas of the global tokens on every rank, beside a windowed ring (DistFlashAttn, Appendix D, "Global attention").
+
+A window lets each block of a ring in contiguous order visit the nearest ranks alone (`ring.py`). A rank's queries also see the
+first tokens of their documents, however far away. Of the documents of a rank only the first can have begun on a rank that no
+block comes from, since a document is a run of tokens. So each rank gives the global tokens that it has of its *last* document,
+which alone can go on behind it: `slots` tokens of a row at most. All ranks gather these, and attend to them in one more kernel
+call, in which those of the ranks that the ring visits are hidden. The backward gathers them again, and returns their gradients
+with a reduce-scatter in float32.
+
+Traffic: (P - 1) x slots tokens of K and V a rank, in place of the (P - 1 - reach) T that a whole ring sends more.
+"""
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from ..blocks import StackedKeys
+from ..coords import Mask, TokenCoords, check_starts
+from . import plan
+from .ranks import Ranks
+
+
+@dataclasses.dataclass(frozen=True)
+class Replica:
+    """How global tokens are replicated.
+
+    Attributes:
+      ranks: the shards of the sequence, in the order of its tokens.
+      global_tokens: of each document.
+      slots: tokens of a row that each rank gives.
+      reach: ranks that a block visits in each of the directions; directions: of the ring.
+    """
+
+    ranks: Ranks
+    global_tokens: int
+    slots: int
+    reach: int
+    directions: tuple[int, ...]
+
+    @classmethod
+    def choose(cls, ranks: Ranks, mask: Mask, tokens: int, reach: int, directions: tuple[int, ...]) -> Replica | None:
+        """The replica for shards of `tokens` tokens; None where sending whole blocks to all ranks moves fewer of them."""
+        slots = min(mask.global_tokens, tokens)
+        if not slots or (ranks.size - 1) * slots >= (ranks.size - 1 - reach * len(directions)) * tokens:
+            return None
+        return cls(ranks, mask.global_tokens, slots, reach, directions)
+
+    def gather(self, own: StackedKeys) -> StackedKeys:
+        """The global tokens of all ranks, P x slots of each row; those that the ring brings here are hidden as padding.
+
+        Raises:
+          ValueError: the documents' starts are missing.
+        """
+        first = self._first_slot(own.coords)
+        index, segments, starts = self._cut(own.coords, first, 0)
+        last = own.coords.segment_ids[:, -1:]
+        given = (segments == last) & (index - check_starts(starts, Mask(window=1, global_tokens=self.global_tokens))
+                                      < self.global_tokens)
+        coords = TokenCoords(index, jnp.where(given, segments, 0), starts)
+        kv, coords = self.ranks.gather(self._cut(own.kv, first, 1), 2), self.ranks.gather(coords, 1)
+        owners = jnp.repeat(jnp.arange(self.ranks.size), self.slots)
+        hops = jnp.stack([(self.ranks.index() - owners) * step % self.ranks.size for step in self.directions]).min(0)
+        return StackedKeys(kv, coords._replace(segment_ids=jnp.where(hops > self.reach, coords.segment_ids, 0)))
+
+    def add_gradients(self, dkv: Float[Array, "2 B T Hkv D"], replica: Float[Array, "2 B S Hkv D"],
+                      coords: TokenCoords) -> Float[Array, "2 B T Hkv D"]:
+        """The gradients of this rank's K and V, with what all ranks' queries add through the replicas.
+
+        Args:
+          dkv: from the ring; replica: of what `gather` returned; coords: of this rank's keys.
+        """
+        returned = jnp.stack(self.ranks.reduce_scatter(tuple(replica), 1))
+
+        def add(row, part, first):
+            return lax.dynamic_update_slice_in_dim(row, lax.dynamic_slice_in_dim(row, first, self.slots, 1) + part, first, 1)
+
+        return jax.vmap(add, (1, 1, 0), 1)(dkv, returned, self._first_slot(coords))
+
+    def _first_slot(self, coords: TokenCoords) -> Int[Array, " B"]:
+        """The place of the first token that each row gives: where its last document begins here, or as near as slots fit."""
+        begins = jnp.argmax(coords.segment_ids == coords.segment_ids[:, -1:], axis=1)
+        return jnp.minimum(begins, coords.index.shape[1] - self.slots)
+
+    def _cut(self, tree, first: Int[Array, " B"], batch_axis: int):
+        """`slots` tokens of each row, from `first` on, of arrays whose token axis follows the batch axis."""
+        def cut(x):
+            rows = jax.vmap(lambda row, start: lax.dynamic_slice_in_dim(row, start, self.slots, batch_axis), (batch_axis, 0),
+                            batch_axis)
+            return rows(x, first)
+
+        return jax.tree.map(cut, tree)
+
+    def plan(self, block: plan.Block) -> tuple[plan.Round, plan.Round, plan.Round]:
+        """The gather before the ring's rounds; the kernel calls behind them; what returns the gradients."""
+        size, given = self.ranks.size, dataclasses.replace(block, tokens=self.slots)
+        pairs = plan.everyone([range(size)])
+        gather = plan.Round((), (plan.Send("K, V of global tokens", plan.GATHER, given.keys, pairs),
+                                 plan.Send("their coordinates", plan.GATHER, given.coords, pairs)))
+        share = (0, max(1, block.tokens // self.slots))
+        tasks = plan.Round(tuple(plan.Task(rank, (rank,), tuple(range(size)), key_part=share) for rank in range(size)))
+        scatter = plan.Send("dK, dV of global tokens", plan.SCATTER, given.key_gradients, pairs)
+        return gather, tasks, plan.Round((), (scatter,))
