@@ -6,7 +6,7 @@ import pytest
 from model.adapter import AdapterConfig
 from trainer.huggingface.peft import CONFIG, read_config, write_config
 
-GOOD = AdapterConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj"))
+GOOD = AdapterConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj"), dropout=0.1)
 
 
 def test_what_is_written_is_read(tmp_path):
