@@ -30,13 +30,13 @@ class Replica:
 
     Attributes:
       ranks: the shards of the sequence, in the order of its tokens.
-      global_tokens: of each document.
+      mask: which keys a query sees; it has a window and global tokens.
       slots: tokens of a row that each rank gives.
       reach: ranks that a block visits in each of the directions; directions: of the ring.
     """
 
     ranks: Ranks
-    global_tokens: int
+    mask: Mask
     slots: int
     reach: int
     directions: tuple[int, ...]
@@ -47,7 +47,7 @@ class Replica:
         slots = min(mask.global_tokens, tokens)
         if not slots or (ranks.size - 1) * slots >= (ranks.size - 1 - reach * len(directions)) * tokens:
             return None
-        return cls(ranks, mask.global_tokens, slots, reach, directions)
+        return cls(ranks, mask, slots, reach, directions)
 
     def gather(self, own: StackedKeys) -> StackedKeys:
         """The global tokens of all ranks, P x slots of each row; those that the ring brings here are hidden as padding.
@@ -58,8 +58,7 @@ class Replica:
         first = self._first_slot(own.coords)
         index, segments, starts = self._cut(own.coords, first, 0)
         last = own.coords.segment_ids[:, -1:]
-        given = (segments == last) & (index - check_starts(starts, Mask(window=1, global_tokens=self.global_tokens))
-                                      < self.global_tokens)
+        given = (segments == last) & (index - check_starts(starts, self.mask) < self.mask.global_tokens)
         coords = TokenCoords(index, jnp.where(given, segments, 0), starts)
         kv, coords = self.ranks.gather(self._cut(own.kv, first, 1), 2), self.ranks.gather(coords, 1)
         owners = jnp.repeat(jnp.arange(self.ranks.size), self.slots)
