@@ -107,17 +107,20 @@ def documents(batch):
         yield from ((row, slice(*edge)) for edge in itertools.pairwise(edges) if segments[edge[0]] > 0)
 
 
-def check_packed_documents(model, shape, layout="striped", rows=4, **options):
-    """The loss and the gradients of packed documents, against transformers' of each document alone."""
+def check_packed_documents(model, shape, layout="striped", rows=4, length=64, **options):
+    """The loss and the gradients of packed documents, against transformers' of each document alone, at the start of a row."""
     truth, folder, config = model
-    batch = packed_batch(config, rows=rows, length=64)
+    batch = packed_batch(config, rows=rows, length=length)
     own, params = ours(config, folder, shape, **options)
     placed, _ = permuted(batch, own, layout)
     (loss, _), gradients = jax.jit(jax.value_and_grad(mean_loss(own), has_aux=True))(params, placed)
     truth.zero_grad()
     total = torch.zeros(())
     for row, tokens in documents(batch):
-        expected = truth(torch.tensor(batch["tokens"][row:row + 1, tokens])).logits[0]
+        # What follows a document changes nothing in it, but longrope's factors depend on the length of the whole row.
+        alone = np.zeros((1, length), np.int32)
+        alone[0, :tokens.stop - tokens.start] = batch["tokens"][row, tokens]
+        expected = truth(torch.tensor(alone)).logits[0, :tokens.stop - tokens.start]
         targets = torch.tensor(batch["targets"][row, tokens]).long()
         losses = torch.nn.functional.cross_entropy(expected, targets, reduction="none")
         total = total + (losses * torch.tensor(batch["loss_weights"][row, tokens])).sum()
@@ -136,6 +139,11 @@ def check_packed_documents(model, shape, layout="striped", rows=4, **options):
 @pytest.mark.parametrize("model", marked(*(kind for kind in OF_EACH_FAMILY if kind != "smollm3")), indirect=True)
 def test_loss_and_gradients_of_packed_documents_are_those_of_each_alone(model):
     check_packed_documents(model, MESH)
+
+
+@pytest.mark.parametrize("model", [pytest.param("phi3", marks=pytest.mark.slow), "phi3 in part"], indirect=True)
+def test_packed_documents_beyond_the_original_length_of_longrope(model):
+    check_packed_documents(model, MESH, rows=2, length=128)
 
 
 REMATS = tuple(POLICIES)
@@ -182,10 +190,21 @@ def test_the_logits_are_transformers(model, shape):
 
 @pytest.mark.parametrize("model", marked("mistral with a window"), indirect=True)
 def test_greedy_decoding_is_transformers(model):
+    check_greedy_decoding(model, (5, 30))
+
+
+@pytest.mark.parametrize("model", [pytest.param("phi3", marks=pytest.mark.slow), "phi3 in part"], indirect=True)
+def test_greedy_decoding_beyond_the_original_length_of_longrope(model):
+    check_greedy_decoding(model, (70, 90))
+
+
+def check_greedy_decoding(model, lengths):
+    """The answers to two prompts of these lengths, against transformers' logits of prompt and answer."""
     truth, folder, config = model
-    prompts = [np.random.default_rng(length).integers(3, 128, length).tolist() for length in (5, 30)]
+    prompts = [np.random.default_rng(length).integers(3, 128, length).tolist() for length in lengths]
     own, params = ours(config, folder, {"sequence": 2})
-    answers = Generator(own, rows=2, capacity=40, new_tokens=8, stop_ids=(), chunk=16)(params, prompts)
+    capacity = max(lengths) + 10
+    answers = Generator(own, rows=2, capacity=capacity, new_tokens=8, stop_ids=(), chunk=16)(params, prompts)
     for prompt, answer in zip(prompts, answers, strict=True):
         with torch.no_grad():
             logits = truth(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1:-1]
