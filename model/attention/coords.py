@@ -141,6 +141,12 @@ def tile_bounds(coords: TokenCoords, tile: int) -> TileBounds:
     )
 
 
+def one_document(q: TileBounds, kv: TileBounds) -> jax.Array:
+    """Whether all tokens of both of a pair of tiles are of one document, so that only their indices can hide keys."""
+    same = (q.segment_min == kv.segment_min) & (q.segment_max == kv.segment_max)
+    return same & (q.segment_min == q.segment_max) & (q.padded == 0) & (kv.padded == 0)
+
+
 def tile_kind(q: TileBounds, kv: TileBounds, mask: Mask) -> jax.Array:
     """SKIP, FULL or MASKED for each pair of tiles, whose bounds broadcast against each other.
 
@@ -149,8 +155,7 @@ def tile_kind(q: TileBounds, kv: TileBounds, mask: Mask) -> jax.Array:
     """
     empty = (q.segment_min > q.segment_max) | (kv.segment_min > kv.segment_max)
     skip = empty | (q.segment_max < kv.segment_min) | (kv.segment_max < q.segment_min)
-    one_document = (q.segment_min == q.segment_max) & (kv.segment_min == kv.segment_max)
-    full = one_document & (q.segment_min == kv.segment_min) & (q.padded == 0) & (kv.padded == 0)
+    full = one_document(q, kv)
     if mask.causal:
         skip |= q.index_max < kv.index_min
         full &= q.index_min >= kv.index_max

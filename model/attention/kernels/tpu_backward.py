@@ -11,10 +11,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..blocks import Saved
-from ..coords import FULL, MASKED, TokenCoords
+from ..coords import FULL, MASKED, SKIP, TokenCoords
 from .tpu_tiles import (
-    LANES,
     LOG2_E,
+    Columns,
     QueryTileGrid,
     Scores,
     TileOptions,
@@ -22,10 +22,9 @@ from .tpu_tiles import (
     column,
     coordinate_rows,
     cost,
-    document_column,
+    hide,
     key_operands,
     nbytes,
-    seen,
     spread,
     sub_tiles,
 )
@@ -39,31 +38,36 @@ def _finite(lse):
 def _dq_kernel(*refs, compute: Scores, carried: bool):
     ranges = TileRanges(*refs[:2])
     q_ref, k_ref, v_ref, dout_ref, lse_row, delta_row, q_rows, kv_rows, *rest = refs[2:]
-    carry, (dq_ref, lse_ref, delta_ref, q_index, q_segment) = rest[:carried], rest[carried:]
+    carry, (dq_ref, lse_ref, delta_ref, *scratch) = rest[:carried], rest[carried:]
+    columns = Columns(q_rows, *scratch)
     row, tile, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
 
     @pl.when(step == 0)
     def _start():
-        q_index[...], q_segment[...] = column(q_rows[0:1]), document_column(q_rows[1:2])
+        columns.reset()
         lse_ref[...], delta_ref[...] = column(_finite(lse_row[...]) * LOG2_E), column(delta_row[...])
         dq_ref[...] = jnp.zeros_like(dq_ref)
 
-    def differentiate(masked: bool):
-        for keys in sub_tiles(k_ref.shape[0]):
-            scores = exponents = compute.exponents(q_ref[...], k_ref[keys])
-            tokens = scores.shape[1]
-            if masked:
-                q_tile_coords = spread(q_index[...], tokens), spread(q_segment[...], tokens)
-                visible = seen(q_tile_coords, (kv_rows[0:1, keys], kv_rows[1:2, keys]), compute.mask)
-                scores = jnp.where(visible, scores, -jnp.inf)
-            weights = jnp.exp2(scores - spread(lse_ref[...], tokens))
-            dweights = compute.product(dout_ref[...], v_ref[keys], 1, 1)
-            dscores = compute.before_cap(weights * (dweights - spread(delta_ref[...], tokens)), exponents)
-            dq_ref[...] += compute.product(dscores.astype(k_ref.dtype), k_ref[keys], 1, 0)
+    def differentiate(queries, keys, kind: int):
+        scores = exponents = compute.exponents(q_ref[queries], k_ref[keys])
+        tokens, kv_coords = scores.shape[1], (kv_rows[0:1, keys], kv_rows[1:2, keys])
+        scores = hide(scores, columns.spread(queries, tokens), kv_coords, compute.mask, kind)
+        weights = jnp.exp2(scores - spread(lse_ref[queries], tokens))
+        dweights = compute.product(dout_ref[queries], v_ref[keys], 1, 1)
+        dscores = compute.before_cap(weights * (dweights - spread(delta_ref[queries], tokens)), exponents)
+        dq_ref[queries] += compute.product(dscores.astype(k_ref.dtype), k_ref[keys], 1, 0)
 
     kind = ranges.kind(row, tile, step, compute.mask, False)
-    pl.when(kind == FULL)(lambda: differentiate(False))
-    pl.when(kind == MASKED)(lambda: differentiate(True))
+
+    @pl.when(kind == FULL)
+    def _whole():
+        for keys in sub_tiles(k_ref.shape[0]):
+            differentiate(slice(None), keys, FULL)
+
+    @pl.when(kind == MASKED)
+    def _parts():
+        tiles = q_ref.shape[0], k_ref.shape[0]
+        ranges.for_each_part(row, tile, step, tiles, compute, False, columns, differentiate)
 
     @pl.when(step == pl.num_programs(3) - 1)
     def _finish():
@@ -80,7 +84,8 @@ class _DqTiles(NamedTuple):
       dq: [B, Hq, query tiles, query_tile, D].
       buffers: [2, query_tile, D].
       reads, writes: a semaphore for each buffer.
-      state: whether each of the two buffers is being written; the buffer in use; the head and the tile that it was used for.
+      state: whether each of the two buffers is being written; the buffer in use; the head and the tile that it was used for;
+        whether it is being read.
     """
 
     dq: Any
@@ -91,7 +96,7 @@ class _DqTiles(NamedTuple):
 
     def reset(self) -> None:
         """Before the first tile of a batch row and key head."""
-        for i, value in enumerate((0, 0, 0, -1, -1)):
+        for i, value in enumerate((0, 0, 0, -1, -1, 0)):
             self.state[i] = value
 
     def start_read(self, row, head, tile) -> None:
@@ -99,23 +104,33 @@ class _DqTiles(NamedTuple):
         buffer = 1 - self.state[2]
         self._finish_write(buffer)
         pl.when((self.state[3] == head) & (self.state[4] == tile))(lambda: self._finish_write(1 - buffer))
-        for i, value in enumerate((buffer, head, tile), 2):
+        for i, value in enumerate((buffer, head, tile, 1), 2):
             self.state[i] = value
         pltpu.make_async_copy(self.dq.at[row, head, tile], self.buffers.at[buffer], self.reads.at[buffer]).start()
 
-    def add(self, row, share) -> None:
-        """Adds to the tile that was read last, and starts to write it."""
+    def add(self, queries, share) -> None:
+        """Adds to some queries of the tile that was read last."""
+        self._finish_read()
+        self.buffers[self.state[2], queries] += share
+
+    def start_write(self, row) -> None:
+        """Starts to write the tile that was read last."""
+        self._finish_read()
         buffer, head, tile = (self.state[i] for i in (2, 3, 4))
-        memory = self.dq.at[row, head, tile]
-        pltpu.make_async_copy(memory, self.buffers.at[buffer], self.reads.at[buffer]).wait()
-        self.buffers[buffer] += share
-        pltpu.make_async_copy(self.buffers.at[buffer], memory, self.writes.at[buffer]).start()
+        pltpu.make_async_copy(self.buffers.at[buffer], self.dq.at[row, head, tile], self.writes.at[buffer]).start()
         self.state[buffer] = 1
 
     def finish(self) -> None:
         """After the last tile: waits until all is written."""
         for buffer in range(2):
             self._finish_write(buffer)
+
+    def _finish_read(self) -> None:
+        @pl.when(self.state[5] == 1)
+        def _wait():
+            buffer = self.state[2]
+            pltpu.make_async_copy(self.dq.at[0, 0, 0], self.buffers.at[buffer], self.reads.at[buffer]).wait()
+            self.state[5] = 0
 
     def _finish_write(self, buffer) -> None:
         @pl.when(self.state[buffer] == 1)
@@ -129,43 +144,56 @@ def _key_tile_kernel(*refs, compute: Scores, fused: bool):
     ranges = TileRanges(*refs[:2])
     q_ref, k_ref, v_ref, dout_ref, lse_row, delta_row, q_rows, kv_rows, *rest = refs[2:]
     if fused:
-        _, dkv_ref, dq_ref, kv_index, kv_segment, *scratch = rest
-        dq_tiles = _DqTiles(dq_ref, *scratch)
+        _, dkv_ref, dq_ref, *scratch = rest
+        dq_tiles = _DqTiles(dq_ref, *scratch[3:])
     else:
-        dkv_ref, kv_index, kv_segment = rest
+        dkv_ref, *scratch = rest
+    columns = Columns(kv_rows, *scratch[:3])
     row, kv_head, tile, member, step = (pl.program_id(axis) for axis in range(5))
     last = (member == pl.num_programs(3) - 1) & (step == pl.num_programs(4) - 1)
 
     @pl.when((member == 0) & (step == 0))
     def _start():
-        kv_index[...], kv_segment[...] = column(kv_rows[0:1]), document_column(kv_rows[1:2])
+        columns.reset()
         dkv_ref[...] = jnp.zeros_like(dkv_ref)
 
-    def differentiate(masked: bool):
+    def differentiate(keys, queries, kind: int):
+        """Adds to dk and dv of these keys, and returns what dq of these queries gets."""
+        scores = exponents = compute.exponents(k_ref[keys], q_ref[queries])
+        q_coords = q_rows[0:1, queries], q_rows[1:2, queries]
+        scores = hide(scores, q_coords, columns.spread(keys, scores.shape[1]), compute.mask, kind)
+        weights = jnp.exp2(scores - _finite(lse_row[:, queries]) * LOG2_E)
+        dkv_ref[1, keys] += compute.product(weights.astype(dout_ref.dtype), dout_ref[queries], 1, 0)
+        dweights = compute.product(v_ref[keys], dout_ref[queries], 1, 1)
+        dscores = compute.before_cap(weights * (dweights - delta_row[:, queries]), exponents).astype(q_ref.dtype)
+        dkv_ref[0, keys] += compute.product(dscores, q_ref[queries], 1, 0)
+        return compute.product(dscores, k_ref[keys], 0, 0) if fused else None
+
+    def differentiate_part(keys, queries, kind: int):
+        share = differentiate(keys, queries, kind)
         if fused:
-            dq_tiles.start_read(row, kv_head * pl.num_programs(3) + member, ranges.tile(row, tile, step))
-        dq_share: jax.Array | float = 0.0
-        for keys in sub_tiles(k_ref.shape[0]):
-            scores = exponents = compute.exponents(k_ref[keys], q_ref[...])
-            if masked:
-                tokens = scores.shape[1]
-                kv_tile_coords = spread(kv_index[keys], tokens), spread(kv_segment[keys], tokens)
-                scores = jnp.where(seen((q_rows[0:1], q_rows[1:2]), kv_tile_coords, compute.mask), scores, -jnp.inf)
-            weights = jnp.exp2(scores - _finite(lse_row[...]) * LOG2_E)
-            dkv_ref[1, keys] += compute.product(weights.astype(dout_ref.dtype), dout_ref[...], 1, 0)
-            dweights = compute.product(v_ref[keys], dout_ref[...], 1, 1)
-            dscores = compute.before_cap(weights * (dweights - delta_row[...]), exponents).astype(q_ref.dtype)
-            dkv_ref[0, keys] += compute.product(dscores, q_ref[...], 1, 0)
-            if fused:
-                dq_share += compute.product(dscores, k_ref[keys], 0, 0)
-        if fused:
-            dq_tiles.add(row, dq_share * compute.scale)
+            dq_tiles.add(queries, share * compute.scale)
 
     if fused:
         pl.when((tile == 0) & (member == 0) & (step == 0))(dq_tiles.reset)
     kind = ranges.kind(row, tile, step, compute.mask, True)
-    pl.when(kind == FULL)(lambda: differentiate(False))
-    pl.when(kind == MASKED)(lambda: differentiate(True))
+    needed = pl.when(kind != SKIP)
+    if fused:
+        needed(lambda: dq_tiles.start_read(row, kv_head * pl.num_programs(3) + member, ranges.tile(row, tile, step)))
+
+    @pl.when(kind == FULL)
+    def _whole():
+        shares = [differentiate(keys, slice(None), FULL) for keys in sub_tiles(k_ref.shape[0])]
+        if fused:
+            dq_tiles.add(slice(None), sum(shares) * compute.scale)
+
+    @pl.when(kind == MASKED)
+    def _parts():
+        tiles = k_ref.shape[0], q_ref.shape[0]
+        ranges.for_each_part(row, tile, step, tiles, compute, True, columns, differentiate_part)
+
+    if fused:
+        needed(lambda: dq_tiles.start_write(row))
 
     @pl.when(last)
     def _finish():
@@ -234,7 +262,7 @@ def _by_key_tiles(carry, q, kv, saved: Saved, q_coords: TokenCoords, kv_coords: 
     (dout, lse, delta), query_tile, key_tile = saved, options.query_tile, options.key_tile
     batch, kv_heads, kv_length, head_dim = kv[0].shape
     group = q.shape[1] // kv_heads
-    ranges, steps = TileRanges.create(kv_coords, q_coords, key_tile, query_tile, options.mask, True)
+    ranges, steps = TileRanges.create(kv_coords, q_coords, key_tile, query_tile, options.scores, True)
 
     def query_index(b, h, j, member, step, *refs):
         return b, h * group + member, TileRanges(*refs).tile(b, j, step), 0
@@ -250,14 +278,14 @@ def _by_key_tiles(carry, q, kv, saved: Saved, q_coords: TokenCoords, kv_coords: 
     keys, key_specs = key_operands(kv, key_tile, lambda b, h, j, *_: (b, h, j, 0))
     results = [jax.ShapeDtypeStruct((2, *kv[0].shape), jnp.float32)]
     result_specs = [pl.BlockSpec((2, None, None, key_tile, head_dim), lambda b, h, j, *_: (0, b, h, j, 0))]
-    scratch: list[Any] = [pltpu.VMEM((key_tile, LANES), jnp.int32), pltpu.VMEM((key_tile, LANES), jnp.int32)]
+    scratch = Columns.scratch(key_tile)
     before = []
     if carry is not None:
         before = [carry.reshape(*q.shape[:2], -1, query_tile, head_dim)]
         results.append(jax.ShapeDtypeStruct(before[0].shape, jnp.float32))
         result_specs.append(pl.BlockSpec(memory_space=pl.ANY))
         scratch += [pltpu.VMEM((2, query_tile, head_dim), jnp.float32), pltpu.SemaphoreType.DMA((2,)),
-                    pltpu.SemaphoreType.DMA((2,)), pltpu.SMEM((5,), jnp.int32)]
+                    pltpu.SemaphoreType.DMA((2,)), pltpu.SMEM((6,), jnp.int32)]
     inputs = (*ranges, q, *keys, dout, lse[:, :, None], delta[:, :, None], coordinate_rows(q_coords),
               coordinate_rows(kv_coords), *before)
     return pl.pallas_call(

@@ -17,6 +17,7 @@ from ..partial import AttentionPartial
 from .tpu_tiles import (
     LOG2_E,
     LOWEST,
+    Columns,
     QueryTileGrid,
     Scores,
     TileOptions,
@@ -24,9 +25,8 @@ from .tpu_tiles import (
     column,
     coordinate_rows,
     cost,
-    document_column,
+    hide,
     nbytes,
-    seen,
     spread,
     sub_tiles,
 )
@@ -35,12 +35,13 @@ from .tpu_tiles import (
 def _kernel(*refs, compute: Scores, carried: bool):
     ranges = TileRanges(*refs[:2])
     q_ref, k_ref, v_ref, q_rows, kv_rows, *rest = refs[2:]
-    carry, (out_ref, lse_ref, highest_ref, total_ref, q_index, q_segment) = rest[:2 * carried], rest[2 * carried:]
+    carry, (out_ref, lse_ref, highest_ref, total_ref, *scratch) = rest[:2 * carried], rest[2 * carried:]
+    columns = Columns(q_rows, *scratch)
     row, tile, step = pl.program_id(0), pl.program_id(2), pl.program_id(3)
 
     @pl.when(step == 0)
     def _start():
-        q_index[...], q_segment[...] = column(q_rows[0:1]), document_column(q_rows[1:2])
+        columns.reset()
         if carried:
             lse = column(carry[1][...])
             empty = jnp.isneginf(lse)
@@ -52,25 +53,29 @@ def _kernel(*refs, compute: Scores, carried: bool):
             total_ref[...] = jnp.zeros_like(total_ref)
             out_ref[...] = jnp.zeros_like(out_ref)
 
-    def attend(masked: bool):
-        for keys in sub_tiles(k_ref.shape[0]):
-            scores = compute.exponents(q_ref[...], k_ref[keys])
-            tokens = scores.shape[1]
-            if masked:
-                q_tile_coords = spread(q_index[...], tokens), spread(q_segment[...], tokens)
-                visible = seen(q_tile_coords, (kv_rows[0:1, keys], kv_rows[1:2, keys]), compute.mask)
-                scores = jnp.where(visible, scores, -jnp.inf)
-            highest = jnp.maximum(highest_ref[...], scores.max(1, keepdims=True))
-            weights = jnp.exp2(scores - spread(highest, tokens))
-            shrink = jnp.exp2(highest_ref[...] - highest)
-            highest_ref[...] = highest
-            total_ref[...] = total_ref[...] * shrink + weights.sum(1, keepdims=True)
-            weighted_values = compute.product(weights.astype(v_ref.dtype), v_ref[keys], 1, 0)
-            out_ref[...] = out_ref[...] * spread(shrink, out_ref.shape[1]) + weighted_values
+    def attend(queries, keys, kind: int):
+        scores = compute.exponents(q_ref[queries], k_ref[keys])
+        tokens, kv_coords = scores.shape[1], (kv_rows[0:1, keys], kv_rows[1:2, keys])
+        scores = hide(scores, columns.spread(queries, tokens), kv_coords, compute.mask, kind)
+        highest = jnp.maximum(highest_ref[queries], scores.max(1, keepdims=True))
+        weights = jnp.exp2(scores - spread(highest, tokens))
+        shrink = jnp.exp2(highest_ref[queries] - highest)
+        highest_ref[queries] = highest
+        total_ref[queries] = total_ref[queries] * shrink + weights.sum(1, keepdims=True)
+        weighted_values = compute.product(weights.astype(v_ref.dtype), v_ref[keys], 1, 0)
+        out_ref[queries] = out_ref[queries] * spread(shrink, out_ref.shape[1]) + weighted_values
 
     kind = ranges.kind(row, tile, step, compute.mask, False)
-    pl.when(kind == FULL)(lambda: attend(False))
-    pl.when(kind == MASKED)(lambda: attend(True))
+
+    @pl.when(kind == FULL)
+    def _whole():
+        for keys in sub_tiles(k_ref.shape[0]):
+            attend(slice(None), keys, FULL)
+
+    @pl.when(kind == MASKED)
+    def _parts():
+        tiles = q_ref.shape[0], k_ref.shape[0]
+        ranges.for_each_part(row, tile, step, tiles, compute, False, columns, attend)
 
     @pl.when(step == pl.num_programs(3) - 1)
     def _finish():

@@ -3,11 +3,16 @@
 A kernel's grid has one program for each batch row, head, tile that it writes, and step through the tiles that it reads. Which
 tile a step reads is looked up in tables that are prefetched into scalar memory (scalar prefetch), where the index maps, which
 tell the hardware what to fetch before a program runs, can read them. So a tile outside a range is neither fetched nor computed.
+
+Of a masked tile only the parts are computed that are not hidden whole: on the causal diagonal three of four. Documents are
+compared where a part has tokens of several.
 """
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -17,12 +22,14 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int
 
-from ..coords import SKIP, Mask, TileBounds, TokenCoords, tile_bounds, tile_kind
+from ..coords import FULL, MASKED, SKIP, Mask, TileBounds, TokenCoords, one_document, tile_bounds, tile_kind
 
 LANES = 128
 LOG2_E = math.log2(math.e)
-# Keys whose scores are computed at a time.
+# Keys whose scores are computed at a time; also the queries and keys of a part of a masked tile.
 SUB_TILE = 512
+# The kind of a part beside those of `tile_kind`: all its tokens are of one document.
+ONE_DOCUMENT = 3
 # Instead of -inf as the largest score of a row that has seen no key: -inf - -inf is NaN. Hidden scores themselves are -inf.
 LOWEST = -1e30
 # Of the 16 MiB that the compiler gives a kernel on every generation; the rest is for coordinates.
@@ -54,13 +61,17 @@ class Scores(NamedTuple):
 
     Attributes:
       mask, scale, softcap: as of Kernel.
-      float32_operands: tiles are cast to float32 before they are multiplied.
+      float32_operands: tiles are cast to float32 before they are multiplied, as on v3.
     """
 
     mask: Mask
     scale: float
     softcap: float | None
     float32_operands: bool
+
+    def part(self, tile: int) -> int:
+        """Tokens in a part of a masked tile; they divide it. v3's scalar memory has no room for the bounds of smaller parts."""
+        return tile if tile % SUB_TILE or self.float32_operands else SUB_TILE
 
     def product(self, a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
         """The product of two matrices over these axes, accumulated in float32."""
@@ -109,7 +120,8 @@ class TileRanges(NamedTuple):
     """For each tile that a kernel writes ("own": of queries in the forward and dq kernels, of keys in dkv) the range of tiles
     that it reads ("other"), with the bounds of all tiles: the tables of the scalar prefetch, int32.
 
-    There are two flat tables, because scalar memory is small (16 KiB on v3) and pads rows to pairs.
+    There are two flat tables, because scalar memory is small (16 KiB on v3) and pads rows to pairs. Their columns are tiles
+    and, behind all tiles, the parts of all tiles, if a tile has more than one.
 
     Attributes:
       own: [7 B, n], rows by field and batch row: the five bounds of `TileBounds`, then the first other tile of the range and
@@ -121,18 +133,20 @@ class TileRanges(NamedTuple):
     other: Int[Array, "5*B m"]
 
     @classmethod
-    def create(cls, own: TokenCoords, other: TokenCoords, own_tile: int, other_tile: int, mask: Mask,
+    def create(cls, own: TokenCoords, other: TokenCoords, own_tile: int, other_tile: int, compute: Scores,
                own_are_keys: bool) -> tuple[TileRanges, jax.Array]:
         """The ranges, and the length of the longest one (at least 1), which is the number of steps of the grid."""
         own_bounds, other_bounds = tile_bounds(own, own_tile), tile_bounds(other, other_tile)
         pair = [jax.tree.map(lambda x: x[:, :, None], own_bounds), jax.tree.map(lambda x: x[:, None, :], other_bounds)]
         queries, keys = pair[::-1] if own_are_keys else pair
-        needed = tile_kind(queries, keys, mask) != SKIP
+        needed = tile_kind(queries, keys, compute.mask) != SKIP
         first = jnp.argmax(needed, -1).astype(jnp.int32)
         last = needed.shape[-1] - 1 - jnp.argmax(needed[..., ::-1], -1).astype(jnp.int32)
         count = jnp.where(needed.any(-1), last - first + 1, 0)
-        own_table = jnp.concatenate([*jax.tree.leaves(own_bounds), first, count])
-        return cls(own_table, jnp.concatenate(jax.tree.leaves(other_bounds))), jnp.maximum(count.max(), 1)
+        tables = _bounds_table(own, own_tile, compute), _bounds_table(other, other_tile, compute)
+        range_rows = jnp.concatenate([first, count])
+        range_rows = jnp.pad(range_rows, ((0, 0), (0, tables[0].shape[1] - range_rows.shape[1])))
+        return cls(jnp.concatenate([tables[0], range_rows]), tables[1]), jnp.maximum(count.max(), 1)
 
     def _range(self, row, own):
         fields, batch = self.other.shape[0], (self.own.shape[0] - self.other.shape[0]) // 2
@@ -145,13 +159,93 @@ class TileRanges(NamedTuple):
 
     def kind(self, row, own, step, mask: Mask, own_are_keys: bool):
         """The kind of the step's pair of tiles, an int32 scalar; SKIP past the range."""
+        kind = tile_kind(*self._bounds(row, own, self.tile(row, own, step), own_are_keys), mask)
+        return jnp.where(step < self._range(row, own)[1], kind, SKIP)
+
+    def for_each_part(self, row, own, step, tiles: tuple[int, int], compute: Scores, own_are_keys: bool, columns: Columns,
+                      body: Callable[[pl.Slice, pl.Slice, int], None]) -> None:
+        """Computes the parts of the step's pair of tiles of which something is seen.
+
+        Args:
+          tiles: tokens in an own tile and in another.
+          columns: of the own tile; made where a part needs them.
+          body: takes a part's tokens in the own tile and in the other, and ONE_DOCUMENT or MASKED.
+        """
+        sizes = [compute.part(tile) for tile in tiles]
+        own_parts, other_parts = (tile // size for tile, size in zip(tiles, sizes, strict=True))
+
+        def visit(number, _):
+            parts = lax.div(number, jnp.int32(other_parts)), lax.rem(number, jnp.int32(other_parts))
+            bounds = self._bounds(row, _part_column(self.own, own, own_parts, parts[0]),
+                                  _part_column(self.other, self.tile(row, own, step), other_parts, parts[1]), own_are_keys)
+            needed, single = tile_kind(*bounds, compute.mask) != SKIP, one_document(*bounds)
+            tokens = [pl.ds(pl.multiple_of(part * size, size), size) for part, size in zip(parts, sizes, strict=True)]
+            for kind, condition in ((ONE_DOCUMENT, needed & single), (MASKED, needed & ~single)):
+                pl.when(condition)(functools.partial(columns.make, kind))
+                pl.when(condition)(functools.partial(body, *tokens, kind))
+
+        lax.fori_loop(0, own_parts * other_parts, visit, None)
+
+    def _bounds(self, row, own_column, other_column, own_are_keys: bool) -> tuple[TileBounds, TileBounds]:
+        """The bounds of queries and of keys in these columns of the tables."""
         batch = (self.own.shape[0] - self.other.shape[0]) // 2
         own_bounds, other_bounds = (
-            TileBounds(*(table[first + row, tile] for first in range(0, self.other.shape[0], batch)))
-            for table, tile in ((self.own, own), (self.other, self.tile(row, own, step))))
-        queries, keys = (other_bounds, own_bounds) if own_are_keys else (own_bounds, other_bounds)
-        kind = tile_kind(queries, keys, mask)
-        return jnp.where(step < self._range(row, own)[1], kind, SKIP)
+            TileBounds(*(table[first + row, column] for first in range(0, self.other.shape[0], batch)))
+            for table, column in ((self.own, own_column), (self.other, other_column)))
+        return (other_bounds, own_bounds) if own_are_keys else (own_bounds, other_bounds)
+
+
+class Columns(NamedTuple):
+    """Index and segment of the tokens of an own tile along the sublanes, as `column` and `document_column`.
+
+    Their transposition takes as long as a quarter of a masked tile, so that they are made when the first part needs them.
+
+    Attributes:
+      rows: [2, tile], of `coordinate_rows`.
+      index, segment: scratch memory [tile, 128].
+      made: whether each of both is made, in scalar memory.
+    """
+
+    rows: Any
+    index: Any
+    segment: Any
+    made: Any
+
+    @staticmethod
+    def scratch(tile: int) -> list:
+        """The shapes of index, segment and made."""
+        return [pltpu.VMEM((tile, LANES), jnp.int32)] * 2 + [pltpu.SMEM((2,), jnp.int32)]
+
+    def reset(self) -> None:
+        """Before the first step of an own tile."""
+        self.made[0] = self.made[1] = 0
+
+    def make(self, kind: int) -> None:
+        """What a part of this kind compares."""
+        @pl.when(self.made[0] == 0)
+        def _index():
+            self.index[...] = column(self.rows[0:1])
+            self.made[0] = 1
+
+        @pl.when((self.made[1] == 0) & (kind == MASKED))
+        def _segment():
+            self.segment[...] = document_column(self.rows[1:2])
+            self.made[1] = 1
+
+    def spread(self, tokens, width: int) -> tuple[jax.Array, jax.Array]:
+        """(index, segment) of some tokens, each [n, width]."""
+        return spread(self.index[tokens], width), spread(self.segment[tokens], width)
+
+
+def _bounds_table(coords: TokenCoords, tile: int, compute: Scores) -> Int[Array, "5*B n"]:
+    """The bounds of all tiles and, behind them, of all parts of tiles, if these are smaller."""
+    sizes = dict.fromkeys((tile, compute.part(tile)))
+    return jnp.concatenate([jnp.concatenate(jax.tree.leaves(tile_bounds(coords, size))) for size in sizes], 1)
+
+
+def _part_column(table, tile, parts: int, part):
+    """Where a table of `_bounds_table` has a part of a tile."""
+    return tile if parts == 1 else table.shape[1] // (1 + parts) + tile * parts + part
 
 
 def coordinate_rows(coords: TokenCoords) -> Int[Array, "B 2 T"]:
@@ -185,7 +279,7 @@ class QueryTileGrid(NamedTuple):
       queries, statistics: blocks of [B, Hq, Tq, D] and of [B, Hq, 1, Tq].
       query_rows, key_rows: blocks of the coordinates [B, 2, T].
       keys, key_specs: of `key_operands`; the index map takes each query head to its key head.
-      scratch: two float32 and two int32 columns for the rows of a query tile.
+      scratch: two float32 columns for the rows of a query tile, and what `Columns` needs.
     """
 
     ranges: TileRanges
@@ -203,7 +297,7 @@ class QueryTileGrid(NamedTuple):
         """For q [B, Hq, Tq, D] and kv two of [B, Hkv, Tk, D] or their stack; the tiles divide the lengths."""
         batch, heads, length, head_dim = q.shape
         group, query_tile, key_tile = heads // kv[0].shape[1], options.query_tile, options.key_tile
-        ranges, steps = TileRanges.create(q_coords, kv_coords, query_tile, key_tile, options.mask, False)
+        ranges, steps = TileRanges.create(q_coords, kv_coords, query_tile, key_tile, options.scores, False)
 
         def key_index(b, h, i, step, *refs):
             return b, lax.div(h, jnp.int32(group)), TileRanges(*refs).tile(b, i, step), 0
@@ -211,16 +305,14 @@ class QueryTileGrid(NamedTuple):
         def key_row_index(b, h, i, step, *refs):
             return b, 0, TileRanges(*refs).tile(b, i, step)
 
-        def columns(dtype):
-            return [pltpu.VMEM((query_tile, LANES), dtype)] * 2
-
         return cls(
             ranges, (batch, heads, length // query_tile, steps),
             pl.BlockSpec((None, None, query_tile, head_dim), lambda b, h, i, step, *_: (b, h, i, 0)),
             pl.BlockSpec((None, None, 1, query_tile), lambda b, h, i, step, *_: (b, h, 0, i)),
             pl.BlockSpec((None, 2, query_tile), lambda b, h, i, step, *_: (b, 0, i)),
             pl.BlockSpec((None, 2, key_tile), key_row_index),
-            *key_operands(kv, key_tile, key_index), columns(jnp.float32) + columns(jnp.int32))
+            *key_operands(kv, key_tile, key_index),
+            [pltpu.VMEM((query_tile, LANES), jnp.float32)] * 2 + Columns.scratch(query_tile))
 
 
 def column(row: jax.Array) -> jax.Array:
@@ -244,19 +336,25 @@ def sub_tiles(tile: int) -> list[slice]:
     return [slice(start, min(start + SUB_TILE, tile)) for start in range(0, tile, SUB_TILE)]
 
 
-def seen(q: tuple, kv: tuple, mask: Mask) -> jax.Array:
-    """`coords.visible` of one tile, from (index, segment) of queries and of keys that broadcast against each other.
+def hide(scores: jax.Array, q: tuple, kv: tuple, mask: Mask, kind: int) -> jax.Array:
+    """The scores of a part of a tile, those of keys that are not `coords.visible` as -inf.
 
-    The segments of one of both are those of `document_column`.
+    Each comparison has a selection of its own: a conjunction of two keeps more mask registers than a TPU has.
+
+    Args:
+      q, kv: (index, segment) of queries and of keys, which broadcast against each other; the segments of one of both are those
+        of `document_column`.
+      kind: of the part. Documents are compared if it is MASKED, nothing if it is FULL.
     """
+    if kind == FULL:
+        return scores
     (q_index, q_segment), (kv_index, kv_segment) = q, kv
-    visible = q_segment == kv_segment
     if mask.causal:
-        visible &= q_index >= kv_index
+        scores = jnp.where(q_index >= kv_index, scores, -jnp.inf)
     if mask.window is not None:
         distance = q_index - kv_index
-        visible &= (distance if mask.causal else jnp.abs(distance)) < mask.window
-    return visible
+        scores = jnp.where((distance if mask.causal else jnp.abs(distance)) < mask.window, scores, -jnp.inf)
+    return scores if kind == ONE_DOCUMENT else jnp.where(q_segment == kv_segment, scores, -jnp.inf)
 
 
 def cost(products: int, q_shape, kv_length: int, mask: Mask, bytes_accessed: int):

@@ -2,11 +2,11 @@
 import pytest
 
 from scripts.benchmarks import kernel_cycles
-from scripts.benchmarks.kernel_cycles import Program, read_program
+from scripts.benchmarks.kernel_cycles import Program, read_program, summarize
 from scripts.benchmarks.results import load, measured, save
 
 # As the compiler prints it: a loop (region 1) around a region without products (2) and two tiles (3 and 5), one of which
-# contains a region without products.
+# contains a region without products, which is not the tile's own.
 TEXT = """= control target key start
 LH: loop header
 = control target key end
@@ -26,22 +26,30 @@ second_minor_factor: 1 */ } /* End region 4 */
 
 
 def test_tiles_are_the_innermost_regions_with_products():
-    assert read_program(TEXT) == Program(10, [3, 3])
+    assert read_program(TEXT) == Program(10, [2, 3])
 
 
 @pytest.mark.parametrize(("factor", "code"), [(1.02, 0), (1.04, 1), (0.5, 0)])
 def test_a_slower_kernel_fails_the_check(factor, code, monkeypatch, tmp_path, capsys):
-    lines = [[generation, "forward", kernel, 4000, masked, 2000] for generation in ("v5p", "v6e")
-             for kernel, masked in (("ours", 5000), ("splash", None))]
+    lines = [[generation, "forward", kernel, 4000, part, part, 2000] for generation in ("v5p", "v6e")
+             for kernel, part in (("ours", 1100), ("splash", None))]
     stored = measured("title", {}, "command", (), tables={"bundles": {"columns": list(kernel_cycles.COLUMNS), "rows": lines}})
     save(kernel_cycles.NAME, stored, tmp_path)
     monkeypatch.setattr(kernel_cycles, "load", lambda name: load(name, tmp_path))
 
     def measure_line(generation, direction, kernel):
         assert kernel == "ours"
-        masked = 5000 * (factor if generation == "v6e" else 1)
-        return [generation, direction, kernel, 4000, masked, 2000]
+        part = 1100 * (factor if generation == "v6e" else 1)
+        return [generation, direction, kernel, 4000, 1100, part, 2000]
 
     monkeypatch.setattr(kernel_cycles, "measure_line", measure_line)
     assert kernel_cycles.main(["--check"]) == code
     assert capsys.readouterr().out.count("SLOWER") == code
+
+
+def test_masked_tiles_are_held_to_full_ones():
+    lines = [[generation, direction, kernel, 4000, *parts, 2000] for generation in ("v5p", "v6e")
+             for direction in ("forward", "backward") for kernel, parts in (("ours", (1400, 1051)), ("splash", (None, None)))]
+    rows = summarize(lines)
+    assert (rows["forward_v6e_diagonal"]["found"], rows["forward_v6e_diagonal"]["verdict"]) == ("4,200 bundles", "held")
+    assert (rows["forward_v6e_masked"]["found"], rows["forward_v6e_masked"]["verdict"]) == ("4,204 bundles", "short")

@@ -114,10 +114,12 @@ def test_kernel_is_exact_in_every_case(head_dim, mask, layout, kind):
     check_case(head_dim, mask, layout, kind)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-def test_one_and_two_kernels_are_exact_by_parts_of_a_tile(fused, monkeypatch):
+@pytest.mark.parametrize(("fused", "mask"), [
+    (True, MASKS[0]), (False, MASKS[0]),
+    *(pytest.param(fused, mask, marks=pytest.mark.slow) for fused in (True, False) for mask in MASKS[1:])], ids=str)
+def test_one_and_two_kernels_are_exact_by_parts_of_a_tile(fused, mask, monkeypatch):
     monkeypatch.setattr(tpu_tiles, "SUB_TILE", 128)
-    check_case(80, MASKS[0], "striped", "packed", dataclasses.replace(KERNEL, key_tile=256, fused=fused))
+    check_case(80, mask, "striped", "packed", dataclasses.replace(KERNEL, query_tile=256, key_tile=256, fused=fused))
 
 
 @pytest.mark.parametrize("kernel", [KERNEL, PAIR], ids=["fused", "pair"])
