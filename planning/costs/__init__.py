@@ -3,10 +3,10 @@
     from planning.costs import HARDWARE, Job, Sizes, estimate
     estimate(Job(Sizes.of(LlamaConfig.preset("llama-7b")), HARDWARE["v4"], length=1 << 20, sequence=64)).mfu
 
-`hardware` lists the machines, `network` times their transfers, `tiles` counts the tiles that a kernel cannot skip, `rounds`
-reads from each schedule's own plan what it computes and sends, and `step` adds these up. `measured` has the steps that others
-measured, and makes of an estimate a range. `python -m scripts.benchmarks.papers`
-compares the estimates with the numbers that the papers print.
+`hardware` lists the machines, `kernel_rates` reads how fast our kernels are on TPUs, `network` times transfers, `tiles` counts
+the tiles that a kernel cannot skip, `rounds` reads from each schedule's own plan what it computes and sends, and `step` adds
+these up. `measured` has the steps that others measured, and makes of an estimate a range.
+`python -m scripts.benchmarks.papers` compares the estimates with the numbers that the papers print.
 """
 from .hardware import HARDWARE, Hardware
 from .measured import TimeRange, time_range

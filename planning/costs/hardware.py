@@ -9,6 +9,7 @@ import dataclasses
 
 from trainer.devices import DEVICES, Device
 
+from .kernel_rates import MatrixUnits, kernel_rates
 from .network import Network
 
 GIGA, MICRO = 1e9, 1e-6
@@ -22,8 +23,8 @@ class Hardware:
       device: peak and memory bandwidth.
       matmul: share of the peak that large matrix products reach.
       attention, attention_backward: share of the peak that an attention kernel reaches on the tiles that it computes.
-      tile: (queries, keys) of the tile that the kernel either skips or computes whole.
-      matrix_unit: rows and columns of a TPU's matrix unit, which heads of fewer numbers fill in part; 0 on GPUs.
+      tile: (queries, keys) of the tile, or part of one, that the kernel either skips or computes whole.
+      matrix_units: of a TPU's core; None on GPUs.
       fused_cores: cores of a chip that share the pairs of a batch row and a key head, where one kernel computes attention's
         whole backward pass if they come out even; 0 where two kernels do.
       network: the connections between devices.
@@ -37,12 +38,12 @@ class Hardware:
     tile: tuple[int, int]
     network: Network
     sources: dict[str, str] = dataclasses.field(compare=False, hash=False)
-    matrix_unit: int = 0
+    matrix_units: MatrixUnits | None = None
     fused_cores: int = 0
 
     def filled(self, head_dim: int) -> float:
-        """The share of the matrix unit that an attention kernel's products use: all have the head size on one side."""
-        return min(1.0, head_dim / self.matrix_unit) if self.matrix_unit else 1.0
+        """The share of a matrix unit that an attention kernel's products use; 1 on GPUs."""
+        return self.matrix_units.filled(head_dim) if self.matrix_units else 1.0
 
     @property
     def peak(self) -> float:
@@ -57,7 +58,10 @@ class Hardware:
 
 _JAX = ("JAX's Pallas guide 'Matrix Multiplication': XLA's bfloat16 product of 8192 x 8192 on a v5e, 92.3% of its peak "
         "(docs.jax.dev/en/latest/pallas/tpu/matmul.html); taken over for the other TPUs")
-_NO_KERNEL = "no published figure of a kernel at such lengths was found: the rate of matrix products, an upper bound"
+_MATMUL = 0.923
+_CYCLES = ("our kernels' bundles for a tile (planning/costs/kernel_cycles.json, docs/notes/kernels.md), at most the rate of "
+           "matrix products; what waits for memory and the work between tiles are not in them: an upper bound")
+_NO_KERNEL = "no figure of a kernel at such lengths was found: the rate of matrix products, an upper bound"
 _HOP = "How To Scale Your Model, chapter on inference: about 1 microsecond a hop (jax-ml.github.io/scaling-book)"
 _FA2 = ("FlashAttention-2, arXiv 2307.08691, sections 1 and 4.1: up to 73% forward and 63% backward on an A100, "
         "the backward counted as 2.5 forwards")
@@ -69,16 +73,20 @@ _TCP = ("NVIDIA/nccl issue 464: over TCP on a 100 Gbit/s card ncclSend to one ra
         "more threads did not help. A rank is therefore given 28 Gbit/s, and a collective all of the card")
 
 
-def _tpu(name: str, matrix_unit: int = 128, *, fused_cores: int, far_exposed: bool = False) -> Hardware:
+def _tpu(name: str, units: MatrixUnits, tile: int = 512, *, fused_cores: int, far_exposed: bool = False) -> Hardware:
     """A TPU, whose network is a torus of its links."""
     device = DEVICES[name]
+    rates = kernel_rates(name, units)
+    forward, backward = (min(rate, _MATMUL) for rate in rates or (1.0, 1.0))
     return Hardware(
-        device, 0.923, 0.923, 0.923, (1024, 1024), Network(device.link, 1 * MICRO, torus=True, far_exposed=far_exposed),
-        {**device.sources, "matmul": _JAX, "attention": _NO_KERNEL, "latency": _HOP,
-         "matrix_unit": f"cloud.google.com/tpu/docs/{name}: {matrix_unit} x {matrix_unit}",
+        device, _MATMUL, forward, backward, (tile, tile), Network(device.link, 1 * MICRO, torus=True, far_exposed=far_exposed),
+        {**device.sources, "matmul": _JAX, "attention": _CYCLES if rates else _NO_KERNEL, "latency": _HOP,
+         "matrix_units": f"cloud.google.com/tpu/docs/{name}: {units.count} of {units.size} x {units.size} in a core; rows a "
+                         "cycle: 16 bundles between two products of 16 rows in the texts compiled for v5p, 8 for v6e",
          "far_exposed": "compiled texts of v5e:8x8 (docs/results/placement.json): of `balanced` 12% of the bytes run beside a "
                         "kernel, of attention2d's overlap none, of the ring all; v6e routes as v5e does",
-         "tile": "what this project's kernels are compiled with for TPUs (scripts/plan.py)"}, matrix_unit, fused_cores)
+         "tile": "model/attention/kernels/tpu_tiles.py: the parts in which tiles of 1024 are masked; on v3 whole tiles"},
+        units, fused_cores)
 
 
 def _gpu(name: str, rates: tuple[float, float], latency: float, sources: dict[str, str], **between_nodes) -> Hardware:
@@ -102,8 +110,10 @@ _TAKEN_OVER = "no published figure of such a kernel on this GPU was found; taken
 _INFINIBAND = {"node": 8, "far_latency": 9.6 * MICRO}
 
 HARDWARE: dict[str, Hardware] = {
-    "v3": _tpu("v3", fused_cores=0), "v4": _tpu("v4", fused_cores=2), "v5p": _tpu("v5p", fused_cores=2),
-    "v5e": _tpu("v5e", fused_cores=1, far_exposed=True), "v6e": _tpu("v6e", 256, fused_cores=1, far_exposed=True),
+    "v3": _tpu("v3", MatrixUnits(2, 128), 1024, fused_cores=0), "v4": _tpu("v4", MatrixUnits(4, 128), fused_cores=2),
+    "v5p": _tpu("v5p", MatrixUnits(4, 128), fused_cores=2),
+    "v5e": _tpu("v5e", MatrixUnits(4, 128), fused_cores=1, far_exposed=True),
+    "v6e": _tpu("v6e", MatrixUnits(2, 256, rows=2), fused_cores=1, far_exposed=True),
     "a100-nvlink": _gpu("a100", _A100_RATES, 3.4 * MICRO, {}),
     # DGX A100: eight GPUs, a network card for each, at 100 Gbit/s as in DistFlashAttn, section 4, and Ring Attention, Table 2.
     "a100-infiniband": _gpu(

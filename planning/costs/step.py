@@ -14,11 +14,9 @@ from model.memory.policies import POLICIES, RematPolicy
 from trainer.flops import head_weights, layer_weights, training_flops
 
 from .hardware import Hardware
+from .kernel_rates import FORWARD_PRODUCTS, ONE_BACKWARD_KERNEL, TWO_BACKWARD_KERNELS
 from .rounds import Round, rounds
 
-# Matrix products of a tile. Two backward kernels both compute scores and dP again: three products for dQ, four for dK and dV.
-# One for all, as FlashAttention-2's in the papers' systems and ours on most TPUs, has five.
-FORWARD_PRODUCTS, TWO_BACKWARD_KERNELS, ONE_BACKWARD_KERNEL = 2, 7, 5
 # AdamW in float32 reads the parameter, two moments and the gradient of each weight, and writes three of them.
 OPTIMIZER_BYTES = 28
 

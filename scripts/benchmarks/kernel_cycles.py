@@ -1,12 +1,14 @@
 """Reads the cycles of a tile of each TPU kernel, ours and jax's splash attention, from what the TPU's compiler makes of it.
 
-    python -m scripts.benchmarks.kernel_cycles            # compiles all, and writes docs/results/kernel_cycles.json
+    python -m scripts.benchmarks.kernel_cycles            # compiles all, and writes docs/results/kernel_cycles.json and, for
+                                                          # the cost model, planning/costs/kernel_cycles.json
     python -m scripts.benchmarks.kernel_cycles --check    # compiles ours, and fails where one is slower than stored
 
 Needs no TPU. The compiler schedules a kernel into bundles, each of which takes a cycle where nothing waits, and prints them
 (`--xla_jf_dump_llo_text`). A kernel's tile of scores is a region of its own there. Ours have three: a tile without a mask, a
 part of a masked tile, a quarter of it, whose tokens are all of one document, and a part with tokens of several. On the causal
-diagonal three of four parts are computed. Splash attention masks all tiles or none; it is compiled without a mask.
+diagonal three of four parts are computed. Splash attention masks all tiles or none; it is compiled without a mask, for the
+generations that have goals.
 """
 from __future__ import annotations
 
@@ -21,12 +23,14 @@ import time
 from pathlib import Path
 
 from data.errors import UserError
-from scripts.benchmarks.commands import in_own_process, make_parser
+from planning.costs.kernel_rates import TABLE
+from scripts.benchmarks.commands import in_own_process, make_parser, write_json
 from scripts.benchmarks.results import load, measured, row, save, versions
 from trainer import entry
 
 NAME = "kernel_cycles"
-TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+TOPOLOGIES = {"v4": "v4:2x2x1", "v5e": "v5e:2x2", "v5p": "v5p:2x2x1", "v6e": "v6e:2x2"}
+GOALS = ("v5p", "v6e")  # generations whose kernels are held to splash attention's
 PASSES = ("forward", "backward")
 COMPILERS = ("jax", "jaxlib", "libtpu")
 TOKENS, TILE, HEADS, KV_HEADS, HEAD_DIM = 4096, 1024, 4, 2, 128
@@ -165,7 +169,7 @@ def summarize(lines: list[list]) -> dict[str, dict[str, str]]:
     """Returns the rows of the result: each pass of ours beside splash attention's, and masked tiles beside full ones."""
     table = {tuple(line[:3]): line[3:] for line in lines}
     rows = {}
-    for generation, direction in itertools.product(TOPOLOGIES, PASSES):
+    for generation, direction in itertools.product(GOALS, PASSES):
         full, one_document, several, _ = table[generation, direction, "ours"]
         splash, share = table[generation, direction, "splash"][0], 1.05 if direction == "backward" else 1.0
         goal = f"at most {share * splash:,.0f}, splash attention's" + (" and 5%" if share > 1 else "")
@@ -179,12 +183,23 @@ def summarize(lines: list[list]) -> dict[str, dict[str, str]]:
     return rows
 
 
+def for_cost_model(lines: list[list]) -> dict:
+    """Returns what `planning.costs.kernel_rates` reads: the bundles of our full tiles."""
+    bundles: dict[str, dict[str, int]] = {}
+    for generation, direction, kernel, full, *_ in lines:
+        if kernel == "ours":
+            bundles.setdefault(generation, {})[direction] = full
+    return {"made by": f"python -m scripts.benchmarks.{NAME}", "tile": TILE, "head_dim": HEAD_DIM, "bundles": bundles}
+
+
 def write() -> None:
-    """Compiles all kernels and writes the result."""
+    """Compiles all kernels and writes the result and the cost model's table."""
     start, lines = time.perf_counter(), []
-    for case in itertools.product(TOPOLOGIES, PASSES, ("ours", "splash")):
-        lines.append(measure_line(*case))
-        print(*lines[-1], flush=True)
+    for generation, direction, kernel in itertools.product(TOPOLOGIES, PASSES, ("ours", "splash")):
+        if kernel == "ours" or generation in GOALS:
+            lines.append(measure_line(generation, direction, kernel))
+            print(*lines[-1], flush=True)
+    write_json(TABLE, for_cost_model(lines))
     save(NAME, measured(
         f"Bundles of a tile of {TILE} x {TILE} scores, heads of {HEAD_DIM}, bfloat16, by the TPU's compiler", summarize(lines),
         f"python -m scripts.benchmarks.{NAME}", ("model/attention/kernels/tpu*.py", f"scripts/benchmarks/{NAME}.py"),

@@ -223,7 +223,7 @@ def test_what_cannot_be_is_one_line(changes, told):
 
 
 def _products(jaxpr):
-    """The matrix products of a program, those of inner programs too; a kernel has every tile's twice, masked and not."""
+    """The matrix products of a program, those of inner programs too; a kernel has a tile's for each kind of it."""
     inner = [getattr(value, "jaxpr", value) for equation in jaxpr.eqns for value in jax.tree.leaves(
         list(equation.params.values()), is_leaf=lambda value: hasattr(value, "eqns") or hasattr(value, "jaxpr"))]
     return sum(equation.primitive.name == "dot_general" for equation in jaxpr.eqns) + sum(
@@ -242,7 +242,7 @@ def test_a_tile_has_as_many_products_as_the_kernels():
         forward = jax.make_jaxpr(lambda *blocks, kernel=kernel: kernel.forward(*blocks, **options))(*blocks)
         backward = jax.make_jaxpr(lambda *blocks, kernel=kernel: kernel.backward(*blocks, **options))(
             *blocks, Saved(queries, statistic, statistic))
-        branches = _products(forward.jaxpr) // FORWARD_PRODUCTS  # the masked and the other, or three ranges
+        branches = _products(forward.jaxpr) // FORWARD_PRODUCTS  # kinds of tiles
         assert branches in (2, 3) and _products(backward.jaxpr) == branches * products
 
 
@@ -258,8 +258,9 @@ def test_small_heads_fill_a_part_of_the_matrix_unit():
     sizes = Sizes(1, 1, 1, 8, 8, 128, 1024)
     seconds = {}
     for name, size in itertools.product(("v5p", "v6e"), (64, 128, 256)):
-        result = estimate(Job(dataclasses.replace(sizes, head_dim=size), HARDWARE[name], 65536))
-        seconds[name, size] = result.attention_forward.seconds / size * HARDWARE[name].peak
+        hardware = HARDWARE[name]
+        result = estimate(Job(dataclasses.replace(sizes, head_dim=size), hardware, 65536))
+        seconds[name, size] = result.attention_forward.seconds / size * hardware.peak * hardware.attention
     assert seconds["v6e", 128] == pytest.approx(2 * seconds["v6e", 256]) == pytest.approx(2 * seconds["v5p", 128])
     assert seconds["v5p", 64] == pytest.approx(2 * seconds["v5p", 128])
     assert seconds["v5p", 128] == pytest.approx(seconds["v5p", 256])

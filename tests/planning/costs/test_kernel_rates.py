@@ -1,0 +1,48 @@
+"""The rates of the TPU kernels in the cost model: of the recorded bundles, and of matrix units whose peak is the machine's."""
+import json
+
+import pytest
+
+from planning.costs import HARDWARE
+from planning.costs.kernel_rates import TABLE, MatrixUnits, kernel_rates
+from scripts.benchmarks import kernel_cycles
+from scripts.benchmarks.results import load
+
+# Cycles in which a tile of 1024 x 1024 and heads of 128 keeps the matrix units busy: forward, backward.
+BUSY = {"v4": (4096, 10240), "v5e": (4096, 10240), "v5p": (4096, 10240), "v6e": (2048, 5120)}
+CORES = {"v3": 1, "v4": 2, "v5e": 1, "v5p": 2, "v6e": 1}  # of a device
+
+
+def test_the_table_is_of_the_recorded_bundles():
+    lines = load(kernel_cycles.NAME).tables["bundles"]["rows"]
+    assert json.loads(TABLE.read_text()) == kernel_cycles.for_cost_model(lines)
+
+
+@pytest.mark.parametrize("name", BUSY)
+def test_a_rate_is_of_bundles_or_of_the_matrix_units_whichever_take_longer(name):
+    hardware, bundles = HARDWARE[name], json.loads(TABLE.read_text())["bundles"][name]
+    rates = kernel_rates(name, hardware.matrix_units)
+    expected = [busy / max(busy, bundles[direction])
+                for busy, direction in zip(BUSY[name], ("forward", "backward"), strict=True)]
+    assert rates == pytest.approx(expected) and min(rates) > 0.5
+    assert (hardware.attention, hardware.attention_backward) == pytest.approx([min(rate, hardware.matmul) for rate in expected])
+    assert "bundles" in hardware.sources["attention"]
+
+
+def test_a_generation_without_bundles_has_the_rate_of_matrix_products():
+    v3 = HARDWARE["v3"]
+    assert kernel_rates("v3", v3.matrix_units) is None and v3.attention == v3.attention_backward == v3.matmul
+
+
+@pytest.mark.parametrize(("name", "gigahertz"), [("v3", 0.94), ("v4", 1.05), ("v5e", 1.5), ("v5p", 1.75), ("v6e", 1.75)])
+def test_the_matrix_units_of_a_device_have_its_peak(name, gigahertz):
+    """v3's and v4's clocks are published (Jouppi et al. 2023, table 4); a wrong number of units would give an odd one."""
+    hardware = HARDWARE[name]
+    cycles = hardware.matrix_units.cycles(hardware.peak, 256) / CORES[name]
+    assert cycles == pytest.approx(1e9 * gigahertz, rel=0.01)
+
+
+def test_small_heads_fill_a_part_of_a_unit():
+    units = MatrixUnits(2, 256, rows=2)
+    assert units.filled(128) == 0.5 and units.filled(512) == 1.0
+    assert units.cycles(1.0, 128) == 2 * units.cycles(1.0, 256)
