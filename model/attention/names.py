@@ -2,5 +2,5 @@
 
 LAYOUTS = ("contiguous", "striped", "zigzag")
 SCHEDULES = ("local", "ring", "all_gather", "balanced", "ulysses", "attention2d", "ring_self_attention")
-KERNELS = ("auto", "tpu", "gpu", "xla", "reference")
-ACCELERATOR_KERNELS = ("tpu", "gpu")  # which do not serve global tokens
+KERNELS = ("auto", "tpu", "gpu", "mosaic", "xla", "reference")
+ACCELERATOR_KERNELS = ("tpu", "gpu", "mosaic")  # which do not serve global tokens

@@ -16,11 +16,13 @@ from ..names import KERNELS
 from ..partial import AttentionPartial
 from .gpu import GpuKernel
 from .kernel import Kernel
+from .mosaic import MosaicKernel
 from .reference import ReferenceKernel
 from .tpu import TpuKernel
 from .xla import XlaKernel
 
-__all__ = ["KERNELS", "GpuKernel", "Kernel", "PlatformKernel", "ReferenceKernel", "TpuKernel", "XlaKernel", "get_kernel"]
+__all__ = ["KERNELS", "GpuKernel", "Kernel", "MosaicKernel", "PlatformKernel", "ReferenceKernel", "TpuKernel", "XlaKernel",
+           "get_kernel"]
 MAX_HEAD_DIM = 256  # of the kernels for accelerators
 
 
@@ -94,11 +96,12 @@ def get_kernel(name: str = "auto", *, query_tile: int = 0, key_tile: int = 0) ->
     """The kernel of this name; the same arguments give the same object, so that nothing is compiled twice.
 
     Args:
-      name: `auto` is `tpu` on TPUs, `gpu` on NVIDIA GPUs, and `xla` elsewhere and for global tokens.
+      name: `auto` is `tpu` on TPUs, `gpu` on NVIDIA GPUs, and `xla` elsewhere and for global tokens; never `mosaic`, until that
+        has been timed on a GPU.
       query_tile, key_tile: tokens in a tile; 0 leaves the choice to the kernel.
 
     Raises:
-      ValueError: an unknown name.
+      ValueError: an unknown name; a tile's size for `mosaic`, whose tiles follow from the head size.
     """
     tiles: dict[str, Any] = {option: size for option, size in (("query_tile", query_tile), ("key_tile", key_tile)) if size}
     if name == "reference":
@@ -109,6 +112,10 @@ def get_kernel(name: str = "auto", *, query_tile: int = 0, key_tile: int = 0) ->
         return TpuKernel(**tiles)
     if name == "gpu":
         return GpuKernel(**tiles)
+    if name == "mosaic":
+        if tiles:
+            raise ValueError(f"kernel: 'mosaic' chooses its tiles by the head size, found {tiles}; leave them 0")
+        return MosaicKernel(get_kernel("auto"))
     if name == "auto":
         return PlatformKernel(*(get_kernel(platform, **tiles) for platform in ("tpu", "gpu", "xla")))
     raise ValueError(f"kernel: found {name!r}; known: {', '.join(KERNELS)}")

@@ -1,7 +1,7 @@
 """Intervals: which run of the other side's tokens a token sees, or is seen by, found by search instead of comparing all pairs.
 
 In every layout a rank holds its tokens in the order of the row. A document is then one run of a block, along which `index`
-increases, and causality and windows bound `index` from both sides: without global tokens the keys of a query are one interval
+rises, and causality and windows bound `index` from both sides: without global tokens the keys of a query are one interval
 of the block, and so are the queries of a key. A kernel that is given these intervals needs no coordinates of keys, and finds
 by two integers of a tile which tiles it must load and which of them need no mask.
 """
@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Int
+from jaxtyping import Array, Bool, Int
 
 from ..coords import Mask, TokenCoords
 
@@ -33,13 +33,26 @@ def row_order(coords: TokenCoords) -> Int[Array, "B T"]:
     return jnp.lexsort((coords.index, documents), axis=-1).astype(jnp.int32)
 
 
+def in_row_order(coords: TokenCoords) -> Bool[Array, ""]:
+    """Whether all rows are in order: documents by rising number, rising `index` in each, and padding only between documents."""
+    numbers = _numbers(coords)
+    step = numbers[:, 1:] - numbers[:, :-1]
+    is_padding, rises = coords.segment_ids[:, 1:] == 0, coords.index[:, 1:] > coords.index[:, :-1]
+    return jnp.all((step > 0) | ((step == 0) & (is_padding | rises)))
+
+
+def _numbers(coords: TokenCoords) -> Int[Array, "B T"]:
+    """Even numbers of documents, and for padding the odd one after the document that it follows."""
+    segments = coords.segment_ids
+    return jnp.where(segments > 0, 2 * segments, 2 * lax.cummax(segments, axis=1) + 1)
+
+
 def intervals(tokens: TokenCoords, others: TokenCoords, mask: Mask, transpose: bool = False) -> Intervals:
     """For each query the interval of the keys that it sees.
 
     Args:
       tokens: the queries; with `transpose`, the keys.
-      others: the other side, in the order of the row: documents by rising number, and rising `index` in each. Padding may be
-        anywhere.
+      others: the other side, in the order of the row (`in_row_order`).
       transpose: for each key the interval of the queries that see it.
 
     Raises:
@@ -61,9 +74,7 @@ def intervals(tokens: TokenCoords, others: TokenCoords, mask: Mask, transpose: b
 
 def _count_before(others: TokenCoords, documents: Int[Array, "B T"], bounds: Int[Array, "B T"]) -> Int[Array, "B T"]:
     """How many of `others` come before the given `index` of the given document, by binary search."""
-    # Padding counts as a document of its own after the one that it follows: real ones have even numbers.
-    numbers = 2 * lax.cummax(others.segment_ids, axis=1) + (others.segment_ids == 0)
-    length = others.index.shape[1]
+    numbers, length = _numbers(others), others.index.shape[1]
 
     def halve(_, ends):
         low, high = ends

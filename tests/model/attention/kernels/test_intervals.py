@@ -7,7 +7,7 @@ import pytest
 
 from model.attention import Mask, TokenCoords
 from model.attention.coords import FULL, SKIP, tile_bounds, tile_kind, visible
-from model.attention.kernels.intervals import intervals, row_order, tile_edges
+from model.attention.kernels.intervals import in_row_order, intervals, row_order, tile_edges
 from model.attention.layout import permutation
 from model.attention.names import LAYOUTS
 
@@ -45,6 +45,7 @@ def test_intervals_are_the_dense_mask_and_their_tiles_the_tile_rules(layout, mas
     """In either direction, what a query sees and what sees a key is one interval. Its tiles hold every needed tile, go without
     a mask only where all is seen, and are no more than a kernel walks by the tile rule."""
     queries, keys = blocks(layout)
+    assert in_row_order(queries) and in_row_order(keys)
     tokens, others = (keys, queries) if transpose else (queries, keys)
     found = jax.jit(lambda *coords: intervals(*coords, mask, transpose))(tokens, others)
     edges = np.asarray(tile_edges(found, TILE, OTHER_TILE))
@@ -77,6 +78,16 @@ def test_row_order_brings_gathered_shards_into_the_order_of_their_row():
     order = permutation(48, 4, "striped")
     back = np.asarray(row_order(TokenCoords(index[:, order], segments[:, order])))
     assert (np.take_along_axis(index[:, order], back, 1) == index).all()
+
+
+@pytest.mark.parametrize(("index", "segments"), [
+    ([0, 1, 2, 3], [1, 1, 0, 1]), ([0, 1, 2, 3], [2, 2, 1, 1]), ([0, 2, 1, 3], [1, 1, 1, 1]), ([0, 1, 1, 2], [1, 1, 1, 1]),
+    ([0, 1, 2, 3], [1, 0, 1, 2]),
+], ids=["padding inside", "documents back", "index back", "index twice", "a document in two"])
+def test_other_orders_are_seen(index, segments):
+    """In one row of two, whose other one is in order."""
+    rows = TokenCoords(*(np.array(x, np.int32) for x in ([[0, 1, 2, 3], index], [[1, 1, 2, 0], segments])))
+    assert in_row_order(jax.tree.map(lambda x: x[:1], rows)) and not in_row_order(rows)
 
 
 def test_global_tokens_have_no_interval():

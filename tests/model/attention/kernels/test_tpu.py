@@ -32,13 +32,14 @@ PAIR = dataclasses.replace(KERNEL, fused=False)
 
 
 def documents(kind, rows, length):
-    """index and segment_ids [rows, length]: one document, or several with padding between and behind them."""
+    """index and segment_ids [rows, length]: `one` document, or `packed` ones with padding inside and behind them, or behind."""
     index = np.tile(np.arange(length, dtype=np.int32), (2, 1))
     segments = np.ones((2, length), np.int32)
-    if kind == "packed":
+    if kind != "one":
         for row, ends in enumerate(((97, 100, 270, length - 20), (160, length - 150))):
             segments[row] = np.searchsorted(ends, np.arange(length), side="right") + 1
             segments[row, ends[-1]:] = 0
+    if kind == "packed":
         segments[0, 110:130] = 0
     return index[:rows], segments[:rows]
 

@@ -1,0 +1,190 @@
+"""The kernel for NVIDIA's Hopper GPUs, in Pallas on Mosaic: warp-specialised, by wgmma and TMA. Its parts are in mosaic_*.py.
+
+Each query's keys are one interval of a block, found before the kernel (`intervals`): a tile then needs two integers a row, and
+no coordinates of keys. Blocks that are the tokens of several shards are brought into the order of their row first, by a copy.
+Blocks that are in another order, or have padding inside a document, are seen when they come and left to the other kernel.
+"""
+from __future__ import annotations
+
+import dataclasses
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from ..blocks import Gradients, Keys, Queries, Saved, StackedKeys
+from ..coords import Mask, TokenCoords
+from ..partial import AttentionPartial
+from . import mosaic_backward, mosaic_forward
+from .intervals import in_row_order, intervals, row_order
+from .kernel import Kernel
+from .mosaic_tiles import HEAD_DIMS, ROWS, WARPGROUPS
+from .padding import pad, padded
+
+TILE = ROWS * WARPGROUPS  # lengths are padded to multiples of it: every tile of queries or keys is half of it, or all
+HOPPER = ("H100", "H200", "H800", "H20")  # devices of compute capability 9.0: no other has wgmma
+
+
+@dataclasses.dataclass(frozen=True)
+class MosaicKernel(Kernel):
+    """FlashAttention-3's forward, and FlashAttention-2's backward in two kernels, for bfloat16 or float16 on Hopper GPUs.
+
+    Attributes:
+      other: serves the rest, which a warning names: global tokens, soft-caps, float32, wider heads, other devices.
+      query_shards, key_shards: as of `over_shards`.
+      interpret: parameters of Mosaic's interpreter (`InterpretGPUParams`), which runs the same kernels anywhere, slowly, for
+        tests; None: compiled.
+    """
+
+    other: Kernel
+    query_shards: int = 1
+    key_shards: int = 1
+    interpret: Any = None
+
+    def over_shards(self, queries: int, keys: int) -> MosaicKernel:
+        return dataclasses.replace(self, other=self.other.over_shards(queries, keys), query_shards=self.query_shards * queries,
+                                   key_shards=self.key_shards * keys)
+
+    def with_softcap(self, softcap: float | None) -> Kernel:
+        """As of Kernel; a soft-cap is the other kernel's."""
+        if softcap is None:
+            return self
+        _warn("soft-caps of scores")
+        return self.other.with_softcap(softcap)
+
+    def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
+        return self.extend(None, queries, keys, mask=mask, scale=scale)
+
+    def backward(self, queries: Queries, keys: Keys, saved: Saved, *, mask: Mask, scale: float) -> Gradients:
+        dq, dkv = self.gradients(None, queries, keys, saved, mask=mask, scale=scale)
+        return Gradients(dq, *dkv)
+
+    def extend(self, carry: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
+               scale: float) -> AttentionPartial:
+        options: dict[str, Any] = {"mask": mask, "scale": scale}
+        return self._call(self._extend, self.other.extend, carry, queries, keys, **options)
+
+    def gradients(self, carry: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys, saved: Saved, *,
+                  mask: Mask, scale: float) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
+        options: dict[str, Any] = {"mask": mask, "scale": scale}
+        return self._call(self._gradients, self.other.gradients, carry, queries, keys, saved, **options)
+
+    def _call(self, ours: Callable[..., Any], others: Callable[..., Any], carry: Any, queries: Queries,
+              keys: Keys | StackedKeys, *saved: Saved, mask: Mask, scale: float) -> Any:
+        """Ours, or the other kernel's: for what this one does not serve, and, at run time, for blocks that are not in order."""
+        blocks = carry, queries, keys, *saved
+        others = functools.partial(others, mask=mask, scale=scale)
+        if self._refused(queries.q, mask):
+            return others(*blocks)
+        q_side = _Side.create(queries.coords, queries.q.shape[3], self.query_shards)
+        kv_side = _Side.create(keys.coords, queries.q.shape[3], self.key_shards)
+        ordered = jnp.array([side.order is not None or in_row_order(side.coords) for side in (q_side, kv_side)]).all()
+        return lax.cond(ordered, functools.partial(ours, q_side, kv_side, mask, scale), others, *blocks)
+
+    def _extend(self, q_side: _Side, kv_side: _Side, mask: Mask, scale: float, carry: AttentionPartial | None,
+                queries: Queries, keys: Keys | StackedKeys) -> AttentionPartial:
+        if carry is not None:
+            carry = AttentionPartial(q_side.tokens(carry.out), q_side.statistics(carry.lse, float("-inf")))
+        found = intervals(q_side.coords, kv_side.coords, mask)
+        out, lse = mosaic_forward.forward(carry, q_side.tokens(queries.q), kv_side.arrays(keys), found, scale=scale,
+                                          interpret=self.interpret)
+        return AttentionPartial(q_side.back(out, queries.q.shape), q_side.statistics_back(lse, queries.q.shape[1]))
+
+    def _gradients(self, q_side: _Side, kv_side: _Side, mask: Mask, scale: float, carry: jax.Array | None, queries: Queries,
+                   keys: Keys | StackedKeys, saved: Saved) -> tuple[jax.Array, jax.Array]:
+        q, arrays = q_side.tokens(queries.q), kv_side.arrays(keys)
+        # Where a query sees nothing the mask hides all of its weights; a finite number keeps them from being NaN before.
+        lse = jnp.where(jnp.isneginf(saved.lse), 0.0, saved.lse)
+        saved = Saved(q_side.tokens(saved.dout.astype(q.dtype)), q_side.statistics(lse), q_side.statistics(saved.delta))
+        carry = None if carry is None else q_side.tokens(carry)
+        options: dict[str, Any] = {"scale": scale, "interpret": self.interpret}
+        seen = intervals(q_side.coords, kv_side.coords, mask)
+        dq = mosaic_backward.dq_pass(carry, q, arrays, saved, seen, **options)
+        seeing = intervals(kv_side.coords, q_side.coords, mask, transpose=True)
+        dkv = mosaic_backward.dkv_pass(q, arrays, saved, seeing, **options)
+        shape = keys.kv.shape[1:] if isinstance(keys, StackedKeys) else keys.k.shape
+        return q_side.back(dq, queries.q.shape), jax.vmap(lambda x: kv_side.back(x, shape))(dkv)
+
+    def _refused(self, q: jax.Array, mask: Mask) -> bool:
+        """Whether the other kernel has to serve these, which a warning then says."""
+        reason = ""
+        if mask.global_tokens:
+            reason = "global tokens"
+        elif q.shape[3] > HEAD_DIMS[-1]:
+            reason = f"heads of {q.shape[3]} ({HEAD_DIMS[-1]} at most)"
+        elif self.interpret is None and q.dtype.itemsize != 2:
+            reason = f"{q.dtype} operands"
+        elif self.interpret is None and not any(name in _device_kind() for name in HOPPER):
+            reason = f"devices other than Hopper GPUs ({_device_kind()})"
+        if reason:
+            _warn(reason)
+        return bool(reason)
+
+
+def _warn(reason: str) -> None:
+    warnings.warn(f"attention kernel: {reason} are served by the kernel 'auto', not by 'mosaic'", stacklevel=5)
+
+
+def _device_kind() -> str:
+    """The kind of device for which the program is traced: the mesh's, or the first device's."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return device.device_kind if device is not None else jax.devices()[0].device_kind
+
+
+class _Side(NamedTuple):
+    """The queries or the keys of a block, as the kernels take them: in the row's order, and padded.
+
+    Attributes:
+      coords: padded.
+      order: which token comes where; None: they are in the row's order as they come.
+      head_dim: padded.
+    """
+
+    coords: TokenCoords
+    order: Int[Array, "B T"] | None
+    head_dim: int
+
+    @classmethod
+    def create(cls, coords: TokenCoords, head_dim: int, shards: int) -> _Side:
+        coords = TokenCoords(*coords[:2])
+        order = None
+        if shards > 1:
+            order = row_order(coords)
+            coords = TokenCoords(*(jnp.take_along_axis(x, order, 1) for x in (coords.index, coords.segment_ids)))
+        return cls(padded(coords, TILE), order, next(size for size in HEAD_DIMS if size >= head_dim))
+
+    def tokens(self, x: Float[Array, "B T H D"]) -> Float[Array, "B Tpadded H Dpadded"]:
+        """Tokens in the row's order, padded to whole tiles and to a head size that the kernels have."""
+        if self.order is not None:
+            x = jnp.take_along_axis(x, self.order[:, :, None, None], 1)
+        return pad(pad(x, TILE, 1), self.head_dim, 3)
+
+    def statistics(self, x: Float[Array, "B H T"], value: float = 0.0) -> Float[Array, "B H Tpadded"]:
+        """The same of one number for each query and head; padding has this value."""
+        if self.order is not None:
+            x = jnp.take_along_axis(x, self.order[:, None], 2)
+        return pad(x, TILE, 2, value)
+
+    def arrays(self, keys: Keys | StackedKeys) -> tuple[jax.Array, ...]:
+        """K and V: stacked as they came where nothing moves, else apart."""
+        if isinstance(keys, StackedKeys):
+            *_, length, _, head_dim = keys.kv.shape
+            if self.order is None and length % TILE == 0 and head_dim == self.head_dim:
+                return (keys.kv,)
+            keys = keys.separate()
+        return self.tokens(keys.k), self.tokens(keys.v)
+
+    def back(self, x: Float[Array, "B Tpadded H Dpadded"], shape: tuple[int, ...]) -> Float[Array, "B T H D"]:
+        """Undoes `tokens`, for results of this shape."""
+        x = x[:, :shape[1], :, :shape[3]]
+        return x if self.order is None else jnp.take_along_axis(x, jnp.argsort(self.order, -1)[:, :, None, None], 1)
+
+    def statistics_back(self, x: Float[Array, "B H Tpadded"], length: int) -> Float[Array, "B H T"]:
+        """Undoes `statistics`."""
+        x = x[:, :, :length]
+        return x if self.order is None else jnp.take_along_axis(x, jnp.argsort(self.order, -1)[:, None], 2)

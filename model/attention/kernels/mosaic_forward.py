@@ -1,0 +1,156 @@
+"""The forward kernel of `mosaic`: two warpgroups of 64 queries each take turns at the matrix units (FlashAttention-3, 3.1)."""
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float
+
+from ..partial import AttentionPartial
+from .intervals import Intervals, tile_edges
+from .mosaic_tiles import (
+    COMPUTE_REGISTERS,
+    LOAD_REGISTERS,
+    LOG2E,
+    ROWS,
+    WARPGROUPS,
+    Arithmetic,
+    Slots,
+    across,
+    shared_tiles,
+    visit,
+)
+
+QUERY_TILE = WARPGROUPS * ROWS
+KEY_TILES = {64: 128, 128: 128, 256: 64}  # keys in a tile, by head size: what registers and shared memory hold
+SLOTS = 2
+
+
+def forward(carry: AttentionPartial | None, q: Float[Array, "B Tq Hq D"], keys: tuple[jax.Array, ...], found: Intervals, *,
+            scale: float, interpret: Any) -> AttentionPartial:
+    """Attention over these keys, and over those that `carry` covers.
+
+    Args:
+      carry: float32; None: no keys yet.
+      q: the queries; Tq is a multiple of QUERY_TILE, and D in KEY_TILES.
+      keys: K and V [B, Tk, Hkv, D], or both stacked in one array; Tk is a multiple of KEY_TILES[D].
+      found: the keys that each query sees.
+      interpret: parameters of Mosaic's interpreter; None: compiled.
+    """
+    batch, length, heads, head_dim = q.shape
+    *_, kv_heads, _ = keys[0].shape
+    key_tile = KEY_TILES[head_dim]
+    edges = tile_edges(found, QUERY_TILE, key_tile)
+    # A warpgroup's rows have a number of their own: registers are then loaded and stored by whole numbers of tiles.
+    rows = (batch, length // ROWS, ROWS)
+    out, lse = (*rows, heads, head_dim), (batch, heads, *rows[1:])
+    carried = () if carry is None else (carry.out.reshape(out), carry.lse.reshape(lse))
+    body = functools.partial(_kernel, len(keys), carry is not None, key_tile=key_tile, group=heads // kv_heads, scale=scale,
+                             arithmetic=Arithmetic(interpret is not None))
+    tiles = functools.partial(shared_tiles, dtype=q.dtype)
+    out, lse = plgpu.kernel(
+        body, out_type=[jax.ShapeDtypeStruct(shape, jnp.float32) for shape in (out, lse)],
+        grid=(heads, length // QUERY_TILE, batch), grid_names=("head", "tile", "row"), num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup", compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
+        scratch_types=[tiles(WARPGROUPS, ROWS, head_dim), plgpu.Barrier(num_barriers=WARPGROUPS),
+                       *Slots.scratch(tiles(SLOTS, key_tile, head_dim)), *Slots.scratch(tiles(SLOTS, key_tile, head_dim)),
+                       plgpu.Barrier(num_arrivals=WARPGROUPS)],
+        kernel_name="attention_forward")(edges, *(x.reshape(rows) for x in found), q, *keys, *carried)
+    return AttentionPartial(out.reshape(q.shape), lse.reshape(batch, heads, length))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turns:
+    """Two warpgroups in turns: one's products run while the other computes weights.
+
+    Each waits for the other at the end of either part; one is a part ahead.
+    """
+
+    barrier: Any
+
+    def end(self) -> None:
+        plgpu.barrier_arrive(self.barrier)
+        plgpu.barrier_wait(self.barrier)
+
+
+def _kernel(key_arrays: int, carried: bool, edges_ref, first_ref, last_ref, q_ref, *refs, key_tile: int, group: int,
+            scale: float, arithmetic: Arithmetic) -> None:
+    k_ref, v_ref = (refs[0].at[0], refs[0].at[1]) if key_arrays == 1 else refs[:2]
+    carry_refs, refs = refs[key_arrays:key_arrays + 2 * carried], refs[key_arrays + 2 * carried:]
+    out_ref, lse_ref, q_tiles, q_full, *slots, turn = refs
+    k_slots, v_slots = Slots(*slots[:3]), Slots(*slots[3:])
+    row, head, warpgroup = (lax.axis_index(name) for name in ("row", "head", "warpgroup"))
+    # Later tiles see more keys: the longest come first, so that none of them starts when most cores are done.
+    tile = edges_ref.shape[1] - 1 - lax.axis_index("tile")
+    def edge(number):
+        return edges_ref[row, tile, number]
+
+    begin = edge(0)
+    steps = edge(3) - begin
+
+    @pl.when(warpgroup == WARPGROUPS)
+    def _load():
+        plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
+        kv_head = lax.div(head, jnp.int32(group))
+        for i in range(WARPGROUPS):
+            queries = pl.ds((tile * WARPGROUPS + i) * ROWS, ROWS)
+            plgpu.copy_gmem_to_smem(q_ref.at[row, queries, head], q_tiles.at[i], q_full.at[i])
+
+        def put(step, _):
+            place = (row, pl.ds((begin + step) * key_tile, key_tile), kv_head)
+            k_slots.put(step, k_ref.at[place])
+            v_slots.put(step, v_ref.at[place])
+
+        lax.fori_loop(0, steps, put, None)
+        k_slots.drain(steps)
+        v_slots.drain(steps)
+
+    @pl.when(warpgroup < WARPGROUPS)
+    def _compute():
+        plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
+        number, turns = tile * WARPGROUPS + warpgroup, _Turns(turn)
+        q = q_tiles.at[warpgroup]
+        if carried:
+            out = arithmetic.load(carry_refs[0], row, number, slice(None), head)
+            highest = arithmetic.rows(carry_refs[1], row, head, number) * LOG2E
+            total = jnp.where(highest == -jnp.inf, 0.0, 1.0)  # what came before is normalised: its weights sum to 1
+        else:
+            out, total = arithmetic.zeros((ROWS, q.shape[1])), arithmetic.zeros((ROWS,))
+            highest = total - jnp.inf
+        plgpu.barrier_wait(q_full.at[warpgroup])
+        pl.when(warpgroup == 1)(turns.end)
+
+        def body(i, carry, masked):
+            out, highest, total = carry
+            step = i - begin
+            scores = arithmetic.product(q, k_slots.wait(step), meanwhile=turns.end)
+            k_slots.release(step)
+            if masked:
+                seen = arithmetic.within((first_ref, last_ref), row, number, start=i * key_tile, columns=key_tile)
+                scores = jnp.where(seen, scores, -jnp.inf)
+            highest_before, highest = highest, jnp.maximum(highest, scores.max(1) * (scale * LOG2E))
+            # A row that has seen no key keeps -inf; subtracting 0 instead avoids -inf - -inf.
+            finite = jnp.where(highest == -jnp.inf, 0.0, highest)
+            weights = jnp.exp2(scores * (scale * LOG2E) - across(finite, scores.shape))
+            shrink = jnp.exp2(highest_before - finite)
+            out = out * across(shrink, out.shape)
+            total = total * shrink + weights.sum(1)
+            weights = weights.astype(q.dtype)
+            out, highest, total, weights = lax.optimization_barrier((out, highest, total, weights))
+            v = v_slots.wait(step)
+            turns.end()
+            (out,) = arithmetic.add_products((out, weights, v))
+            v_slots.release(step)
+            return out, highest, total
+
+        out, highest, total = visit(edge, body, (out, highest, total))
+        pl.when(warpgroup == 0)(turns.end)
+        nonzero = jnp.where(total == 0, 1.0, total)
+        out_ref[row, number, :, head] = out * across(1.0 / nonzero, out.shape)
+        lse_ref[row, head, number] = jnp.where(total == 0, -jnp.inf, highest * (1 / LOG2E) + jnp.log(nonzero))

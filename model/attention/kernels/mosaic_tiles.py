@@ -1,0 +1,191 @@
+"""What the Mosaic kernels for Hopper GPUs share: a warpgroup's arithmetic, tiles that arrive by TMA, and loops over tiles.
+
+A block has two warpgroups that compute and one that loads. The loader copies a tile into a slot of shared memory when both
+computing ones have freed it, and a barrier tells these that it has arrived: warp specialisation, as in FlashAttention-3
+(section 3.1).
+"""
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+LOG2E = math.log2(math.e)
+ROWS = 64  # of a product that one warpgroup's wgmma instructions compute
+WARPGROUPS = 2  # that compute
+COMPUTE_REGISTERS, LOAD_REGISTERS = 240, 24  # a thread: 2 x 240 + 24 of the 512 that a core has for three warpgroups
+HEAD_DIMS = (64, 128, 256)
+
+
+@dataclasses.dataclass(frozen=True)
+class Arithmetic:
+    """The operations of a warpgroup: on the device with layouts and wgmma, interpreted as plain JAX.
+
+    JAX 0.10's interpreter of Mosaic kernels knows no registers: neither their layouts nor wgmma with operands in them. All else
+    of a kernel, its copies, barriers, loops and stores, is the same in both.
+    """
+
+    interpret: bool
+
+    def zeros(self, shape: tuple[int, ...]) -> jax.Array:
+        """float32 zeros of a tile, or of its rows."""
+        return self._as(jnp.zeros(shape, jnp.float32), plgpu.Layout.WGMMA if len(shape) == 2 else plgpu.Layout.WGMMA.reduce(1))
+
+    def load(self, ref: Any, *index: Any) -> jax.Array:
+        """A tile of float32, from the device's memory."""
+        return ref[index] if self.interpret else plgpu.load(ref, index, layout=plgpu.Layout.WGMMA, optimized=False)
+
+    def rows(self, ref: Any, *index: Any) -> jax.Array:
+        """A number for each row of a tile."""
+        return ref[index] if self.interpret else plgpu.load(ref, index, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+
+    def columns(self, ref: Any, *index: Any) -> jax.Array:
+        """A number for each column of a tile."""
+        return ref[index] if self.interpret else plgpu.load(ref, index, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+
+    def within(self, interval: tuple[Any, Any], *index: Any, start: jax.Array, columns: int) -> jax.Array:
+        """Whether column j of a tile, number `start` + j of the block, is in the interval of its row; bool [rows, columns].
+
+        The interval is read here, and not before a loop, through all of which it would keep registers.
+
+        Args:
+          interval: arrays of the first and of one past the last number; `index`: where those of the rows are.
+        """
+        first, last = (self.rows(ref, *index) for ref in interval)
+        shape = (len(first), columns)
+        number = self._as(lax.broadcasted_iota(jnp.int32, shape, 1), plgpu.Layout.WGMMA) + start
+        return (number >= across(first, shape)) & (number < across(last, shape))
+
+    def product(self, left: Any, right: Any, meanwhile: Callable[[], None] = lambda: None) -> jax.Array:
+        """left @ right.T of two tiles in shared memory, float32.
+
+        Args:
+          meanwhile: run while the matrix units work.
+        """
+        if self.interpret:
+            result = _plain_product(left[...], right[...].T)
+            meanwhile()
+            return result
+
+        def multiply(accumulator):
+            plgpu.wgmma(accumulator, left, plgpu.transpose_ref(right, (1, 0)))
+            meanwhile()
+            return accumulator[...]
+
+        return pl.run_scoped(multiply, plgpu.ACC((left.shape[0], right.shape[0]), jnp.float32))
+
+    def two_products(self, first: tuple, second: tuple, use: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array]:
+        """use(a @ b.T) and c @ d.T, for two pairs of tiles; `use` runs while the matrix units are at the second product."""
+        if self.interpret:
+            return use(self.product(*first)), self.product(*second)
+
+        def multiply(accumulators):
+            for accumulator, (left, right) in zip(accumulators, (first, second), strict=True):
+                plgpu.wgmma(accumulator, left, plgpu.transpose_ref(right, (1, 0)))
+            used = use(plgpu.wgmma_accumulator_load(accumulators[0], wait_n=1))
+            return used, accumulators[1][...]
+
+        shapes = [(left.shape[0], right.shape[0]) for left, right in (first, second)]
+        return pl.run_scoped(multiply, [plgpu.ACC(shape, jnp.float32) for shape in shapes])
+
+    def add_products(self, *products: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, ...]:
+        """sums + left @ right for each (sums, left, right), with `left` in registers and `right` in shared memory."""
+        if self.interpret:
+            return tuple(sums + _plain_product(left.astype(right.dtype), right[...]) for sums, left, right in products)
+        lefts = [left.astype(right.dtype) for _, left, right in products]
+
+        def multiply(accumulators):
+            for accumulator, left, (_, _, right) in zip(accumulators, lefts, products, strict=True):
+                plgpu.wgmma(accumulator, left, right)
+
+        return tuple(pl.run_state(multiply)([plgpu.ACC.init(sums) for sums, *_ in products]))
+
+    def _as(self, x: jax.Array, layout: Any) -> jax.Array:
+        return x if self.interpret else plgpu.layout_cast(x, layout)
+
+
+def _plain_product(left: jax.Array, right: jax.Array) -> jax.Array:
+    return jnp.dot(left, right, precision=lax.Precision.HIGHEST, preferred_element_type=jnp.float32)
+
+
+def across(rows: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """A number for each row, along the row."""
+    return lax.broadcast_in_dim(rows, shape, (0,))
+
+
+def down(columns: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """A number for each column, along the column."""
+    return lax.broadcast_in_dim(columns, shape, (1,))
+
+
+def shared_tiles(count: int, rows: int, columns: int, dtype: Any, swizzle: int = 128) -> Any:
+    """Shared memory for `count` tiles, in the form in which wgmma reads them: 8 rows of `swizzle` bytes, swizzled."""
+    wide = swizzle // jnp.dtype(dtype).itemsize
+    transforms = plgpu.TilingTransform((8, wide)), plgpu.SwizzleTransform(swizzle)
+    return plgpu.SMEM((count, rows, columns), dtype, transforms=transforms)
+
+
+@dataclasses.dataclass(frozen=True)
+class Slots:
+    """Shared memory for tiles on their way, and its barriers.
+
+    Attributes:
+      tiles: [slots, rows, columns].
+      full: for each slot a barrier that completes when its tile has arrived; free: when all who compute have read it.
+    """
+
+    tiles: Any
+    full: Any
+    free: Any
+
+    @staticmethod
+    def scratch(tiles: Any) -> tuple:
+        """What a kernel allocates for them, around the tiles' memory."""
+        slots = tiles.shape[0]
+        return tiles, plgpu.Barrier(num_barriers=slots), plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=slots)
+
+    @property
+    def count(self) -> int:
+        """How many slots there are."""
+        return self.tiles.shape[0]
+
+    def put(self, step: jax.Array, source: Any) -> None:
+        """The loader's: starts to copy the tile of a step, once its slot is free."""
+        slot = lax.rem(step, jnp.int32(self.count))
+        pl.when(step >= self.count)(lambda: plgpu.barrier_wait(self.free.at[slot]))
+        plgpu.copy_gmem_to_smem(source, self.tiles.at[slot], self.full.at[slot])
+
+    def drain(self, steps: jax.Array) -> None:
+        """The loader's: waits until the last tiles have been read."""
+        def wait(step, _):
+            plgpu.barrier_wait(self.free.at[lax.rem(step, jnp.int32(self.count))])
+
+        lax.fori_loop(jnp.maximum(steps - self.count, 0), steps, wait, None)
+
+    def wait(self, step: jax.Array) -> Any:
+        """Waits for the tile of a step, and returns it."""
+        slot = lax.rem(step, jnp.int32(self.count))
+        plgpu.barrier_wait(self.full.at[slot])
+        return self.tiles.at[slot]
+
+    def release(self, step: jax.Array) -> None:
+        """Says that this warpgroup has read the tile of a step."""
+        plgpu.barrier_arrive(self.free.at[lax.rem(step, jnp.int32(self.count))])
+
+
+def visit(edge: Callable[[int], jax.Array], body: Callable, carry: Any) -> Any:
+    """carry = body(tile, carry, masked) over the three ranges that `tile_edges` gives: masked, whole, and masked again.
+
+    Args:
+      edge: reads an edge; each is read where it is needed, so that it keeps no register before.
+    """
+    for number, masked in enumerate((True, False, True)):
+        carry = lax.fori_loop(edge(number), edge(number + 1), lambda i, carry, masked=masked: body(i, carry, masked), carry)
+    return carry

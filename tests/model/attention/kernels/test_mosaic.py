@@ -1,0 +1,111 @@
+"""The Mosaic kernel in JAX's interpreter against dense float64 attention: out, lse and all gradients, within 1e-5.
+
+What runs is the kernel itself: its intervals and tiles, copies, barriers and stores, three warpgroups at a time. Two things are
+the interpreter's own: products are plain ones in float32 (`Arithmetic`), and a copy is done when it is asked for.
+"""
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from model.attention import Keys, Mask, Queries, Saved, TokenCoords, get_kernel
+from model.attention.kernels import MosaicKernel, mosaic
+from model.attention.layout import permutation
+from model.attention.options import AttentionConfig
+from tests.model.attention.dense import dense_attention
+from tests.model.attention.mosaic_interpreter import KERNEL, compile_once
+from tests.model.attention.test_exactness import check
+
+from .test_tpu import MASKS, SHAPES, check_case, check_nothing_to_see, documents, inputs
+
+
+@pytest.fixture(autouse=True)
+def interpreter(monkeypatch):
+    with compile_once(monkeypatch):
+        yield
+
+
+KINDS = "one", "padded behind"
+COVERING = [(64, MASKS[0], "contiguous", KINDS[1]), (80, MASKS[2], "zigzag", KINDS[1]), (128, MASKS[0], "striped", "one"),
+            (256, MASKS[3], "striped", KINDS[1])]
+ALL = [*itertools.product(SHAPES, MASKS, ("contiguous", "striped"), KINDS),
+       *itertools.product((80, 128), MASKS, ("zigzag",), KINDS)]
+
+
+@pytest.mark.parametrize(("head_dim", "mask", "layout", "kind"), COVERING, ids=str)
+def test_kernel_is_exact(head_dim, mask, layout, kind):
+    check_case(head_dim, mask, layout, kind, KERNEL)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "mask", "layout", "kind"),
+                         [case for case in ALL if case not in COVERING], ids=str)
+def test_kernel_is_exact_in_every_case(head_dim, mask, layout, kind):
+    check_case(head_dim, mask, layout, kind, KERNEL)
+
+
+def test_rows_that_see_nothing():
+    check_nothing_to_see(KERNEL)
+
+
+def test_a_block_with_padding_inside_a_document_is_the_other_kernels():
+    """Found at run time, block by block; the results are exact all the same."""
+    check_case(64, MASKS[0], "striped", "packed", KERNEL)
+
+
+@pytest.mark.parametrize("layout", ["striped", "zigzag"])
+def test_shards_that_were_gathered_are_brought_into_order(layout):
+    """As after Ulysses' exchange: all shards' tokens in one block, forward and backward."""
+    q, k, v, dout = inputs(80)
+    index, segments = documents("padded behind", 1, 512)
+    order = permutation(512, 4, layout)
+    coords = TokenCoords(index[:, order], segments[:, order])
+    kernel, options = KERNEL.over_shards(4, 4), {"mask": Mask(), "scale": 80 ** -0.5}
+    blocks = Queries(q[:, order], coords), Keys(k[:, order], v[:, order], coords)
+    out, lse = jax.jit(lambda *blocks: kernel.forward(*blocks, **options))(*blocks)
+    delta = np.einsum("bthd,bthd->bht", out, dout[:, order])
+    gradients = jax.jit(lambda *blocks: kernel.backward(*blocks, **options))(*blocks, Saved(dout[:, order], lse, delta))
+    check((out, lse, *gradients), dense_attention(q, k, v, index, segments, dout), order)
+
+
+def blocks(dtype=jnp.bfloat16, head_dim=64):
+    coords = TokenCoords(np.arange(128, dtype=np.int32)[None], np.ones((1, 128), np.int32), np.zeros((1, 128), np.int32))
+    x = jnp.ones((1, 128, 1, head_dim), dtype)
+    return Queries(x, coords), Keys(x, x, coords)
+
+
+@pytest.mark.parametrize(("kind", "arrays", "mask", "reason"), [
+    ("NVIDIA H100 80GB HBM3", blocks(), Mask(window=8, global_tokens=2), "global tokens"),
+    ("NVIDIA H200", blocks(jnp.float32), Mask(), "float32 operands"),
+    ("NVIDIA H200", blocks(head_dim=320), Mask(), r"heads of 320 \(256 at most\)"),
+    ("NVIDIA A100-SXM4-80GB", blocks(), Mask(), r"devices other than Hopper GPUs \(NVIDIA A100-SXM4-80GB\)"),
+    ("NVIDIA B200", blocks(), Mask(), r"devices other than Hopper GPUs \(NVIDIA B200\)"),
+], ids=["global tokens", "float32", "heads", "older", "newer"])
+def test_what_it_does_not_serve_is_named_and_served_by_the_other_kernel(kind, arrays, mask, reason, monkeypatch):
+    monkeypatch.setattr(mosaic, "_device_kind", lambda: kind)
+    options = {"mask": mask, "scale": 1.0}
+    with pytest.warns(UserWarning, match=f"{reason} are served by the kernel 'auto', not by 'mosaic'"):
+        got = get_kernel("mosaic").forward(*arrays, **options)
+    np.testing.assert_array_equal(got.out, get_kernel("xla").forward(*arrays, **options).out)
+
+
+def test_a_softcap_is_named_and_the_other_kernels():
+    with pytest.warns(UserWarning, match="soft-caps of scores are served by the kernel 'auto'"):
+        assert get_kernel("mosaic").with_softcap(50.0) == get_kernel("auto").with_softcap(50.0)
+    assert get_kernel("mosaic").with_softcap(None) == get_kernel("mosaic")
+
+
+def test_its_tiles_are_its_own():
+    with pytest.raises(ValueError, match=r"chooses its tiles by the head size, found \{'query_tile': 64\}"):
+        get_kernel("mosaic", query_tile=64)
+    with pytest.raises(ValueError, match=r"leave attention\.query_tile and attention\.key_tile 0"):
+        AttentionConfig(kernel="mosaic", key_tile=64)
+    with pytest.raises(ValueError, match="global_tokens"):
+        AttentionConfig(kernel="mosaic", window=8, global_tokens=1)
+
+
+def test_auto_does_not_take_it():
+    """Not before it has been timed on a GPU."""
+    assert not any(isinstance(x, MosaicKernel) for x in vars(get_kernel("auto")).values())
