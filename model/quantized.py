@@ -54,12 +54,14 @@ class Nf4Weight(FrozenWeight):
         """See `FrozenWeight.open`. The product of level and scale is rounded once, as bitsandbytes does.
 
         The TPU's compiler writes to memory what interleaves the two codes of a byte. With the barrier that is the codes;
-        without it their levels, a float32 copy of the weight.
+        without it their levels, a float32 copy of the weight. The table of levels goes through the barrier too: a level that
+        is known before the loop over layers would be broadcast there to the weight's shape, and kept for all layers.
         """
         axis, shape = self.axis, self.absmax.shape
         pairs = jnp.stack([self.codes >> 4, self.codes & 15], axis + 1)
-        blocks = lax.optimization_barrier(pairs.reshape(*shape[:axis + 1], BLOCK, *shape[axis + 1:]))
-        return (_nf4_levels(blocks) * jnp.expand_dims(self.absmax, axis + 1)).astype(dtype).reshape(
+        blocks, table = lax.optimization_barrier(
+            (pairs.reshape(*shape[:axis + 1], BLOCK, *shape[axis + 1:]), jnp.asarray(NF4_LEVELS, jnp.float32)))
+        return (_nf4_levels(blocks, table) * jnp.expand_dims(self.absmax, axis + 1)).astype(dtype).reshape(
             *shape[:axis], shape[axis] * BLOCK, *shape[axis + 1:])
 
     def part(self, i: Any, count: int, axis: int) -> Nf4Weight:
@@ -91,9 +93,9 @@ def part_of(x: Shaped[Array, ...], i: Any, count: int, axis: int) -> Shaped[Arra
     return lax.dynamic_slice_in_dim(x, i * size, size, axis)
 
 
-def _nf4_levels(codes: UInt8[Array, ...]) -> Float[Array, ...]:
+def _nf4_levels(codes: UInt8[Array, ...], table: Float[Array, "16"]) -> Float[Array, ...]:
     """The levels of codes from 0 to 15, chosen bit by bit: a lookup in a table is slow on a TPU, and not fused elsewhere."""
-    levels: list[Any] = [jnp.float32(level) for level in NF4_LEVELS]
+    levels = list(table)
     for bit in range(4):
         is_set = (codes & (1 << bit)) != 0
         levels = [jnp.where(is_set, odd, even) for even, odd in zip(levels[::2], levels[1::2], strict=True)]

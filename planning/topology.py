@@ -123,14 +123,14 @@ def _gpus(name: str, chip: str, gpu: DescribedGpu, shape: str) -> list[jax.Devic
 def _target(gpu: DescribedGpu) -> str:
     """The GPU in the text form in which the CUDA compiler takes it (XLA's GpuTargetConfigProto).
 
-    The system keeps 1 KiB of a core's shared memory. The limits on threads, blocks and registers are those of both
-    architectures in the table (CUDA C++ Programming Guide, technical specifications of compute capabilities 8.0 and 9.0).
+    The system keeps 1 KiB of a core's shared memory. The other limits on threads, blocks and registers are
+    those of all capabilities in the table (CUDA C++ Programming Guide, technical specifications of 8.0, 8.9 and 9.0).
     """
     assert gpu.memory_gib is not None
     major, minor = gpu.compute_capability
     return f"""
         gpu_device_info {{
-          threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: 2048
+          threads_per_block_limit: 1024  threads_per_warp: 32  threads_per_core_limit: {gpu.threads_per_core}
           shared_memory_per_block: 49152  shared_memory_per_core: {gpu.shared_memory_per_core}
           shared_memory_per_block_optin: {gpu.shared_memory_per_core - 1024}
           core_count: {gpu.cores}  fpus_per_core: {gpu.fpus_per_core}

@@ -66,6 +66,7 @@ class DescribedGpu(Gpu):
       compute_capability: (major, minor).
       cores: streaming multiprocessors; fpus_per_core: float32 units of each.
       l2_cache: bytes; shared_memory_per_core: bytes, of which the system keeps 1 KiB.
+      threads_per_core: threads that a core holds at once.
     """
 
     compute_capability: tuple[int, int]
@@ -74,8 +75,10 @@ class DescribedGpu(Gpu):
     clock_ghz: float
     l2_cache: int
     shared_memory_per_core: int
+    threads_per_core: int = 2048
 
 
+_TORCH = "the total capacity in out-of-memory messages of PyTorch, public issues"
 _LINKS = "How To Scale Your Model, chapter TPUs, table of ICI bandwidth per link, one way (jax-ml.github.io/scaling-book/tpus)"
 
 
@@ -91,6 +94,15 @@ def _gpu(sheet: str, bandwidth_source: str = "", **facts) -> DescribedGpu:
         "peak_flops, link": sheet, "memory_bandwidth": bandwidth_source or sheet,
         "memory_gib": "the memory that the driver reports",
         "box_host_gib": "NVIDIA DGX user guides: 2 TB; that a program may use 1,920 GiB of them is assumed"})
+
+
+def _ada(sheet: str, **facts) -> DescribedGpu:
+    """A GPU of the Ada generation. The figures of its cores are those of NVIDIA's Ada architecture whitepaper, and of the CUDA
+    C++ Programming Guide for compute capability 8.9."""
+    return DescribedGpu(**facts, compute_capability=(8, 9), fpus_per_core=128, clock_ghz=2.52, link=32e9,
+                        shared_memory_per_core=100 << 10, threads_per_core=1536, sources={
+                            "peak_flops, memory_bandwidth": sheet, "memory_gib": _TORCH,
+                            "link": "PCIe 4.0 x16: 32 GB/s one way"})
 
 
 def _other_gpu(sheet: str, memory_source: str, **facts) -> Gpu:
@@ -117,8 +129,6 @@ _A100 = _gpu("NVIDIA A100 datasheet, 80 GB SXM: 312 TFLOP/s bfloat16, 2,039 GB/s
              kinds=("NVIDIA A100",), product="NVIDIA A100-SXM4-80GB", compute_capability=(8, 0), peak_flops=312e12,
              memory_gib=85_024_112_640 / 2**30, memory_bandwidth=2039e9, link=300e9, box_host_gib=1920,
              cores=108, fpus_per_core=64, clock_ghz=1.41, l2_cache=40 << 20, shared_memory_per_core=164 << 10)
-_TORCH = "the total capacity in out-of-memory messages of PyTorch, public issues"
-_PCIE = "PCIe 4.0 x16: 32 GB/s one way"
 GPUS: dict[str, Gpu] = {
     "a100": _A100,
     "a100-40gb": dataclasses.replace(
@@ -136,15 +146,15 @@ GPUS: dict[str, Gpu] = {
                  kinds=("NVIDIA H200",), product="NVIDIA H200", compute_capability=(9, 0), peak_flops=989e12,
                  memory_gib=150_754_820_096 / 2**30, memory_bandwidth=4800e9, link=450e9, box_host_gib=1920,
                  cores=132, fpus_per_core=128, clock_ghz=1.98, l2_cache=60 << 20, shared_memory_per_core=228 << 10),
-    # Those below are not described to the CUDA compiler: their memory and times are estimated alone.
+    "rtx4090": _ada("NVIDIA Ada architecture whitepaper: 165.2 TFLOP/s bfloat16 dense with float32 sums, 1,008 GB/s",
+                    kinds=("NVIDIA GeForce RTX 4090",), product="NVIDIA GeForce RTX 4090", peak_flops=165.2e12,
+                    memory_gib=23.52, memory_bandwidth=1008e9, cores=128, l2_cache=72 << 20),
+    "l40s": _ada("NVIDIA L40S datasheet: 362 TFLOP/s bfloat16 dense, 864 GB/s", kinds=("NVIDIA L40S",), product="NVIDIA L40S",
+                 peak_flops=362e12, memory_gib=44.40, memory_bandwidth=864e9, cores=142, l2_cache=96 << 20),
+    # Not described to the CUDA compiler: memory and times are estimated alone.
     "b200": _other_gpu("NVIDIA HGX B200: 2.25 PFLOP/s bfloat16 dense and 1,800 GB/s of NVLink both ways a GPU; 8 TB/s",
                        "NVIDIA DGX B200 datasheet: 1,440 GB of 8 GPUs", kinds=("NVIDIA B200",), product="NVIDIA B200",
                        peak_flops=2.25e15, memory_gib=180e9 / 2**30, memory_bandwidth=8e12, link=900e9, box_host_gib=1920),
-    "rtx4090": _other_gpu("NVIDIA Ada architecture whitepaper: 165.2 TFLOP/s bfloat16 dense with float32 sums, 1,008 GB/s; "
-                          + _PCIE, _TORCH, kinds=("NVIDIA GeForce RTX 4090",), product="NVIDIA GeForce RTX 4090",
-                          peak_flops=165.2e12, memory_gib=23.52, memory_bandwidth=1008e9, link=32e9),
-    "l40s": _other_gpu("NVIDIA L40S datasheet: 362 TFLOP/s bfloat16 dense, 864 GB/s; " + _PCIE, _TORCH, kinds=("NVIDIA L40S",),
-                       product="NVIDIA L40S", peak_flops=362e12, memory_gib=44.40, memory_bandwidth=864e9, link=32e9),
 }
 A100_PCIE = Device(
     kinds=("NVIDIA A100-PCIE", "NVIDIA A100 80GB PCIe"), peak_flops=312e12, memory_bandwidth=1935e9, link=32e9,
