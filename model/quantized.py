@@ -58,7 +58,9 @@ class Nf4Weight(FrozenWeight):
         is known before the loop over layers would be broadcast there to the weight's shape, and kept for all layers.
         """
         axis, shape = self.axis, self.absmax.shape
-        pairs = jnp.stack([self.codes >> 4, self.codes & 15], axis + 1)
+        # A broadcast, not a concatenation: a CPU's compiler makes a branch for every number of the latter.
+        shifts = jnp.array([4, 0], jnp.uint8).reshape(2, *[1] * (len(shape) - axis - 1))
+        pairs = (jnp.expand_dims(self.codes, axis + 1) >> shifts) & 15
         blocks, table = lax.optimization_barrier(
             (pairs.reshape(*shape[:axis + 1], BLOCK, *shape[axis + 1:]), jnp.asarray(NF4_LEVELS, jnp.float32)))
         return (_nf4_levels(blocks, table) * jnp.expand_dims(self.absmax, axis + 1)).astype(dtype).reshape(
