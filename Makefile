@@ -15,7 +15,7 @@ help:
 	@echo "make test | lint                     run the tests | check style and types"
 	@echo "make bench                           measure what has changed, and make BENCHMARKS.md"
 	@echo "make evidence [ONLY='h100 1m']        make the plans of docs/plans again with pinned compilers, and print what moved;"
-	@echo "                                     without ONLY also fail where a TPU kernel has become slower"
+	@echo "                                     without ONLY also fail where a kernel has become slower"
 	@echo "make soak [PARTS='kernels rest']     run the longest tests, in parts that resume"
 
 # A stamp for each list of requirements: pip runs again only where that list has changed.
@@ -56,6 +56,7 @@ bench: $(VENV)/.requirements-test.stamp
 evidence: .venv-evidence/.stamp
 	.venv-evidence/bin/python -m scripts.benchmarks.evidence $(if $(ONLY),--only $(ONLY))
 	$(if $(ONLY),,.venv-evidence/bin/python -m scripts.benchmarks.kernel_cycles --check)
+	$(if $(ONLY),,.venv-evidence/bin/python -m scripts.benchmarks.kernel_registers --check)
 
 soak: $(VENV)/.requirements-test.stamp
 	$(RUN) -m tests.soak $(PARTS)
