@@ -11,7 +11,7 @@ from ..partial import AttentionPartial
 from . import tpu_backward, tpu_forward
 from .kernel import Kernel
 from .padding import pad, padded, tile_size
-from .tpu_tiles import LANES, TileOptions, fitting
+from .tpu_tiles import DEFAULT_VMEM, LANES, VMEM, TileOptions, fitting
 
 V3 = "TPU v3"
 
@@ -72,9 +72,10 @@ class TpuKernel(Kernel):
         if mask.global_tokens:
             raise ValueError(f"kernel: 'tpu' does not serve Mask.global_tokens = {mask.global_tokens}; 'auto' and 'xla' do")
         float32_operands = _device_kind() == V3
-        query_tile, key_tile = fitting(self.query_tile, self.key_tile, q.shape[3], 4 if float32_operands else q.dtype.itemsize)
+        vmem, itemsize = VMEM.get(_device_kind(), DEFAULT_VMEM), 4 if float32_operands else q.dtype.itemsize
+        query_tile, key_tile = fitting(self.query_tile, self.key_tile, q.shape[3], itemsize, vmem)
         q_tile, kv_tile = tile_size(q.shape[1], query_tile, LANES), tile_size(kv[0].shape[1], key_tile, LANES)
-        return TileOptions(mask, scale, q_tile, kv_tile, float32_operands, self.interpret, self.softcap)
+        return TileOptions(mask, scale, q_tile, kv_tile, float32_operands, self.interpret, self.softcap, vmem)
 
 
 def _device_kind() -> str:

@@ -32,12 +32,15 @@ SUB_TILE = 512
 ONE_DOCUMENT = 3
 # Instead of -inf as the largest score of a row that has seen no key: -inf - -inf is NaN. Hidden scores themselves are -inf.
 LOWEST = -1e30
-# Of the 16 MiB that the compiler gives a kernel on every generation; the rest is for coordinates.
-VMEM = 15 * 2**20
+# Of VMEM, what the compiler gives a kernel that asks for nothing: all that a core of v3 or v4 has.
+DEFAULT_VMEM = 16 * 2**20
+# What a kernel asks for elsewhere, of 128, 64 and 128 MiB (jax's TpuInfo): enough for the largest tiles. The rest is left to
+# the compiler, for what it moves beside the kernel.
+VMEM = {"TPU v5 lite": 32 * 2**20, "TPU v5": 32 * 2**20, "TPU v6 lite": 32 * 2**20}
 
 
-def fitting(query_tile: int, key_tile: int, head_dim: int, itemsize: int) -> tuple[int, int]:
-    """These tile sizes, or smaller ones that fit into VMEM.
+def fitting(query_tile: int, key_tile: int, head_dim: int, itemsize: int, vmem: int = DEFAULT_VMEM) -> tuple[int, int]:
+    """These tile sizes, or smaller ones that fit into so many bytes of VMEM beside 1 MiB for coordinates.
 
     Counted for the kernel that needs most: q, dout, k, v and two float32 results or carries, each twice (one copy is moved
     while the other is used), the statistics of the query tile, and two tiles of scores.
@@ -48,7 +51,7 @@ def fitting(query_tile: int, key_tile: int, head_dim: int, itemsize: int) -> tup
         operands = 4 * itemsize * head_dim * (query_tile + key_tile)
         return operands + 16 * head_dim * max(query_tile, key_tile) + 16 * LANES * query_tile + 8 * query_tile * key_tile
 
-    while footprint() > VMEM and max(query_tile, key_tile) > LANES:
+    while footprint() > vmem - 2**20 and max(query_tile, key_tile) > LANES:
         if key_tile > query_tile:
             key_tile //= 2
         else:
@@ -100,6 +103,7 @@ class TileOptions:
       query_tile, key_tile: tokens in a tile; they divide the (padded) lengths.
       float32_operands: tiles are cast to float32 before they are multiplied.
       interpret: as of TpuKernel.
+      vmem: bytes of VMEM that a kernel asks for.
     """
 
     mask: Mask
@@ -109,6 +113,7 @@ class TileOptions:
     float32_operands: bool = False
     interpret: Any = False
     softcap: float | None = None
+    vmem: int = DEFAULT_VMEM
 
     @property
     def scores(self) -> Scores:
@@ -355,6 +360,12 @@ def hide(scores: jax.Array, q: tuple, kv: tuple, mask: Mask, kind: int) -> jax.A
         distance = q_index - kv_index
         scores = jnp.where((distance if mask.causal else jnp.abs(distance)) < mask.window, scores, -jnp.inf)
     return scores if kind == ONE_DOCUMENT else jnp.where(q_segment == kv_segment, scores, -jnp.inf)
+
+
+def compiler_params(options: TileOptions, dimensions: str) -> pltpu.CompilerParams:
+    """The parameters of a kernel whose grid's dimensions are "parallel" (p) or "arbitrary" (a), a letter each."""
+    semantics = tuple({"p": "parallel", "a": "arbitrary"}[letter] for letter in dimensions)
+    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=options.vmem)
 
 
 def cost(products: int, q_shape, kv_length: int, mask: Mask, bytes_accessed: int):

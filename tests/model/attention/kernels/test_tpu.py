@@ -16,7 +16,7 @@ from model.attention import Keys, Mask, Queries, Saved, StackedKeys, TokenCoords
 from model.attention.kernels import tpu_tiles
 from model.attention.kernels.padding import tile_size
 from model.attention.kernels.tpu import TpuKernel
-from model.attention.kernels.tpu_tiles import LANES, fitting
+from model.attention.kernels.tpu_tiles import LANES, VMEM, fitting
 from model.attention.layout import permutation
 from model.attention.partial import empty
 from tests.model.attention.dense import dense_attention
@@ -157,3 +157,6 @@ def test_tiles_fit_whatever_is_asked():
     assert [tile_size(*case, LANES) for case in cases] == [1024, 512, 512, 1024, 640, 128]
     assert fitting(1024, 1024, 128, 2) == (1024, 1024)
     assert fitting(1024, 1024, 256, 2) == (512, 1024)
+    for vmem in VMEM.values():
+        sizes = itertools.product((128, 256), (2, 4))
+        assert {fitting(1024, 1024, head_dim, itemsize, vmem) for head_dim, itemsize in sizes} == {(1024, 1024)}
