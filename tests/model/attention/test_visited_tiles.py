@@ -4,6 +4,7 @@ A kernel that visits a hidden tile and masks it computes 0 x NaN, which is NaN: 
 Each row of the batch has its NaN in another tile, so that one call shows every pair of tiles.
 """
 import functools
+import itertools
 
 import jax
 import numpy as np
@@ -19,6 +20,8 @@ from model.attention.names import LAYOUTS
 from planning.costs.tiles import tile_counts
 
 from .cases import QUICK, SCHEDULES, mesh_of
+from .mosaic_interpreter import KERNEL as MOSAIC
+from .mosaic_interpreter import compile_once
 
 HEAD_DIM = 16
 TILE = 16
@@ -55,22 +58,34 @@ def inputs(tokens):
 
 def visited_tiles(kernel, order, tile):
     """Whether the forward, dq and dk, dv kernels visit tile j of the keys for tile i of the queries, each [i, j]."""
-    q, k, v, dout = inputs(len(order))
-    count = len(order) // tile
-    coords = TokenCoords(np.repeat(order[None].astype(np.int32), count, 0), np.ones((count, len(order)), np.int32))
-    statistic = np.zeros((count, 1, len(order)), np.float32)
+    return {part: visited[0] for part, visited in visited_in_rounds(kernel, order[None], order[None], tile).items()}
+
+
+def visited_in_rounds(kernel, q_orders, kv_orders, tile):
+    """The same for several rounds, [round, i, j], in one call each: of queries and keys [round, tokens] with these indices."""
+    rounds, tokens = q_orders.shape
+    count = tokens // tile
+    segments = np.ones((rounds * count, tokens), np.int32)
+    q_coords, kv_coords = (TokenCoords(np.repeat(x.astype(np.int32), count, 0), segments) for x in (q_orders, kv_orders))
+    statistic = np.zeros((rounds * count, 1, tokens), np.float32)
 
     @functools.partial(jax.jit, static_argnames="method", compiler_options=QUICK)
     def call(method, q, k, v, *saved):
-        blocks = Queries(q, coords), Keys(k, v, coords)
+        blocks = Queries(q, q_coords), Keys(k, v, kv_coords)
         saved = (Saved(*saved, statistic, statistic),) if saved else ()
         return getattr(kernel, method)(*blocks, *saved, mask=Mask(), scale=1.0)
 
-    clean = [np.repeat(x, count, 0) for x in (q, k, v, dout)]
-    forward = call("forward", clean[0], clean[1], with_nan(v, tile)).out
-    dq = call("backward", clean[0], with_nan(k, tile), *clean[2:]).dq
-    dv = call("backward", *clean[:3], with_nan(dout, tile)).dv
-    return {"forward": nan_tiles(forward, tile).T, "dq": nan_tiles(dq, tile).T, "dk, dv": nan_tiles(dv, tile)}
+    def nan_of_rounds(results):
+        return nan_tiles(results, tile).reshape(rounds, count, -1)
+
+    _, k, v, dout = whole = inputs(tokens)
+    clean = [np.repeat(x, rounds * count, 0) for x in whole]
+    k_nan, v_nan, dout_nan = (np.tile(with_nan(x, tile), (rounds, 1, 1, 1)) for x in (k, v, dout))
+    forward = call("forward", *clean[:2], v_nan).out
+    dq = call("backward", clean[0], k_nan, *clean[2:]).dq
+    dv = call("backward", *clean[:3], dout_nan).dv
+    by_query = {"forward": nan_of_rounds(forward).swapaxes(1, 2), "dq": nan_of_rounds(dq).swapaxes(1, 2)}
+    return {**by_query, "dk, dv": nan_of_rounds(dv)}
 
 
 QUICK_CASES = [("tpu", 2, "striped"), ("gpu", 4, "zigzag"), ("gpu", 8, "striped"), ("xla", 8, "striped")]
@@ -100,6 +115,25 @@ def test_the_tpus_kernel_visits_no_hidden_part_of_a_masked_tile(layout, fused, m
     needed = needed_tiles(order, 128)
     for part, tiles in visited_tiles(TpuKernel(256, 256, fused=fused, interpret=True), order, 128).items():
         assert (tiles == needed).all(), f"{part}: {tiles.sum()} parts of tiles, {needed.sum()} are needed"
+
+
+MOSAIC_CASES = [(shards, layout) for shards in (2, 3) for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize(("shards", "layout"), [
+    (2, "zigzag"), *(pytest.param(*case, marks=pytest.mark.slow) for case in MOSAIC_CASES if case != (2, "zigzag"))])
+def test_the_mosaic_kernel_visits_the_needed_tiles_of_every_round_and_no_others(shards, layout, monkeypatch):
+    """Of a ring's rounds, each rank's queries with each rank's keys; gathered shards it brings into another order first."""
+    tile, tiles = 128, 2
+    ranks = permutation(shards * tiles * tile, shards, layout).reshape(shards, -1)
+    needed = needed_tiles(ranks.reshape(-1), tile)
+    rounds = list(itertools.product(range(shards), repeat=2))
+    with compile_once(monkeypatch):
+        parts = visited_in_rounds(MOSAIC, *(ranks[list(side)] for side in zip(*rounds, strict=True)), tile)
+    for part, visited in parts.items():
+        for (queries, keys), of_round in zip(rounds, visited, strict=True):
+            expected = needed[queries * tiles:(queries + 1) * tiles, keys * tiles:(keys + 1) * tiles]
+            assert (of_round == expected).all(), f"{part}, queries of {queries}, keys of {keys}: {of_round}"
 
 
 def test_a_kernel_that_visits_and_masks_all_tiles_is_found():
