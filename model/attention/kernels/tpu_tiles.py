@@ -364,7 +364,7 @@ def hide(scores: jax.Array, q: tuple, kv: tuple, mask: Mask, kind: int) -> jax.A
 
 def compiler_params(options: TileOptions, dimensions: str) -> pltpu.CompilerParams:
     """The parameters of a kernel whose grid's dimensions are "parallel" (p) or "arbitrary" (a), a letter each."""
-    semantics = tuple({"p": "parallel", "a": "arbitrary"}[letter] for letter in dimensions)
+    semantics: Any = tuple({"p": "parallel", "a": "arbitrary"}[letter] for letter in dimensions)
     return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=options.vmem)
 
 
