@@ -140,6 +140,20 @@ def ours(case: Case, block: Block) -> Callable:
     return _jax_pass(case, attention, block[:4], coords)
 
 
+def ours_mosaic(case: Case, block: Block) -> Callable:
+    """This project's kernel for Hopper GPUs, whose tiles follow from the head size."""
+    import jax
+
+    from model.attention.kernels.mosaic import HOPPER
+
+    device = jax.devices()[0].device_kind
+    if not any(name in device for name in HOPPER):
+        raise LeftOut(f"the kernel mosaic needs a Hopper GPU, found {device}")
+    if jax.numpy.dtype(case.dtype).itemsize != 2:
+        raise LeftOut(f"the kernel mosaic has no {case.dtype}")
+    return ours(dataclasses.replace(case, kernel="mosaic", tile=0), block)
+
+
 def torch_sdpa(case: Case, block: Block) -> Callable:
     """torch.nn.functional.scaled_dot_product_attention."""
     try:
@@ -244,6 +258,7 @@ def ringattention_package(case: Case, block: Block) -> Callable:
 
 PEERS: dict[str, Callable[[Case, Block], Callable]] = {
     "ours": ours,
+    "ours-mosaic": ours_mosaic,
     "torch-sdpa": torch_sdpa,
     "jax-xla": lambda case, block: jax_dot_product(case, block, "xla"),
     "jax-cudnn": lambda case, block: jax_dot_product(case, block, "cudnn"),
@@ -253,6 +268,6 @@ PEERS: dict[str, Callable[[Case, Block], Callable]] = {
 # The peers that can run on each kind of device.
 ON_DEVICE = {
     "cpu": ("ours", "torch-sdpa", "jax-xla", "ringattention"),
-    "gpu": ("ours", "torch-sdpa", "jax-cudnn", "jax-xla", "ringattention"),
+    "gpu": ("ours", "ours-mosaic", "torch-sdpa", "jax-cudnn", "jax-xla", "ringattention"),
     "tpu": ("ours", "splash", "jax-xla", "ringattention"),
 }

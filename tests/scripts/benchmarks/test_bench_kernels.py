@@ -66,3 +66,9 @@ def test_the_table_the_figures_and_the_plot(tmp_path, capsys):
     table = (tmp_path / "bench_kernels.txt").read_text()
     assert table.strip() == capsys.readouterr().out.strip()
     assert (tmp_path / "bench_kernels.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_mosaic_kernel_is_left_out_where_there_is_no_hopper_gpu():
+    case = Case("ours-mosaic", "diagonal", 256, backward=False)
+    with pytest.raises(LeftOut, match="needs a Hopper GPU, found cpu"):
+        PEERS["ours-mosaic"](case, make_block(case))
