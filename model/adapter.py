@@ -4,7 +4,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, get_args
 
 # The projections of a layer, as PEFT names them in `target_modules`.
@@ -124,14 +124,18 @@ class AdapterConfig:
                 raise ValueError(f"adapter.quantize: found {self.quantize!r}, whose blocks are of {self.block} inputs; {name} "
                                  f"is {size}, no multiple of them; int8 takes any size")
 
-    def check_targets(self, family: str, fused: list[str]) -> None:
-        """Raises ValueError for a target out of `fused`, projections that models of the family store as rows of one tensor:
-        PEFT's adapter of that tensor has one A for all of them."""
-        for name in self.projections:
-            if name in fused:
-                separate = ", ".join(projection for projection in PROJECTIONS if projection not in fused)
-                raise ValueError(f"adapter.targets: found {name}; models of the family {family} store it in one tensor with "
-                                 f"others, so it needs some of {separate}")
+    def check_targets(self, family: str, fused: Iterable[Sequence[str]]) -> None:
+        """Raises ValueError for targets that are some, not all, of projections that models of the family store as rows of one
+        tensor, for which a file in PEFT's format has one adapter.
+
+        Args:
+          fused: the projections of each such tensor.
+        """
+        for names in fused:
+            missing = [name for name in names if name not in self.projections]
+            if 0 < len(missing) < len(names):
+                raise ValueError(f"adapter.targets: {missing[0]} is missing; models of the family {family} store "
+                                 f"{', '.join(names)} in one tensor, so that all of them have an adapter, or none")
 
     def check_train(self, names: list[str]) -> None:
         """Raises ValueError if an entry of `train` is the end of none of the modules that hold the parameters `names`."""

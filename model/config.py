@@ -153,8 +153,7 @@ class LlamaConfig:
         self._check_family()
         if self.adapter is not None:
             self.adapter.check_sizes({name: self.projection_sizes(name) for name in PROJECTIONS})
-            fused = [name.rpartition(".")[2] for names in FAMILIES[self.family].fused.values() for name in names]
-            self.adapter.check_targets(self.family, fused)
+            self.adapter.check_targets(self.family, FAMILIES[self.family].fused_projections.values())
             self.adapter.check_blocks({"hidden_size": self.hidden_size, "head_dim": self.head_dim,
                                        "intermediate_size": self.intermediate_size})
         if self.rope.rule == "dynamic":

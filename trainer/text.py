@@ -217,7 +217,7 @@ class TextObjective(Objective):
         template = jinja_template(templates[0], self.tokenizer) if templates else self.tokenizer.chat_template
         self.source.write_assets(folder, self.tokenizer, template, configuration.dump(self.config))
         if self.config.adapter.rank:
-            peft.write_config(self.config.adapter, self.source.name, folder)
+            peft.write_config(self.config.adapter, self.source.config.family, self.source.name, folder)
 
 
 def _check_same(section: AdapterConfig, source: ModelSource) -> None:

@@ -74,6 +74,12 @@ class Family:
     fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
     presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
+    @property
+    def fused_projections(self) -> dict[str, tuple[str, ...]]:
+        """The last parts of the names in `fused`, such as qkv_proj: (q_proj, k_proj, v_proj)."""
+        return {module.rpartition(".")[2]: tuple(name.rpartition(".")[2] for name in names)
+                for module, names in self.fused.items()}
+
     def read(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the fields that config.json gives, with the family's own and its defaults.
 

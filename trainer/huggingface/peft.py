@@ -1,10 +1,15 @@
-"""Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors` in a folder."""
+"""Adapters in PEFT's format: `adapter_config.json` and `adapter_model.safetensors` in a folder.
+
+Where a family's files hold k projections as rows of one tensor, PEFT's adapter of that tensor has one A. Ours has an A of
+rank r for each: an adapter of rank k r, whose A is theirs, one below the other, and whose B is theirs on a diagonal of blocks.
+"""
 from __future__ import annotations
 
 import dataclasses
 import functools
 import json
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ from data.paths import new_folder
 from model.adapter import ATTENTION, MAGNITUDE, PROJECTIONS, AdapterConfig
 from model.checks import as_float, require_int, require_number
 from model.config import LlamaConfig
+from model.families import FAMILIES
 from model.llama import Llama
 from model.modules import LAYERS, declare
 
@@ -28,35 +34,66 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # Fields of an adapter_config.json under which an adapter computes something else, with the values that are neutral.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "bias": ("none", None), "fan_in_fan_out": (False, None), "rank_pattern": ({}, None), "alpha_pattern": ({}, None),
-    "layers_to_transform": (None, []), "layer_replication": (None, []), "lora_bias": (False, None),
+    "bias": ("none", None), "fan_in_fan_out": (False, None), "layers_to_transform": (None, []),
+    "layer_replication": (None, []), "lora_bias": (False, None),
     "trainable_token_indices": (None, [], {}), "target_parameters": (None, []), "exclude_modules": (None, []),
 }
 
 
-def adapter_layout(config: LlamaConfig) -> list[HFEntry]:
-    """Returns every trained parameter of a model with adapters, and the tensors of PEFT that it is made of."""
+# Tensors that hold several projections -> these, of all families.
+_FUSED = {module: names for family in FAMILIES.values() for module, names in family.fused_projections.items()}
+
+
+def adapter_layout(config: LlamaConfig, shares_a: bool = False) -> list[HFEntry]:
+    """Returns every trained parameter of a model with adapters, and the tensors of PEFT that it is made of.
+
+    Args:
+      shares_a: whether projections that one tensor holds have the same A, as in adapters that PEFT has made of such a tensor.
+    """
     assert config.adapter is not None
     entries = [dataclasses.replace(entry, hf_name=_PREFIX + entry.hf_name)
                for entry in hf_layout(config) if config.adapter.trains(entry.name)]
-    declared = declare(config)
+    declared, rank = declare(config), config.adapter.rank
+    fused = {name: (module, names) for module, names in FAMILIES[config.family].fused_projections.items() for name in names}
     for projection in config.adapter.projections:
-        prefix = f"{'self_attn' if projection in ATTENTION else 'mlp'}.{projection}."
+        block = f"{'self_attn' if projection in ATTENTION else 'mlp'}."
         inputs, outputs = config.projection_sizes(projection)
-        shapes = {"lora_A": (config.adapter.rank, inputs), "lora_B": (outputs, config.adapter.rank), MAGNITUDE: (outputs,)}
+        shapes = {"lora_A": (rank, inputs), "lora_B": (outputs, rank), MAGNITUDE: (outputs,)}
+        module, names = fused.get(projection, (projection, (projection,)))
+        sizes, place = [config.projection_sizes(name)[1] for name in names], names.index(projection)
+        of_outputs = {"first_row": sum(sizes[:place]), "file_rows": sum(sizes)}
+        of_rank = {"first": 0, "all": rank} if shares_a else {"first": place * rank, "all": len(names) * rank}
+        within = {"lora_A": {"first_row": of_rank["first"], "file_rows": of_rank["all"]}, MAGNITUDE: of_outputs,
+                  "lora_B": {**of_outputs, "first_column": of_rank["first"], "file_columns": of_rank["all"]}}
         for part in config.adapter.parts:
-            name, end = LAYERS + prefix + part, "" if part == MAGNITUDE else ".weight"
-            entries.append(HFEntry(name, f"{_PREFIX}model.layers.{{i}}.{prefix}{part}{end}", declared[name].shape, shapes[part],
-                                   config.num_hidden_layers, transpose=part != MAGNITUDE))
+            name, end = f"{LAYERS}{block}{projection}.{part}", "" if part == MAGNITUDE else ".weight"
+            entries.append(HFEntry(name, f"{_PREFIX}model.layers.{{i}}.{block}{module}.{part}{end}", declared[name].shape,
+                                   shapes[part], config.num_hidden_layers, transpose=part != MAGNITUDE, **within[part]))
     return entries
 
 
-def write_config(adapter: AdapterConfig, base: str, folder: Path) -> None:
-    """Writes adapter_config.json, which names `base` as the model that the adapter belongs to."""
+def _modules(adapter: AdapterConfig, family: str) -> list[str]:
+    """The modules of a family's files that have the adapter, in the order of a layer."""
+    fused = {name: module for module, names in FAMILIES[family].fused_projections.items() for name in names}
+    return list(dict.fromkeys(fused.get(name, name) for name in adapter.projections))
+
+
+def _patterns(adapter: AdapterConfig, modules: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """PEFT's fields for the modules whose rank, and so alpha, differ from the adapter's."""
+    counts = {module: len(_FUSED[module]) for module in modules if module in _FUSED}
+    return {"rank_pattern": {module: count * adapter.rank for module, count in counts.items()},
+            "alpha_pattern": {module: adapter.alpha * (math.sqrt(count) if adapter.use_rslora else count)
+                              for module, count in counts.items()}}
+
+
+def write_config(adapter: AdapterConfig, family: str, base: str, folder: Path) -> None:
+    """Writes adapter_config.json, which names `base`, a model of the family, as the one that the adapter belongs to."""
+    modules = _modules(adapter, family)
     content = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
                "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout_rate,
                "use_rslora": adapter.use_rslora, "use_dora": adapter.use_dora,
-               "target_modules": list(adapter.projections), "modules_to_save": list(adapter.train) or None, "bias": "none"}
+               "target_modules": modules, **_patterns(adapter, modules), "modules_to_save": list(adapter.train) or None,
+               "bias": "none"}
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -76,13 +113,14 @@ def write_adapter(params: Mapping[str, Any], config: LlamaConfig, base: str, out
     """
     out = new_folder(out)
     assert config.adapter is not None
-    tensors = {}
+    tensors: dict[str, np.ndarray] = {}
     for entry in adapter_layout(config):
         value = np.asarray(params[entry.name])[tuple(map(slice, entry.shape))]
         for i, name in enumerate(entry.hf_names()):
-            tensors[name] = np.ascontiguousarray(entry.to_hf(value if entry.layers is None else value[i]))
+            tensor = tensors.setdefault(name, np.zeros(entry.file_shape, value.dtype))
+            tensor[entry.rows, *entry.columns] = entry.to_hf(value if entry.layers is None else value[i])
     with building(out, holds_files) as scratch:
-        write_config(config.adapter, base, scratch)
+        write_config(config.adapter, config.family, base, scratch)
         save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
         if finish:
             finish(scratch)
@@ -115,6 +153,7 @@ def read_config(folder: str | Path) -> tuple[AdapterConfig, str]:
             rank=content["r"], alpha=content["lora_alpha"], use_rslora=_switch(content, "use_rslora"),
             use_dora=_switch(content, "use_dora"), dropout=_dropout(content),
             targets=_projections(_names(content, "target_modules")), train=tuple(_names(content, "modules_to_save")))
+        _check_patterns(content, adapter)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: {error} is missing or of another type; write it again") from None
     except ValueError as error:
@@ -134,6 +173,16 @@ def _switch(content: Mapping[str, Any], field: str) -> bool:
     return bool(content.get(field))
 
 
+def _check_patterns(content: Mapping[str, Any], adapter: AdapterConfig) -> None:
+    """Raises ValueError for ranks or alphas of modules by themselves, but for those that `write_config` writes."""
+    own = _patterns(adapter, _FUSED)
+    for field, expected in own.items():
+        for module, value in (content.get(field) or {}).items():
+            if value != expected.get(module):
+                wanted = f"; {expected[module]} would be" if module in expected else ""
+                raise ValueError(f"{field}: found {value!r} for {module}, which is not read{wanted}")
+
+
 def _names(content: Mapping[str, Any], field: str) -> list[str]:
     """Returns a field that names modules: a list, one name, or null for none."""
     value = content.get(field) or []
@@ -146,7 +195,8 @@ def _names(content: Mapping[str, Any], field: str) -> list[str]:
 def _projections(targets: list[str]) -> tuple[str, ...]:
     """The projections that are meant, in the order of a layer. peft writes them as a set, and sometimes each layer's by itself;
     whether every layer has them shows in the tensors."""
-    names = {target.rpartition(".")[2] for target in targets}
+    modules = {target.rpartition(".")[2] for target in targets}
+    names = {name for module in modules for name in _FUSED.get(module, (module,))}
     return (*(name for name in PROJECTIONS if name in names), *sorted(names - set(PROJECTIONS)))
 
 
@@ -157,10 +207,11 @@ def read_adapter(folder: str | Path, model: Llama) -> dict[str, jax.Array]:
       ValueError: names the tensor that is missing, unknown, or of another shape than the model's, as of another base or rank.
     """
     path = Path(folder).expanduser() / WEIGHTS
-    layout, padded = adapter_layout(model.config), adapter_layout(model.in_memory)
     try:
         with safe_open(path, framework="np") as file:
             files = dict.fromkeys(file.keys(), file)
+            shares_a = _shares_a(files, adapter_layout(model.config))
+            layout, padded = adapter_layout(model.config, shares_a), adapter_layout(model.in_memory, shares_a)
             _check_tensors(path, files, layout)
             params: dict[str, jax.Array] = {}
             for entry, in_memory in zip(layout, padded, strict=True):
@@ -174,18 +225,36 @@ def read_adapter(folder: str | Path, model: Llama) -> dict[str, jax.Array]:
         raise ValueError(f"{path}: not a whole safetensors file ({error}); write it again") from None
 
 
+def _shares_a(files: Mapping[str, Any], layout: list[HFEntry]) -> bool:
+    """Whether the first A of several projections has the rows of one of them."""
+    fused = next((entry for entry in layout if entry.name.endswith("lora_A") and entry.file_shape != entry.hf_shape), None)
+    name = fused.hf_names()[0] if fused else ""
+    return fused is not None and name in files and files[name].get_slice(name).get_shape()[0] == fused.hf_shape[0]
+
+
 def _check_tensors(path: Path, files: Mapping[str, Any], layout: list[HFEntry]) -> None:
-    expected = {name: entry for entry in layout for name in entry.hf_names()}
-    for name, entry in expected.items():
+    expected = [(name, entry) for entry in layout for name in entry.hf_names()]
+    for name, entry in expected:
         if name not in files:
             raise ValueError(f"{path}: tensor {name} is missing; the base or the adapter is another one")
         tensor = files[name].get_slice(name)
         shape = tuple(tensor.get_shape())
-        if shape != entry.hf_shape:
-            raise ValueError(f"{path}: tensor {name} has shape {list(shape)}, and needs {list(entry.hf_shape)}: the adapter "
+        if shape != entry.file_shape:
+            raise ValueError(f"{path}: tensor {name} has shape {list(shape)}, and needs {list(entry.file_shape)}: the adapter "
                              "belongs to another base, or has another rank")
         if tensor.get_dtype() not in DTYPES:
             raise ValueError(f"{path}: tensor {name} is {tensor.get_dtype()}; supported are {', '.join(DTYPES)}")
-    unknown = sorted(set(files) - set(expected))
+        _check_diagonal(path, name, tensor, entry)
+    unknown = sorted(set(files) - {name for name, _ in expected})
     if unknown:
         raise ValueError(f"{path}: tensor {unknown[0]} belongs to no projection of the base")
+
+
+def _check_diagonal(path: Path, name: str, tensor: Any, entry: HFEntry) -> None:
+    """Raises ValueError unless a parameter's rows are zero outside of its columns."""
+    if entry.file_shape[1:] == entry.hf_shape[1:]:
+        return
+    others = np.delete(tensor[entry.rows, :], np.arange(entry.columns[0].start, entry.columns[0].stop), 1)
+    if np.any(others):
+        raise ValueError(f"{path}: tensor {name} has numbers beside its diagonal of blocks, as after training with peft; an "
+                         "adapter of fused projections is read as PEFT makes it, with one A, or as it is exported here")

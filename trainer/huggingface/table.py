@@ -32,6 +32,7 @@ class HFEntry:
       transpose: the tensor is stored output-first, ours input-first.
       first_row, file_rows: of a tensor that holds several parameters one below the other: the first row of this one, and the
         number of all rows; None for a tensor that holds no other.
+      first_column, file_columns: the same of a matrix that holds them on a diagonal of blocks.
     """
 
     name: str
@@ -42,6 +43,8 @@ class HFEntry:
     transpose: bool
     first_row: int = 0
     file_rows: int | None = None
+    first_column: int = 0
+    file_columns: int | None = None
 
     @property
     def rows(self) -> slice:
@@ -49,9 +52,15 @@ class HFEntry:
         return slice(self.first_row, self.first_row + self.hf_shape[0])
 
     @property
+    def columns(self) -> tuple[slice, ...]:
+        """The columns of the tensor that are this parameter's, if it is a matrix."""
+        return tuple(slice(self.first_column, self.first_column + size) for size in self.hf_shape[1:])
+
+    @property
     def file_shape(self) -> tuple[int, ...]:
-        """The shape of one tensor, with the rows of other parameters."""
-        return (self.file_rows or self.hf_shape[0], *self.hf_shape[1:])
+        """The shape of one tensor, with the rows and columns of other parameters."""
+        columns = (self.file_columns,) if self.file_columns else self.hf_shape[1:]
+        return (self.file_rows or self.hf_shape[0], *columns)
 
     def hf_names(self) -> list[str]:
         """The names of the Hugging Face tensors, one for each layer if the parameter stacks the layers."""
@@ -93,8 +102,12 @@ class HFEntry:
             shape += [stop - start, *inner_sizes]
             finer += [slice(None), *(slice(*bound) for bound in bounds[first + 1:axis])]
         rows, *columns = reversed(file_index) if self.transpose else file_index
-        value = tensor[slice(rows.start + self.first_row, rows.stop + self.first_row), *columns]
+        value = tensor[_shifted(rows, self.first_row), *(_shifted(part, self.first_column) for part in columns)]
         return (value.T if self.transpose else value).reshape(shape)[tuple(finer)]
+
+
+def _shifted(part: slice, first: int) -> slice:
+    return slice(part.start + first, part.stop + first)
 
 
 def hf_layout(config: LlamaConfig) -> list[HFEntry]:

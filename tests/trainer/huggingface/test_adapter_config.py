@@ -10,7 +10,7 @@ GOOD = AdapterConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj"), dropout=0.
 
 
 def test_what_is_written_is_read(tmp_path):
-    write_config(GOOD, "a base", tmp_path)
+    write_config(GOOD, "llama", "a base", tmp_path)
     assert read_config(tmp_path) == (GOOD, "a base")
 
 
@@ -22,7 +22,7 @@ def test_what_is_written_is_read(tmp_path):
     ({"peft_type": "IA3"}, "peft_type: found 'IA3'; only 'LORA' is read"),
 ])
 def test_a_field_of_another_type_is_named(tmp_path, change, words):
-    write_config(GOOD, "a base", tmp_path)
+    write_config(GOOD, "llama", "a base", tmp_path)
     content = json.loads((tmp_path / CONFIG).read_text())
     (tmp_path / CONFIG).write_text(json.dumps(content | change))
     with pytest.raises(ValueError, match=rf"^{tmp_path / CONFIG}: {words}"):
