@@ -40,7 +40,7 @@ def stored_plans(words: list[str]) -> dict[Path, dict[str, Any]]:
 
 def command_of(path: Path, plan: dict[str, Any]) -> list[str]:
     """Returns the arguments of scripts.plan that ask for this plan."""
-    recipe = ROOT / "configs" / f"{path.parent.name}.yaml"
+    recipe = ROOT / "configs" / f"{os.path.relpath(path.parent, FOLDER)}.yaml"
     command = ["--compile", "--model", plan["model"], "--topology", plan["topology"]]
     if recipe.exists():
         return [*command, "--config", str(recipe)]

@@ -62,7 +62,7 @@ SECTIONS = {
     "Longest contexts": ("contexts",),
     "Ring Attention's Table 3": ("table3",),
     "Steps that others measured, and ours by the cost model": ("measured_steps",),
-    "Plans of recipes and pods": ("recipes", "family_plans", "pods"),
+    "Plans of recipes and pods": ("recipes", "family_plans", "adapter_plans", "pods"),
     "The papers, by the cost model": ("papers",),
     "SmolLM2-135M before and after practising retrieval": ("retrieval",),
     "Many questions to one context": ("questions",),
