@@ -39,8 +39,7 @@ EVERY = [{"remat": "offload_every_k", "every_k": k} for k in (2, 4)]
 # Policies with layer inputs in the host's memory, and policies that need none of it.
 ON_HOST = ({"remat": "offload"}, {"remat": "offload", **GROUPS}, {"remat": "offload", **QUERY_CHUNKS},
            {**EVERY[1], **GROUPS}, {**EVERY[0], **QUERY_CHUNKS}, {**EVERY[1], **QUERY_CHUNKS})
-ON_DEVICE = ({"remat": "nothing"}, *({"remat": "every_k", "every_k": k, **options}
-                                     for options in (GROUPS, QUERY_CHUNKS) for k in (4, 8)))
+ON_DEVICE = ({"remat": "nothing"}, *({"remat": "every_k", "every_k": 4, **options} for options in (GROUPS, QUERY_CHUNKS)))
 DEPENDS_ON = (MODEL, PLANNING, "trainer/step.py", "trainer/devices.py", "scripts/benchmarks/adapter_contexts.py")
 FACTS = [
     "Unsloth's figures are of its benchmarks page for Llama 3.1 (8B) Instruct: QLoRA in 4 bits of all linear layers, rank 32, "
