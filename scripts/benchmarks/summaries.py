@@ -11,6 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from model.adapter import PARTS
 from scripts.benchmarks.commands import read_json, tokens_text
 from scripts.benchmarks.paper_rows import RING_ATTENTION_COLUMNS, RING_ATTENTION_CONTEXTS
 from scripts.benchmarks.results import commit, load, row
@@ -258,7 +259,9 @@ def identity(out: Path) -> tuple[Rows, Tables]:
         losses = [line["held_out_loss_nats_per_target"] for line in held_out]
         saved = out / name / "checkpoints" / str(last)
         checkpoint = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
-        trained = sum(map(math.prod, read_json(saved / "manifest.json")["shapes"].values()))
+        shapes = read_json(saved / "manifest.json")["shapes"]
+        adapters = {parameter: shape for parameter, shape in shapes.items() if parameter.rpartition(".")[2] in PARTS}
+        trained = sum(map(math.prod, (adapters or shapes).values()))
         lines.append([title, f"{trained:,}", f"{losses[0]:.2f} -> {losses[-1]:.2f}", f"{named} of 10", f"{last}",
                       f"{sum(step['step_seconds'] for step in steps) / len(steps):.1f}",
                       f"{steps[-1]['peak_host_gib']:.2f}", f"{checkpoint / 1e6:,.0f}"])
