@@ -59,7 +59,7 @@ SECTIONS = {
     "What schedules send, and what hides it": ("bytes", "distflashattn_volume", "overlap", "placement", "launch_flags"),
     "Memory": ("memory_length", "activation_memory", "memory_1m", "megatron_memory", "export_memory",
                "trajectory_memory"),
-    "Longest contexts": ("contexts",),
+    "Longest contexts": ("contexts", "adapter_contexts"),
     "Ring Attention's Table 3": ("table3",),
     "Steps that others measured, and ours by the cost model": ("measured_steps",),
     "Plans of recipes and pods": ("recipes", "family_plans", "adapter_plans", "pods"),
