@@ -94,12 +94,12 @@ def compile_kernel(mesh, kernel: str, head_dim: int) -> None:
     q, statistics = shape(1, TOKENS, HEADS, head_dim, dtype=jnp.bfloat16), shape(1, HEADS, TOKENS)
     keys = (shape(2, 1, TOKENS, KV_HEADS, head_dim, dtype=jnp.bfloat16),)
     carry, saved = shape(*q.shape), Saved(q, statistics, statistics)
-    found = Intervals(*[shape(1, TOKENS, dtype=jnp.int32)] * 2)
+    seen = Intervals(*[shape(1, TOKENS, dtype=jnp.int32)] * 2)
     options = {"scale": head_dim ** -0.5, "interpret": None}
     function, arguments = {
-        "forward": (mosaic_forward.forward, (AttentionPartial(carry, statistics), q, keys, found)),
-        "dq": (mosaic_backward.dq_pass, (carry, q, keys, saved, found)),
-        "dkv": (mosaic_backward.dkv_pass, (q, keys, saved, found)),
+        "forward": (mosaic_forward.forward, (AttentionPartial(carry, statistics), q, keys, seen)),
+        "dq": (mosaic_backward.dq_pass, (carry, q, keys, saved, seen)),
+        "dkv": (mosaic_backward.dkv_pass, (q, keys, saved, seen)),
     }[kernel]
     jax.jit(lambda *arrays: function(*arrays, **options)).lower(*arguments).compile()
 
@@ -130,19 +130,19 @@ def measure() -> dict[str, Figures]:
     """Compiles all kernels in a process of its own, whose compiler is told by its environment to write what it makes."""
     with tempfile.TemporaryDirectory() as folder:
         dumps = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
-        found = in_own_process(NAME, "--into", folder, environment={**dumps, "JAX_PLATFORMS": "cpu"})
-    return {name: Figures(*values) for name, values in found.items()}
+        compiled = in_own_process(NAME, "--into", folder, environment={**dumps, "JAX_PLATFORMS": "cpu"})
+    return {name: Figures(*values) for name, values in compiled.items()}
 
 
 def summarize(figures: dict[str, Figures]) -> dict[str, dict[str, str]]:
     """Returns the rows of the result: of each kernel its spills, and that its products and copies are wgmma's and TMA's."""
     rows = {}
-    for name, found in figures.items():
+    for name, figure in figures.items():
         kernel, head_dim = name.split()
         goal = "wgmma, TMA" + ("" if kernel == "dkv" else ", no spill")
-        held = found.wgmma > 0 and found.tma > 0 and not found.serialized and (kernel == "dkv" or not found.spilled)
-        said = (f"{found.spilled} bytes spilled, {found.wgmma} wgmma{' (serialized)' if found.serialized else ''}, "
-                f"{found.tma} TMA; {found.shared / 1024:.0f} KiB a block, {found.blocks} a core")
+        held = figure.wgmma > 0 and figure.tma > 0 and not figure.serialized and (kernel == "dkv" or not figure.spilled)
+        said = (f"{figure.spilled} bytes spilled, {figure.wgmma} wgmma{' (serialized)' if figure.serialized else ''}, "
+                f"{figure.tma} TMA; {figure.shared / 1024:.0f} KiB a block, {figure.blocks} a core")
         rows[f"{kernel}_{head_dim}"] = row(f"{kernel}, heads of {head_dim}", said, goal, held)
     return rows
 
@@ -182,11 +182,11 @@ def check() -> int:
             print(f"{package} {installed.get(package)}: not compared; the stored figures are of {result.versions.get(package)}")
             return 0
     stored = {f"{line[0]} {line[1]}": Figures(*line[2:]) for line in result.tables["figures"]["rows"]}
-    found, failed = measure(), False
+    figures, failed = measure(), False
     for name, before in stored.items():
-        is_worse = worse(before, found[name])
+        is_worse = worse(before, figures[name])
         failed |= is_worse
-        print(f"{name}: {before} -> {found[name]}{': WORSE' if is_worse else ''}", flush=True)
+        print(f"{name}: {before} -> {figures[name]}{': WORSE' if is_worse else ''}", flush=True)
     return int(failed)
 
 

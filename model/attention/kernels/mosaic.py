@@ -90,8 +90,8 @@ class MosaicKernel(Kernel):
                 queries: Queries, keys: Keys | StackedKeys) -> AttentionPartial:
         if carry is not None:
             carry = AttentionPartial(q_side.tokens(carry.out), q_side.statistics(carry.lse, float("-inf")))
-        found = intervals(q_side.coords, kv_side.coords, mask)
-        out, lse = mosaic_forward.forward(carry, q_side.tokens(queries.q), kv_side.arrays(keys), found, scale=scale,
+        seen = intervals(q_side.coords, kv_side.coords, mask)
+        out, lse = mosaic_forward.forward(carry, q_side.tokens(queries.q), kv_side.arrays(keys), seen, scale=scale,
                                           interpret=self.interpret)
         return AttentionPartial(q_side.back(out, queries.q.shape), q_side.statistics_back(lse, queries.q.shape[1]))
 

@@ -181,7 +181,7 @@ def test_results_are_float32_where_jax_defaults_to_float64(kernel):
     ({"schedule": {"name": "ulysses", "degre": 2}}, "schedule.degre: ulysses has no such option; it has: degree, inner"),
     ({"schedule": {"name": "ulysses", "degree": 3}}, r"ulysses.degree: 3 does not divide 4 .* those do: \[1, 2, 4\]"),
     ({"schedule": {"name": "attention2d", "columns": 3}}, "attention2d.columns: 3 does not divide 4"),
-    ({"kernel": "fast"}, "known: auto, tpu, gpu, xla, reference"),
+    ({"kernel": "fast"}, "known: auto, tpu, gpu, mosaic, xla, reference"),
     ({"schedule": {"name": "ring", "both": True}}, "schedule.both: ring has no such option; it has: bidirectional"),
     ({"layout": "zebra"}, "known: contiguous, striped, zigzag"),
     ({"schedule": "local"}, "'ring' and 'all_gather' serve any"),
