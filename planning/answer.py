@@ -10,7 +10,7 @@ from typing import Any
 
 from .costs.measured import kind, slowest
 from .machines import device_count
-from .memory_estimate import LOW, MemoryEstimate, estimate_memory
+from .memory_estimate import MemoryEstimate, estimate_memory
 from .plan import Job, changed
 from .search import meshes, policies
 
@@ -97,8 +97,8 @@ def memory_lines(memory: MemoryEstimate) -> list[str]:
     lines = ["memory of a device, GiB (working memory: gradients, a layer's weights and activations, logits)"]
     lines += [f"  {name:20} {size:9.{digits}f}" for name, size in memory.parts.items()]
     ends = f"{memory.low:.{digits}f} to {memory.high:.{digits}f}"
-    lines.append(f"  {'estimate':20} {memory.total:9.{digits}f}   {ends}: compiled plans took {LOW:g} to {memory.high_share:g} "
-                 "of their estimates")
+    share = f"{memory.low_share:g} to {memory.high_share:g}"
+    lines.append(f"  {'estimate':20} {memory.total:9.{digits}f}   {ends}: compiled plans took {share} of their estimates")
     if memory.device_gib is not None:
         lines.append(f"  {'a program may use':20} {memory.device_gib:9.2f}")
     if memory.host_parts:

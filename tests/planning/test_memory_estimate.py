@@ -6,12 +6,16 @@ from pathlib import Path
 import pytest
 
 from planning.machines import device_count
-from planning.memory_estimate import HIGH, HIGH_KEPT_ON_TPU, LOW, estimate_memory
+from planning.memory_estimate import HIGH, HIGH_KEPT_ON_TPU, LOW, LOW_OF_ADAPTERS, estimate_memory
 from planning.memory_options import MEMORY_OPTIONS
 from planning.plan import Job
+from scripts.benchmarks.evidence import command_of
+from scripts.plan import job_of as asked
+from scripts.plan import parser
 from trainer.config.schema import MeshConfig
 
 PLANS = Path(__file__).resolve().parents[2] / "docs" / "plans"
+ADAPTERS = PLANS / "adapters"
 
 
 def plans(value):
@@ -27,7 +31,8 @@ def plans(value):
 
 
 def stored():
-    files = [path for path in sorted(PLANS.rglob("*.json")) if path.name != "table3.json"]
+    """The plans without adapters, whose own fields are their jobs."""
+    files = [path for path in sorted(PLANS.rglob("*.json")) if path.name != "table3.json" and ADAPTERS not in path.parents]
     tables = [json.loads(path.read_text(encoding="utf-8")) for path in files]
     cells = json.loads((PLANS / "table3.json").read_text(encoding="utf-8"))["cells"]
     return list(plans([*tables, *cells]))
@@ -54,6 +59,18 @@ def test_every_compiled_plan_lies_in_its_range():
         assert max(ratios) > high - 0.05, "the range is wider than the plans need"
         assert min(ratios) < LOW + 0.05 or high != HIGH, "the range is wider than the plans need"
     assert all(job_of(plan).run.mesh.devices == device_count(plan["topology"]) for plan in compared)
+
+
+def test_every_compiled_plan_of_adapters_lies_in_its_range():
+    """Their jobs are the recipes', since a plan does not say what an adapter is."""
+    ratios = []
+    for path in ADAPTERS.rglob("plan.json"):
+        plan = json.loads(path.read_text(encoding="utf-8"))
+        estimate = estimate_memory(asked(parser().parse_args(command_of(path, plan))))
+        assert estimate.low_share == LOW_OF_ADAPTERS
+        ratios.append(plan["peak_gib"] / estimate.total)
+    assert len(ratios) > 5 and min(ratios) >= LOW_OF_ADAPTERS and max(ratios) <= HIGH
+    assert min(ratios) < LOW_OF_ADAPTERS + 0.05, "the range is wider than the plans need"
 
 
 def test_what_keeps_everything_takes_no_more_than_estimated():
