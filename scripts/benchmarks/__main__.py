@@ -70,7 +70,8 @@ def measure(name: str, folder: Path, conversations: Path) -> Result:
     start = time.perf_counter()
     rows, tables = measurement.summarize(out)
     result = measured(measurement.title, rows, measurement.command(name), measurement.depends_on, tables=tables,
-                      seconds=round(seconds + time.perf_counter() - start, 1), note=measurement.note)
+                      seconds=round(seconds + time.perf_counter() - start, 1), note=measurement.note,
+                      facts=list(measurement.facts))
     save(name, result)
     (out / "progress.json").unlink()  # complete: the next start measures anew
     return result

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -263,9 +264,9 @@ def identity(out: Path) -> tuple[Rows, Tables]:
         adapters = {parameter: shape for parameter, shape in shapes.items() if parameter.rpartition(".")[2] in PARTS}
         trained = sum(map(math.prod, (adapters or shapes).values()))
         lines.append([title, f"{trained:,}", f"{losses[0]:.2f} -> {losses[-1]:.2f}", f"{named} of 10", f"{last}",
-                      f"{sum(step['step_seconds'] for step in steps) / len(steps):.1f}",
+                      f"{statistics.median(step['step_seconds'] for step in steps):.1f}",
                       f"{steps[-1]['peak_host_gib']:.2f}", f"{checkpoint / 1e6:,.0f}"])
-    columns = ["trained", "parameters", "held-out loss", "name Vicuna", "steps", "mean seconds of a step",
+    columns = ["trained", "parameters", "held-out loss", "name Vicuna", "steps", "median seconds of a step",
                "peak GiB of the process", "checkpoint, MB"]
     return rows, {"recipes": {"columns": columns, "rows": lines}}
 
