@@ -91,6 +91,7 @@ TESTED = {
     "tests/trainer/test_quantized_run.py": [
         "python train.py --config configs/adapters/smollm2_qlora.yaml --model.path HF_DIR --data.path FILE.json",
         "python -m scripts.export_hf RUN FOLDER --merge --dequantize"],
+    "tests/trainer/huggingface/test_quantized_folders.py": ["python -m scripts.quantize_hf MODEL HF_DIR"],
     "tests/trainer/test_stages.py": ["python train.py --config configs/extension/smollm2_32k.yaml --model.path HF_DIR"],
     "tests/trainer/test_trajectories.py": ["python train.py --config configs/trajectories/walker_walk.yaml"],
     "tests/eval/test_in_context.py": ["python -m eval.in_context --checkpoint ...",

@@ -1,6 +1,6 @@
-"""NF4 and int8 as bitsandbytes computes them, to the bit: against numbers that it made, and itself where it is installed.
+"""NF4 and int8 as bitsandbytes computes them, to the bit: against numbers that it made, and itself.
 
-    python -m tests.model.test_quantization     # makes the stored numbers again; needs bitsandbytes and torch
+    python -m tests.model.test_quantization     # makes the stored numbers again
 """
 import base64
 import hashlib
@@ -76,8 +76,7 @@ def test_equal_to_stored_numbers_of_bitsandbytes(shape, dtype):
 
 @pytest.mark.parametrize(("shape", "dtype"), [*CASES, ((576, 1536), "bfloat16"), ((2, 64), "float32")], ids=str)
 def test_equal_to_bitsandbytes_itself(shape, dtype):
-    """The same with the program, where it is installed."""
-    pytest.importorskip("bitsandbytes")
+    """The same with the program."""
     theirs = by_bitsandbytes(shape, dtype)
     weight = ours(shape, dtype, theirs["offset"])
     for name, array in theirs.items():

@@ -8,19 +8,16 @@ import jax
 import numpy as np
 import pytest
 import yaml
-from safetensors.numpy import load_file, save_file
 
 import train
 from data.tokenizer import Tokenizer
 from eval import line_retrieval
 from model.adapter import AdapterConfig
 from model.config import LlamaConfig
-from model.quantization import dequantize_nf4, quantize_nf4
-from scripts import export_hf, import_hf
+from scripts import export_hf, import_hf, quantize_hf
 from tests.model.build import llama
 from trainer.checkpoint.store import stored_arrays
 from trainer.huggingface.assets import write_source_dtype
-from trainer.huggingface.bitsandbytes import write_nf4
 from trainer.huggingface.table import hf_layout
 from trainer.huggingface.write import write_hf
 from trainer.model_source import open_model
@@ -143,23 +140,10 @@ def test_evaluations_take_the_run_and_its_exports_beside_one_base(run, base, tmp
     assert "--quantize: found nf4" in capfd.readouterr().err
 
 
-def quantized_copy(base, folder):
-    """The model of `base` as transformers saves it after bitsandbytes has quantized it; codes are ours."""
-    shutil.copytree(base, folder)
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4",
-                                     "bnb_4bit_use_double_quant": True}
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    tensors = {}
-    for name, x in load_file(base / "model.safetensors").items():
-        tensors |= write_nf4(name, quantize_nf4(x), "float32") if "_proj." in name else {name: x}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
-
-
 def test_stored_codes_are_taken_as_they_are(base, tmp_path):
     """Of a folder that holds NF4: the same arrays as of the model quantized while it is read. Otherwise it is refused."""
-    folder = quantized_copy(base, tmp_path / "codes")
+    folder = tmp_path / "codes"
+    assert quantize_hf.main([str(base), str(folder)]) == 0
     adapter = AdapterConfig(rank=2, quantize="nf4")
     model = llama(dataclasses.replace(open_model(str(base)).config, adapter=adapter))
     from_numbers, from_codes = (open_model(str(path)).read(model) for path in (base, folder))
@@ -168,16 +152,6 @@ def test_stored_codes_are_taken_as_they_are(base, tmp_path):
         assert np.array_equal(x, from_codes[name]), name
     with pytest.raises(ValueError, match=r"stored in NF4.*adapter\.quantize nf4"):
         open_model(str(folder)).read(llama(open_model(str(base)).config))
-
-
-def test_bitsandbytes_opens_what_is_written():
-    """To the bit, by its own reader of stored tensors."""
-    functional, torch = pytest.importorskip("bitsandbytes.functional"), pytest.importorskip("torch")
-    codes = quantize_nf4(np.random.RandomState(0).standard_normal((96, 320)))
-    tensors = {name: torch.tensor(np.array(x)) for name, x in write_nf4("w", codes, "float32").items()}
-    stored = tensors.pop("w")
-    state = functional.QuantState.from_dict({name.removeprefix("w."): x for name, x in tensors.items()}, torch.device("cpu"))
-    assert np.array_equal(functional.dequantize_4bit(stored, state).numpy(), dequantize_nf4(codes))
 
 
 @pytest.mark.parametrize(("config", "facts"), [

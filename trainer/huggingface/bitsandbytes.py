@@ -2,16 +2,22 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
-from model.quantization import BLOCK, NESTED_BLOCK, NF4_LEVELS, Nf4, dynamic_levels
+from model.quantization import BLOCK, NESTED_BLOCK, NF4_LEVELS, Nf4, dynamic_levels, nested_count
 
 STATE = "quant_state.bitsandbytes__nf4"
 # What stands beside the tensor of the codes, under its name.
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", STATE)
+# More than the JSON text of STATE ever takes.
+_STATE_BYTES = 256
+# What a config.json says of such a folder: bitsandbytes' own words, as transformers writes them.
+CONFIG = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False, "bnb_4bit_quant_type": "nf4",
+          "bnb_4bit_use_double_quant": True, "bnb_4bit_quant_storage": "uint8"}
 
 
 def is_nf4(files: Mapping[str, Any], name: str) -> bool:
@@ -28,11 +34,16 @@ def parts(name: str) -> list[str]:
     return [f"{name}.{part}" for part in _PARTS]
 
 
-def read_nf4(files: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Nf4:
-    """Returns a matrix's codes and scales as they are stored.
+def read_nf4(files: Mapping[str, Any], name: str, shape: tuple[int, ...], rows: slice = slice(None)) -> Nf4:
+    """Returns the codes and scales of a matrix, or of some of its rows, as they are stored.
+
+    Args:
+      shape: of the whole matrix.
+      rows: those of one parameter, of a matrix that holds several one below the other.
 
     Raises:
-      ValueError: names the tensor that is missing or of another kind than blocks of 64 and 256 with the published levels.
+      ValueError: names the tensor that is missing or of another kind than blocks of 64 and 256 with the published levels; or
+        `rows` begin or end within 256 blocks that share a scale.
     """
     missing = [part for part in parts(name) if part not in files]
     if missing:
@@ -46,13 +57,18 @@ def read_nf4(files: Mapping[str, Any], name: str, shape: tuple[int, ...]) -> Nf4
     for field, levels in (("quant_map", NF4_LEVELS), ("nested_quant_map", dynamic_levels())):
         if not np.array_equal(arrays[field], levels):
             raise ValueError(f"tensor {name}: {field}: found other levels than bitsandbytes' own; quantize it again")
-    codes = files[name].get_tensor(name)
-    return Nf4(codes.reshape(shape[0], -1), arrays["absmax"].reshape(shape[0], -1), arrays["nested_absmax"],
-               np.asarray(np.float32(state["nested_offset"])))
+    first, end, _ = rows.indices(shape[0])
+    blocks = shape[1] // BLOCK
+    if first * blocks % NESTED_BLOCK or (end < shape[0] and end * blocks % NESTED_BLOCK):
+        raise ValueError(f"tensor {name}: rows {first} to {end} share a scale of the second quantization with others; use the "
+                         "unquantised model, which adapter.quantize quantizes as it is read")
+    nested = arrays["nested_absmax"][first * blocks // NESTED_BLOCK:math.ceil(end * blocks / NESTED_BLOCK)]
+    codes = files[name].get_tensor(name).reshape(shape[0], -1)[rows]
+    return Nf4(codes, arrays["absmax"].reshape(shape[0], -1)[rows], nested, np.asarray(np.float32(state["nested_offset"])))
 
 
 def write_nf4(name: str, weight: Nf4, dtype: str) -> dict[str, np.ndarray]:
-    """Returns the tensors by name that bitsandbytes loads as this matrix.
+    """Returns the tensors by name that bitsandbytes loads as this matrix; their order and bytes are those of `nf4_layout`.
 
     Args:
       dtype: of the numbers that it opens, such as bfloat16.
@@ -60,6 +76,21 @@ def write_nf4(name: str, weight: Nf4, dtype: str) -> dict[str, np.ndarray]:
     shape = (weight.codes.shape[0], 2 * weight.codes.shape[1])
     state = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": dtype, "shape": shape, "nested_blocksize": NESTED_BLOCK,
              "nested_dtype": "float32", "nested_offset": float(weight.offset)}
-    return {name: weight.codes.reshape(-1, 1), f"{name}.absmax": weight.absmax.reshape(-1), f"{name}.quant_map": NF4_LEVELS,
-            f"{name}.nested_absmax": weight.nested, f"{name}.nested_quant_map": dynamic_levels(),
-            f"{name}.{STATE}": np.frombuffer(json.dumps(state).encode(), np.uint8)}
+    # JSON may end in spaces, so that the length does not depend on the digits of a number.
+    text = json.dumps(state).encode().ljust(nf4_layout(name, shape)[f"{name}.{STATE}"][1][0])
+    return {f"{name}.quant_map": NF4_LEVELS, f"{name}.nested_absmax": weight.nested,
+            f"{name}.nested_quant_map": dynamic_levels(), name: weight.codes.reshape(-1, 1),
+            f"{name}.absmax": weight.absmax.reshape(-1), f"{name}.{STATE}": np.frombuffer(text, np.uint8)}
+
+
+def nf4_layout(name: str, shape: tuple[int, ...]) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns the dtype and shape of each tensor of `write_nf4` before the matrix is known.
+
+    float32 comes first, and all together take a multiple of 8 bytes, so that each begins at a multiple of its item's size.
+    """
+    blocks = math.prod(shape) // BLOCK
+    nested = nested_count(*shape)
+    size = 4 * (len(NF4_LEVELS) + nested + len(dynamic_levels())) + blocks * BLOCK // 2 + blocks
+    return {f"{name}.quant_map": ("float32", NF4_LEVELS.shape), f"{name}.nested_absmax": ("float32", (nested,)),
+            f"{name}.nested_quant_map": ("float32", dynamic_levels().shape), name: ("uint8", (blocks * BLOCK // 2, 1)),
+            f"{name}.absmax": ("uint8", (blocks,)), f"{name}.{STATE}": ("uint8", (_STATE_BYTES + -size % 8,))}

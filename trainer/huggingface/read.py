@@ -79,11 +79,13 @@ class StoredCodes(StoredParameter):
 
     def quantized(self, layer: int) -> Nf4:
         """Returns a layer's codes and scales as they are stored."""
-        return read_nf4(self.files, self.entry.hf_names()[layer], self.entry.hf_shape)
+        return self._codes(self.entry.hf_names()[layer])
+
+    def _codes(self, name: str) -> Nf4:
+        return read_nf4(self.files, name, self.entry.file_shape, self.entry.rows)
 
     def _read(self, name: str) -> np.ndarray:
-        return self.entry.read(dequantize_nf4(read_nf4(self.files, name, self.entry.hf_shape)),
-                               tuple(map(slice, self.entry.layer_shape)))
+        return self.entry.from_hf(dequantize_nf4(self._codes(name)))
 
 
 def stored_hf(folder: str | Path, config: LlamaConfig, stack: ExitStack) -> dict[str, StoredParameter]:

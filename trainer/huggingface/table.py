@@ -75,6 +75,10 @@ class HFEntry:
         """One layer of our parameter as a Hugging Face tensor, a view where possible."""
         return value.reshape(self.hf_shape[::-1]).T if self.transpose else value.reshape(self.hf_shape)
 
+    def from_hf(self, tensor: np.ndarray) -> np.ndarray:
+        """A Hugging Face tensor, or the rows of it that are this parameter's, as one layer of our parameter."""
+        return (tensor.T if self.transpose else tensor).reshape(self.layer_shape)
+
     def read(self, tensor: Any, index: tuple[slice, ...]) -> np.ndarray:
         """Reads the part `index` of one layer of our parameter; of the file only the rows and columns that hold it.
 

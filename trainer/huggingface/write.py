@@ -12,21 +12,23 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import ml_dtypes
 import numpy as np
 
 from data.folders import building, holds_files
 from data.paths import new_folder
+from model.adapter import PROJECTIONS
 from model.attention import Mask
 from model.config import LlamaConfig
+from model.quantization import quantize_nf4
 
+from . import bitsandbytes
 from .assets import ASSET_FILES, source_dtype, trained_mask
 from .table import DTYPES, HFEntry, check_params, hf_layout
 
 
 def write_hf(
     params: Mapping[str, Any], config: LlamaConfig, assets: str | Path, out: str | Path, *,
-    max_shard_bytes: int = 5 * 10**9, finish: Callable[[Path], None] | None = None,
+    max_shard_bytes: int = 5 * 10**9, finish: Callable[[Path], None] | None = None, nf4: bool = False,
 ) -> None:
     """Writes a Hugging Face folder that transformers loads: weights, config, generation config, tokenizer, template.
 
@@ -38,6 +40,7 @@ def write_hf(
       assets: a checkpoint's folder of plain files.
       max_shard_bytes: weights above this size are split into several files with an index.
       finish: called with the folder before it becomes `out`, to add files.
+      nf4: write the layers' projections as codes of bitsandbytes' NF4 with double quantization.
 
     Raises:
       UserError: `out` is not empty, or cannot be written.
@@ -52,12 +55,13 @@ def write_hf(
                       f"{mask.global_tokens}, which a LLaMA's config.json cannot say: transformers will attend to all earlier "
                       "tokens; the checkpoint itself keeps them", stacklevel=2)
     with building(out, holds_files) as scratch:
-        _write_weights(params, layout, common, exceptions, scratch, max_shard_bytes)
+        _write_weights(params, layout, common, exceptions, scratch, max_shard_bytes, nf4)
         for name in ASSET_FILES:
             if (assets / name).is_file():
                 shutil.copyfile(assets / name, scratch / name)
         # Both spellings: transformers 4 reads torch_dtype, transformers 5 dtype.
-        _write_json(scratch / "config.json", {**config.to_hf(), "torch_dtype": common, "dtype": common})
+        quantization = {"quantization_config": {**bitsandbytes.CONFIG, "bnb_4bit_compute_dtype": common}} if nf4 else {}
+        _write_json(scratch / "config.json", {**config.to_hf(), "torch_dtype": common, "dtype": common, **quantization})
         if not (scratch / "generation_config.json").exists():
             ids = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id,
                    "eos_token_id": config.to_hf()["eos_token_id"]}
@@ -69,7 +73,7 @@ def write_hf(
 
 def _write_weights(
     params: Mapping[str, Any], layout: list[HFEntry], common: str, exceptions: Mapping[str, str], folder: Path,
-    limit: int,
+    limit: int, nf4: bool,
 ) -> None:
     """Writes the weights, in several files with an index if they are larger than `limit` bytes."""
     # Planned first, from shapes alone, because a file's name has the number of files in it. The order is that of the layers,
@@ -77,7 +81,8 @@ def _write_weights(
     plan: list[list[_Planned]] = [[]]
     total = used = 0
     for name, entries, layer in _in_layer_order(layout):
-        tensor = _Planned(name, entries, layer, exceptions.get(name, common))
+        kind = _PlannedCodes if nf4 and _is_projection(entries[0]) else _Planned
+        tensor = kind(name, entries, layer, exceptions.get(name, common))
         if plan[-1] and used + tensor.size > limit:
             plan.append([])
             used = 0
@@ -87,7 +92,7 @@ def _write_weights(
     for number, part in enumerate(plan, start=1):
         file = "model.safetensors" if len(plan) == 1 else f"model-{number:05d}-of-{len(plan):05d}.safetensors"
         _write_safetensors(folder / file, part, params)
-        weight_map |= {tensor.name: file for tensor in part}
+        weight_map |= {name: file for tensor in part for name in tensor.tensors}
     if len(plan) > 1:
         _write_json(folder / "model.safetensors.index.json",
                     {"metadata": {"total_size": total}, "weight_map": weight_map})
@@ -109,19 +114,46 @@ class _Planned:
     dtype_name: str
 
     @property
-    def dtype(self) -> np.dtype:
-        """The dtype that the tensor is written in."""
-        return np.dtype(ml_dtypes.bfloat16 if self.dtype_name == "bfloat16" else self.dtype_name)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The tensor's shape."""
-        return self.entries[0].file_shape
+    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """The dtype and shape of each tensor of the file, by its name."""
+        return {self.name: (self.dtype_name, self.entries[0].file_shape)}
 
     @property
     def size(self) -> int:
-        """The tensor's bytes."""
-        return math.prod(self.shape) * self.dtype.itemsize
+        """The bytes of the tensors."""
+        return sum(math.prod(shape) * np.dtype(dtype).itemsize for dtype, shape in self.tensors.values())
+
+    @property
+    def alignment(self) -> int:
+        """The tensors' bytes are a multiple of this number, and begin at such."""
+        return np.dtype(self.dtype_name).itemsize
+
+    def read(self, params: Mapping[str, Any]) -> Iterator[np.ndarray]:
+        """Yields what the tensors consist of, in their order: of one that is made of several parameters, each by itself."""
+        for entry in self.entries:
+            value = entry.to_hf(_one_layer(params[entry.name], entry, self.layer))
+            yield np.ascontiguousarray(value, np.dtype(self.dtype_name))
+
+
+class _PlannedCodes(_Planned):
+    """A matrix that is to be written in NF4."""
+
+    alignment = 8
+
+    @property
+    def tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+        """See `_Planned.tensors`."""
+        return bitsandbytes.nf4_layout(self.name, self.entries[0].file_shape)
+
+    def read(self, params: Mapping[str, Any]) -> Iterator[np.ndarray]:
+        """See `_Planned.read`."""
+        codes = quantize_nf4(np.concatenate(list(super().read(params))))
+        yield from bitsandbytes.write_nf4(self.name, codes, self.dtype_name).values()
+
+
+def _is_projection(entry: HFEntry) -> bool:
+    module, _, part = entry.name.rpartition(".")
+    return part == "weight" and module.rpartition(".")[2] in PROJECTIONS
 
 
 def _write_safetensors(path: Path, part: list[_Planned], params: Mapping[str, Any]) -> None:
@@ -129,22 +161,23 @@ def _write_safetensors(path: Path, part: list[_Planned], params: Mapping[str, An
 
     The format (https://huggingface.co/docs/safetensors): the header's length in 8 bytes, the header as JSON, the tensors'
     bytes without gaps, row-major, little-endian. As in the library, wide dtypes come first and the header is padded to a
-    multiple of 8 bytes, so that every tensor is aligned.
+    multiple of 8 bytes, so that every tensor is aligned; codes take a multiple of 8 bytes with what stands beside them.
     """
-    part = sorted(part, key=lambda tensor: -tensor.dtype.itemsize)  # stable: else in the order of the layers
+    # Stable: else in the order of the layers.
+    part = sorted(part, key=lambda tensor: -tensor.alignment)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    codes, end = {dtype: code for code, dtype in DTYPES.items()}, 0
+    codes, end = {dtype: code for code, dtype in DTYPES.items()} | {"uint8": "U8"}, 0
     for tensor in part:
-        header[tensor.name] = {"dtype": codes[tensor.dtype_name], "shape": tensor.shape,
-                               "data_offsets": [end, end := end + tensor.size]}
+        for name, (dtype, shape) in tensor.tensors.items():
+            start, end = end, end + math.prod(shape) * np.dtype(dtype).itemsize
+            header[name] = {"dtype": codes[dtype], "shape": shape, "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     with open(path, "wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
         for tensor in part:
-            for entry in tensor.entries:
-                value = entry.to_hf(_one_layer(params[entry.name], entry, tensor.layer))
-                file.write(np.ascontiguousarray(value, tensor.dtype).view(np.uint8).data)
+            for value in tensor.read(params):
+                file.write(value.view(np.uint8).data)
 
 
 def _in_layer_order(layout: list[HFEntry]) -> Iterator[tuple[str, list[HFEntry], int]]:

@@ -1,0 +1,65 @@
+"""Writes a model in NF4, as bitsandbytes stores it: python -m scripts.quantize_hf MODEL HF_DIR"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from trainer import entry
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command line."""
+    parser = entry.CommandParser(prog="python -m scripts.quantize_hf", allow_abbrev=False, description=(
+        "Writes a Hugging Face folder whose layers' projections are codes of NF4 with double quantization. transformers loads "
+        "it with bitsandbytes, and training beside adapters (adapter.quantize nf4) takes the codes as they are, so that its "
+        "start quantizes nothing. Needs no accelerator, and memory for one matrix."))
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, org/name[@revision] in the local cache, or a "
+                        "checkpoint or run of a whole model")
+    parser.add_argument("hf_dir", metavar="HF_DIR", type=Path, help="folder to write, which must be empty or not exist")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command and returns its exit status."""
+    arguments = make_parser().parse_args(argv)
+
+    def work() -> None:
+        # Imported here, so that --help answers at once and Ctrl-C ends with one line.
+        import contextlib
+        import dataclasses
+        import tempfile
+
+        from data.errors import UserError
+        from data.paths import new_folder
+        from model.adapter import AdapterConfig
+        from trainer.huggingface.assets import copy_assets
+        from trainer.huggingface.read import StoredCodes
+        from trainer.huggingface.write import write_hf
+        from trainer.model_source import open_model
+
+        out = new_folder(arguments.hf_dir)  # before comparing all checksums, which takes long
+        source = open_model(arguments.model)
+        if source.adapter is not None or source.folder is None:
+            raise UserError(f"{arguments.model}: an adapter, whose codes would not hold the sum; python -m scripts.export_hf "
+                            "--merge makes a whole model of it, which can be quantized")
+        # Refuses sizes that no whole number of blocks fills.
+        dataclasses.replace(source.config, adapter=AdapterConfig(rank=1, quantize="nf4"))
+        with contextlib.ExitStack() as stack:
+            stored = source.stored(stack)
+            if any(isinstance(parameter, StoredCodes) for parameter in stored.values()):
+                raise UserError(f"{arguments.model}: is in NF4 already")
+            assets = source.folder / "assets"
+            if source.kind == "huggingface":
+                assets = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                copy_assets(source.folder, assets)
+            write_hf(stored, source.config, assets, out, nf4=True)
+        size = sum(path.stat().st_size for path in out.glob("*.safetensors"))
+        print(f"{arguments.hf_dir}: {size / 1e9:,.2f} GB of weights, from {arguments.model}")
+
+    return entry.run(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
