@@ -87,15 +87,15 @@ def _count_before(others: TokenCoords, documents: Int[Array, "B T"], bounds: Int
     return lax.fori_loop(0, length.bit_length(), halve, start)[0]
 
 
-def tile_edges(found: Intervals, tile: int, other_tile: int) -> Int[Array, "B n 4"]:
+def tile_edges(of_tokens: Intervals, tile: int, other_tile: int) -> Int[Array, "B n 4"]:
     """For each tile of tokens the range of the other side's tiles: the first needed, the first that needs no mask, one past the
     last of these, one past the last needed.
 
     Args:
-      found: the tokens' intervals; their number is a multiple of `tile`.
+      of_tokens: the tokens' intervals; their number is a multiple of `tile`.
       tile, other_tile: tokens in a tile of theirs and of the other side.
     """
-    first, last = (x.reshape(x.shape[0], -1, tile) for x in found)
+    first, last = (x.reshape(x.shape[0], -1, tile) for x in of_tokens)
     some = first < last
     begin = jnp.where(some, first, jnp.iinfo(jnp.int32).max).min(-1) // other_tile
     end = -(-jnp.where(some, last, 0).max(-1) // other_tile)

@@ -30,6 +30,7 @@ from .mosaic_tiles import (
     Slots,
     across,
     down,
+    put_all,
     shared_tiles,
     visit,
 )
@@ -47,21 +48,21 @@ def keys_in_tile(head_dim: int) -> int:
 
 
 def dq_pass(carry: Float[Array, "B Tq Hq D"] | None, q: Float[Array, "B Tq Hq D"], keys: tuple[jax.Array, ...], saved: Saved,
-            found: Intervals, *, scale: float, interpret: Any) -> Float[Array, "B Tq Hq D"]:
+            seen: Intervals, *, scale: float, interpret: Any) -> Float[Array, "B Tq Hq D"]:
     """The gradient of the queries, float32, added to `carry` (None: zero).
 
     Args:
       q: the queries; Tq is a multiple of QUERY_TILE, and D in KEY_TILES.
       keys: K and V [B, Tk, Hkv, D], or both stacked in one array; Tk is a multiple of KEY_TILES[D].
       saved: dout in the queries' dtype; a finite lse.
-      found: the keys that each query sees.
+      seen: the keys that each query sees.
       interpret: parameters of Mosaic's interpreter; None: compiled.
     """
     batch, length, heads, head_dim = q.shape
     key_tile = KEY_TILES[head_dim]
     numbers = (batch, length // ROWS, ROWS)
     carried = () if carry is None else (carry.reshape(*numbers, heads, head_dim),)
-    rows = (x.reshape(numbers) for x in found)
+    rows = (x.reshape(numbers) for x in seen)
     statistics = ((x * factor).reshape(batch, heads, *numbers[1:]) for x, factor in ((saved.lse, LOG2E), (saved.delta, 1)))
     body = functools.partial(_dq_kernel, len(keys), carry is not None, key_tile=key_tile, group=heads // keys[0].shape[-2],
                              scale=scale, arithmetic=Arithmetic(interpret is not None))
@@ -73,7 +74,7 @@ def dq_pass(carry: Float[Array, "B Tq Hq D"] | None, q: Float[Array, "B Tq Hq D"
         thread_name="warpgroup", compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
         scratch_types=[*own, *own, *Slots.scratch(tiles(SLOTS, key_tile, head_dim)),
                        *Slots.scratch(tiles(SLOTS, key_tile, head_dim))],
-        kernel_name="attention_dq")(tile_edges(found, QUERY_TILE, key_tile), *rows, *statistics, q, saved.dout, *keys, *carried)
+        kernel_name="attention_dq")(tile_edges(seen, QUERY_TILE, key_tile), *rows, *statistics, q, saved.dout, *keys, *carried)
     return dq.reshape(q.shape)
 
 
@@ -85,6 +86,7 @@ def _dq_kernel(key_arrays: int, carried: bool, edges_ref, first_ref, last_ref, l
     k_slots, v_slots = Slots(*slots[:3]), Slots(*slots[3:])
     row, head, warpgroup = (lax.axis_index(name) for name in ("row", "head", "warpgroup"))
     tile = edges_ref.shape[1] - 1 - lax.axis_index("tile")  # the longest first
+
     def edge(number):
         return edges_ref[row, tile, number]
 
@@ -100,14 +102,11 @@ def _dq_kernel(key_arrays: int, carried: bool, edges_ref, first_ref, last_ref, l
             plgpu.copy_gmem_to_smem(q_ref.at[place], q_tiles.at[i], q_full.at[i])
             plgpu.copy_gmem_to_smem(dout_ref.at[place], dout_tiles.at[i], dout_full.at[i])
 
-        def put(step, _):
+        def tiles_of(step):
             place = (row, pl.ds((begin + step) * key_tile, key_tile), kv_head)
-            k_slots.put(step, k_ref.at[place])
-            v_slots.put(step, v_ref.at[place])
+            return k_ref.at[place], v_ref.at[place]
 
-        lax.fori_loop(0, steps, put, None)
-        k_slots.drain(steps)
-        v_slots.drain(steps)
+        put_all((k_slots, v_slots), steps, tiles_of)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _compute():
@@ -143,7 +142,7 @@ def _dq_kernel(key_arrays: int, carried: bool, edges_ref, first_ref, last_ref, l
         dq_ref[row, number, :, head] = visit(edge, body, dq) * scale
 
 
-def dkv_pass(q: Float[Array, "B Tq Hq D"], keys: tuple[jax.Array, ...], saved: Saved, found: Intervals, *, scale: float,
+def dkv_pass(q: Float[Array, "B Tq Hq D"], keys: tuple[jax.Array, ...], saved: Saved, seeing: Intervals, *, scale: float,
              interpret: Any) -> Float[Array, "2 B Tk Hkv D"]:
     """The gradients of keys and values, stacked, float32.
 
@@ -151,7 +150,7 @@ def dkv_pass(q: Float[Array, "B Tq Hq D"], keys: tuple[jax.Array, ...], saved: S
       q: the queries; Tq is a multiple of QUERY_STEP, and D in KEY_TILES.
       keys: K and V [B, Tk, Hkv, D], or both stacked in one array; Tk is a multiple of `keys_in_tile`.
       saved: dout in the queries' dtype; a finite lse.
-      found: the queries that see each key.
+      seeing: the queries that see each key.
       interpret: parameters of Mosaic's interpreter; None: compiled.
     """
     batch, _, heads, head_dim = q.shape
@@ -169,8 +168,8 @@ def dkv_pass(q: Float[Array, "B Tq Hq D"], keys: tuple[jax.Array, ...], saved: S
         thread_name="warpgroup", compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
         scratch_types=[*own, *own, *travelling, *travelling,
                        *Slots.scratch(plgpu.SMEM((SLOTS, 2, QUERY_STEP), jnp.float32))],
-        kernel_name="attention_dkv")(tile_edges(found, key_tile, QUERY_STEP), *(x.reshape(rows) for x in found), q, saved.dout,
-                                     statistics, *keys)
+        kernel_name="attention_dkv")(tile_edges(seeing, key_tile, QUERY_STEP), *(x.reshape(rows) for x in seeing), q,
+                                     saved.dout, statistics, *keys)
     return dkv.reshape(2, batch, length, kv_heads, head_dim)
 
 
@@ -180,6 +179,7 @@ def _dkv_kernel(key_arrays: int, edges_ref, first_ref, last_ref, q_ref, dout_ref
     dkv_ref, k_tiles, k_full, v_tiles, v_full, *slots = refs[key_arrays:]
     q_slots, dout_slots, statistics_slots = (Slots(*slots[i:i + 3]) for i in (0, 3, 6))
     row, kv_head, tile, warpgroup = (lax.axis_index(name) for name in ("row", "head", "tile", "warpgroup"))
+
     def edge(number):
         return edges_ref[row, tile, number]
 
@@ -195,16 +195,12 @@ def _dkv_kernel(key_arrays: int, edges_ref, first_ref, last_ref, q_ref, dout_ref
             plgpu.copy_gmem_to_smem(k_ref.at[place], k_tiles.at[i], k_full.at[i])
             plgpu.copy_gmem_to_smem(v_ref.at[place], v_tiles.at[i], v_full.at[i])
 
-        def put(step, _):
+        def tiles_of(step):
             head = kv_head * group + lax.div(step, steps)
             queries = pl.ds((begin + lax.rem(step, steps)) * QUERY_STEP, QUERY_STEP)
-            q_slots.put(step, q_ref.at[row, queries, head])
-            dout_slots.put(step, dout_ref.at[row, queries, head])
-            statistics_slots.put(step, statistics_ref.at[:, row, head, queries])
+            return q_ref.at[row, queries, head], dout_ref.at[row, queries, head], statistics_ref.at[:, row, head, queries]
 
-        lax.fori_loop(0, group * steps, put, None)
-        for slots in (q_slots, dout_slots, statistics_slots):
-            slots.drain(group * steps)
+        put_all((q_slots, dout_slots, statistics_slots), group * steps, tiles_of)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _compute():

@@ -23,6 +23,7 @@ from .mosaic_tiles import (
     Arithmetic,
     Slots,
     across,
+    put_all,
     shared_tiles,
     visit,
 )
@@ -32,7 +33,7 @@ KEY_TILES = {64: 128, 128: 128, 256: 64}  # keys in a tile, by head size: what r
 SLOTS = 2
 
 
-def forward(carry: AttentionPartial | None, q: Float[Array, "B Tq Hq D"], keys: tuple[jax.Array, ...], found: Intervals, *,
+def forward(carry: AttentionPartial | None, q: Float[Array, "B Tq Hq D"], keys: tuple[jax.Array, ...], seen: Intervals, *,
             scale: float, interpret: Any) -> AttentionPartial:
     """Attention over these keys, and over those that `carry` covers.
 
@@ -40,13 +41,13 @@ def forward(carry: AttentionPartial | None, q: Float[Array, "B Tq Hq D"], keys: 
       carry: float32; None: no keys yet.
       q: the queries; Tq is a multiple of QUERY_TILE, and D in KEY_TILES.
       keys: K and V [B, Tk, Hkv, D], or both stacked in one array; Tk is a multiple of KEY_TILES[D].
-      found: the keys that each query sees.
+      seen: the keys that each query sees.
       interpret: parameters of Mosaic's interpreter; None: compiled.
     """
     batch, length, heads, head_dim = q.shape
     *_, kv_heads, _ = keys[0].shape
     key_tile = KEY_TILES[head_dim]
-    edges = tile_edges(found, QUERY_TILE, key_tile)
+    edges = tile_edges(seen, QUERY_TILE, key_tile)
     # A warpgroup's rows have a number of their own: registers are then loaded and stored by whole numbers of tiles.
     rows = (batch, length // ROWS, ROWS)
     out, lse = (*rows, heads, head_dim), (batch, heads, *rows[1:])
@@ -61,7 +62,7 @@ def forward(carry: AttentionPartial | None, q: Float[Array, "B Tq Hq D"], keys: 
         scratch_types=[tiles(WARPGROUPS, ROWS, head_dim), plgpu.Barrier(num_barriers=WARPGROUPS),
                        *Slots.scratch(tiles(SLOTS, key_tile, head_dim)), *Slots.scratch(tiles(SLOTS, key_tile, head_dim)),
                        plgpu.Barrier(num_arrivals=WARPGROUPS)],
-        kernel_name="attention_forward")(edges, *(x.reshape(rows) for x in found), q, *keys, *carried)
+        kernel_name="attention_forward")(edges, *(x.reshape(rows) for x in seen), q, *keys, *carried)
     return AttentionPartial(out.reshape(q.shape), lse.reshape(batch, heads, length))
 
 
@@ -88,6 +89,7 @@ def _kernel(key_arrays: int, carried: bool, edges_ref, first_ref, last_ref, q_re
     row, head, warpgroup = (lax.axis_index(name) for name in ("row", "head", "warpgroup"))
     # Later tiles see more keys: the longest come first, so that none of them starts when most cores are done.
     tile = edges_ref.shape[1] - 1 - lax.axis_index("tile")
+
     def edge(number):
         return edges_ref[row, tile, number]
 
@@ -102,14 +104,11 @@ def _kernel(key_arrays: int, carried: bool, edges_ref, first_ref, last_ref, q_re
             queries = pl.ds((tile * WARPGROUPS + i) * ROWS, ROWS)
             plgpu.copy_gmem_to_smem(q_ref.at[row, queries, head], q_tiles.at[i], q_full.at[i])
 
-        def put(step, _):
+        def tiles_of(step):
             place = (row, pl.ds((begin + step) * key_tile, key_tile), kv_head)
-            k_slots.put(step, k_ref.at[place])
-            v_slots.put(step, v_ref.at[place])
+            return k_ref.at[place], v_ref.at[place]
 
-        lax.fori_loop(0, steps, put, None)
-        k_slots.drain(steps)
-        v_slots.drain(steps)
+        put_all((k_slots, v_slots), steps, tiles_of)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _compute():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -178,6 +178,17 @@ class Slots:
     def release(self, step: jax.Array) -> None:
         """Says that this warpgroup has read the tile of a step."""
         plgpu.barrier_arrive(self.free.at[lax.rem(step, jnp.int32(self.count))])
+
+
+def put_all(slots: Sequence[Slots], steps: jax.Array, tiles_of: Callable[[jax.Array], Sequence[Any]]) -> None:
+    """The loader's loop: copies the tiles of each step, one for each of `slots`, and waits until all have been read."""
+    def put(step, _):
+        for slot, tile in zip(slots, tiles_of(step), strict=True):
+            slot.put(step, tile)
+
+    lax.fori_loop(0, steps, put, None)
+    for slot in slots:
+        slot.drain(steps)
 
 
 def visit(edge: Callable[[int], jax.Array], body: Callable, carry: Any) -> Any:
