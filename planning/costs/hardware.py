@@ -85,7 +85,7 @@ def _tpu(name: str, units: MatrixUnits, tile: int = 512, *, fused_cores: int, fa
                          "cycle: 16 bundles between two products of 16 rows in the texts compiled for v5p, 8 for v6e",
          "far_exposed": "compiled texts of v5e:8x8 (docs/results/placement.json): of `balanced` 12% of the bytes run beside a "
                         "kernel, of attention2d's overlap none, of the ring all; v6e routes as v5e does",
-         "tile": "model/attention/kernels/tpu_tiles.py: the parts in which tiles of 1024 are masked; on v3 whole tiles"},
+         "tile": "model/attention/kernels/tpu_options.py: the parts in which tiles of 1024 are masked; on v3 whole tiles"},
         units, fused_cores)
 
 

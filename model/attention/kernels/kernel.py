@@ -21,7 +21,7 @@ class Kernel(abc.ABC):
     query sees, and `scale` multiplies the scores.
 
     A schedule of several rounds calls `extend` and `gradients`, which accumulate over the rounds. A kernel that can accumulate
-    in place overrides them, and so spares a pass over the results in every round.
+    in place (`AccumulatingKernel`) spares a pass over the results in every round.
 
     Attributes:
       softcap: bounds the scaled scores, before they are masked, by softcap * tanh(score / softcap) (Gemma 2); None: no bound.
@@ -68,6 +68,28 @@ class Kernel(abc.ABC):
         """The gradients of `backward`: dq, added to `carry` (None: zero), and dk and dv of this block, stacked."""
         dq, dk, dv = self.backward(queries, separate(keys), saved, mask=mask, scale=scale)
         return dq if carry is None else carry + dq, jnp.stack([dk, dv])
+
+
+@dataclasses.dataclass(frozen=True)
+class AccumulatingKernel(Kernel):
+    """A kernel that accumulates in place: `extend` and `gradients` are its own, and the other two follow from them."""
+
+    def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
+        return self.extend(None, queries, keys, mask=mask, scale=scale)
+
+    def backward(self, queries: Queries, keys: Keys, saved: Saved, *, mask: Mask, scale: float) -> Gradients:
+        dq, dkv = self.gradients(None, queries, keys, saved, mask=mask, scale=scale)
+        return Gradients(dq, *dkv)
+
+    @abc.abstractmethod
+    def extend(self, carry: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
+               scale: float) -> AttentionPartial:
+        """As of Kernel; the result takes the carry's memory."""
+
+    @abc.abstractmethod
+    def gradients(self, carry: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys, saved: Saved, *,
+                  mask: Mask, scale: float) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
+        """As of Kernel; dq takes the carry's memory."""
 
 
 def separate(keys: Keys | StackedKeys) -> Keys:

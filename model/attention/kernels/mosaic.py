@@ -17,12 +17,12 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from ..blocks import Gradients, Keys, Queries, Saved, StackedKeys
+from ..blocks import Keys, Queries, Saved, StackedKeys
 from ..coords import Mask, TokenCoords
 from ..partial import AttentionPartial
 from . import mosaic_backward, mosaic_forward
 from .intervals import in_row_order, intervals, row_order
-from .kernel import Kernel
+from .kernel import AccumulatingKernel, Kernel
 from .mosaic_tiles import HEAD_DIMS, ROWS, WARPGROUPS
 from .padding import pad, padded
 
@@ -31,7 +31,7 @@ HOPPER = ("H100", "H200", "H800", "H20")  # devices of compute capability 9.0: n
 
 
 @dataclasses.dataclass(frozen=True)
-class MosaicKernel(Kernel):
+class MosaicKernel(AccumulatingKernel):
     """FlashAttention-3's forward, and FlashAttention-2's backward in two kernels, for bfloat16 or float16 on Hopper GPUs.
 
     Attributes:
@@ -56,13 +56,6 @@ class MosaicKernel(Kernel):
             return self
         _warn("soft-caps of scores")
         return self.other.with_softcap(softcap)
-
-    def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
-        return self.extend(None, queries, keys, mask=mask, scale=scale)
-
-    def backward(self, queries: Queries, keys: Keys, saved: Saved, *, mask: Mask, scale: float) -> Gradients:
-        dq, dkv = self.gradients(None, queries, keys, saved, mask=mask, scale=scale)
-        return Gradients(dq, *dkv)
 
     def extend(self, carry: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
                scale: float) -> AttentionPartial:

@@ -5,19 +5,19 @@ import dataclasses
 
 import jax
 
-from ..blocks import Gradients, Keys, Queries, Saved, StackedKeys
+from ..blocks import Keys, Queries, Saved, StackedKeys
 from ..coords import Mask, TokenCoords
 from ..partial import AttentionPartial
 from . import tpu_backward, tpu_forward
-from .kernel import Kernel
+from .kernel import AccumulatingKernel
 from .padding import pad, padded, tile_size
-from .tpu_tiles import DEFAULT_VMEM, LANES, VMEM, TileOptions, fitting
+from .tpu_options import DEFAULT_VMEM, LANES, VMEM, TileOptions, fitting
 
 V3 = "TPU v3"
 
 
 @dataclasses.dataclass(frozen=True)
-class TpuKernel(Kernel):
+class TpuKernel(AccumulatingKernel):
     """FlashAttention-2 in tiles. On v3, whose matrix units take no bfloat16 from a kernel, tiles are cast to float32 first.
 
     Attributes:
@@ -33,16 +33,8 @@ class TpuKernel(Kernel):
     fused: bool | None = None
     interpret: object = False
 
-    def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
-        return self.extend(None, queries, keys, mask=mask, scale=scale)
-
-    def backward(self, queries: Queries, keys: Keys, saved: Saved, *, mask: Mask, scale: float) -> Gradients:
-        dq, dkv = self.gradients(None, queries, keys, saved, mask=mask, scale=scale)
-        return Gradients(dq, *dkv)
-
     def extend(self, carry: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
                scale: float) -> AttentionPartial:
-        """As of Kernel; the result takes the carry's memory."""
         q, kv = queries.q, _kv(keys)
         options = self._options(q, kv, mask, scale)
         q_tile, kv_tile = options.query_tile, options.key_tile
@@ -53,7 +45,6 @@ class TpuKernel(Kernel):
         return AttentionPartial(_heads_last(out, q.shape[1]), lse[:, :, :q.shape[1]])
 
     def gradients(self, carry, queries: Queries, keys: Keys | StackedKeys, saved: Saved, *, mask: Mask, scale: float):
-        """As of Kernel; dq takes the carry's memory."""
         q, kv, (dout, lse, delta) = queries.q, _kv(keys), saved
         options = self._options(q, kv, mask, scale)
         q_tile, kv_tile = options.query_tile, options.key_tile

@@ -12,23 +12,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..blocks import Saved
 from ..coords import FULL, MASKED, SKIP, TokenCoords
-from .tpu_tiles import (
-    LOG2_E,
-    Columns,
-    QueryTileGrid,
-    Scores,
-    TileOptions,
-    TileRanges,
-    column,
-    compiler_params,
-    coordinate_rows,
-    cost,
-    hide,
-    key_operands,
-    nbytes,
-    spread,
-    sub_tiles,
-)
+from .tpu_options import LOG2_E, Scores, TileOptions, compiler_params, cost, nbytes, sub_tiles
+from .tpu_tiles import Columns, QueryTileGrid, TileRanges, column, coordinate_rows, hide, key_operands, spread
 
 
 def _finite(lse):

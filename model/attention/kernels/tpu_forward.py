@@ -14,23 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..coords import FULL, MASKED, TokenCoords
 from ..partial import AttentionPartial
-from .tpu_tiles import (
-    LOG2_E,
-    LOWEST,
-    Columns,
-    QueryTileGrid,
-    Scores,
-    TileOptions,
-    TileRanges,
-    column,
-    compiler_params,
-    coordinate_rows,
-    cost,
-    hide,
-    nbytes,
-    spread,
-    sub_tiles,
-)
+from .tpu_options import LOG2_E, Scores, TileOptions, compiler_params, cost, nbytes, sub_tiles
+from .tpu_tiles import LOWEST, Columns, QueryTileGrid, TileRanges, column, coordinate_rows, hide, spread
 
 
 def _kernel(*refs, compute: Scores, carried: bool):

@@ -13,7 +13,7 @@ import pytest
 from model.attention import Keys, Mask, Queries, TokenCoords, attention
 from model.attention.blocks import Saved
 from model.attention.coords import tile_bounds
-from model.attention.kernels import GpuKernel, PlatformKernel, ReferenceKernel, TpuKernel, XlaKernel, tpu_tiles
+from model.attention.kernels import GpuKernel, PlatformKernel, ReferenceKernel, TpuKernel, XlaKernel, tpu_options
 from model.attention.kernels.gpu import _tile_ranges
 from model.attention.layout import permutation
 from model.attention.names import LAYOUTS
@@ -110,7 +110,7 @@ def test_kernels_visit_the_needed_tiles_and_no_others(name, shards, layout):
     "striped", *(pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS if name != "striped")])
 def test_the_tpus_kernel_visits_no_hidden_part_of_a_masked_tile(layout, fused, monkeypatch):
     """Tiles of 256 tokens in parts of 128, of the tokens of two shards."""
-    monkeypatch.setattr(tpu_tiles, "SUB_TILE", 128)
+    monkeypatch.setattr(tpu_options, "SUB_TILE", 128)
     order = permutation(1024, 2, layout)
     needed = needed_tiles(order, 128)
     for part, tiles in visited_tiles(TpuKernel(256, 256, fused=fused, interpret=True), order, 128).items():

@@ -13,10 +13,10 @@ import pytest
 from jax.experimental.pallas import tpu as pltpu
 
 from model.attention import Keys, Mask, Queries, Saved, StackedKeys, TokenCoords
-from model.attention.kernels import tpu_tiles
+from model.attention.kernels import tpu_options
 from model.attention.kernels.padding import tile_size
 from model.attention.kernels.tpu import TpuKernel
-from model.attention.kernels.tpu_tiles import LANES, VMEM, fitting
+from model.attention.kernels.tpu_options import LANES, VMEM, fitting
 from model.attention.layout import permutation
 from model.attention.partial import empty
 from tests.model.attention.dense import dense_attention
@@ -119,7 +119,7 @@ def test_kernel_is_exact_in_every_case(head_dim, mask, layout, kind):
     (True, MASKS[0]), (False, MASKS[0]),
     *(pytest.param(fused, mask, marks=pytest.mark.slow) for fused in (True, False) for mask in MASKS[1:])], ids=str)
 def test_one_and_two_kernels_are_exact_by_parts_of_a_tile(fused, mask, monkeypatch):
-    monkeypatch.setattr(tpu_tiles, "SUB_TILE", 128)
+    monkeypatch.setattr(tpu_options, "SUB_TILE", 128)
     check_case(80, mask, "striped", "packed", dataclasses.replace(KERNEL, query_tile=256, key_tile=256, fused=fused))
 
 

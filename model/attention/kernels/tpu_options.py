@@ -1,0 +1,129 @@
+"""What a TPU kernel is compiled for: tile sizes and memory, how scores are computed, and what the compiler is told of it."""
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+
+from ..coords import Mask
+
+LANES = 128
+LOG2_E = math.log2(math.e)
+# Keys whose scores are computed at a time; also the queries and keys of a part of a masked tile.
+SUB_TILE = 512
+# Of VMEM, what the compiler gives a kernel that asks for nothing: all that a core of v3 or v4 has.
+DEFAULT_VMEM = 16 * 2**20
+# What a kernel asks for elsewhere, of 128, 64 and 128 MiB (jax's TpuInfo): enough for the largest tiles. The rest is left to
+# the compiler, for what it moves beside the kernel.
+VMEM = {"TPU v5 lite": 32 * 2**20, "TPU v5": 32 * 2**20, "TPU v6 lite": 32 * 2**20}
+
+
+def fitting(query_tile: int, key_tile: int, head_dim: int, itemsize: int, vmem: int = DEFAULT_VMEM) -> tuple[int, int]:
+    """These tile sizes, or smaller ones that fit into so many bytes of VMEM beside 1 MiB for coordinates.
+
+    Counted for the kernel that needs most: q, dout, k, v and two float32 results or carries, each twice (one copy is moved
+    while the other is used), the statistics of the query tile, and two tiles of scores.
+    """
+    head_dim = -(-head_dim // LANES) * LANES
+
+    def footprint():
+        operands = 4 * itemsize * head_dim * (query_tile + key_tile)
+        return operands + 16 * head_dim * max(query_tile, key_tile) + 16 * LANES * query_tile + 8 * query_tile * key_tile
+
+    while footprint() > vmem - 2**20 and max(query_tile, key_tile) > LANES:
+        if key_tile > query_tile:
+            key_tile //= 2
+        else:
+            query_tile //= 2
+    return query_tile, key_tile
+
+
+class Scores(NamedTuple):
+    """How a kernel's function computes the scores of a tile: as exponents of 2, which the hardware takes.
+
+    Attributes:
+      mask, scale, softcap: as of Kernel.
+      float32_operands: tiles are cast to float32 before they are multiplied, as on v3.
+    """
+
+    mask: Mask
+    scale: float
+    softcap: float | None
+    float32_operands: bool
+
+    def part(self, tile: int) -> int:
+        """Tokens in a part of a masked tile; they divide it. v3's scalar memory has no room for the bounds of smaller parts."""
+        return tile if tile % SUB_TILE or self.float32_operands else SUB_TILE
+
+    def product(self, a: jax.Array, b: jax.Array, a_axis: int, b_axis: int) -> jax.Array:
+        """The product of two matrices over these axes, accumulated in float32."""
+        a, b = (x.astype(jnp.float32) for x in (a, b)) if self.float32_operands else (a, b)
+        return lax.dot_general(a, b, (((a_axis,), (b_axis,)), ((), ())), preferred_element_type=jnp.float32)
+
+    def exponents(self, a: jax.Array, b: jax.Array) -> jax.Array:
+        """The scores of rows of a and rows of b in units of log 2, nothing hidden yet."""
+        if self.softcap is None:
+            return self.product(a, b, 1, 1) * (self.scale * LOG2_E)
+        return self.softcap * LOG2_E * jnp.tanh(self.product(a, b, 1, 1) * (self.scale / self.softcap))
+
+    def before_cap(self, dscores: jax.Array, exponents: jax.Array) -> jax.Array:
+        """The gradient of scores before the soft-cap, from that of capped ones and their `exponents`."""
+        if self.softcap is None:
+            return dscores
+        return dscores * (1.0 - jnp.square(exponents * (1.0 / (self.softcap * LOG2_E))))
+
+
+def sub_tiles(tile: int) -> list[slice]:
+    """The parts in which a kernel goes through a tile of keys: the scores of one are computed beside the sums of another."""
+    return [slice(start, min(start + SUB_TILE, tile)) for start in range(0, tile, SUB_TILE)]
+
+
+@dataclasses.dataclass(frozen=True)
+class TileOptions:
+    """What the kernels are compiled for.
+
+    Attributes:
+      mask, scale, softcap: as of Kernel.
+      query_tile, key_tile: tokens in a tile; they divide the (padded) lengths.
+      float32_operands: tiles are cast to float32 before they are multiplied.
+      interpret: as of TpuKernel.
+      vmem: bytes of VMEM that a kernel asks for.
+    """
+
+    mask: Mask
+    scale: float
+    query_tile: int
+    key_tile: int
+    float32_operands: bool = False
+    interpret: Any = False
+    softcap: float | None = None
+    vmem: int = DEFAULT_VMEM
+
+    @property
+    def scores(self) -> Scores:
+        """How a kernel's function computes its scores."""
+        return Scores(self.mask, self.scale, self.softcap, self.float32_operands)
+
+
+def compiler_params(options: TileOptions, dimensions: str) -> pltpu.CompilerParams:
+    """The parameters of a kernel whose grid's dimensions are "parallel" (p) or "arbitrary" (a), a letter each."""
+    semantics: Any = tuple({"p": "parallel", "a": "arbitrary"}[letter] for letter in dimensions)
+    return pltpu.CompilerParams(dimension_semantics=semantics, vmem_limit_bytes=options.vmem)
+
+
+def cost(products: int, q_shape, kv_length: int, mask: Mask, bytes_accessed: int):
+    """The estimate from which the compiler's scheduler decides what to hide behind the kernel; causal work counts half."""
+    batch, heads, length, head_dim = q_shape
+    pairs = batch * heads * length * kv_length // (2 if mask.causal else 1)
+    return pl.CostEstimate(flops=2 * products * pairs * head_dim, transcendentals=pairs, bytes_accessed=bytes_accessed)
+
+
+def nbytes(*arrays) -> int:
+    """The bytes of these arrays or shapes."""
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
