@@ -50,7 +50,7 @@ def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
     from planning.costs import HARDWARE, Job, Sizes
     from planning.machines import device_count
     from planning.plan import Job as PlannedJob
-    from scripts.plan import named_model
+    from scripts.plan_options import named_model
 
     for option in ("model", "context"):
         if getattr(args, option) is None:

@@ -13,253 +13,18 @@ a recipe, mesh, schedule or memory option the fastest way that fits is chosen, b
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import sys
-import typing
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from model.memory.options import MemoryConfig
-from planning.machines import EXAMPLES, topology_of
-from planning.memory_options import MEMORY_OPTIONS
 from scripts.compare_schedules import compare
+from scripts.plan_options import chooses, jobs_of, parser
 from trainer import entry
-from trainer.config.schema import MESH_AXES, AttentionConfig
 from trainer.config.yaml_text import parse
 
 if TYPE_CHECKING:
-    from model.config import LlamaConfig
     from planning.plan import DoesNotFit, Job
-    from trainer.config.schema import MeshConfig, RunConfig
-
-
-def parser() -> entry.CommandParser:
-    """The command's options; those that are not given are the recipe's, or train.py's defaults."""
-    options = entry.CommandParser(prog="python -m scripts.plan", description=__doc__.splitlines()[0], allow_abbrev=False)
-    options.add_argument("--config", help="a recipe")
-    options.add_argument("--model", help="a preset such as llama-7b, a model's folder (its config.json is enough), or "
-                         "org/name in the Hugging Face cache; the recipe's own unless given")
-    options.add_argument("--machine", "--topology", dest="topology", type=_checked(topology_of), metavar="MACHINE",
-                         help=f"such as {EXAMPLES}")
-    options.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU, in place of the table's; with "
-                         "--machine gpu, 4xgpu of any GPU")
-    options.add_argument("--context", type=_checked(tokens_of), help="tokens in a row, such as 64K or 1M; with --search the "
-                         "first one tried")
-    options.add_argument("--mesh", help="such as fsdp=8,sequence=8 or tensor=8,sequence_parallel=1")
-    for axis in MESH_AXES:
-        options.add_argument(f"--{axis}", type=entry.at_least_one, help=f"devices along the axis {axis}, as in --mesh")
-    options.add_argument("--batch", type=entry.at_least_one, help="rows (default 1)")
-    options.add_argument("--schedule", type=partial(parse, source="--schedule"),
-                         help="as a recipe's attention.schedule (default ring)")
-    options.add_argument("--layout", choices=typing.get_args(typing.get_type_hints(AttentionConfig)["layout"]),
-                         help="(default striped)")
-    _add_memory_options(options)
-    options.add_argument("--host-gib", type=float, help="each device's share of the host's memory in GiB; what needs more does "
-                         "not fit (default: what such hosts have)")
-    options.add_argument("--best", action="store_true", help="choose mesh and policy, with --compile also the schedule: of "
-                         "those that fit, the one that the cost model thinks fastest")
-    options.add_argument("--search", action="store_true", help="find the longest context that fits, and the policy (with "
-                         "--best also mesh and schedule) that holds it")
-    options.add_argument("--compare", action="store_true", help="print the time of every schedule and layout")
-    options.add_argument("--hardware", help="compares them on this machine of the cost model, such as v4 or a100-ethernet")
-    options.add_argument("--tokens", type=_checked(tokens_of), help="tokens to train on, such as 100M: adds hours")
-    options.add_argument("--price-per-device-hour", type=float, help="adds money")
-    options.add_argument("--compile", action="store_true", help="also let the machine's compiler say what the step takes")
-    options.add_argument("--write", metavar="RECIPE.yaml", help="write the plan as a recipe, with the launcher's command")
-    options.add_argument("--output", help="also write what is printed to this JSON file, with --compile the compiler's plan; "
-                         "with --search --compile to this folder, with a picture")
-    return options
-
-
-def _checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
-    """The argparse type of a function whose ValueErrors are to be printed as they are."""
-    def checked(text: str) -> Any:
-        try:
-            return convert(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error).removeprefix("--machine: ")) from None
-    return checked
-
-
-def tokens_of(text: str) -> int:
-    """Returns a number of tokens: 4096, 64K, 1M, 1_048_576. K and M are powers of two where the number before them is whole.
-
-    Raises:
-      ValueError: no number of at least 1.
-    """
-    number = text.strip().replace(",", "").replace("_", "").lower()
-    factor = {"k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "b": 1 << 30}.get(number[-1:], 1)
-    try:
-        value = float(number[:-1] if factor > 1 else number) * factor
-    except ValueError:
-        value = 0.0
-    if value < 1 or value != int(value):
-        raise ValueError(f"found {text}; write a number of tokens such as 4096, 64K or 1M")
-    return int(value)
-
-
-def _add_memory_options(options: argparse.ArgumentParser) -> None:
-    """Adds a flag for each memory option that a plan varies, with the type and the text that MemoryConfig declares."""
-    import docstring_parser
-
-    types = typing.get_type_hints(MemoryConfig)
-    fields = docstring_parser.parse_from_object(MemoryConfig).params
-    documented = {field.arg_name: field.description or "" for field in fields}
-    documented["attention_groups"] += " 0: a group for each key/value head of a device."
-    for name in MEMORY_OPTIONS:
-        flag, about = "--" + name.replace("_", "-"), documented[name].replace("%", "%%")
-        if types[name] is bool:
-            options.add_argument(flag, action="store_const", const=True, help=about)
-        elif choices := typing.get_args(types[name]):
-            options.add_argument(flag, choices=choices, help=f"{about} (default {getattr(MemoryConfig, name)})")
-        else:
-            options.add_argument(flag, type=types[name], help=f"{about} (default {getattr(MemoryConfig, name)})")
-
-
-def jobs_of(args: argparse.Namespace) -> list[Job]:
-    """The jobs that the options describe: one, or one for each stage of a recipe with stages.
-
-    Raises:
-      UserError, ValueError: an option or the recipe is wrong.
-    """
-    from data.errors import UserError
-    from trainer.stages import stages_of
-
-    if not args.topology:
-        raise UserError(f"--machine: missing; write {EXAMPLES}")
-    recipe = _recipe(args)
-    model = _model(args, recipe)
-    if not recipe.stages:
-        return [_job(args, recipe, model)]
-    for option in ("context", "batch", "write"):
-        if getattr(args, option):
-            raise UserError(f"--{option}: the recipe has stages, of which each says its own; leave it out")
-    if not recipe.model.path and not recipe.model.preset and not recipe.model.overrides:
-        recipe = dataclasses.replace(recipe, model=dataclasses.replace(recipe.model, path="-"))
-    if args.mesh or any(getattr(args, axis) for axis in MESH_AXES):
-        recipe = dataclasses.replace(recipe, mesh=_mesh(args) or recipe.mesh)
-    return [_job(args, stage, model.with_positions(**stage.model.overrides) if args.model else model, staged=True)
-            for stage in stages_of(recipe)]
-
-
-def job_of(args: argparse.Namespace) -> Job:
-    """The job that the options describe, of a recipe with stages that of its longest rows; raises as `jobs_of`."""
-    return max(jobs_of(args), key=lambda job: job.context)
-
-
-def _job(args: argparse.Namespace, recipe: RunConfig, model: LlamaConfig, staged: bool = False) -> Job:
-    """A recipe as a job on the machine, with the options that take precedence."""
-    from planning.machines import device_count, host_gib
-    from planning.plan import Job, changed
-    from trainer.config.checks import check
-    from trainer.config.schema import MeshConfig
-    from trainer.devices import GPU_MEMORY_SHARE
-
-    memory = {name: getattr(args, name) for name in MEMORY_OPTIONS if getattr(args, name) is not None}
-    group_per_key_head = memory.get("attention_groups") == 0
-    if group_per_key_head:
-        del memory["attention_groups"]
-    own_mesh = dataclasses.replace(recipe.mesh, simulate=0) if args.config else None
-    mesh = own_mesh if staged and own_mesh else _mesh(args) or own_mesh or MeshConfig(sequence=device_count(args.topology))
-    run = changed(
-        recipe, mesh=mesh, memory=memory,
-        data={} if args.context is None else {"context_length": args.context},
-        train={} if args.batch is None else {"batch_size": args.batch},
-        attention={name: getattr(args, name) for name in ("schedule", "layout") if getattr(args, name) is not None})
-    name = args.model or recipe.model.path or recipe.model.preset or recipe.name
-    return Job(check(run, "plan"), model, args.topology, name, group_per_key_head,
-               host_gib(args.topology) if args.host_gib is None else args.host_gib,
-               args.gpu_memory and GPU_MEMORY_SHARE * args.gpu_memory)
-
-
-def _mesh(args: argparse.Namespace) -> MeshConfig | None:
-    """The mesh of --mesh and of the axes' own flags; None without them. Raises ValueError."""
-    axes = [f"{axis}={getattr(args, axis)}" for axis in MESH_AXES if getattr(args, axis)]
-    return mesh_of(",".join([*axes, *([args.mesh] if args.mesh else [])]))
-
-
-def _chooses(args: argparse.Namespace) -> bool:
-    """Whether the planner may choose mesh and policy: it is asked to, or no option and no recipe says them."""
-    names = ("config", "mesh", "schedule", "layout", *MESH_AXES, *MEMORY_OPTIONS)
-    return args.best or all(getattr(args, name) is None for name in names)
-
-
-def _recipe(args: argparse.Namespace) -> RunConfig:
-    """The recipe of --config, or one with all defaults. Raises UserError."""
-    from data.errors import UserError
-    from planning.plan import PLAIN
-    from trainer.config.load import load
-
-    if not args.config:
-        for option, example in (("model", "llama-3.1-8b"), ("context", "128K")):
-            if getattr(args, option) is None and not (option == "context" and args.search):
-                raise UserError(f"--{option}: missing, such as --{option} {example}; only a recipe (--config) goes without")
-        return PLAIN
-    try:
-        if _learns_from_trajectories(args.config):
-            return load(["--config", args.config])
-        # A recipe may leave the data and the model to the command line, and a plan needs no data.
-        return load(["--config", args.config, "--data.path", "any", *(["--model.path", "any"] if args.model else [])])
-    except UserError as error:
-        raise UserError(str(error).replace("--model.path HF_DIR", "--model with a preset or a model's folder")) from None
-
-
-def _learns_from_trajectories(path: str) -> bool:
-    """Whether the file is a recipe with a section `trajectories`; False also where it cannot be read, which `load` reports."""
-    from data.errors import UserError
-
-    try:
-        recipe = parse(Path(path).read_text(encoding="utf-8"), path)
-    except (OSError, ValueError, UserError):
-        return False
-    return isinstance(recipe, dict) and "trajectories" in recipe
-
-
-def _model(args: argparse.Namespace, recipe: RunConfig) -> LlamaConfig:
-    """The shape of the model that --model or the recipe names. Raises UserError, ValueError."""
-    from trainer.model_source import choose_model
-    from trainer.trajectories import trajectory_model
-
-    if recipe.trajectories.path:
-        return trajectory_model(recipe)
-    return choose_model(recipe.model).config if args.model is None else named_model(args.model)
-
-
-def named_model(name: str) -> LlamaConfig:
-    """Returns the shape of a preset, of a model's folder, or of org/name in the Hugging Face cache.
-
-    Raises:
-      UserError, ValueError: there is none of this name; names the presets.
-    """
-    from data.errors import UserError
-    from model.config import LlamaConfig
-    from model.families import FAMILIES
-    from trainer.config.fields import suggestion
-    from trainer.model_source import open_model
-
-    presets = [preset for family in FAMILIES.values() for preset in family.presets]
-    if name in presets:
-        return LlamaConfig.preset(name)
-    if Path(name).expanduser().is_dir() or ("/" in name and not name.startswith((".", "/", "~"))):
-        return open_model(name).config
-    raise UserError(f"--model: found {name!r}; neither a folder, nor org/name in the Hugging Face cache, nor a "
-                    f"preset{suggestion(name.lower(), presets)}; presets are {', '.join(presets)}")
-
-
-def mesh_of(text: str | None) -> MeshConfig | None:
-    """fsdp=8,sequence=8 -> MeshConfig, where dcn.data=2 is a factor of mesh.dcn; None for nothing. Raises ValueError."""
-    from trainer.config.schema import MeshConfig
-
-    try:
-        sizes = dict(part.split("=") for part in (text or "").split(",") if part)
-        dcn = {axis.removeprefix("dcn."): int(sizes.pop(axis)) for axis in list(sizes) if axis.startswith("dcn.")}
-        axes: dict[str, Any] = {axis: int(size) for axis, size in sizes.items()}
-        return MeshConfig(**axes, dcn=dcn) if axes else None
-    except (TypeError, ValueError):
-        raise ValueError(f"--mesh: found {text!r}; write axis=size,... with data, fsdp, tensor, sequence") from None
 
 
 def estimates(plan: dict[str, Any], job: Job, args: argparse.Namespace) -> dict[str, float]:
@@ -349,8 +114,8 @@ def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
     if mesh.devices != devices and not args.best:
         raise ValueError(f"mesh: {mesh.product} devices, but {job.topology} has {devices}; give --mesh, or --best")
     if args.search and not args.compile:
-        job = answer.longest(job, choose_mesh=_chooses(args)) or job
-    elif _chooses(args):
+        job = answer.longest(job, choose_mesh=chooses(args)) or job
+    elif chooses(args):
         job = answer.choose(job) or job
     memory = estimate_memory(job)
     times = {"tokens": args.tokens, "price": args.price_per_device_hour}

@@ -10,8 +10,8 @@ from planning.memory_estimate import HIGH, HIGH_KEPT_ON_TPU, LOW, LOW_OF_ADAPTER
 from planning.memory_options import MEMORY_OPTIONS
 from planning.plan import Job
 from scripts.benchmarks.evidence import command_of
-from scripts.plan import job_of as asked
-from scripts.plan import parser
+from scripts.plan_options import job_of as asked
+from scripts.plan_options import parser
 from trainer.config.schema import MeshConfig
 
 PLANS = Path(__file__).resolve().parents[2] / "docs" / "plans"

@@ -21,7 +21,8 @@ from planning.parts import host_parts_gib, parts_gib
 from planning.plan import PLAIN, DoesNotFit, Job, compile_step, plan
 from planning.search import search, ways
 from planning.topology import topology_devices
-from scripts.plan import job_of, main, mesh_of, parser
+from scripts.plan import main
+from scripts.plan_options import job_of, mesh_of, parser
 from tests.compiled_text import arrays_with
 from trainer.config.load import load
 from trainer.config.schema import MeshConfig, OptimizerConfig, TrainConfig

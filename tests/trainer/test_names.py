@@ -13,7 +13,7 @@ from model.sharding import MESH_AXES, RULES, Parallel
 from planning import search as plan_search
 from planning.costs.step import REMAT
 from planning.plan import Job
-from scripts import plan
+from scripts import plan_options
 from trainer.config import schema
 
 
@@ -41,9 +41,9 @@ def test_schedules_are_those_of_the_table():
 
 def test_the_plan_accepts_every_policy_and_no_other(capsys):
     job = ["--model", "tiny", "--topology", "v4:2x2x1", "--context", "1024", "--remat"]
-    assert [plan.parser().parse_args([*job, name]).remat for name in POLICIES] == list(POLICIES)
+    assert [plan_options.parser().parse_args([*job, name]).remat for name in POLICIES] == list(POLICIES)
     with pytest.raises(SystemExit):
-        plan.parser().parse_args([*job, "some"])
+        plan_options.parser().parse_args([*job, "some"])
     listed = re.search(r"choose from (.*)\)", capsys.readouterr().err)[1]
     assert sorted(re.findall(r"\w+", listed)) == sorted(POLICIES)
 

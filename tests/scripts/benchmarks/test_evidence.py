@@ -5,7 +5,7 @@ import pytest
 
 from planning.plan import _described, made_with
 from scripts.benchmarks import evidence
-from scripts.plan import job_of, parser
+from scripts.plan_options import job_of, parser
 
 PLANS = evidence.stored_plans([])
 
