@@ -433,9 +433,10 @@ def test_errors_are_one_line(tmp_path):
 
 def test_time_is_linear_in_the_number_of_turns(tmp_path):
     """30,000 turns once took 50 s, nearly all of it to count them."""
-    tokenizer, seconds = Tokenizer.load(TINY), {}
-    for turns in (2_000, 20_000):
+    tokenizer, seconds = Tokenizer.load(TINY), {2_000: [], 20_000: []}
+    for turns in 3 * list(seconds):
         start = time.process_time()
         render([Message("user", "a"), Message("assistant", "b")] * (turns // 2), "plain", tokenizer)
-        seconds[turns] = time.process_time() - start
-    assert seconds[20_000] < 30 * seconds[2_000] and seconds[20_000] < 10
+        seconds[turns].append(time.process_time() - start)
+    # The least of three each: a busy machine slows now the one, now the other.
+    assert min(seconds[20_000]) < 30 * min(seconds[2_000]) and min(seconds[20_000]) < 10
