@@ -109,10 +109,35 @@ def test_merged_weights_compute_the_same(adapter, hf_model, tmp_path):
     assert abs(beside - of_base) > 1e-2, "the adapter does something"
 
 
+def losses_of_torch(hf_model, folder, optimizer, steps, noise=0.0):
+    """The losses of peft's own training, whose adapter begins with this much relative noise."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
+    model = peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in trained:
+            parameter.mul_(1 + noise * torch.randn_like(parameter))
+    adamw = torch.optim.AdamW(trained, lr=optimizer.learning_rate, betas=(0.9, 0.999), eps=optimizer.epsilon, weight_decay=0.0)
+    losses = []
+    for number in range(steps):
+        ids = torch.tensor(tokens_of(2, number % 3), dtype=torch.long)
+        loss = model(ids, labels=ids).loss
+        adamw.zero_grad()
+        loss.backward()
+        adamw.step()
+        losses.append(float(loss.detach()))
+    return np.array(losses)
+
+
 @pytest.mark.parametrize("steps", [6, pytest.param(50, marks=pytest.mark.slow)])
 def test_losses_of_training_are_those_of_peft_and_torch(adapter, hf_model, steps):
-    """From the same adapter, on the same rows, with AdamW: every loss within 1e-3."""
-    _, folder, _ = adapter
+    """From the same adapter, on the same rows, with AdamW: every loss within 1e-3.
+
+    On these random weights a difference in the last bit grows from step to step: torch itself, begun with it, is 3e-4 away
+    from its own losses after 50 steps of LoRA, and 0.03 to 0.1 with the other kinds. These may be twice as far away.
+    """
+    config, folder, _ = adapter
     source = open_adapter(str(folder), str(hf_model))
     model = llama(dataclasses.replace(source.config, adapter=source.adapter.config))
     optimizer = OptimizerConfig(learning_rate=2e-3, schedule="constant", warmup_steps=0, clip_norm=0.0, beta2=0.999,
@@ -122,22 +147,16 @@ def test_losses_of_training_are_those_of_peft_and_torch(adapter, hf_model, steps
     trained = {name: params[name] for name in builder.trainable}
     frozen = {name: x for name, x in params.items() if name not in trained}
     state, step = builder.init_optimizer(trained), builder.lower_train().compile()
-    base = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
-    theirs = peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
-    adamw = torch.optim.AdamW([p for p in theirs.parameters() if p.requires_grad], lr=2e-3, betas=(0.9, 0.999),
-                              eps=optimizer.epsilon, weight_decay=0.0)
     losses = []
     for number in range(steps):
-        tokens = tokens_of(2, number % 3)
-        trained, state, metrics = step(trained, frozen, state, place_batch(batch_of(tokens), model.mesh), np.int32(number))
-        ids = torch.tensor(tokens, dtype=torch.long)
-        loss = theirs(ids, labels=ids).loss
-        adamw.zero_grad()
-        loss.backward()
-        adamw.step()
-        losses.append((float(metrics.loss), float(loss.detach())))
-    assert losses[3][0] < losses[0][0], losses  # the same rows
-    assert max(abs(a - b) for a, b in losses) <= 1e-3, losses
+        batch = place_batch(batch_of(tokens_of(2, number % 3)), model.mesh)
+        trained, state, metrics = step(trained, frozen, state, batch, np.int32(number))
+        losses.append(float(metrics.loss))
+    theirs, allowed = losses_of_torch(hf_model, folder, optimizer, steps), 1e-3
+    if steps == 50 and config != KINDS["lora"]:
+        allowed = 2 * np.abs(losses_of_torch(hf_model, folder, optimizer, steps, noise=1e-7) - theirs).max()
+    assert losses[3] < losses[0], losses  # the same rows
+    assert np.abs(losses - theirs).max() <= allowed, (losses, theirs)
 
 
 class FixedDropout(torch.nn.Module):
