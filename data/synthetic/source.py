@@ -23,11 +23,12 @@ from data.synthetic.tasks import Exercise
 from data.synthetic.wording import Wording, wording_like
 
 PREFIX = "synthetic:"
-RULES = "synthetic-2"  # to be changed with every change to the exercises
+RULES = "synthetic-3"  # to be changed with every change to the exercises
 TASKS: dict[str, Callable[..., Exercise]] = {
     "lines": tasks.lines, "needles": tasks.needles, "key_values": tasks.key_values, "variables": tasks.variables,
     "copying": tasks.copying}
-MARGIN = 48  # tokens of a context that are left for the template and for texts with longer words
+MARGIN = 48  # tokens of a context that are left for the template's first turns and for texts with longer words
+FURTHER_MARGIN = 16  # for the headings and the ends of the two turns of a further question
 
 
 class Spec(NamedTuple):
@@ -99,7 +100,7 @@ def generate(path: str, context_length: int, count: Callable[[str], int]) -> lis
     def tokens(units: int) -> int:
         longest = max((make(number, units) for number in range(3)), key=lambda exercise: len(exercise.text))
         texts = longest.text, longest.prefix + longest.rest, *filter(None, longest.further)
-        return sum(map(count, texts)) + MARGIN * (len(texts) // 2)
+        return sum(map(count, texts)) + MARGIN + FURTHER_MARGIN * (len(texts) // 2 - 1)
 
     few, many = 1, 33
     short = tokens(few)

@@ -4,9 +4,12 @@ import re
 
 import pytest
 
+from data.conversation import Message
 from data.errors import UserError
 from data.synthetic.source import TASKS, Spec, exercise_of, generate, write
 from data.synthetic.split import is_evaluation
+from data.templates import render
+from data.tokenizer import Tokenizer
 from eval import line_cases
 
 
@@ -84,6 +87,20 @@ def test_a_further_question_repeats_its_share_of_the_lines():
         assert first in written and set(repeated) < set(written) and first not in repeated
         assert len(repeated) == round(0.25 * len(written))
         assert question == f"And {', '.join(re.findall(r'line (.+?):', answer))}?"
+
+
+@pytest.mark.parametrize("template", ["vicuna_v1.1", "koala"])
+def test_short_contexts_have_lines_to_choose_from_and_room_for_the_template(repository, template):
+    tokenizer = Tokenizer.load(repository / "data/fixtures/lines_tokenizer")
+    path = f"synthetic:lines?count=200&seed=1&share=1.0&like={repository}/data/fixtures/line_cases.jsonl"
+    records = generate(path, 128, lambda text: len(tokenizer.encode(text)))
+    lengths = []
+    for record in records:
+        messages = [Message({"human": "user", "gpt": "assistant"}[turn["from"]], turn["value"])
+                    for turn in record["conversations"]]
+        lengths.append(sum(len(segment.ids) for segment in render(messages, template, tokenizer)))
+    assert max(lengths) <= 128
+    assert max(record["conversations"][0]["value"].count("line ") for record in records) > 2  # the question says it once
 
 
 def test_files_are_kept_and_depend_on_all_that_changes_them(tmp_path, monkeypatch):
