@@ -180,6 +180,8 @@ def _wraps_an_interrupt(error: BaseException | None) -> bool:
 
 
 def _stopped() -> int:
+    # What was interrupted while it was being made may fail once more as it is deleted; `run` sets the hook back afterwards.
+    sys.unraisablehook = lambda _: None
     print("stopped", file=sys.stderr)
     return 130
 

@@ -96,6 +96,20 @@ def test_ctrl_c_within_a_library_that_raises_another_error_stops_the_command(cap
     assert (entry.run(work), *capsys.readouterr()) == (130, "", "stopped\n")
 
 
+def test_ctrl_c_is_one_line_although_what_it_left_half_made_cannot_be_deleted(capsys):
+    class HalfMade:
+        def __del__(self):
+            raise AttributeError("no attribute, since __init__ did not end")
+
+    def interrupted():
+        half_made = HalfMade()
+        raise KeyboardInterrupt(half_made)
+
+    hook = sys.unraisablehook
+    assert entry.run(interrupted) == 130
+    assert capsys.readouterr().err == "stopped\n" and sys.unraisablehook is hook
+
+
 def test_a_full_disk_is_named_by_the_commands_output(tmp_path, capsys):
     """Python's error for a full disk in the middle of a file names no file."""
     def work():
