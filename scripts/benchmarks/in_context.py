@@ -6,24 +6,28 @@ Agentic Transformer with 2, 8 and on the first task 4 episodes in a context, on 
 All see the same episodes, have the same parameters and take the same number of steps of 16 episodes each. Agentic Transformers
 take the first 200 of their 500 steps with one episode in a context: with many from the start, they hardly learn in that time
 (docs/notes/in_context.md). Whatever was finished is not done again: the same command goes on, in the middle of a training too.
-Writes docs/results/in_context.json, a row for each task that is complete or in part, and docs/in_context.png.
+Writes docs/results/in_context.json, a row for each task that is complete or in part beside those that are stored, and
+docs/in_context.png.
 """
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import shutil
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from data.trajectories.tasks import TASKS, get_task
-from scripts.benchmarks.results import ROOT, measured, row, save
+from scripts.benchmarks.results import FOLDER, ROOT, commit, load, measured, row, save
+from scripts.benchmarks.retrieval import seconds
 
+NAME = "in_context"
 EPISODES_IN_A_STEP = 16
 STEPS, ALONE = 500, 200  # optimizer steps; the first of them, with one episode in a context
+TRAINING_SEEDS = 3  # on the first task
 METHODS: dict[str, dict[str, float | int | str]] = {
     "BC-10%": {"in_context": 1, "conditioning": "none", "best": 0.1},
     "DT": {"in_context": 1},
@@ -31,8 +35,21 @@ METHODS: dict[str, dict[str, float | int | str]] = {
     "AT, N = 4": {"in_context": 4},
     "AT, N = 8": {"in_context": 8},
 }
+FIRST_TASK = "cartpole_swingup"
 FIRST_TASK_ONLY = "AT, N = 4"
 BASELINES, LONGEST = ("BC-10%", "DT"), "AT, N = 8"
+SCORES = "returns, mean of 5 seeds, and 95% bootstrap intervals"
+EPISODES = "return of each episode, mean of 5 seeds"
+SEEDS = "last of 8 episodes, three training seeds"
+TABLES = {SCORES: ["task", "method", "last", "best of 8", "mean of 8", "best in data", "mean of data", "minutes"],
+          EPISODES: ["task", "method", *map(str, range(1, 9))],
+          SEEDS: ["task", "method", *(f"seed {seed}" for seed in range(TRAINING_SEEDS))]}
+FACTS = [f"Each method takes {STEPS} steps of {EPISODES_IN_A_STEP} episodes; Agentic Transformers the first {ALONE} of them with "
+         "one episode in a context.",
+         "Five evaluation seeds; one training seed, 0, unless a table names others; all asked for the best return in the data.",
+         "The three walker tasks learn from the episodes of all three, each with its own rewards.",
+         "Minutes are of training, with its evaluations and saves; of two methods that share a first stage, both count it."]
+PAPER_TITLE = "Ring Attention, Table 5: other data, other sizes, not comparable as numbers"
 # Ring Attention, Table 5: BC-10%, DT, AT with 32 and with 128 trajectories, on ExoRL's data and with 350M parameters.
 PAPER = {
     "walker_stand": (52.91, 34.54, 95.45, 98.23), "walker_run": (34.81, 49.82, 105.88, 110.45),
@@ -43,11 +60,11 @@ DEPENDS_ON = ("data/trajectories/*.py", "model/agentic.py", "model/cache.py", "t
               "configs/trajectories/*.yaml")
 
 
-def run_one(task: str, method: str, args: argparse.Namespace) -> dict:
+def run_one(task: str, method: str, seed: int, args: argparse.Namespace) -> dict:
     """Trains and evaluates one method on one task, unless that is done; returns what eval.in_context wrote."""
     options = METHODS[method]
     name = "".join(letter if letter.isalnum() else "_" for letter in method.lower())
-    folder = Path(args.output) / task / name
+    folder = Path(args.output) / task / f"{name}_seed_{seed}"
     results = folder / "in_context" / "results.json"
     if not results.exists():
         in_context = int(options["in_context"])
@@ -56,15 +73,14 @@ def run_one(task: str, method: str, args: argparse.Namespace) -> dict:
                  "--trajectories.path", args.data, "--data.prepared", str(Path(args.output) / "prepared"),
                  "--data.context_length", str(in_context * tokens), "--train.batch_size", str(EPISODES_IN_A_STEP // in_context),
                  "--train.steps", str(STEPS), "--stages", json.dumps(stages(in_context, tokens)),
+                 "--model.seed", str(seed), "--data.seed", str(seed),
                  *(text for field, value in options.items() for text in (f"--trajectories.{field}", str(value)))]
         if in_context > 1:
-            take_first_stage(folder)
-        start = time.time()
+            take_first_stage(folder, seed)
         for command in (train, ["-m", "eval.in_context", "--checkpoint", str(folder), "--output", str(results.parent)]):
             print("$ python " + " ".join(command), flush=True)
             subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
-        (folder / "seconds.json").write_text(json.dumps(time.time() - start))
-    return json.loads(results.read_text(encoding="utf-8"))
+    return json.loads(results.read_text(encoding="utf-8")) | {"minutes": seconds(folder) / 60}
 
 
 def stages(in_context: int, tokens: int) -> list[dict[str, int]]:
@@ -80,10 +96,10 @@ def stages(in_context: int, tokens: int) -> list[dict[str, int]]:
              "in_context": in_context}]
 
 
-def take_first_stage(folder: Path) -> None:
-    """Copies the finished first stage of another method of the same task, which is the same run for all."""
+def take_first_stage(folder: Path, seed: int) -> None:
+    """Copies the finished first stage of another method of the same task and seed, which is the same run for all."""
     target = folder / "stages" / "1"
-    finished = [run / "stages" / "1" for run in sorted(folder.parent.iterdir())
+    finished = [run / "stages" / "1" for run in sorted(folder.parent.glob(f"*_seed_{seed}"))
                 if (run / "in_context" / "results.json").exists() and (run / "stages" / "1").exists()]
     if finished and not target.exists():
         partial = target.with_suffix(".part")
@@ -92,46 +108,78 @@ def take_first_stage(folder: Path) -> None:
         partial.rename(target)
 
 
-def save_result(found: dict[str, dict[str, dict]], command: str) -> None:
-    """Writes the result of the tasks that are there; half a table is saved as half a table."""
-    rows, lines = {}, []
-    for task, methods in found.items():
-        scores = {method: result["scores"]["last"] for method, result in methods.items()}
-        text = "; ".join(f"{method.replace('AT, N =', 'AT')} {score['mean']:.0f}" for method, score in scores.items())
-        held = None
-        if set(scores) >= {*BASELINES, LONGEST}:
-            held = all(scores[LONGEST]["interval"][0] > scores[method]["interval"][1] for method in BASELINES)
-        data = next(iter(methods.values()))
-        rows[task] = row(f"{task}, last of 8 episodes", text, "N = 8 above both baselines", held)
-        for method, result in methods.items():
-            three = ["{mean:.1f} ({interval[0]:.1f} to {interval[1]:.1f})".format(**result["scores"][name])
-                     for name in ("last", "best", "mean")]
-            lines.append([task, method, *three, f"{data['data_best']:.1f}", f"{data['data_mean']:.1f}"])
-    paper = [[task, *(f"{value:.2f}" for value in values)] for task, values in PAPER.items()]
-    columns = ["task", "method", "last", "best of 8", "mean of 8", "best in data", "mean of data"]
-    tables = {"returns, mean of 5 seeds, and 95% bootstrap intervals": {"columns": columns, "rows": lines},
-              "Ring Attention, Table 5: other data, other sizes, not comparable as numbers": {
-                  "columns": ["task", "BC-10%", "DT", "AT, 32 trajectories", "AT, 128 trajectories"], "rows": paper}}
-    save("in_context", measured("In-context reinforcement learning on episodes collected with dm_control", rows, command,
-                                DEPENDS_ON, tables=tables, note="docs/notes/in_context.md"))
+def save_result(results: dict[str, dict[str, list[dict]]], command: str) -> None:
+    """Writes the result of some tasks beside the others that are stored; half a table is saved as half a table.
+
+    Args:
+      results: task -> method -> what eval.in_context wrote, for each training seed.
+    """
+    stored = load(NAME) if (FOLDER / f"{NAME}.json").exists() else None
+    rows = {task: old for task, old in (stored.rows if stored else {}).items() if task not in results}
+    tables = {title: {"columns": columns, "rows": [line for line in (stored.tables.get(title, {}).get("rows", [])
+                                                                   if stored else []) if line[0] not in results]}
+              for title, columns in TABLES.items()}
+    for task, methods in results.items():
+        rows[task] = _task_row(task, {method: by_seed[0]["scores"]["last"] for method, by_seed in methods.items()})
+        for method, by_seed in methods.items():
+            _add_lines(tables, task, method, by_seed)
+    order = list(TASKS)
+    for table in tables.values():
+        table["rows"].sort(key=lambda line: order.index(line[0]))
+    tables[PAPER_TITLE] = {"columns": ["task", "BC-10%", "DT", "AT, 32 trajectories", "AT, 128 trajectories"],
+                           "rows": [[task, *(f"{value:.2f}" for value in values)] for task, values in PAPER.items()]}
+    save(NAME, measured("In-context reinforcement learning on episodes collected with dm_control",
+                        {task: rows[task] for task in order if task in rows}, command, DEPENDS_ON, facts=FACTS,
+                        tables={title: table for title, table in tables.items() if table["rows"]},
+                        note="docs/notes/in_context.md"))
 
 
-def plot(found: dict[str, dict[str, dict]], path: Path) -> None:
-    """Draws the return against the number of the episode, a panel for each task."""
+def _task_row(task: str, scores: dict[str, dict]) -> dict[str, str]:
+    text = "; ".join(f"{method.replace('AT, N =', 'AT')} {score['mean']:.0f}" for method, score in scores.items())
+    held = None
+    if set(scores) >= {*BASELINES, LONGEST}:
+        held = all(scores[LONGEST]["interval"][0] > scores[method]["interval"][1] for method in BASELINES)
+    return row(f"{task}, last of 8 episodes", text, "N = 8 above both baselines", held,
+               date=datetime.date.today().isoformat(), commit=commit())
+
+
+def _add_lines(tables: dict[str, dict[str, list]], task: str, method: str, by_seed: list[dict]) -> None:
+    """Adds a method's line to each of the TABLES."""
+    first = by_seed[0]
+    three = ["{mean:.1f} ({interval[0]:.1f} to {interval[1]:.1f})".format(**first["scores"][name])
+             for name in ("last", "best", "mean")]
+    tables[SCORES]["rows"].append([task, method, *three, f"{first['data_best']:.1f}", f"{first['data_mean']:.1f}",
+                                   f"{first['minutes']:.1f}"])
+    episodes = [sum(column) / len(column) for column in zip(*first["returns"], strict=True)]
+    tables[EPISODES]["rows"].append([task, method, *(f"{value:.1f}" for value in episodes)])
+    if len(by_seed) == TRAINING_SEEDS:
+        lasts = [f"{result['scores']['last']['mean']:.1f}" for result in by_seed]
+        tables[SEEDS]["rows"].append([task, method, *lasts])
+
+
+def plot(path: Path) -> None:
+    """Draws the return against the number of the episode, a panel for each task that is stored."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    import numpy as np
 
-    figure, panels = plt.subplots(1, len(found), figsize=(4.2 * len(found), 3.6), layout="constrained", squeeze=False)
-    for axes, (task, methods) in zip(panels[0], found.items(), strict=True):
-        for method, result in methods.items():
-            returns = np.array(result["returns"])
-            axes.plot(np.arange(1, returns.shape[1] + 1), returns.mean(0), marker="o", markersize=3, label=method)
-        axes.axhline(result["data_best"], color="0.4", linestyle="--", label="best in the data")
-        axes.axhline(result["data_mean"], color="0.4", linestyle=":", label="mean of the data")
+    tables = load(NAME).tables
+    tasks = list(dict.fromkeys(line[0] for line in tables[EPISODES]["rows"]))
+    figure, panels = plt.subplots(2, -(-len(tasks) // 2), figsize=(4.2 * -(-len(tasks) // 2), 6.8), layout="constrained",
+                                  squeeze=False)
+    for axes, task in zip(panels.flat, tasks, strict=False):
+        for _, method, *values in (line for line in tables[EPISODES]["rows"] if line[0] == task):
+            returns = [float(value) for value in values]
+            axes.plot(range(1, len(returns) + 1), returns, marker="o", markersize=3, label=method)
+        best, mean = next(map(float, line[5:7]) for line in tables[SCORES]["rows"] if line[0] == task)
+        axes.axhline(best, color="0.4", linestyle="--", label="best in the data")
+        axes.axhline(mean, color="0.4", linestyle=":", label="mean of the data")
         axes.set(title=task, xlabel="episode", ylabel="return")
-    figure.legend(*panels[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize="x-small")
+    for axes in panels.flat[len(tasks):]:
+        axes.remove()
+    labels = {text: line for axes in panels.flat[:len(tasks)] for line, text in zip(*axes.get_legend_handles_labels(),
+                                                                                   strict=True)}
+    figure.legend(labels.values(), labels.keys(), loc="outside lower center", ncols=4, fontsize="small")
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -142,18 +190,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD",
                         help=f"out of {', '.join(map(repr, METHODS))} (default all)")
+    parser.add_argument("--all-seeds", action="store_true", help=f"train {FIRST_TASK} with {TRAINING_SEEDS} seeds")
     parser.add_argument("--data", default="trajectories/collected", help="output of scripts.collect_trajectories")
     parser.add_argument("--output", default="runs/in_context", help="folder of the runs (default runs/in_context)")
     args = parser.parse_args(argv)
-    found: dict[str, dict[str, dict]] = {}
+    results: dict[str, dict[str, list[dict]]] = {}
     for task in args.tasks:
         for method in args.methods:
-            if method == FIRST_TASK_ONLY and task != args.tasks[0]:
+            if method == FIRST_TASK_ONLY and task != FIRST_TASK:
                 continue
-            result = run_one(task, method, args)
-            found.setdefault(task, {})[method] = result
-            save_result(found, f"python -m scripts.benchmarks.in_context --tasks {' '.join(found)}")
-    plot(found, ROOT / "docs" / "in_context.png")
+            seeds = range(TRAINING_SEEDS if task == FIRST_TASK and args.all_seeds else 1)
+            results.setdefault(task, {})[method] = [run_one(task, method, seed, args) for seed in seeds]
+            save_result(results, f"python -m scripts.benchmarks.in_context --tasks {' '.join(results)}")
+            plot(ROOT / "docs" / "in_context.png")
 
 
 if __name__ == "__main__":
