@@ -44,8 +44,8 @@ SEEDS = "last of 8 episodes, three training seeds"
 TABLES = {SCORES: ["task", "method", "last", "best of 8", "mean of 8", "best in data", "mean of data", "minutes"],
           EPISODES: ["task", "method", *map(str, range(1, 9))],
           SEEDS: ["task", "method", *(f"seed {seed}" for seed in range(TRAINING_SEEDS))]}
-FACTS = [f"Each method takes {STEPS} steps of {EPISODES_IN_A_STEP} episodes; Agentic Transformers the first {ALONE} of them with "
-         "one episode in a context.",
+FACTS = [f"Each method takes {STEPS} steps of {EPISODES_IN_A_STEP} episodes; Agentic Transformers the first {ALONE} of them "
+         "with one episode in a context.",
          "Five evaluation seeds; one training seed, 0, unless a table names others; all asked for the best return in the data.",
          "The three walker tasks learn from the episodes of all three, each with its own rewards.",
          "Minutes are of training, with its evaluations and saves; of two methods that share a first stage, both count it."]
@@ -189,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.in_context", description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD",
-                        help=f"out of {', '.join(map(repr, METHODS))} (default all)")
+                        help=f"out of {', '.join(map(repr, METHODS))} (default all)".replace("%", "%%"))
     parser.add_argument("--all-seeds", action="store_true", help=f"train {FIRST_TASK} with {TRAINING_SEEDS} seeds")
     parser.add_argument("--data", default="trajectories/collected", help="output of scripts.collect_trajectories")
     parser.add_argument("--output", default="runs/in_context", help="folder of the runs (default runs/in_context)")
