@@ -1,0 +1,25 @@
+"""Every command describes itself: --help prints its flags, whatever signs stand in their descriptions."""
+import importlib
+import pathlib
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+INNER = {"scripts.benchmarks.kernel_case"}  # a process of bench_kernels, which no user starts
+COMMANDS = sorted({
+    ".".join(path.relative_to(ROOT).with_suffix("").parts)
+    for folder in ("eval", "scripts", "scripts/benchmarks")
+    for path in (ROOT / folder).glob("*.py") if 'if __name__ == "__main__":' in path.read_text(encoding="utf-8")
+    and "def main(argv" in path.read_text(encoding="utf-8")} - INNER)
+
+
+def test_the_commands_are_known():
+    assert {"eval.line_retrieval", "scripts.chat", "scripts.benchmarks.in_context"} <= set(COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_is_printed(command, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        importlib.import_module(command).main(["--help"])
+    assert stopped.value.code in (0, None)
+    assert "usage: " in capsys.readouterr().out
