@@ -52,9 +52,9 @@ def _from_key_tiles(x: Float[Array, "n B Hkv tile D"]) -> Float[Array, "B T Hkv 
     return x.transpose(1, 0, 3, 2, 4).reshape(batch, count * tile, heads, head_dim)
 
 
-def _coord_tiles(coords: TokenCoords, tile: int) -> TokenCoords:
-    """Coordinates [n, B, tile]."""
-    return jax.tree.map(lambda x: x.reshape(x.shape[0], -1, tile).swapaxes(0, 1), coords)
+def _coord_tiles(coords: TokenCoords, tile: int, group: int = 1) -> TokenCoords:
+    """Coordinates [n, B, group * tile], those of a tile repeated for each query head of a group."""
+    return jax.tree.map(lambda x: jnp.tile(x.reshape(x.shape[0], -1, tile).swapaxes(0, 1), group), coords)
 
 
 def _tile_kinds(q_coords: TokenCoords, kv_coords: TokenCoords, query_tile: int, key_tile: int, mask: Mask) -> jax.Array:
@@ -95,7 +95,7 @@ class XlaKernel(Kernel):
         divides is padded.
     """
 
-    query_tile: int = 512
+    query_tile: int = 256
     key_tile: int = 512
 
     def _padded(self, queries: Queries, keys: Keys) -> tuple[Queries, Keys, int, int]:
@@ -110,15 +110,14 @@ class XlaKernel(Kernel):
         scores = capped(_product("bhkd,bhqd->bhkq", k, q) * scale, self.softcap)
         if not masked:
             return scores
-        seen = visible(q_coords, kv_coords, mask).swapaxes(1, 2)[:, None, :, None]
-        return jnp.where(seen, scores.reshape(*scores.shape[:3], -1, seen.shape[-1]), -jnp.inf).reshape(scores.shape)
+        return jnp.where(visible(q_coords, kv_coords, mask).swapaxes(1, 2)[:, None], scores, -jnp.inf)
 
     def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
         _, length, heads, _ = queries.q.shape
         kv_heads = keys.k.shape[2]
         (q, q_coords), (k, v, kv_coords), query_tile, key_tile = self._padded(queries, keys)
         kinds = _tile_kinds(q_coords, kv_coords, query_tile, key_tile, mask)
-        query_tiles = (_query_tiles(q, kv_heads, query_tile), _coord_tiles(q_coords, query_tile), kinds)
+        query_tiles = (_query_tiles(q, kv_heads, query_tile), _coord_tiles(q_coords, query_tile, heads // kv_heads), kinds)
         key_tiles = (_key_tiles(k, key_tile), _key_tiles(v, key_tile).swapaxes(-1, -2), _coord_tiles(kv_coords, key_tile))
 
         def query_tile_result(_, tile):
@@ -159,7 +158,7 @@ class XlaKernel(Kernel):
         lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
         query_tiles = (_query_tiles(q, kv_heads, query_tile), _query_tiles(dout, kv_heads, query_tile),
                    _statistic_tiles(lse, kv_heads, query_tile), _statistic_tiles(delta, kv_heads, query_tile),
-                   _coord_tiles(q_coords, query_tile))
+                   _coord_tiles(q_coords, query_tile, heads // kv_heads))
         key_tiles = (_key_tiles(k, key_tile), _key_tiles(v, key_tile), _coord_tiles(kv_coords, key_tile), kinds.T)
 
         def add_key_tile(dq, tile):
