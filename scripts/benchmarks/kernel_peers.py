@@ -144,7 +144,7 @@ def ours_mosaic(case: Case, block: Block) -> Callable:
     """This project's kernel for Hopper GPUs, whose tiles follow from the head size."""
     import jax
 
-    from model.attention.kernels.mosaic import HOPPER
+    from model.attention.kernels.device import HOPPER
 
     device = jax.devices()[0].device_kind
     if not any(name in device for name in HOPPER):

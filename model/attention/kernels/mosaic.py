@@ -21,13 +21,13 @@ from ..blocks import Keys, Queries, Saved, StackedKeys
 from ..coords import Mask, TokenCoords
 from ..partial import AttentionPartial
 from . import mosaic_backward, mosaic_forward
+from .device import HOPPER, device_kind
 from .intervals import in_row_order, intervals, row_order
 from .kernel import AccumulatingKernel, Kernel
 from .mosaic_tiles import HEAD_DIMS, ROWS, WARPGROUPS
 from .padding import pad, padded
 
 TILE = ROWS * WARPGROUPS  # lengths are padded to multiples of it: every tile of queries or keys is half of it, or all
-HOPPER = ("H100", "H200", "H800", "H20")  # devices of compute capability 9.0: no other has wgmma
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,8 +112,8 @@ class MosaicKernel(AccumulatingKernel):
             reason = f"heads of {q.shape[3]} ({HEAD_DIMS[-1]} at most)"
         elif self.interpret is None and q.dtype.itemsize != 2:
             reason = f"{q.dtype} operands"
-        elif self.interpret is None and not any(name in _device_kind() for name in HOPPER):
-            reason = f"devices other than Hopper GPUs ({_device_kind()})"
+        elif self.interpret is None and not any(name in device_kind() for name in HOPPER):
+            reason = f"devices other than Hopper GPUs ({device_kind()})"
         if reason:
             _warn(reason)
         return bool(reason)
@@ -121,12 +121,6 @@ class MosaicKernel(AccumulatingKernel):
 
 def _warn(reason: str) -> None:
     warnings.warn(f"attention kernel: {reason} are served by the kernel 'auto', not by 'mosaic'", stacklevel=5)
-
-
-def _device_kind() -> str:
-    """The kind of device for which the program is traced: the mesh's, or the first device's."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device.device_kind if device is not None else jax.devices()[0].device_kind
 
 
 class _Side(NamedTuple):

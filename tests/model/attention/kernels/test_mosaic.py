@@ -84,7 +84,7 @@ def blocks(dtype=jnp.bfloat16, head_dim=64):
     ("NVIDIA B200", blocks(), Mask(), r"devices other than Hopper GPUs \(NVIDIA B200\)"),
 ], ids=["global tokens", "float32", "heads", "older", "newer"])
 def test_what_it_does_not_serve_is_named_and_served_by_the_other_kernel(kind, arrays, mask, reason, monkeypatch):
-    monkeypatch.setattr(mosaic, "_device_kind", lambda: kind)
+    monkeypatch.setattr(mosaic, "device_kind", lambda: kind)
     options = {"mask": mask, "scale": 1.0}
     with pytest.warns(UserWarning, match=f"{reason} are served by the kernel 'auto', not by 'mosaic'"):
         got = get_kernel("mosaic").forward(*arrays, **options)
