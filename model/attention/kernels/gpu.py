@@ -157,8 +157,8 @@ class Tuning(NamedTuple):
     stages: int
 
 
-# Of each kernel by head size; docs/notes/kernels.md has the compilers' figures. The first table is of operands of 16 bits on any
-# GPU: its tiles fit the 99 KiB of shared memory that consumer GPUs have.
+# Of each kernel by head size; docs/notes/kernels.md has the compiler's figures. The first table is for operands of 16 bits on
+# any GPU: its tiles fit the 99 KiB of shared memory that consumer GPUs have.
 ANY = {
     "forward": {64: Tuning(128, 64, 4, 2), 128: Tuning(128, 64, 8, 2), 256: Tuning(64, 32, 8, 2)},
     "dq": {64: Tuning(64, 64, 4, 2), 128: Tuning(64, 64, 8, 2), 256: Tuning(64, 16, 8, 2)},
