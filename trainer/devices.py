@@ -136,6 +136,7 @@ GPUS: dict[str, Gpu] = {
                     memory_gib=23.52, memory_bandwidth=1008e9, cores=128, l2_cache=72 << 20),
     "l40s": _ada("NVIDIA L40S datasheet: 362 TFLOP/s bfloat16 dense, 864 GB/s", kinds=("NVIDIA L40S",), product="NVIDIA L40S",
                  peak_flops=362e12, memory_gib=44.40, memory_bandwidth=864e9, cores=142, l2_cache=96 << 20),
+    # The figures of its cores are those of XLA's own description (b200.txtpb).
     "b200": Gpu(
         kinds=("NVIDIA B200",), product="NVIDIA B200", compute_capability=(10, 0), peak_flops=2.25e15,
         memory_gib=180e9 / 2**30, memory_bandwidth=8e12, link=900e9, box_host_gib=1920, cores=148, fpus_per_core=128,
@@ -143,8 +144,7 @@ GPUS: dict[str, Gpu] = {
         sources={"peak_flops, memory_bandwidth, link": "NVIDIA HGX B200: 2.25 PFLOP/s bfloat16 dense and 1,800 GB/s of NVLink "
                                                        "both ways a GPU; 8 TB/s",
                  "memory_gib": "NVIDIA DGX B200 datasheet: 1,440 GB of 8 GPUs",
-                 "box_host_gib": "NVIDIA DGX user guides: 2 TB or more; that a program may use 1,920 GiB of them is assumed",
-                 "cores, clock_ghz, l2_cache": "XLA's description of the device (b200.txtpb)"}),
+                 "box_host_gib": "NVIDIA DGX user guides: 2 TB or more; that a program may use 1,920 GiB of them is assumed"}),
 }
 A100_PCIE = Device(
     kinds=("NVIDIA A100-PCIE", "NVIDIA A100 80GB PCIe"), peak_flops=312e12, memory_bandwidth=1935e9, link=32e9,

@@ -1,8 +1,9 @@
 """The kernel for NVIDIA's Hopper GPUs, in Pallas on Mosaic: warp-specialised, by wgmma and TMA. Its parts are in mosaic_*.py.
 
 Each query's keys are one interval of a block, found before the kernel (`intervals`): a tile then needs two integers a row, and
-no coordinates of keys. Blocks that are the tokens of several shards are brought into the order of their row first, by a copy.
-Blocks that are in another order, or have padding inside a document, are seen when they come and left to the other kernel.
+no coordinates of keys. Blocks that are the tokens of several shards are brought into the order of their row first, by a copy; so
+are blocks that turn out not to be in order when they come. None of ours does: the loader numbers a row's documents as they follow
+one another, and pads behind them; every layout keeps that order, and so do the slots of a cache.
 """
 from __future__ import annotations
 
@@ -69,15 +70,21 @@ class MosaicKernel(AccumulatingKernel):
 
     def _call(self, ours: Callable[..., Any], others: Callable[..., Any], carry: Any, queries: Queries,
               keys: Keys | StackedKeys, *saved: Saved, mask: Mask, scale: float) -> Any:
-        """Ours, or the other kernel's: for what this one does not serve, and, at run time, for blocks that are not in order."""
+        """Ours, or the other kernel's for what this one does not serve."""
         blocks = carry, queries, keys, *saved
-        others = functools.partial(others, mask=mask, scale=scale)
         if self._refused(queries.q, mask):
-            return others(*blocks)
-        q_side = _Side.create(queries.coords, queries.q.shape[3], self.query_shards)
-        kv_side = _Side.create(keys.coords, queries.q.shape[3], self.key_shards)
-        ordered = jnp.array([side.order is not None or in_row_order(side.coords) for side in (q_side, kv_side)]).all()
-        return lax.cond(ordered, functools.partial(ours, q_side, kv_side, mask, scale), others, *blocks)
+            return others(*blocks, mask=mask, scale=scale)
+
+        sides = ((queries.coords, self.query_shards), (keys.coords, self.key_shards))
+
+        def run(is_sorted: bool, *blocks: Any) -> Any:
+            pair = [_Side.create(coords, queries.q.shape[3], is_sorted or shards > 1) for coords, shards in sides]
+            return ours(*pair, mask, scale, *blocks)
+
+        unsure = [in_row_order(TokenCoords(*coords[:2])) for coords, shards in sides if shards == 1]
+        if not unsure:
+            return run(True, *blocks)
+        return lax.cond(jnp.array(unsure).all(), functools.partial(run, False), functools.partial(run, True), *blocks)
 
     def _extend(self, q_side: _Side, kv_side: _Side, mask: Mask, scale: float, carry: AttentionPartial | None,
                 queries: Queries, keys: Keys | StackedKeys) -> AttentionPartial:
@@ -137,10 +144,11 @@ class _Side(NamedTuple):
     head_dim: int
 
     @classmethod
-    def create(cls, coords: TokenCoords, head_dim: int, shards: int) -> _Side:
+    def create(cls, coords: TokenCoords, head_dim: int, is_sorted: bool) -> _Side:
+        """The tokens with these coordinates, brought into the row's order or as they come."""
         coords = TokenCoords(*coords[:2])
         order = None
-        if shards > 1:
+        if is_sorted:
             order = row_order(coords)
             coords = TokenCoords(*(jnp.take_along_axis(x, order, 1) for x in (coords.index, coords.segment_ids)))
         return cls(padded(coords, TILE), order, next(size for size in HEAD_DIMS if size >= head_dim))

@@ -3,17 +3,22 @@
 What runs is the kernel itself: its intervals and tiles, copies, barriers and stores, three warpgroups at a time. Two things are
 the interpreter's own: products are plain ones in float32 (`Arithmetic`), and a copy is done when it is asked for.
 """
+import dataclasses
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.attention import Keys, Mask, Queries, Saved, TokenCoords, get_kernel
-from model.attention.kernels import MosaicKernel, mosaic
+from model.attention import Keys, Mask, Queries, Saved, TokenCoords, attention, get_kernel
+from model.attention.kernels import MosaicKernel, XlaKernel, mosaic
+from model.attention.kernels.intervals import in_row_order
 from model.attention.layout import permutation
+from model.attention.names import LAYOUTS
 from model.attention.options import AttentionConfig
+from tests.model.attention.cases import QUICK, SCHEDULES, mesh_of
 from tests.model.attention.dense import dense_attention
 from tests.model.attention.mosaic_interpreter import KERNEL, compile_once
 from tests.model.attention.test_exactness import check
@@ -50,9 +55,75 @@ def test_rows_that_see_nothing():
     check_nothing_to_see(KERNEL)
 
 
-def test_a_block_with_padding_inside_a_document_is_the_other_kernels():
-    """Found at run time, block by block; the results are exact all the same."""
-    check_case(64, MASKS[0], "striped", "packed", KERNEL)
+class Untouched(XlaKernel):
+    """A kernel that may not be asked."""
+
+    def extend(self, *blocks, mask, scale):
+        raise AssertionError("the other kernel was asked")
+
+    gradients = extend
+
+
+def test_a_block_with_padding_inside_a_document_is_brought_into_order():
+    """Found at run time, block by block; no other kernel is asked, and the results are exact all the same."""
+    check_case(64, MASKS[0], "striped", "packed", dataclasses.replace(KERNEL, other=Untouched()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched(XlaKernel):
+    """Reports of each block that was not gathered whether its tokens are in the order of the row, in both directions."""
+
+    report: Any = None
+    shards: tuple[int, int] = (1, 1)
+
+    def over_shards(self, queries, keys):
+        return dataclasses.replace(self, shards=(self.shards[0] * queries, self.shards[1] * keys))
+
+    def _watch(self, queries, keys):
+        for block, shards in zip((queries, keys), self.shards, strict=True):
+            jax.debug.callback(self.report, True if shards > 1 else in_row_order(block.coords))
+
+    def forward(self, queries, keys, **options):
+        self._watch(queries, keys)
+        return super().forward(queries, keys, **options)
+
+    def backward(self, queries, keys, saved, **options):
+        self._watch(queries, keys)
+        return super().backward(queries, keys, saved, **options)
+
+
+def orders(schedule, layout, segments):
+    """Whether the blocks of a forward and a backward pass over four devices are in order."""
+    reports = []
+    order = permutation(segments.shape[1], 4, layout)
+    coords = TokenCoords(np.arange(segments.shape[1], dtype=np.int32)[None][:, order], segments[:, order])
+    x = jnp.ones((1, segments.shape[1], 4, 8))
+
+    def loss(x):
+        return attention(x, x, x, coords, mesh=mesh_of(4), layout=layout, schedule=SCHEDULES[schedule],
+                         kernel=Watched(report=lambda is_ordered: reports.append(bool(is_ordered)))).sum()
+
+    jax.block_until_ready(jax.jit(jax.grad(loss), compiler_options=QUICK)(x))
+    jax.effects_barrier()
+    return reports
+
+
+SEGMENTS = np.repeat([1, 2, 3, 0], [10, 50, 26, 10]).astype(np.int32)[None]
+QUICK_ORDERS = [("ring bidirectional", "zigzag"), ("balanced", "striped"), ("usp attention2d", "striped")]
+
+
+@pytest.mark.parametrize(("schedule", "layout"), [
+    *QUICK_ORDERS, *(pytest.param(*case, marks=pytest.mark.slow) for case in itertools.product(SCHEDULES, LAYOUTS)
+                     if case not in QUICK_ORDERS)])
+def test_no_schedule_has_a_block_out_of_order_that_the_loader_wrote_in_order(schedule, layout):
+    reports = orders(schedule, layout, SEGMENTS)
+    assert len(reports) >= 16 and all(reports)
+
+
+def test_a_block_out_of_order_is_seen():
+    segments = SEGMENTS.copy()
+    segments[0, 30:40] = 0
+    assert not all(orders("ring", "striped", segments))
 
 
 @pytest.mark.parametrize("layout", ["striped", "zigzag"])
