@@ -1,9 +1,9 @@
 """The kernel for NVIDIA's Hopper GPUs, in Pallas on Mosaic: warp-specialised, by wgmma and TMA. Its parts are in mosaic_*.py.
 
 Each query's keys are one interval of a block, found before the kernel (`intervals`): a tile then needs two integers a row, and
-no coordinates of keys. Blocks that are the tokens of several shards are brought into the order of their row first, by a copy; so
-are blocks that turn out not to be in order when they come. None of ours does: the loader numbers a row's documents as they follow
-one another, and pads behind them; every layout keeps that order, and so do the slots of a cache.
+no coordinates of keys. Blocks that are the tokens of several shards are brought into the order of their row first, by a copy,
+and so are blocks that turn out not to be in order when they come. None of ours turns out so: the loader numbers a row's
+documents as they follow one another, and pads behind them; every layout keeps that order, and so do the slots of a cache.
 """
 from __future__ import annotations
 
