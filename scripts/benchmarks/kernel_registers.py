@@ -2,6 +2,7 @@
 
     python -m scripts.benchmarks.kernel_registers            # compiles all, and writes docs/results/kernel_registers.json
     python -m scripts.benchmarks.kernel_registers --check    # compiles all, and fails where one is worse than stored
+    python -m scripts.benchmarks.kernel_registers --try h100 forward 128 128 128 4 3   # Triton's with other tiles
 
 Needs no GPU, but JAX's CUDA plugin and its compiler's wheels. The kernels are compiled for described GPUs: Mosaic's with
 carries, and with K and V stacked, as in a ring's round, Triton's as they are called. ptxas tells registers and the bytes that
@@ -185,15 +186,19 @@ def read_triton(folder: Path, kernel: str) -> Figures:
     return read_figures(done.stderr, ptx, launch)
 
 
-def compile_all(folder: Path) -> dict[str, list[list]]:
-    """Compiles all kernels in this process, whose compilers write into the folder, and returns the Figures of CASES."""
+def compile_all(folder: Path, tried: list[str] | None) -> dict[str, list[list]]:
+    """Compiles kernels in this process, whose compilers write into the folder, and returns the Figures of `cases_of(tried)`."""
     import jax
     import numpy as np
 
+    from model.attention.kernels import gpu
     from planning.topology import topology_devices
 
     figures, xla = [], folder / "xla"
-    for case in CASES:
+    for case in cases_of(tried):
+        if tried:
+            for tables in gpu.TUNING.values():
+                tables[case.kernel][case.head_dim] = gpu.Tuning(*map(int, tried[3:]))
         mesh = jax.sharding.Mesh(np.array(topology_devices(f"{case.chip}:1")), "sequence")
         with jax.set_mesh(mesh):  # tells the kernel its device, as the trainer's mesh does
             (compile_mosaic if case.library == "mosaic" else compile_triton)(mesh, case)
@@ -204,13 +209,19 @@ def compile_all(folder: Path) -> dict[str, list[list]]:
     return {"figures": figures}
 
 
-def measure() -> dict[Case, Figures]:
-    """Compiles all kernels in a process of its own, whose compilers are told by its environment to write what they make."""
+def cases_of(tried: list[str] | None) -> list[Case]:
+    """Returns all cases, or the one that is tried with other tiles: [chip, kernel, head size, tile, step, warps, stages]."""
+    return [Case("triton", tried[0], tried[1], int(tried[2]))] if tried else CASES
+
+
+def measure(tried: list[str] | None = None) -> dict[Case, Figures]:
+    """Compiles kernels in a process of its own, whose compilers are told by its environment to write what they make."""
     with tempfile.TemporaryDirectory() as folder:
         dumps = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1",
                  "XLA_FLAGS": f"--xla_dump_to={folder}/xla --xla_dump_hlo_as_text=false"}
-        compiled = in_own_process(NAME, "--into", folder, environment={**dumps, "JAX_PLATFORMS": "cpu"})
-    return {case: Figures(*values) for case, values in zip(CASES, compiled["figures"], strict=True)}
+        arguments = ("--into", folder, *(("--try", *tried) if tried else ()))
+        compiled = in_own_process(NAME, *arguments, environment={**dumps, "JAX_PLATFORMS": "cpu"})
+    return {case: Figures(*values) for case, values in zip(cases_of(tried), compiled["figures"], strict=True)}
 
 
 def summarize(figures: dict[Case, Figures]) -> dict[str, dict[str, str]]:
@@ -275,11 +286,15 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser(NAME, __doc__)
     parser.add_argument("--check", action="store_true", help="compare with the stored result, and write nothing")
+    parser.add_argument("--try", nargs=7, dest="tried", help="compile one of Triton's kernels with these tiles, and write nothing",
+                        metavar=("CHIP", "KERNEL", "HEAD_DIM", "TILE", "STEP", "WARPS", "STAGES"))
     parser.add_argument("--into", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.into:
-        print(json.dumps(compile_all(args.into)))
+        print(json.dumps(compile_all(args.into, args.tried)))
         return 0
+    if args.tried:
+        return entry.run(lambda: print(*measure(args.tried).values()))
     return check() if args.check else entry.run(write)
 
 
