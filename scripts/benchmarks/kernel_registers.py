@@ -286,7 +286,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser(NAME, __doc__)
     parser.add_argument("--check", action="store_true", help="compare with the stored result, and write nothing")
-    parser.add_argument("--try", nargs=7, dest="tried", help="compile one of Triton's kernels with these tiles, and write nothing",
+    parser.add_argument("--try", nargs=7, dest="tried", help="compile one of Triton's kernels with these tiles",
                         metavar=("CHIP", "KERNEL", "HEAD_DIM", "TILE", "STEP", "WARPS", "STAGES"))
     parser.add_argument("--into", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
