@@ -229,12 +229,12 @@ def summarize(figures: dict[Case, Figures]) -> dict[str, dict[str, str]]:
     rows = {}
     for case, figure in figures.items():
         product, copy, may_spill = PRODUCTS[case.chip], COPIES[case.library], case.kernel == "dkv"
-        goal = f"{product}, {copy}" + ("" if may_spill else ", no spill")
+        needed = [product, *(["TMA"] if case.library == "mosaic" else []), *([] if may_spill else ["no spill"])]
         held = bool(figure.products and figure.copies and not figure.serialized and (may_spill or not figure.spilled))
         said = (f"{figure.spilled} bytes spilled, {figure.products} {product}{' (serialized)' if figure.serialized else ''}, "
-                f"{figure.copies} {copy}; {figure.shared / 1024:.0f} KiB a block, {figure.blocks} a core")
+                f"{figure.copies} {copy}; {figure.shared / 1024:.0f} KiB, {figure.blocks} a core")
         rows["_".join(map(str, dataclasses.astuple(case)))] = row(
-            f"{case.library.capitalize()}, {case.chip.upper()}: {case.kernel}, heads of {case.head_dim}", said, goal, held)
+            f"{case.library.capitalize()}, {case.chip.upper()}: {case.kernel}, {case.head_dim}", said, ", ".join(needed), held)
     return rows
 
 
@@ -246,7 +246,7 @@ def write() -> None:
     for line in lines:
         print(*line)
     save(NAME, measured(
-        "The kernels for GPUs by the CUDA compiler: bfloat16", summarize(figures),
+        "Kernels for GPUs by head size, shared memory of a block, blocks of a core: bfloat16, by the CUDA compiler", summarize(figures),
         f"python -m scripts.benchmarks.{NAME}",
         ("model/attention/kernels/mosaic_*.py", "model/attention/kernels/intervals.py", "model/attention/kernels/gpu.py",
          f"scripts/benchmarks/{NAME}.py"),
