@@ -246,8 +246,8 @@ def write() -> None:
     for line in lines:
         print(*line)
     save(NAME, measured(
-        "Kernels for GPUs by head size, shared memory of a block, blocks of a core: bfloat16, by the CUDA compiler", summarize(figures),
-        f"python -m scripts.benchmarks.{NAME}",
+        "Kernels for GPUs by head size, shared memory of a block, blocks of a core: bfloat16, by the CUDA compiler",
+        summarize(figures), f"python -m scripts.benchmarks.{NAME}",
         ("model/attention/kernels/mosaic_*.py", "model/attention/kernels/intervals.py", "model/attention/kernels/gpu.py",
          f"scripts/benchmarks/{NAME}.py"),
         tables={"figures": {"columns": columns, "rows": lines}}, seconds=round(time.perf_counter() - start, 1),
