@@ -2,11 +2,12 @@
 PYTHON ?= python3
 PLATFORM ?= cpu
 VENV ?= .venv
+EVIDENCE ?= .venv-evidence
 RUN := $(VENV)/bin/python
 REQUIREMENTS := requirements$(if $(filter cpu,$(PLATFORM)),,-$(PLATFORM)).txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint cycles bench evidence soak
+.PHONY: help install quickstart test lint cycles registers bench evidence soak
 .DELETE_ON_ERROR:
 
 help:
@@ -48,15 +49,19 @@ bench: $(VENV)/.requirements-test.stamp
 	$(RUN) -m scripts.benchmarks
 
 # In an environment of its own, whose versions are pinned.
-.venv-evidence/.stamp: requirements-evidence.txt requirements.txt
-	$(PYTHON) -m venv .venv-evidence
-	.venv-evidence/bin/python -m pip install --quiet --disable-pip-version-check -r $<
+$(EVIDENCE)/.stamp: requirements-evidence.txt requirements.txt
+	$(PYTHON) -m venv $(EVIDENCE)
+	$(EVIDENCE)/bin/python -m pip install --quiet --disable-pip-version-check -r $<
 	@touch $@
 
-evidence: .venv-evidence/.stamp
-	.venv-evidence/bin/python -m scripts.benchmarks.evidence $(if $(ONLY),--only $(ONLY))
-	$(if $(ONLY),,.venv-evidence/bin/python -m scripts.benchmarks.kernel_cycles --check)
-	$(if $(ONLY),,.venv-evidence/bin/python -m scripts.benchmarks.kernel_registers --check)
+# No GPU is needed: the compiler tells registers and spills.
+registers: $(EVIDENCE)/.stamp
+	$(EVIDENCE)/bin/python -m scripts.benchmarks.kernel_registers --check
+
+evidence: $(EVIDENCE)/.stamp
+	$(EVIDENCE)/bin/python -m scripts.benchmarks.evidence $(if $(ONLY),--only $(ONLY))
+	$(if $(ONLY),,$(EVIDENCE)/bin/python -m scripts.benchmarks.kernel_cycles --check)
+	$(if $(ONLY),,$(EVIDENCE)/bin/python -m scripts.benchmarks.kernel_registers --check)
 
 soak: $(VENV)/.requirements-test.stamp
 	$(RUN) -m tests.soak $(PARTS)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import jax
 
-from trainer.devices import GPUS, DescribedGpu
+from trainer.devices import GPUS, Gpu
 
 from .machines import ANY_GPU, split_topology
 
@@ -31,12 +31,11 @@ def topology_devices(name: str) -> list[jax.Device]:
     """
     slices, generation, shape = split_topology(name)
     gpu = GPUS.get(generation)
-    if isinstance(gpu, DescribedGpu):
+    if gpu is not None:
         return _gpus(name, generation, gpu, shape)
-    if gpu is not None or generation == ANY_GPU:
-        described = ", ".join(chip for chip, gpu in GPUS.items() if isinstance(gpu, DescribedGpu))
+    if generation == ANY_GPU:
         raise ValueError(f"topology: {name!r} cannot be compiled for, since the CUDA compiler has no description of it here; "
-                         f"described are {described}, and the estimate needs no compiler")
+                         f"described are {', '.join(GPUS)}, and the estimate needs no compiler")
     return _tpus(name, slices, generation, shape)
 
 
@@ -101,7 +100,7 @@ def compiling(every: float = 30.0) -> Iterator[None]:
             teller.join()
 
 
-def _gpus(name: str, chip: str, gpu: DescribedGpu, shape: str) -> list[jax.Device]:
+def _gpus(name: str, chip: str, gpu: Gpu, shape: str) -> list[jax.Device]:
     from jax.experimental import topologies
 
     hosts, _, gpus_per_host = shape.rpartition("x")
@@ -120,11 +119,11 @@ def _gpus(name: str, chip: str, gpu: DescribedGpu, shape: str) -> list[jax.Devic
                          "make install PLATFORM=cuda brings it, and needs no GPU") from None
 
 
-def _target(gpu: DescribedGpu) -> str:
+def _target(gpu: Gpu) -> str:
     """The GPU in the text form in which the CUDA compiler takes it (XLA's GpuTargetConfigProto).
 
     The system keeps 1 KiB of a core's shared memory. The other limits on threads, blocks and registers are
-    those of all capabilities in the table (CUDA C++ Programming Guide, technical specifications of 8.0, 8.9 and 9.0).
+    those of all capabilities in the table (CUDA C++ Programming Guide, technical specifications of 8.0, 8.9, 9.0 and 10.0).
     """
     assert gpu.memory_gib is not None
     major, minor = gpu.compute_capability

@@ -44,31 +44,17 @@ GPU_MEMORY_SHARE = 0.95
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Gpu(Device):
-    """A GPU.
+    """A GPU, with the figures that the CUDA compiler asks for when the device is absent.
 
     Attributes:
       product: the name that the driver reports.
-    """
-
-    product: str
-
-    @property
-    def usable_gib(self) -> float | None:
-        """Memory that a program may use under the launchers' settings."""
-        return None if self.memory_gib is None else GPU_MEMORY_SHARE * self.memory_gib
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class DescribedGpu(Gpu):
-    """A GPU with the further figures that the CUDA compiler asks for when the device is absent.
-
-    Attributes:
       compute_capability: (major, minor).
       cores: streaming multiprocessors; fpus_per_core: float32 units of each.
       l2_cache: bytes; shared_memory_per_core: bytes, of which the system keeps 1 KiB.
       threads_per_core: threads that a core holds at once.
     """
 
+    product: str
     compute_capability: tuple[int, int]
     cores: int
     fpus_per_core: int
@@ -76,6 +62,11 @@ class DescribedGpu(Gpu):
     l2_cache: int
     shared_memory_per_core: int
     threads_per_core: int = 2048
+
+    @property
+    def usable_gib(self) -> float | None:
+        """Memory that a program may use under the launchers' settings."""
+        return None if self.memory_gib is None else GPU_MEMORY_SHARE * self.memory_gib
 
 
 _TORCH = "the total capacity in out-of-memory messages of PyTorch, public issues"
@@ -89,26 +80,20 @@ def _tpu(page: str, **facts) -> Device:
         "memory_gib": "what the TPU compiler says is available when it refuses a larger program", "link": _LINKS})
 
 
-def _gpu(sheet: str, bandwidth_source: str = "", **facts) -> DescribedGpu:
-    return DescribedGpu(**facts, sources={
+def _gpu(sheet: str, bandwidth_source: str = "", **facts) -> Gpu:
+    return Gpu(**facts, sources={
         "peak_flops, link": sheet, "memory_bandwidth": bandwidth_source or sheet,
         "memory_gib": "the memory that the driver reports",
         "box_host_gib": "NVIDIA DGX user guides: 2 TB; that a program may use 1,920 GiB of them is assumed"})
 
 
-def _ada(sheet: str, **facts) -> DescribedGpu:
+def _ada(sheet: str, **facts) -> Gpu:
     """A GPU of the Ada generation. The figures of its cores are those of NVIDIA's Ada architecture whitepaper, and of the CUDA
     C++ Programming Guide for compute capability 8.9."""
-    return DescribedGpu(**facts, compute_capability=(8, 9), fpus_per_core=128, clock_ghz=2.52, link=32e9,
+    return Gpu(**facts, compute_capability=(8, 9), fpus_per_core=128, clock_ghz=2.52, link=32e9,
                         shared_memory_per_core=100 << 10, threads_per_core=1536, sources={
                             "peak_flops, memory_bandwidth": sheet, "memory_gib": _TORCH,
                             "link": "PCIe 4.0 x16: 32 GB/s one way"})
-
-
-def _other_gpu(sheet: str, memory_source: str, **facts) -> Gpu:
-    box = {"box_host_gib": "NVIDIA DGX user guides: 2 TB or more; that a program may use 1,920 GiB of them is assumed"}
-    return Gpu(**facts, sources={"peak_flops, memory_bandwidth, link": sheet, "memory_gib": memory_source,
-                                 **(box if "box_host_gib" in facts else {})})
 
 
 # By the names that topologies use (v4:4x4x4, a100:8).
@@ -151,10 +136,15 @@ GPUS: dict[str, Gpu] = {
                     memory_gib=23.52, memory_bandwidth=1008e9, cores=128, l2_cache=72 << 20),
     "l40s": _ada("NVIDIA L40S datasheet: 362 TFLOP/s bfloat16 dense, 864 GB/s", kinds=("NVIDIA L40S",), product="NVIDIA L40S",
                  peak_flops=362e12, memory_gib=44.40, memory_bandwidth=864e9, cores=142, l2_cache=96 << 20),
-    # Not described to the CUDA compiler: memory and times are estimated alone.
-    "b200": _other_gpu("NVIDIA HGX B200: 2.25 PFLOP/s bfloat16 dense and 1,800 GB/s of NVLink both ways a GPU; 8 TB/s",
-                       "NVIDIA DGX B200 datasheet: 1,440 GB of 8 GPUs", kinds=("NVIDIA B200",), product="NVIDIA B200",
-                       peak_flops=2.25e15, memory_gib=180e9 / 2**30, memory_bandwidth=8e12, link=900e9, box_host_gib=1920),
+    # The figures of its cores are those of XLA's own description (b200.txtpb).
+    "b200": Gpu(
+        kinds=("NVIDIA B200",), product="NVIDIA B200", compute_capability=(10, 0), peak_flops=2.25e15,
+        memory_gib=180e9 / 2**30, memory_bandwidth=8e12, link=900e9, box_host_gib=1920, cores=148, fpus_per_core=128,
+        clock_ghz=1.965, l2_cache=132_644_864, shared_memory_per_core=228 << 10,
+        sources={"peak_flops, memory_bandwidth, link": "NVIDIA HGX B200: 2.25 PFLOP/s bfloat16 dense and 1,800 GB/s of NVLink "
+                                                       "both ways a GPU; 8 TB/s",
+                 "memory_gib": "NVIDIA DGX B200 datasheet: 1,440 GB of 8 GPUs",
+                 "box_host_gib": "NVIDIA DGX user guides: 2 TB or more; that a program may use 1,920 GiB of them is assumed"}),
 }
 A100_PCIE = Device(
     kinds=("NVIDIA A100-PCIE", "NVIDIA A100 80GB PCIe"), peak_flops=312e12, memory_bandwidth=1935e9, link=32e9,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -144,60 +144,144 @@ def ours_mosaic(case: Case, block: Block) -> Callable:
     """This project's kernel for Hopper GPUs, whose tiles follow from the head size."""
     import jax
 
-    from model.attention.kernels.mosaic import HOPPER
-
-    device = jax.devices()[0].device_kind
-    if not any(name in device for name in HOPPER):
-        raise LeftOut(f"the kernel mosaic needs a Hopper GPU, found {device}")
-    if jax.numpy.dtype(case.dtype).itemsize != 2:
-        raise LeftOut(f"the kernel mosaic has no {case.dtype}")
+    _refuse_but_hopper("the kernel mosaic", case, jax.devices()[0].device_kind)
     return ours(dataclasses.replace(case, kernel="mosaic", tile=0), block)
+
+
+def _refuse_but_hopper(peer: str, case: Case, device: str) -> None:
+    """Raises LeftOut but for operands of 16 bits on a Hopper GPU."""
+    from model.attention.kernels.device import HOPPER
+
+    if not any(name in device for name in HOPPER):
+        raise LeftOut(f"{peer} needs a Hopper GPU, found {device}")
+    if not _has_16_bits(case):
+        raise LeftOut(f"{peer} has no {case.dtype}")
+
+
+def _has_16_bits(case: Case) -> bool:
+    return case.dtype in ("bfloat16", "float16")
 
 
 def torch_sdpa(case: Case, block: Block) -> Callable:
     """torch.nn.functional.scaled_dot_product_attention."""
+    torch = _torch()
+    options = {"enable_gqa": case.heads != case.kv_heads, "is_causal": case.block == "diagonal"}
+    if case.block not in ("diagonal", "full"):
+        options["attn_mask"] = torch.from_numpy(block.mask()).to(_torch_device())
+
+    def attention(q, k, v):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+
+    return _torch_pass(case, attention, [x.swapaxes(1, 2) for x in block[:4]], lambda x: x.transpose(1, 2))
+
+
+def flash_attention_3(case: Case, block: Block) -> Callable:
+    """FlashAttention-3 of its authors: the package flash_attn_3, whose module is flash_attn_interface."""
+    torch = _torch()
+    _refuse_but_hopper("FlashAttention-3", case, torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu")
+    try:
+        import flash_attn_interface
+    except ImportError as error:
+        raise LeftOut(f"FlashAttention-3 cannot be imported: {error}") from error
+    if case.block == "empty":
+        raise LeftOut("FlashAttention-3 has no mask that hides everything")
+    causal, lengths = case.block != "full", case.document_lengths()
+    starts = torch.from_numpy(np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)).to(_torch_device())
+
+    def attention(q, k, v):
+        if case.block == "packed":
+            longest = int(lengths.max())
+            out = flash_attn_interface.flash_attn_varlen_func(q[0], k[0], v[0], starts, starts, longest, longest, causal=causal)
+            return _only_out(out)[None]
+        # The causal mask is aligned at the last key: without it, a query sees the keys before its own.
+        last = -1 if case.block == "strict" else None
+        return _only_out(flash_attn_interface.flash_attn_func(q, k[:, :last], v[:, :last], causal=causal))
+
+    return _torch_pass(case, attention, block[:4], lambda x: x)
+
+
+def _only_out(result):
+    """The output; earlier releases return it with lse."""
+    return result[0] if isinstance(result, tuple) else result
+
+
+def _torch():
     try:
         import torch
     except ImportError as error:
         raise LeftOut("torch is not installed") from error
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch
+
+
+def _torch_device() -> str:
+    return "cuda" if _torch().cuda.is_available() else "cpu"
+
+
+def _torch_pass(case: Case, attention: Callable, arrays: Sequence[np.ndarray], back: Callable) -> Callable:
+    """One pass of attention(q, k, v) on tensors of these arrays, in their layout; `back` turns results into the block's."""
+    torch, device = _torch(), _torch_device()
     if device == "cpu":
         torch.set_num_threads(len(os.sched_getaffinity(0)))
-    dtype = getattr(torch, case.dtype)
-    q, k, v, dout = (torch.from_numpy(x).to(device, dtype).transpose(1, 2).contiguous() for x in block[:4])
-    options = {"enable_gqa": case.heads != case.kv_heads, "is_causal": case.block == "diagonal"}
-    if case.block not in ("diagonal", "full"):
-        options["attn_mask"] = torch.from_numpy(block.mask()).to(device)
+    q, k, v, dout = (torch.from_numpy(x).to(device, getattr(torch, case.dtype)).contiguous() for x in arrays)
     for x in (q, k, v):
         x.requires_grad_(case.backward)
 
     def run():
         for x in (q, k, v):
             x.grad = None
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, **options)
+        out = attention(q, k, v)
         if case.backward:
             out.backward(dout)
         if device == "cuda":
             torch.cuda.synchronize()
-        out, *gradients = (x.detach().transpose(1, 2) for x in (out, q.grad, k.grad, v.grad) if x is not None)
+        out, *gradients = (back(x.detach()) for x in (out, q.grad, k.grad, v.grad) if x is not None)
         return (out, tuple(gradients)) if case.backward else out
 
     return run
 
 
-def jax_dot_product(case: Case, block: Block, implementation: str) -> Callable:
-    """jax.nn.dot_product_attention, whose `implementation` is "xla" or "cudnn"."""
+def jax_xla(case: Case, block: Block) -> Callable:
+    """jax.nn.dot_product_attention as XLA compiles it, with a dense mask where it is not causal or full."""
     import jax
 
-    if implementation == "xla" and jax.default_backend() == "cpu":
+    if jax.default_backend() == "cpu":
         refuse_dense(case, copies=4 if case.backward else 2)
     causal, masked = case.block == "diagonal", case.block not in ("diagonal", "full")
 
     def attention(q, k, v, *mask):
-        return jax.nn.dot_product_attention(
-            q, k, v, mask=mask[0] if mask else None, is_causal=causal, implementation=implementation)
+        return jax.nn.dot_product_attention(q, k, v, mask=mask[0] if mask else None, is_causal=causal, implementation="xla")
 
     return _jax_pass(case, attention, block[:4], (block.mask()[None, None],) if masked else ())
+
+
+def jax_cudnn(case: Case, block: Block) -> Callable:
+    """cuDNN's attention through JAX, without a dense mask. A ring of zigzag shards has only diagonal and full blocks."""
+    import jax
+    import jax.numpy as jnp
+    from jax._src.cudnn import fused_attention_stablehlo as cudnn
+
+    if jax.default_backend() != "gpu":
+        raise LeftOut(f"cuDNN needs an NVIDIA GPU, found {jax.default_backend()}")
+    if not _has_16_bits(case):
+        raise LeftOut(f"cuDNN's attention has no {case.dtype}")
+    if case.block == "empty":
+        raise LeftOut("cuDNN has no mask that hides everything")
+    if case.block == "packed" and case.heads != case.kv_heads:
+        raise LeftOut("JAX passes cuDNN the starts of documents in keys by the queries' number of heads")
+    lengths = case.document_lengths().astype(np.int32)[None]
+    starts = np.concatenate([np.zeros((1, 1), np.int32), np.cumsum(lengths, 1, dtype=np.int32)], 1)
+
+    def packed(q, k, v, lengths, starts):
+        return cudnn.dot_product_attention(q, k, v, None, None, lengths, lengths, starts, starts, scale=case.head_dim**-0.5,
+                                           mask_type=cudnn.MaskType.PADDING_CAUSAL)
+
+    def attention(q, k, v):
+        if case.block == "strict":  # the mask is aligned at the first key, so that each query but the first goes back one place
+            out = jax.nn.dot_product_attention(q[:, 1:], k[:, :-1], v[:, :-1], is_causal=True, implementation="cudnn")
+            return jnp.pad(out, ((0, 0), (1, 0), (0, 0), (0, 0)))
+        return jax.nn.dot_product_attention(q, k, v, is_causal=case.block == "diagonal", implementation="cudnn")
+
+    return _jax_pass(case, *((packed, block[:4], (lengths, starts)) if case.block == "packed" else (attention, block[:4])))
 
 
 def splash(case: Case, block: Block, interpret: bool = False) -> Callable:
@@ -260,14 +344,15 @@ PEERS: dict[str, Callable[[Case, Block], Callable]] = {
     "ours": ours,
     "ours-mosaic": ours_mosaic,
     "torch-sdpa": torch_sdpa,
-    "jax-xla": lambda case, block: jax_dot_product(case, block, "xla"),
-    "jax-cudnn": lambda case, block: jax_dot_product(case, block, "cudnn"),
+    "flash-attn-3": flash_attention_3,
+    "jax-xla": jax_xla,
+    "jax-cudnn": jax_cudnn,
     "splash": splash,
     "ringattention": ringattention_package,
 }
 # The peers that can run on each kind of device.
 ON_DEVICE = {
     "cpu": ("ours", "torch-sdpa", "jax-xla", "ringattention"),
-    "gpu": ("ours", "ours-mosaic", "torch-sdpa", "jax-cudnn", "jax-xla", "ringattention"),
+    "gpu": ("ours", "ours-mosaic", "flash-attn-3", "jax-cudnn", "torch-sdpa", "jax-xla", "ringattention"),
     "tpu": ("ours", "splash", "jax-xla", "ringattention"),
 }

@@ -1,19 +1,23 @@
-"""Reads registers, spills, shared memory and instructions of the Mosaic GPU kernels from what the CUDA compiler makes of them.
+"""Reads registers, spills, shared memory and instructions of the kernels for GPUs from what the CUDA compiler makes of them.
 
     python -m scripts.benchmarks.kernel_registers            # compiles all, and writes docs/results/kernel_registers.json
     python -m scripts.benchmarks.kernel_registers --check    # compiles all, and fails where one is worse than stored
+    python -m scripts.benchmarks.kernel_registers --try h100 forward 128 128 128 4 3   # Triton's with other tiles
 
-Needs no GPU, but JAX's CUDA plugin and its compiler's wheels. The kernels are compiled for a described H100, with carries, and
-with K and V stacked, as in a ring's round. ptxas tells registers and the bytes that it spills to local memory; wgmma and TMA
-are counted in the text that it gets. Nothing is timed.
+Needs no GPU, but JAX's CUDA plugin and its compiler's wheels. The kernels are compiled for described GPUs: Mosaic's with
+carries, and with K and V stacked, as in a ring's round, Triton's as they are called. ptxas tells registers and the bytes that
+it spills to local memory; products and copies are counted in the text that it gets. Nothing is timed.
 """
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.metadata
 import itertools
 import json
 import re
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -25,13 +29,29 @@ from scripts.benchmarks.results import load, measured, row, save, versions
 from trainer import entry
 
 NAME = "kernel_registers"
-TOPOLOGY = "h100:1"
+PTXAS_PACKAGE = "nvidia-cuda-nvcc"
+COMPILED = (("mosaic", "h100"), ("triton", "h100"), ("triton", "b200"))  # Mosaic's kernels need Hopper's matrix units
+PRODUCTS = {"h100": "wgmma", "b200": "tcgen05"}
+COPIES = {"mosaic": "TMA", "triton": "cp.async"}
 KERNELS = ("forward", "dq", "dkv")
 HEAD_DIMS = (64, 128, 256)
-COMPILERS = ("jax", "jaxlib", "jax-cuda13-plugin")
+COMPILERS = ("jax", "jaxlib", "jax-cuda13-plugin", PTXAS_PACKAGE)
 TOKENS, HEADS, KV_HEADS = 4096, 4, 2
-CORE_REGISTERS, CORE_SHARED, SYSTEM_SHARED = 65536, 228 * 1024, 1024  # of compute capability 9.0; what the system keeps a block
+CORE_REGISTERS, CORE_SHARED, SYSTEM_SHARED = 65536, 228 * 1024, 1024  # of 9.0 and 10.0; what the system keeps a block
 WORSE = 1.03  # a kernel with more registers or shared memory than this times the stored ones fails the check
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A kernel that is compiled: of Pallas on `library`, mosaic or triton, for a `chip`."""
+
+    library: str
+    chip: str
+    kernel: str
+    head_dim: int
+
+
+CASES = [Case(*compiled, kernel, head_dim) for compiled, kernel, head_dim in itertools.product(COMPILED, KERNELS, HEAD_DIMS)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +59,12 @@ class Figures:
     """What the compiler tells of a kernel.
 
     Attributes:
-      registers: of a thread, when the kernel starts; warpgroups then exchange theirs.
+      registers: of a thread, when the kernel starts; Mosaic's warpgroups then exchange theirs.
       spilled: bytes that a thread stores in local memory for want of registers.
       serialized: whether ptxas makes products wait for each other.
       shared: bytes of shared memory a block.
-      wgmma, tma: instructions for products, and for copies of tiles, in the kernel's text.
+      products, copies: instructions in the kernel's text: by which matrix units multiply tiles (wgmma, tcgen05), and by which
+        tiles are copied while others are computed (TMA's, or cp.async).
       blocks: blocks of the kernel that a core can hold.
     """
 
@@ -51,16 +72,16 @@ class Figures:
     spilled: int
     serialized: bool
     shared: int
-    wgmma: int
-    tma: int
+    products: int
+    copies: int
     blocks: int
 
 
-def read_figures(ptxas: str, ptx: str, passes: str) -> Figures:
+def read_figures(ptxas: str, ptx: str, launch: str) -> Figures:
     """Reads the figures of a kernel.
 
     Args:
-      ptxas: the compiler's remarks; ptx: the text it got; passes: the beginning of Mosaic's own text.
+      ptxas: the compiler's remarks; ptx: the text it got; launch: how the kernel is launched, as Mosaic or XLA writes it.
 
     Raises:
       UserError: one of them does not say.
@@ -71,94 +92,164 @@ def read_figures(ptxas: str, ptx: str, passes: str) -> Figures:
             raise UserError(f"the compiler's text has no {pattern!r}")
         return int(match[1])
 
-    registers, shared = number(r"Used (\d+) registers", ptxas), number(r"dynamic_shared_memory_size %c(\d+)_i32", passes)
+    registers = number(r"Used (\d+) registers", ptxas)
+    shared = number(r"(?:dynamic_shared_memory_size %c|shared_memory: )(\d+)", launch)
     threads = number(r"\.maxntid (\d+)", ptx) if ".maxntid" in ptx else number(r"\.reqntid (\d+)", ptx)
     blocks = min(CORE_REGISTERS // (registers * threads), CORE_SHARED // (shared + SYSTEM_SHARED))
     return Figures(registers, number(r"(\d+) bytes spill stores", ptxas), "serialized" in ptxas, shared,
-                   ptx.count("wgmma.mma_async"), ptx.count("cp.async.bulk.tensor"), blocks)
+                   len(re.findall(r"wgmma\.mma_async|tcgen05\.mma", ptx)),
+                   len(re.findall(r"cp\.async\.(?:bulk\.tensor|c[ag]\.)", ptx)), blocks)
 
 
-def compile_kernel(mesh, kernel: str, head_dim: int) -> None:
-    """Compiles one of the kernels for the mesh's device."""
+def compile_mosaic(mesh, case: Case) -> None:
+    """Compiles one of Mosaic's kernels for the mesh's device."""
     import jax
     import jax.numpy as jnp
-    from jax.sharding import NamedSharding, PartitionSpec
 
     from model.attention import AttentionPartial, Saved
     from model.attention.kernels import mosaic_backward, mosaic_forward
     from model.attention.kernels.intervals import Intervals
 
-    def shape(*dims, dtype=jnp.float32):
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
-
-    q, statistics = shape(1, TOKENS, HEADS, head_dim, dtype=jnp.bfloat16), shape(1, HEADS, TOKENS)
-    keys = (shape(2, 1, TOKENS, KV_HEADS, head_dim, dtype=jnp.bfloat16),)
-    carry, saved = shape(*q.shape), Saved(q, statistics, statistics)
-    seen = Intervals(*[shape(1, TOKENS, dtype=jnp.int32)] * 2)
-    options = {"scale": head_dim ** -0.5, "interpret": None}
+    q, statistics = _shape(mesh, 1, TOKENS, HEADS, case.head_dim, dtype=jnp.bfloat16), _shape(mesh, 1, HEADS, TOKENS)
+    keys = (_shape(mesh, 2, 1, TOKENS, KV_HEADS, case.head_dim, dtype=jnp.bfloat16),)
+    carry, saved = _shape(mesh, *q.shape), Saved(q, statistics, statistics)
+    seen = Intervals(*[_shape(mesh, 1, TOKENS, dtype=jnp.int32)] * 2)
+    options = {"scale": case.head_dim ** -0.5, "interpret": None}
     function, arguments = {
         "forward": (mosaic_forward.forward, (AttentionPartial(carry, statistics), q, keys, seen)),
         "dq": (mosaic_backward.dq_pass, (carry, q, keys, saved, seen)),
         "dkv": (mosaic_backward.dkv_pass, (q, keys, saved, seen)),
-    }[kernel]
+    }[case.kernel]
     jax.jit(lambda *arrays: function(*arrays, **options)).lower(*arguments).compile()
 
 
-def compile_all(folder: Path) -> dict[str, list]:
-    """Compiles all kernels in this process, whose compiler writes into the folder, and returns their Figures by name."""
+def compile_triton(mesh, case: Case) -> None:
+    """Compiles one of Triton's kernels for the mesh's device; of a backward pass what is not asked for is left out."""
+    import jax
+    import jax.numpy as jnp
+
+    from model.attention import Keys, Mask, Queries, Saved, TokenCoords, get_kernel
+
+    kernel, options = get_kernel("gpu"), {"mask": Mask(), "scale": case.head_dim ** -0.5}
+    q, statistics = _shape(mesh, 1, TOKENS, HEADS, case.head_dim, dtype=jnp.bfloat16), _shape(mesh, 1, HEADS, TOKENS)
+    k = _shape(mesh, 1, TOKENS, KV_HEADS, case.head_dim, dtype=jnp.bfloat16)
+    coords = TokenCoords(*[_shape(mesh, 1, TOKENS, dtype=jnp.int32)] * 2)
+    blocks = Queries(q, coords), Keys(k, k, coords)
+    if case.kernel == "forward":
+        jax.jit(lambda *blocks: kernel.forward(*blocks, **options)).lower(*blocks).compile()
+        return
+    part, saved = slice(0, 1) if case.kernel == "dq" else slice(1, 3), Saved(q, statistics, statistics)
+    jax.jit(lambda *blocks: kernel.backward(*blocks, **options)[part]).lower(*blocks, saved).compile()
+
+
+def _shape(mesh, *dims: int, dtype="float32"):
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    return jax.ShapeDtypeStruct(dims, dtype, sharding=NamedSharding(mesh, PartitionSpec()))
+
+
+def read_mosaic(folder: Path) -> Figures:
+    """Reads the figures of the kernel that Mosaic wrote into the folder.
+
+    Raises:
+      UserError: it wrote none.
+    """
+    texts = [next(folder.glob(f"*{suffix}"), None) for suffix in (".ptxas", ".ptx", ".mlir-passes.log")]
+    ptxas, ptx, passes = texts
+    if ptxas is None or ptx is None or passes is None:
+        raise UserError("Mosaic wrote no text of the kernel")
+    with passes.open(encoding="utf-8") as text:  # 100 MB, of which the beginning has the launch
+        launch = next((line for line in text if "dynamic_shared_memory_size %c" in line), "")
+    return read_figures(ptxas.read_text(), ptx.read_text(), launch)
+
+
+def read_triton(folder: Path, kernel: str) -> Figures:
+    """Reads the figures of a kernel that XLA wrote into the folder. XLA keeps ptxas's remarks, so the same ptxas is run again.
+
+    Raises:
+      UserError: it wrote no such kernel, or ptxas refuses it.
+    """
+    name = f"attention_{kernel}"
+    path = next((path for path in folder.glob("*.ptx") if f".entry {name}(" in path.read_text()), None)
+    launches = "".join(path.read_text() for path in folder.glob("*.thunk_sequence.txt"))
+    launch = next((line for line in launches.splitlines() if f" {name} " in line), "")
+    if path is None:
+        raise UserError(f"XLA wrote no text of the kernel {name}")
+    ptx = path.read_text()
+    architecture = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
+    ptxas = next(file.locate() for file in importlib.metadata.files(PTXAS_PACKAGE) or () if file.name == "ptxas")
+    command = [ptxas, "-v", f"-arch={architecture[1] if architecture else ''}", path, "-o", folder / "kernel.cubin"]
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"ptxas refuses {name}: {done.stderr.strip().splitlines()[-1]}")
+    return read_figures(done.stderr, ptx, launch)
+
+
+def compile_all(folder: Path, tried: list[str] | None) -> dict[str, list[list]]:
+    """Compiles kernels in this process, whose compilers write into the folder, and returns the Figures of `cases_of(tried)`."""
     import jax
     import numpy as np
 
+    from model.attention.kernels import gpu
     from planning.topology import topology_devices
 
-    mesh = jax.sharding.Mesh(np.array(topology_devices(TOPOLOGY)), "sequence")
-    figures = {}
-    for kernel, head_dim in itertools.product(KERNELS, HEAD_DIMS):
-        compile_kernel(mesh, kernel, head_dim)
-        ptxas, ptx, passes = (next(folder.glob(f"*{suffix}"), None) for suffix in (".ptxas", ".ptx", ".mlir-passes.log"))
-        if ptxas is None or ptx is None or passes is None:
-            raise UserError(f"{kernel}: the compiler wrote no text of the kernel for heads of {head_dim}")
-        with passes.open(encoding="utf-8") as text:  # 100 MB, of which the beginning has the launch
-            launch = next((line for line in text if "dynamic_shared_memory_size %c" in line), "")
-        figures[f"{kernel} {head_dim}"] = list(dataclasses.astuple(read_figures(ptxas.read_text(), ptx.read_text(), launch)))
-        for path in (ptxas, ptx, passes):
-            path.unlink()
-    return figures
+    figures, xla = [], folder / "xla"
+    for case in cases_of(tried):
+        if tried:
+            for tables in gpu.TUNING.values():
+                tables[case.kernel][case.head_dim] = gpu.Tuning(*map(int, tried[3:]))
+        mesh = jax.sharding.Mesh(np.array(topology_devices(f"{case.chip}:1")), "sequence")
+        with jax.set_mesh(mesh):  # tells the kernel its device, as the trainer's mesh does
+            (compile_mosaic if case.library == "mosaic" else compile_triton)(mesh, case)
+        found = read_mosaic(folder) if case.library == "mosaic" else read_triton(xla, case.kernel)
+        figures.append(list(dataclasses.astuple(found)))
+        for path in folder.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    return {"figures": figures}
 
 
-def measure() -> dict[str, Figures]:
-    """Compiles all kernels in a process of its own, whose compiler is told by its environment to write what it makes."""
+def cases_of(tried: list[str] | None) -> list[Case]:
+    """Returns all cases, or the one that is tried with other tiles: [chip, kernel, head size, tile, step, warps, stages]."""
+    return [Case("triton", tried[0], tried[1], int(tried[2]))] if tried else CASES
+
+
+def measure(tried: list[str] | None = None) -> dict[Case, Figures]:
+    """Compiles kernels in a process of its own, whose compilers are told by its environment to write what they make."""
     with tempfile.TemporaryDirectory() as folder:
-        dumps = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1"}
-        compiled = in_own_process(NAME, "--into", folder, environment={**dumps, "JAX_PLATFORMS": "cpu"})
-    return {name: Figures(*values) for name, values in compiled.items()}
+        dumps = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1",
+                 "XLA_FLAGS": f"--xla_dump_to={folder}/xla --xla_dump_hlo_as_text=false"}
+        arguments = ("--into", folder, *(("--try", *tried) if tried else ()))
+        compiled = in_own_process(NAME, *arguments, environment={**dumps, "JAX_PLATFORMS": "cpu"})
+    return {case: Figures(*values) for case, values in zip(cases_of(tried), compiled["figures"], strict=True)}
 
 
-def summarize(figures: dict[str, Figures]) -> dict[str, dict[str, str]]:
-    """Returns the rows of the result: of each kernel its spills, and that its products and copies are wgmma's and TMA's."""
+def summarize(figures: dict[Case, Figures]) -> dict[str, dict[str, str]]:
+    """Returns the rows of the result: of each kernel its spills, and that its products are those of the matrix units."""
     rows = {}
-    for name, figure in figures.items():
-        kernel, head_dim = name.split()
-        goal = "wgmma, TMA" + ("" if kernel == "dkv" else ", no spill")
-        held = figure.wgmma > 0 and figure.tma > 0 and not figure.serialized and (kernel == "dkv" or not figure.spilled)
-        said = (f"{figure.spilled} bytes spilled, {figure.wgmma} wgmma{' (serialized)' if figure.serialized else ''}, "
-                f"{figure.tma} TMA; {figure.shared / 1024:.0f} KiB a block, {figure.blocks} a core")
-        rows[f"{kernel}_{head_dim}"] = row(f"{kernel}, heads of {head_dim}", said, goal, held)
+    for case, figure in figures.items():
+        product, copy, may_spill = PRODUCTS[case.chip], COPIES[case.library], case.kernel == "dkv"
+        needed = [product, *(["TMA"] if case.library == "mosaic" else []), *([] if may_spill else ["no spill"])]
+        held = bool(figure.products and figure.copies and not figure.serialized and (may_spill or not figure.spilled))
+        said = (f"{figure.spilled} bytes spilled, {figure.products} {product}{' (serialized)' if figure.serialized else ''}, "
+                f"{figure.copies} {copy}; {figure.shared / 1024:.0f} KiB, {figure.blocks} a core")
+        rows["_".join(map(str, dataclasses.astuple(case)))] = row(
+            f"{case.library.capitalize()}, {case.chip.upper()}: {case.kernel}, {case.head_dim}", said, ", ".join(needed), held)
     return rows
 
 
 def write() -> None:
     """Compiles all kernels and writes the result."""
     start, figures = time.perf_counter(), measure()
-    columns = ["kernel", "head size", *(field.name for field in dataclasses.fields(Figures))]
-    lines = [[kernel, int(head_dim), *dataclasses.astuple(figures[f"{kernel} {head_dim}"])]
-             for kernel, head_dim in map(str.split, figures)]
+    columns = [field.name for of in (Case, Figures) for field in dataclasses.fields(of)]
+    lines = [[*dataclasses.astuple(case), *dataclasses.astuple(figure)] for case, figure in figures.items()]
     for line in lines:
         print(*line)
     save(NAME, measured(
-        "The Mosaic kernels for an H100 by the CUDA compiler: bfloat16, with carries", summarize(figures),
-        f"python -m scripts.benchmarks.{NAME}",
-        ("model/attention/kernels/mosaic_*.py", "model/attention/kernels/intervals.py", f"scripts/benchmarks/{NAME}.py"),
+        "Kernels for GPUs by head size, shared memory of a block, blocks of a core: bfloat16, by the CUDA compiler",
+        summarize(figures), f"python -m scripts.benchmarks.{NAME}",
+        ("model/attention/kernels/mosaic_*.py", "model/attention/kernels/intervals.py", "model/attention/kernels/gpu.py",
+         f"scripts/benchmarks/{NAME}.py"),
         tables={"figures": {"columns": columns, "rows": lines}}, seconds=round(time.perf_counter() - start, 1),
         note="docs/notes/kernels.md"))
 
@@ -167,8 +258,8 @@ def worse(before: Figures, after: Figures) -> bool:
     """Whether a kernel has become worse: more registers or shared memory, more spills, or products that wait."""
     more = any(new > WORSE * old for new, old in ((after.registers, before.registers), (after.shared, before.shared),
                                                   (after.spilled, before.spilled)))
-    fewer = after.blocks < before.blocks or not (after.wgmma and after.tma)
-    return more or fewer or after.serialized > before.serialized
+    lost = any(old and not new for new, old in ((after.products, before.products), (after.copies, before.copies)))
+    return more or lost or after.blocks < before.blocks or after.serialized > before.serialized
 
 
 def check() -> int:
@@ -181,12 +272,13 @@ def check() -> int:
         if installed.get(package) != result.versions.get(package):
             print(f"{package} {installed.get(package)}: not compared; the stored figures are of {result.versions.get(package)}")
             return 0
-    stored = {f"{line[0]} {line[1]}": Figures(*line[2:]) for line in result.tables["figures"]["rows"]}
     figures, failed = measure(), False
-    for name, before in stored.items():
-        is_worse = worse(before, figures[name])
+    width = len(dataclasses.fields(Case))
+    for line in result.tables["figures"]["rows"]:
+        before, after = Figures(*line[width:]), figures[Case(*line[:width])]
+        is_worse = worse(before, after)
         failed |= is_worse
-        print(f"{name}: {before} -> {figures[name]}{': WORSE' if is_worse else ''}", flush=True)
+        print(f"{' '.join(map(str, line[:width]))}: {before} -> {after}{': WORSE' if is_worse else ''}", flush=True)
     return int(failed)
 
 
@@ -194,11 +286,15 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser(NAME, __doc__)
     parser.add_argument("--check", action="store_true", help="compare with the stored result, and write nothing")
+    parser.add_argument("--try", nargs=7, dest="tried", help="compile one of Triton's kernels with these tiles",
+                        metavar=("CHIP", "KERNEL", "HEAD_DIM", "TILE", "STEP", "WARPS", "STAGES"))
     parser.add_argument("--into", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.into:
-        print(json.dumps(compile_all(args.into)))
+        print(json.dumps(compile_all(args.into, args.tried)))
         return 0
+    if args.tried:
+        return entry.run(lambda: print(*measure(args.tried).values()))
     return check() if args.check else entry.run(write)
 
 

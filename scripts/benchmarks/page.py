@@ -54,7 +54,7 @@ SECTIONS = {
     "Exactness": ("exactness", "exactness_by_hand", "gemma3", "suite"),
     "Speed on a CPU": ("step", "kernels"),
     "Cycles of the TPU kernels, by the TPU's compiler": ("kernel_cycles",),
-    "Registers of the Mosaic GPU kernels, by the CUDA compiler": ("kernel_registers",),
+    "Registers of the kernels for GPUs, by the CUDA compiler": ("kernel_registers",),
     "Balance": ("balance", "balance_time"),
     "What schedules send, and what hides it": ("bytes", "distflashattn_volume", "overlap", "placement", "launch_flags"),
     "Memory": ("memory_length", "activation_memory", "memory_1m", "megatron_memory", "export_memory",

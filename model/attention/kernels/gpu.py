@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,7 @@ from jax.experimental.pallas import triton as plgpu
 from ..blocks import Gradients, Keys, Queries, Saved
 from ..coords import FULL, SKIP, Mask, TokenCoords, tile_bounds, tile_kind, visible
 from ..partial import AttentionPartial
+from .device import HOPPER, device_kind
 from .kernel import Kernel
 from .padding import pad, padded
 
@@ -68,11 +70,10 @@ def _seen(q_index, q_segment, kv_index, kv_segment, mask: Mask):
     return visible(TokenCoords(q_index[None], q_segment[None]), TokenCoords(kv_index[None], kv_segment[None]), mask)[0]
 
 
-def _dot(a, b, transpose_a=False, transpose_b=False):
+def _dot(a, b, transpose_b=False):
     """a @ b, accumulated in float32; float32 operands are not rounded."""
     precision = lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
-    a, b = a.T if transpose_a else a, b.T if transpose_b else b
-    return jnp.dot(a, b, precision=precision, preferred_element_type=jnp.float32)
+    return jnp.dot(a, b.T if transpose_b else b, precision=precision, preferred_element_type=jnp.float32)
 
 
 def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, qi_ref, qs_ref, ki_ref, ks_ref, out_ref, lse_ref, *, key_tile, mask,
@@ -101,12 +102,6 @@ def _forward_kernel(ranges_ref, q_ref, k_ref, v_ref, qi_ref, qs_ref, ki_ref, ks_
     lse_ref[...] = jnp.where(total == 0, -jnp.inf, (highest + jnp.log2(nonzero)) / LOG2E)
 
 
-def _weights(q, k, lse, seen, scale):
-    scores = _dot(q, k, transpose_b=True) * (scale * LOG2E)
-    weights = jnp.exp2(scores - (lse * LOG2E)[:, None])
-    return weights if seen is None else jnp.where(seen, weights, 0.0)
-
-
 def _dq_kernel(ranges_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, qi_ref, qs_ref, ki_ref, ks_ref, dq_ref, *,
                key_tile, mask, scale):
     q, dout, lse, delta = q_ref[...], dout_ref[...], lse_ref[...], delta_ref[...]
@@ -115,12 +110,13 @@ def _dq_kernel(ranges_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, qi
     def body(i, dq, masked):
         tile = pl.dslice(i * key_tile, key_tile)
         k = k_ref[tile, :]
-        seen = _seen(q_index, q_segment, ki_ref[tile], ks_ref[tile], mask) if masked else None
-        weights = _weights(q, k, lse, seen, scale)
-        dscores = weights * (_dot(dout, v_ref[tile, :], transpose_b=True) - delta[:, None]) * scale
+        weights = jnp.exp2(_dot(q, k, transpose_b=True) * (scale * LOG2E) - (lse * LOG2E)[:, None])
+        if masked:
+            weights = jnp.where(_seen(q_index, q_segment, ki_ref[tile], ks_ref[tile], mask), weights, 0.0)
+        dscores = weights * (_dot(dout, v_ref[tile, :], transpose_b=True) - delta[:, None])
         return dq + _dot(dscores.astype(k.dtype), k)
 
-    dq_ref[...] = _loop(ranges_ref, body, jnp.zeros(q.shape, jnp.float32))
+    dq_ref[...] = _loop(ranges_ref, body, jnp.zeros(q.shape, jnp.float32)) * scale
 
 
 def _dkv_kernel(ranges_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, qi_ref, qs_ref, ki_ref, ks_ref, dk_ref, dv_ref,
@@ -131,56 +127,98 @@ def _dkv_kernel(ranges_ref, q_ref, k_ref, v_ref, dout_ref, lse_ref, delta_ref, q
         dk, dv = carry
         tile = pl.dslice(i * query_tile, query_tile)
         q, dout = q_ref[tile, head, :], dout_ref[tile, head, :]
-        seen = _seen(qi_ref[tile], qs_ref[tile], kv_index, kv_segment, mask) if masked else None
-        weights = _weights(q, k, lse_ref[head, tile], seen, scale)
-        dweights = _dot(dout, v, transpose_b=True)
-        dscores = weights * (dweights - delta_ref[head, tile][:, None]) * scale
-        return (dk + _dot(dscores.astype(q.dtype), q, transpose_a=True),
-                dv + _dot(weights.astype(dout.dtype), dout, transpose_a=True))
+        # Keys by queries, so that weights and dscores are left operands of products as they come, from registers.
+        weights = jnp.exp2(_dot(k, q, transpose_b=True) * (scale * LOG2E) - (lse_ref[head, tile] * LOG2E)[None])
+        if masked:
+            weights = jnp.where(_seen(qi_ref[tile], qs_ref[tile], kv_index, kv_segment, mask).T, weights, 0.0)
+        dscores = weights * (_dot(v, dout, transpose_b=True) - delta_ref[head, tile][None])
+        return dk + _dot(dscores.astype(q.dtype), q), dv + _dot(weights.astype(dout.dtype), dout)
 
     def add_head(head, carry):
         return _loop(ranges_ref, functools.partial(body, head=head), carry)
 
     zero = jnp.zeros(k.shape, jnp.float32)
-    dk_ref[...], dv_ref[...] = lax.fori_loop(0, group, add_head, (zero, zero))
+    dk, dv_ref[...] = lax.fori_loop(0, group, add_head, (zero, zero))
+    dk_ref[...] = dk * scale
+
+
+class Tuning(NamedTuple):
+    """How a kernel runs.
+
+    Attributes:
+      tile: tokens of a program, of queries in the forward and in dq, of keys in dk and dv.
+      step: tokens of the other side that it loads at a time.
+      warps: of a program; stages: loads in flight, and one.
+    """
+
+    tile: int
+    step: int
+    warps: int
+    stages: int
+
+
+# Of each kernel by head size; docs/notes/kernels.md has the compiler's figures. The first table is for operands of 16 bits on
+# any GPU: its tiles fit the 99 KiB of shared memory that consumer GPUs have.
+ANY = {
+    "forward": {64: Tuning(128, 64, 4, 2), 128: Tuning(128, 64, 8, 2), 256: Tuning(64, 32, 8, 2)},
+    "dq": {64: Tuning(64, 64, 4, 2), 128: Tuning(64, 64, 8, 2), 256: Tuning(64, 16, 8, 2)},
+    "dkv": {64: Tuning(64, 64, 4, 2), 128: Tuning(64, 64, 8, 2), 256: Tuning(32, 32, 4, 2)},
+}
+# The forward is tokamax's, with 8 warps, since ptxas serializes wgmma with 4; heads of 256 have no room for three stages of 128
+# keys. Its backward of 64 x 64 with 4 warps is kept where nothing spills: dk and dv for 128, and all of 256, want 8 warps.
+HOPPER_TILES = {
+    "forward": {64: Tuning(128, 128, 8, 3), 128: Tuning(128, 128, 8, 3), 256: Tuning(128, 64, 8, 2)},
+    "dq": {64: Tuning(64, 64, 4, 2), 128: Tuning(64, 64, 4, 2), 256: Tuning(128, 32, 8, 2)},
+    "dkv": {64: Tuning(64, 64, 4, 2), 128: Tuning(128, 64, 8, 2), 256: Tuning(64, 32, 8, 2)},
+}
+TUNING = {
+    **dict.fromkeys(HOPPER, HOPPER_TILES),
+    # Hopper's dk and dv spill here for heads of 128, and for 256 want more tensor memory than there is.
+    "B200": {**HOPPER_TILES, "dkv": ANY["dkv"]},
+    # Has 163 KiB of shared memory.
+    "A100": {**ANY, "dq": {**ANY["dq"], 256: Tuning(64, 64, 8, 2)}, "dkv": {**ANY["dkv"], 256: Tuning(64, 64, 8, 2)}},
+}
+# Float32 operands are not rounded, so no matrix unit multiplies them, and larger tiles spill.
+FLOAT32 = {
+    "forward": {64: Tuning(64, 32, 8, 2), 128: Tuning(64, 16, 8, 2), 256: Tuning(32, 16, 4, 2)},
+    "dq": {64: Tuning(64, 32, 8, 2), 128: Tuning(64, 16, 8, 2), 256: Tuning(32, 16, 4, 2)},
+    "dkv": {64: Tuning(64, 32, 8, 2), 128: Tuning(64, 16, 8, 2), 256: Tuning(16, 16, 4, 2)},
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class GpuKernel(Kernel):
-    """FlashAttention-2 in tiles. Tile sizes are rounded down to powers of two from 16 to 128.
+    """FlashAttention-2 in tiles.
 
     Attributes:
-      query_tile, key_tile: tokens in a tile of the forward.
-      backward_tile: tokens in both tiles of the backward kernels, which need more memory at a time.
+      query_tile, key_tile: at most so many tokens in a tile, rounded down to a power of two from 16 on; 0: as many as suit the
+        device, the operands and the head size, which is the most in any case.
       query_shards, key_shards: as of `over_shards`.
       interpret: runs the same kernels on any platform, for tests.
     """
 
-    query_tile: int = 128
-    key_tile: int = 64
-    backward_tile: int = 64
+    query_tile: int = 0
+    key_tile: int = 0
     query_shards: int = 1
     key_shards: int = 1
     interpret: bool = False
 
-    def __post_init__(self):
-        for name in ("query_tile", "key_tile", "backward_tile"):
-            tile = min(max(getattr(self, name), 16), 128)
-            object.__setattr__(self, name, 1 << tile.bit_length() - 1)
-
     def over_shards(self, queries: int, keys: int) -> GpuKernel:
         return dataclasses.replace(self, query_shards=self.query_shards * queries, key_shards=self.key_shards * keys)
 
-    def _call(self, kernel, name, grid, inputs, specs, outputs, out_specs, head_dim):
-        params = None if self.interpret else plgpu.CompilerParams(num_warps=4 if head_dim <= 64 else 8, num_stages=2)
+    def tuning(self, kernel: str, operand: jax.Array) -> Tuning:
+        """How a kernel, "forward", "dq" or "dkv", runs for operands [B, T, H, D] like this one."""
+        kind = device_kind()
+        tables = FLOAT32 if operand.dtype.itemsize > 2 else next((TUNING[name] for name in TUNING if name in kind), ANY)
+        sizes, head_dim = tables[kernel], operand.shape[-1]
+        tuning = sizes[min((size for size in sizes if size >= head_dim), default=max(sizes))]
+        tile, step = (self.key_tile, self.query_tile) if kernel == "dkv" else (self.query_tile, self.key_tile)
+        return tuning._replace(tile=_at_most(tile, tuning.tile), step=_at_most(step, tuning.step))
+
+    def _call(self, kernel, name, grid, inputs, specs, outputs, out_specs, tuning):
+        params = None if self.interpret else plgpu.CompilerParams(num_warps=tuning.warps, num_stages=tuning.stages)
         return pl.pallas_call(kernel, grid=grid, in_specs=specs, out_specs=out_specs, out_shape=outputs, name=name,
                               compiler_params=params, interpret=self.interpret)(*inputs)
-
-    def _padded(self, q, k, v, q_coords, kv_coords, query_tile, key_tile):
-        """The lengths padded to whole tiles and the head size to a power of two, as Triton blocks require."""
-        head_dim = max(16, pl.next_power_of_2(q.shape[-1]))
-        q, k, v = (pad(pad(x, tile, 1), head_dim, 3) for x, tile in ((q, query_tile), (k, key_tile), (v, key_tile)))
-        return q, k, v, padded(q_coords, query_tile), padded(kv_coords, key_tile)
 
     def with_softcap(self, softcap: float | None) -> Kernel:
         """As of Kernel; there is no bound here."""
@@ -192,54 +230,73 @@ class GpuKernel(Kernel):
         _check(mask)
         (q, q_coords), (k, v, kv_coords) = queries, keys
         length, size = q.shape[1], q.shape[3]
-        q, k, v, q_coords, kv_coords = self._padded(q, k, v, q_coords, kv_coords, self.query_tile, self.key_tile)
+        tuning = self.tuning("forward", q)
+        tile, step = tuning.tile, tuning.step
+        q, k, v, q_coords, kv_coords = _padded(q, k, v, q_coords, kv_coords, tile, step)
         (batch, q_length, heads, head_dim), (_, kv_length, kv_heads, _) = q.shape, k.shape
-        group, tile = heads // kv_heads, self.query_tile
-        ranges = _tile_ranges(tile_bounds(q_coords, tile), tile_bounds(kv_coords, self.key_tile), mask, shards=self.key_shards)
+        group = heads // kv_heads
+        ranges = _tile_ranges(tile_bounds(q_coords, tile), tile_bounds(kv_coords, step), mask, shards=self.key_shards)
         query, key = _tile(tile, head_dim), _all(kv_length, None, head_dim, group)
         rows, columns = _coords(tile), _coords(None, kv_length)
         out, lse = self._call(
-            functools.partial(_forward_kernel, key_tile=self.key_tile, mask=mask, scale=scale), "attention_forward",
+            functools.partial(_forward_kernel, key_tile=step, mask=mask, scale=scale), "attention_forward",
             (q_length // tile, batch, heads), (ranges, q, k, v, *q_coords[:2], *kv_coords[:2]),
             [_ranges(ranges), query, key, key, rows, rows, columns, columns],
             [jax.ShapeDtypeStruct(q.shape, jnp.float32), jax.ShapeDtypeStruct((batch, heads, q_length), jnp.float32)],
-            [query, pl.BlockSpec((None, None, tile), lambda i, b, h: (b, h, i))], head_dim)
+            [query, pl.BlockSpec((None, None, tile), lambda i, b, h: (b, h, i))], tuning)
         return AttentionPartial(out[:, :length, :, :size], lse[:, :, :length])
 
     def backward(self, queries: Queries, keys: Keys, saved: Saved, *, mask: Mask, scale: float) -> Gradients:
         _check(mask)
         (q, q_coords), (k, v, kv_coords), (dout, lse, delta) = queries, keys, saved
-        length, kv_tokens, size, tile = q.shape[1], k.shape[1], q.shape[3], self.backward_tile
+        length, kv_tokens, size = q.shape[1], k.shape[1], q.shape[3]
+        of_dq, of_dkv = (self.tuning(kernel, q) for kernel in ("dq", "dkv"))
         dout = dout.astype(q.dtype)
-        q, k, v, q_coords, kv_coords = self._padded(q, k, v, q_coords, kv_coords, tile, tile)
+        # The tiles are powers of two, so the larger one is a multiple of the other.
+        query_tile, key_tile = max(of_dq.tile, of_dkv.step), max(of_dkv.tile, of_dq.step)
+        q, k, v, q_coords, kv_coords = _padded(q, k, v, q_coords, kv_coords, query_tile, key_tile)
         (batch, q_length, heads, head_dim), (_, kv_length, kv_heads, _) = q.shape, k.shape
         group = heads // kv_heads
-        dout = pad(pad(dout, tile, 1), head_dim, 3)
-        lse, delta = (pad(x, tile, 2) for x in (jnp.where(jnp.isneginf(lse), 0.0, lse), delta))
-        bounds = tile_bounds(q_coords, tile), tile_bounds(kv_coords, tile)
+        dout = pad(pad(dout, query_tile, 1), head_dim, 3)
+        lse, delta = (pad(x, query_tile, 2) for x in (jnp.where(jnp.isneginf(lse), 0.0, lse), delta))
         inputs = (q, k, v, dout, lse, delta, *q_coords[:2], *kv_coords[:2])
         options = {"mask": mask, "scale": scale}
 
-        ranges = _tile_ranges(*bounds, mask, shards=self.key_shards)
+        tile, step = of_dq.tile, of_dq.step
+        ranges = _tile_ranges(tile_bounds(q_coords, tile), tile_bounds(kv_coords, step), mask, shards=self.key_shards)
         query, all_keys = _tile(tile, head_dim), _all(kv_length, None, head_dim, group)
         rows, statistic = _coords(tile), pl.BlockSpec((None, None, tile), lambda i, b, h: (b, h, i))
         dq = self._call(
-            functools.partial(_dq_kernel, key_tile=tile, **options), "attention_dq", (q_length // tile, batch, heads),
+            functools.partial(_dq_kernel, key_tile=step, **options), "attention_dq", (q_length // tile, batch, heads),
             (ranges, *inputs),
             [_ranges(ranges), query, all_keys, all_keys, query, statistic, statistic, rows, rows,
              *[_coords(None, kv_length)] * 2],
-            jax.ShapeDtypeStruct(q.shape, jnp.float32), query, head_dim)
+            jax.ShapeDtypeStruct(q.shape, jnp.float32), query, of_dq)
 
-        ranges = _tile_ranges(*bounds, mask, transpose=True, shards=self.query_shards)
+        tile, step = of_dkv.tile, of_dkv.step
+        ranges = _tile_ranges(tile_bounds(q_coords, step), tile_bounds(kv_coords, tile), mask, transpose=True,
+                              shards=self.query_shards)
         key, queries = _tile(tile, head_dim), _all(q_length, group, head_dim)
         columns, statistics = _coords(tile), pl.BlockSpec((None, group, q_length), lambda i, b, h: (b, h, 0))
         dk, dv = self._call(
-            functools.partial(_dkv_kernel, query_tile=tile, group=group, **options), "attention_dkv",
+            functools.partial(_dkv_kernel, query_tile=step, group=group, **options), "attention_dkv",
             (kv_length // tile, batch, kv_heads), (ranges, *inputs),
             [_ranges(ranges), queries, key, key, queries, statistics, statistics, *[_coords(None, q_length)] * 2, columns,
              columns],
-            [jax.ShapeDtypeStruct(k.shape, jnp.float32)] * 2, [key, key], head_dim)
+            [jax.ShapeDtypeStruct(k.shape, jnp.float32)] * 2, [key, key], of_dkv)
         return Gradients(dq[:, :length, :, :size], dk[:, :kv_tokens, :, :size], dv[:, :kv_tokens, :, :size])
+
+
+def _at_most(asked: int, most: int) -> int:
+    """The largest power of two from 16 to `most` that is not more than was asked for; 0 asks for the most."""
+    return most if not asked else 1 << min(max(asked, 16), most).bit_length() - 1
+
+
+def _padded(q, k, v, q_coords, kv_coords, query_tile, key_tile):
+    """The lengths padded to whole tiles and the head size to a power of two, as Triton blocks require."""
+    head_dim = max(16, pl.next_power_of_2(q.shape[-1]))
+    q, k, v = (pad(pad(x, tile, 1), head_dim, 3) for x, tile in ((q, query_tile), (k, key_tile), (v, key_tile)))
+    return q, k, v, padded(q_coords, query_tile), padded(kv_coords, key_tile)
 
 
 # Blocks for the grid (tile, batch row, head). A kernel loads only what it slices, so a block may be a whole length.

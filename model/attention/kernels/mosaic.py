@@ -1,8 +1,9 @@
 """The kernel for NVIDIA's Hopper GPUs, in Pallas on Mosaic: warp-specialised, by wgmma and TMA. Its parts are in mosaic_*.py.
 
 Each query's keys are one interval of a block, found before the kernel (`intervals`): a tile then needs two integers a row, and
-no coordinates of keys. Blocks that are the tokens of several shards are brought into the order of their row first, by a copy.
-Blocks that are in another order, or have padding inside a document, are seen when they come and left to the other kernel.
+no coordinates of keys. Blocks that are the tokens of several shards are brought into the order of their row first, by a copy,
+and so are blocks that turn out not to be in order when they come. None of ours turns out so: the loader numbers a row's
+documents as they follow one another, and pads behind them; every layout keeps that order, and so do the slots of a cache.
 """
 from __future__ import annotations
 
@@ -21,13 +22,13 @@ from ..blocks import Keys, Queries, Saved, StackedKeys
 from ..coords import Mask, TokenCoords
 from ..partial import AttentionPartial
 from . import mosaic_backward, mosaic_forward
+from .device import HOPPER, device_kind
 from .intervals import in_row_order, intervals, row_order
 from .kernel import AccumulatingKernel, Kernel
 from .mosaic_tiles import HEAD_DIMS, ROWS, WARPGROUPS
 from .padding import pad, padded
 
 TILE = ROWS * WARPGROUPS  # lengths are padded to multiples of it: every tile of queries or keys is half of it, or all
-HOPPER = ("H100", "H200", "H800", "H20")  # devices of compute capability 9.0: no other has wgmma
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,15 +70,21 @@ class MosaicKernel(AccumulatingKernel):
 
     def _call(self, ours: Callable[..., Any], others: Callable[..., Any], carry: Any, queries: Queries,
               keys: Keys | StackedKeys, *saved: Saved, mask: Mask, scale: float) -> Any:
-        """Ours, or the other kernel's: for what this one does not serve, and, at run time, for blocks that are not in order."""
+        """Ours, or the other kernel's for what this one does not serve."""
         blocks = carry, queries, keys, *saved
-        others = functools.partial(others, mask=mask, scale=scale)
         if self._refused(queries.q, mask):
-            return others(*blocks)
-        q_side = _Side.create(queries.coords, queries.q.shape[3], self.query_shards)
-        kv_side = _Side.create(keys.coords, queries.q.shape[3], self.key_shards)
-        ordered = jnp.array([side.order is not None or in_row_order(side.coords) for side in (q_side, kv_side)]).all()
-        return lax.cond(ordered, functools.partial(ours, q_side, kv_side, mask, scale), others, *blocks)
+            return others(*blocks, mask=mask, scale=scale)
+
+        sides = ((queries.coords, self.query_shards), (keys.coords, self.key_shards))
+
+        def run(is_sorted: bool, *blocks: Any) -> Any:
+            pair = [_Side.create(coords, queries.q.shape[3], is_sorted or shards > 1) for coords, shards in sides]
+            return ours(*pair, mask, scale, *blocks)
+
+        unsure = [in_row_order(TokenCoords(*coords[:2])) for coords, shards in sides if shards == 1]
+        if not unsure:
+            return run(True, *blocks)
+        return lax.cond(jnp.array(unsure).all(), functools.partial(run, False), functools.partial(run, True), *blocks)
 
     def _extend(self, q_side: _Side, kv_side: _Side, mask: Mask, scale: float, carry: AttentionPartial | None,
                 queries: Queries, keys: Keys | StackedKeys) -> AttentionPartial:
@@ -112,8 +119,8 @@ class MosaicKernel(AccumulatingKernel):
             reason = f"heads of {q.shape[3]} ({HEAD_DIMS[-1]} at most)"
         elif self.interpret is None and q.dtype.itemsize != 2:
             reason = f"{q.dtype} operands"
-        elif self.interpret is None and not any(name in _device_kind() for name in HOPPER):
-            reason = f"devices other than Hopper GPUs ({_device_kind()})"
+        elif self.interpret is None and not any(name in device_kind() for name in HOPPER):
+            reason = f"devices other than Hopper GPUs ({device_kind()})"
         if reason:
             _warn(reason)
         return bool(reason)
@@ -121,12 +128,6 @@ class MosaicKernel(AccumulatingKernel):
 
 def _warn(reason: str) -> None:
     warnings.warn(f"attention kernel: {reason} are served by the kernel 'auto', not by 'mosaic'", stacklevel=5)
-
-
-def _device_kind() -> str:
-    """The kind of device for which the program is traced: the mesh's, or the first device's."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return device.device_kind if device is not None else jax.devices()[0].device_kind
 
 
 class _Side(NamedTuple):
@@ -143,10 +144,11 @@ class _Side(NamedTuple):
     head_dim: int
 
     @classmethod
-    def create(cls, coords: TokenCoords, head_dim: int, shards: int) -> _Side:
+    def create(cls, coords: TokenCoords, head_dim: int, is_sorted: bool) -> _Side:
+        """The tokens with these coordinates, brought into the row's order or as they come."""
         coords = TokenCoords(*coords[:2])
         order = None
-        if shards > 1:
+        if is_sorted:
             order = row_order(coords)
             coords = TokenCoords(*(jnp.take_along_axis(x, order, 1) for x in (coords.index, coords.segment_ids)))
         return cls(padded(coords, TILE), order, next(size for size in HEAD_DIMS if size >= head_dim))

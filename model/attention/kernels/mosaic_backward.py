@@ -62,8 +62,9 @@ def dq_pass(carry: Float[Array, "B Tq Hq D"] | None, q: Float[Array, "B Tq Hq D"
     key_tile = KEY_TILES[head_dim]
     numbers = (batch, length // ROWS, ROWS)
     carried = () if carry is None else (carry.reshape(*numbers, heads, head_dim),)
-    rows = (x.reshape(numbers) for x in seen)
-    statistics = ((x * factor).reshape(batch, heads, *numbers[1:]) for x, factor in ((saved.lse, LOG2E), (saved.delta, 1)))
+    # Stacked, so that one address leads to both.
+    rows = jnp.stack([x.reshape(numbers) for x in seen])
+    statistics = jnp.stack([saved.lse * LOG2E, saved.delta]).reshape(2, batch, heads, *numbers[1:])
     body = functools.partial(_dq_kernel, len(keys), carry is not None, key_tile=key_tile, group=heads // keys[0].shape[-2],
                              scale=scale, arithmetic=Arithmetic(interpret is not None))
     tiles = functools.partial(shared_tiles, dtype=q.dtype, swizzle=min(2 * key_tile, 128))  # of a product's depth at most
@@ -74,11 +75,11 @@ def dq_pass(carry: Float[Array, "B Tq Hq D"] | None, q: Float[Array, "B Tq Hq D"
         thread_name="warpgroup", compiler_params=plgpu.CompilerParams(approx_math=True), interpret=interpret,
         scratch_types=[*own, *own, *Slots.scratch(tiles(SLOTS, key_tile, head_dim)),
                        *Slots.scratch(tiles(SLOTS, key_tile, head_dim))],
-        kernel_name="attention_dq")(tile_edges(seen, QUERY_TILE, key_tile), *rows, *statistics, q, saved.dout, *keys, *carried)
+        kernel_name="attention_dq")(tile_edges(seen, QUERY_TILE, key_tile), rows, statistics, q, saved.dout, *keys, *carried)
     return dq.reshape(q.shape)
 
 
-def _dq_kernel(key_arrays: int, carried: bool, edges_ref, first_ref, last_ref, lse_ref, delta_ref, q_ref, dout_ref, *refs,
+def _dq_kernel(key_arrays: int, carried: bool, edges_ref, seen_ref, statistics_ref, q_ref, dout_ref, *refs,
                key_tile: int, group: int, scale: float, arithmetic: Arithmetic) -> None:
     k_ref, v_ref = (refs[0].at[0], refs[0].at[1]) if key_arrays == 1 else refs[:2]
     carry_refs, refs = refs[key_arrays:key_arrays + carried], refs[key_arrays + carried:]
@@ -90,9 +91,6 @@ def _dq_kernel(key_arrays: int, carried: bool, edges_ref, first_ref, last_ref, l
     def edge(number):
         return edges_ref[row, tile, number]
 
-    begin = edge(0)
-    steps = edge(3) - begin
-
     @pl.when(warpgroup == WARPGROUPS)
     def _load():
         plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
@@ -102,37 +100,43 @@ def _dq_kernel(key_arrays: int, carried: bool, edges_ref, first_ref, last_ref, l
             plgpu.copy_gmem_to_smem(q_ref.at[place], q_tiles.at[i], q_full.at[i])
             plgpu.copy_gmem_to_smem(dout_ref.at[place], dout_tiles.at[i], dout_full.at[i])
 
-        def tiles_of(step):
-            place = (row, pl.ds((begin + step) * key_tile, key_tile), kv_head)
+        def tiles_of(i):
+            place = (row, pl.ds(i * key_tile, key_tile), kv_head)
             return k_ref.at[place], v_ref.at[place]
 
-        put_all((k_slots, v_slots), steps, tiles_of)
+        put_all((k_slots, v_slots), edge(0), edge(3), tiles_of)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _compute():
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         number = tile * WARPGROUPS + warpgroup
         q, dout = q_tiles.at[warpgroup], dout_tiles.at[warpgroup]
-        lse, delta = (arithmetic.rows(ref, row, head, number) for ref in (lse_ref, delta_ref))
+        def statistic(which):
+            return arithmetic.rows(statistics_ref, which, row, head, number)
+
+        # With heads of 256 they would keep the registers that addresses then lack: there they are read for each tile.
+        kept = None if q.shape[1] == 256 else (statistic(0), statistic(1))
         plgpu.barrier_wait(q_full.at[warpgroup])
         plgpu.barrier_wait(dout_full.at[warpgroup])
 
         def body(i, dq, masked):
-            step = i - begin
-            k, v = k_slots.wait(step), v_slots.wait(step)
+            k, v = k_slots.wait(i), v_slots.wait(i)
 
             def weigh(scores):
+                lse = kept[0] if kept else statistic(0)
                 weights = jnp.exp2(scores * (scale * LOG2E) - across(lse, scores.shape))
                 if masked:
-                    seen = arithmetic.within((first_ref, last_ref), row, number, start=i * key_tile, columns=key_tile)
+                    interval = seen_ref.at[0], seen_ref.at[1]
+                    seen = arithmetic.within(interval, row, number, start=i * key_tile, columns=key_tile)
                     weights = jnp.where(seen, weights, 0.0)
                 return weights
 
             weights, dweights = arithmetic.two_products((q, k), (dout, v), weigh)
-            v_slots.release(step)
+            v_slots.release(i)
+            delta = kept[1] if kept else statistic(1)
             dscores = weights * (dweights - across(delta, weights.shape))
             (dq,) = arithmetic.add_products((dq, dscores, k))
-            k_slots.release(step)
+            k_slots.release(i)
             return dq
 
         if carried:  # scaled at the end with the rest: added there, it would need as many registers again
@@ -200,7 +204,7 @@ def _dkv_kernel(key_arrays: int, edges_ref, first_ref, last_ref, q_ref, dout_ref
             queries = pl.ds((begin + lax.rem(step, steps)) * QUERY_STEP, QUERY_STEP)
             return q_ref.at[row, queries, head], dout_ref.at[row, queries, head], statistics_ref.at[:, row, head, queries]
 
-        put_all((q_slots, dout_slots, statistics_slots), group * steps, tiles_of)
+        put_all((q_slots, dout_slots, statistics_slots), 0, group * steps, tiles_of)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _compute():

@@ -93,9 +93,6 @@ def _kernel(key_arrays: int, carried: bool, edges_ref, first_ref, last_ref, q_re
     def edge(number):
         return edges_ref[row, tile, number]
 
-    begin = edge(0)
-    steps = edge(3) - begin
-
     @pl.when(warpgroup == WARPGROUPS)
     def _load():
         plgpu.set_max_registers(LOAD_REGISTERS, action="decrease")
@@ -104,11 +101,11 @@ def _kernel(key_arrays: int, carried: bool, edges_ref, first_ref, last_ref, q_re
             queries = pl.ds((tile * WARPGROUPS + i) * ROWS, ROWS)
             plgpu.copy_gmem_to_smem(q_ref.at[row, queries, head], q_tiles.at[i], q_full.at[i])
 
-        def tiles_of(step):
-            place = (row, pl.ds((begin + step) * key_tile, key_tile), kv_head)
+        def tiles_of(i):
+            place = (row, pl.ds(i * key_tile, key_tile), kv_head)
             return k_ref.at[place], v_ref.at[place]
 
-        put_all((k_slots, v_slots), steps, tiles_of)
+        put_all((k_slots, v_slots), edge(0), edge(3), tiles_of)
 
     @pl.when(warpgroup < WARPGROUPS)
     def _compute():
@@ -127,9 +124,8 @@ def _kernel(key_arrays: int, carried: bool, edges_ref, first_ref, last_ref, q_re
 
         def body(i, carry, masked):
             out, highest, total = carry
-            step = i - begin
-            scores = arithmetic.product(q, k_slots.wait(step), meanwhile=turns.end)
-            k_slots.release(step)
+            scores = arithmetic.product(q, k_slots.wait(i), meanwhile=turns.end)
+            k_slots.release(i)
             if masked:
                 seen = arithmetic.within((first_ref, last_ref), row, number, start=i * key_tile, columns=key_tile)
                 scores = jnp.where(seen, scores, -jnp.inf)
@@ -142,10 +138,10 @@ def _kernel(key_arrays: int, carried: bool, edges_ref, first_ref, last_ref, q_re
             total = total * shrink + weights.sum(1)
             weights = weights.astype(q.dtype)
             out, highest, total, weights = lax.optimization_barrier((out, highest, total, weights))
-            v = v_slots.wait(step)
+            v = v_slots.wait(i)
             turns.end()
             (out,) = arithmetic.add_products((out, weights, v))
-            v_slots.release(step)
+            v_slots.release(i)
             return out, highest, total
 
         out, highest, total = visit(edge, body, (out, highest, total))

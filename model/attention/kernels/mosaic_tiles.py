@@ -156,18 +156,18 @@ class Slots:
         """How many slots there are."""
         return self.tiles.shape[0]
 
-    def put(self, step: jax.Array, source: Any) -> None:
-        """The loader's: starts to copy the tile of a step, once its slot is free."""
+    def put(self, step: jax.Array, source: Any, begin: Any) -> None:
+        """The loader's: starts to copy the tile of a step, once its slot is free; `begin` is the first step."""
         slot = lax.rem(step, jnp.int32(self.count))
-        pl.when(step >= self.count)(lambda: plgpu.barrier_wait(self.free.at[slot]))
+        pl.when(step >= begin + self.count)(lambda: plgpu.barrier_wait(self.free.at[slot]))
         plgpu.copy_gmem_to_smem(source, self.tiles.at[slot], self.full.at[slot])
 
-    def drain(self, steps: jax.Array) -> None:
+    def drain(self, begin: Any, end: jax.Array) -> None:
         """The loader's: waits until the last tiles have been read."""
         def wait(step, _):
             plgpu.barrier_wait(self.free.at[lax.rem(step, jnp.int32(self.count))])
 
-        lax.fori_loop(jnp.maximum(steps - self.count, 0), steps, wait, None)
+        lax.fori_loop(jnp.maximum(end - self.count, begin), end, wait, None)
 
     def wait(self, step: jax.Array) -> Any:
         """Waits for the tile of a step, and returns it."""
@@ -180,15 +180,19 @@ class Slots:
         plgpu.barrier_arrive(self.free.at[lax.rem(step, jnp.int32(self.count))])
 
 
-def put_all(slots: Sequence[Slots], steps: jax.Array, tiles_of: Callable[[jax.Array], Sequence[Any]]) -> None:
-    """The loader's loop: copies the tiles of each step, one for each of `slots`, and waits until all have been read."""
+def put_all(slots: Sequence[Slots], begin: Any, end: jax.Array, tiles_of: Callable[[jax.Array], Sequence[Any]]) -> None:
+    """The loader's loop: copies the tiles of each step, one for each of `slots`, and waits until all have been read.
+
+    Args:
+      begin, end: steps are numbered from the one to before the other; a tile's own number spares those who compute a register.
+    """
     def put(step, _):
         for slot, tile in zip(slots, tiles_of(step), strict=True):
-            slot.put(step, tile)
+            slot.put(step, tile, begin)
 
-    lax.fori_loop(0, steps, put, None)
+    lax.fori_loop(begin, end, put, None)
     for slot in slots:
-        slot.drain(steps)
+        slot.drain(begin, end)
 
 
 def visit(edge: Callable[[int], jax.Array], body: Callable, carry: Any) -> Any:

@@ -119,8 +119,9 @@ class Ring(Schedule):
         replicated = replica.gather(own) if replica else None
 
         def visit(partial, parts):
-            block = own if partial is None else _concatenate(parts)
-            return kernel.extend(partial, queries, block, **context.scores), (), ()
+            if partial is None:
+                return kernel.extend(None, queries, own, **context.scores), (), ()
+            return self._joined(kernel, parts).extend(partial, queries, _concatenate(parts), **context.scores), (), ()
 
         partial, _, gathered, _ = _ring_pass(routes, own, visit, Payload(shard))
         if replicated:
@@ -135,10 +136,11 @@ class Ring(Schedule):
         replicated = replica.gather(own) if replica else None
 
         def visit(dq, parts):
-            first = dq is None
-            block = own if first else _concatenate(parts)
-            dq, dkv = kernel.gradients(dq, queries, block, saved, **context.scores)
-            return dq, routes.split(dkv, own=first), ()
+            if dq is None:
+                dq, dkv = kernel.gradients(None, queries, own, saved, **context.scores)
+                return dq, routes.split(dkv, own=True), ()
+            dq, dkv = self._joined(kernel, parts).gradients(dq, queries, _concatenate(parts), saved, **context.scores)
+            return dq, routes.split(dkv, own=False), ()
 
         dq, dkv, gathered, share = _ring_pass(routes, own, visit, payload)
         dkv = routes.join(dkv)
@@ -146,6 +148,10 @@ class Ring(Schedule):
             dq, of_replicas = kernel.gradients(dq, queries, replicated, saved, **context.scores)
             dkv = replica.add_gradients(dkv, of_replicas, keys.coords)
         return Gradients(dq, *dkv), gathered, share
+
+    def _joined(self, kernel: Kernel, parts: tuple) -> Kernel:
+        """The kernel for the parts of several ranks in one block: only of ordered shards the first may be the later tokens."""
+        return kernel.over_shards(1, len(parts)) if self.ordered else kernel
 
     def _routes(self, ranks: Ranks, mask: Mask, tokens: int, rides: bool = False) -> tuple[_Routes, Replica | None]:
         """The routes of blocks, and of global tokens where blocks do not visit all ranks."""

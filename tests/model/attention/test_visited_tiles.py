@@ -25,7 +25,7 @@ from .mosaic_interpreter import compile_once
 
 HEAD_DIM = 16
 TILE = 16
-GPU = GpuKernel(TILE, TILE, TILE, interpret=True)
+GPU = GpuKernel(TILE, TILE, interpret=True)
 KERNELS = {"tpu": TpuKernel(128, 128, fused=True, interpret=True), "tpu pair": TpuKernel(128, 128, fused=False, interpret=True),
            "gpu": GPU, "xla": XlaKernel(TILE, TILE),
            "auto": PlatformKernel(TpuKernel(), GPU, XlaKernel(TILE, TILE))}

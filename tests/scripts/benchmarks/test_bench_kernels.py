@@ -1,9 +1,16 @@
 """The kernels' benchmark: every peer computes the same attention, work is counted as the mask has it, files are written."""
+import functools
 import json
+import sys
+import types
 
+import jax
 import numpy as np
 import pytest
+import torch
+from jax._src.cudnn import fused_attention_stablehlo
 
+from model.attention.kernels import device
 from scripts.benchmarks.bench_kernels import main
 from scripts.benchmarks.kernel_peers import BLOCKS, ON_DEVICE, PEERS, Case, LeftOut, make_block, splash
 
@@ -68,7 +75,99 @@ def test_the_table_the_figures_and_the_plot(tmp_path, capsys):
     assert (tmp_path / "bench_kernels.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_mosaic_kernel_is_left_out_where_there_is_no_hopper_gpu():
-    case = Case("ours-mosaic", "diagonal", 256, backward=False)
-    with pytest.raises(LeftOut, match="needs a Hopper GPU, found cpu"):
-        PEERS["ours-mosaic"](case, make_block(case))
+@pytest.mark.parametrize(("peer", "reason"), [
+    ("ours-mosaic", "the kernel mosaic needs a Hopper GPU, found cpu"),
+    ("flash-attn-3", "FlashAttention-3 needs a Hopper GPU, found cpu"),
+    ("jax-cudnn", "cuDNN needs an NVIDIA GPU, found cpu"),
+])
+def test_a_peer_that_needs_a_gpu_is_left_out_where_there_is_none(peer, reason):
+    case = Case(peer, "diagonal", 256, backward=False)
+    with pytest.raises(LeftOut, match=reason):
+        PEERS[peer](case, make_block(case))
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """Has the peers take the CPU for a GPU, and stand-ins that compute by the definition for cuDNN and FlashAttention-3."""
+    monkeypatch.setattr(device, "HOPPER", ("cpu",))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax.nn, "dot_product_attention", functools.partial(cudnn_unpacked, jax.nn.dot_product_attention))
+    monkeypatch.setattr(fused_attention_stablehlo, "dot_product_attention", cudnn_packed)
+    flash = types.ModuleType("flash_attn_interface")
+    flash.flash_attn_func, flash.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn_interface", flash)
+
+
+def cudnn_unpacked(xla, q, k, v, *, is_causal, implementation):
+    """As jax.nn.dot_product_attention; the causal mask is aligned at the first key."""
+    assert implementation == "cudnn" and q.dtype == "float16"
+    return xla(*(x.astype("float32") for x in (q, k, v)), is_causal=is_causal, implementation="xla").astype("float16")
+
+
+def cudnn_packed(q, k, v, bias, mask, q_seqlen, kv_seqlen, q_offsets, kv_offsets, *, scale, mask_type):
+    """As JAX's packed call of cuDNN, which the offsets tell each document's tokens."""
+    assert bias is None and mask is None and mask_type.name == "PADDING_CAUSAL" and q.shape == k.shape
+    assert q_seqlen.dtype == q_offsets.dtype == "int32" and q_offsets.shape == (1, q_seqlen.shape[1] + 1)
+    assert q_seqlen is kv_seqlen
+    token = np.arange(q.shape[1])
+    documents = [jax.numpy.searchsorted(offsets[0], token, side="right") for offsets in (q_offsets, kv_offsets)]
+    seen = (documents[0][:, None] == documents[1][None]) & (token[:, None] >= token[None])
+    q, k, v = (x.astype("float32") for x in (q, k, v))
+    scores = jax.numpy.where(seen, jax.numpy.einsum("bqhd,bkhd->bhqk", q, k) * scale, -jax.numpy.inf)
+    return jax.numpy.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(scores), v).astype("float16")
+
+
+def flash_attn_func(q, k, v, *, causal):
+    """As FlashAttention-3's, [B, T, H, D]; the causal mask is aligned at the last key, and a row without keys is zero."""
+    assert q.dtype == torch.float16 and q.is_contiguous()
+    queries, keys = q.shape[1], k.shape[1]
+    k, v = (x.repeat_interleave(q.shape[2] // x.shape[2], 2) for x in (k, v))
+    seen = torch.ones(queries, keys, dtype=torch.bool)
+    seen = seen.tril(keys - queries) if causal else seen
+    scores = torch.einsum("bqhd,bkhd->bhqk", q.float(), k.float()) * q.shape[3] ** -0.5
+    weights = scores.masked_fill(~seen, -1e30).softmax(-1).masked_fill(~seen, 0)
+    return torch.einsum("bhqk,bkhd->bqhd", weights, v.float()).half()
+
+
+def flash_attn_varlen_func(q, k, v, starts, kv_starts, longest, kv_longest, *, causal):
+    """As FlashAttention-3's, [T, H, D], of documents that begin at `starts`; with lse, as its earlier releases."""
+    assert starts.dtype == torch.int32 and longest == kv_longest == int(starts.diff().max())
+    documents = zip(*(x.split(starts.diff().tolist()) for x in (q, k, v)), strict=True)
+    assert torch.equal(starts, kv_starts)
+    return torch.cat([flash_attn_func(*(x[None] for x in document), causal=causal)[0] for document in documents]), None
+
+
+@pytest.mark.parametrize("kv_heads", [2, 1])
+@pytest.mark.parametrize("kind", ["diagonal", "strict", "full", "packed"])
+@pytest.mark.parametrize("peer", ["jax-cudnn", "flash-attn-3"])
+def test_a_gpus_peer_is_asked_for_the_same(peer, kind, kv_heads, on_a_gpu):
+    """By stand-ins, in float16, of numbers that float16 has; the results are rounded to it."""
+    case = Case(peer, kind, LENGTH, backward=True, heads=2, kv_heads=kv_heads, head_dim=16, dtype="float16")
+    block = make_block(case)
+    sees = block.mask().any(-1)
+    rounded = (x.astype(np.float16).astype(np.float32) for x in (*block[:3], block.dout * sees[:, None, None]))
+    block = block._replace(**dict(zip(("q", "k", "v", "dout"), rounded, strict=True)))
+    if (peer, kind, kv_heads) == ("jax-cudnn", "packed", 1):
+        with pytest.raises(LeftOut, match="by the queries' number of heads"):
+            PEERS[peer](case, block)
+        return
+    out, gradients = PEERS[peer](case, block)()
+    of_heads = block._replace(**{name: np.repeat(getattr(block, name), 2 // kv_heads, 2) for name in "kv"})
+    out_expected, dq, *dkv = dense(of_heads)
+    dkv = [x.reshape(*x.shape[:2], kv_heads, 2 // kv_heads, -1).sum(3) for x in dkv]
+    for got, expected in zip((out, *gradients), (out_expected, dq, *dkv), strict=True):
+        rows = sees if got is out else slice(None)
+        np.testing.assert_allclose(np.asarray(got)[:, rows], expected[:, rows], atol=1e-3 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(("peer", "name"), [("jax-cudnn", "cuDNN"), ("flash-attn-3", "FlashAttention-3")])
+def test_a_gpus_peer_is_left_out_of_what_it_has_not(peer, name, on_a_gpu, monkeypatch):
+    empty, single = Case(peer, "empty", LENGTH, backward=False, dtype="float16"), Case(peer, "full", LENGTH, backward=False)
+    with pytest.raises(LeftOut, match=f"{name} has no mask that hides everything"):
+        PEERS[peer](empty, make_block(empty))
+    with pytest.raises(LeftOut, match=f"{name}.* has no float32"):
+        PEERS[peer](single, make_block(single))
+    if peer == "flash-attn-3":
+        monkeypatch.setitem(sys.modules, "flash_attn_interface", None)
+        with pytest.raises(LeftOut, match=r"FlashAttention-3 cannot be imported: .*flash_attn_interface"):
+            PEERS[peer](empty, make_block(empty))

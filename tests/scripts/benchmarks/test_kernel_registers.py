@@ -5,7 +5,7 @@ import pytest
 
 from data.errors import UserError
 from scripts.benchmarks import kernel_registers
-from scripts.benchmarks.kernel_registers import COMPILERS, Figures, read_figures
+from scripts.benchmarks.kernel_registers import COMPILERS, Case, Figures, read_figures
 from scripts.benchmarks.results import load, measured, save, versions
 
 PTXAS = """ptxas info    : Function properties for attention_dkv_mosaic_gpu_kernel
@@ -32,18 +32,26 @@ def test_a_text_that_says_nothing_is_an_error(missing):
         read_figures(*texts)
 
 
+def test_figures_of_a_triton_kernel_are_read_from_xlas_text():
+    ptx = ".reqntid 128, 1, 1\n{ tcgen05.mma.cta_group::1.kind::f16 a; cp.async.cg.shared.global b; cp.async.commit_group; }"
+    launch = "006: kCustomKernel attention_dkv grid: [32, 1, 4] threads: [128, 1, 1]  shared_memory: 49664 bytes"
+    assert read_figures(PTXAS, ptx, launch) == Figures(168, 4, False, 49664, 1, 1, 3)
+
+
 @pytest.mark.parametrize(("change", "code"), [
-    ({}, 0), ({"registers": 172}, 0), ({"registers": 176}, 1), ({"spilled": 0}, 0), ({"spilled": 8}, 1), ({"wgmma": 0}, 1),
-    ({"tma": 0}, 1), ({"shared": 220000}, 1), ({"serialized": True}, 1), ({"blocks": 0}, 1),
+    ({}, 0), ({"registers": 172}, 0), ({"registers": 176}, 1), ({"spilled": 0}, 0), ({"spilled": 8}, 1), ({"products": 0}, 1),
+    ({"copies": 0}, 1), ({"shared": 220000}, 1), ({"serialized": True}, 1), ({"blocks": 0}, 1),
 ], ids=str)
 def test_a_worse_kernel_fails_the_check(change, code, monkeypatch, tmp_path, capsys):
-    rows = [["dkv", 128, *dataclasses.astuple(FIGURES)]]
+    case = Case("mosaic", "h100", "dkv", 128)
+    rows = [[*dataclasses.astuple(case), *dataclasses.astuple(FIGURES)]]
     stored = measured("title", {}, "command", (), tables={"figures": {"columns": [], "rows": rows}})
     save(kernel_registers.NAME, stored, tmp_path)
     monkeypatch.setattr(kernel_registers, "load", lambda name: load(name, tmp_path))
-    monkeypatch.setattr(kernel_registers, "measure", lambda: {"dkv 128": dataclasses.replace(FIGURES, **change)})
+    monkeypatch.setattr(kernel_registers, "measure", lambda: {case: dataclasses.replace(FIGURES, **change)})
     assert kernel_registers.main(["--check"]) == code
-    assert capsys.readouterr().out.count("WORSE") == code
+    out = capsys.readouterr().out
+    assert out.startswith("mosaic h100 dkv 128: ") and out.count("WORSE") == code
 
 
 def has_cuda_compiler() -> bool:

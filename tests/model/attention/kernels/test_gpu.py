@@ -1,31 +1,51 @@
 """The GPU kernel, interpreted, against dense float64 attention: out, lse and all gradients, within 1e-5."""
+import itertools
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from model.attention import TokenCoords
 from model.attention.coords import FULL, MASKED, SKIP, tile_bounds, tile_kind
+from model.attention.kernels import gpu
 from model.attention.kernels.gpu import GpuKernel, _tile_ranges
 
-from .test_tpu import EVERYTHING, MASKS, check_case, check_nothing_to_see, documents
+from .test_tpu import EVERYTHING, MASKS, check_case, check_nothing_to_see, compiled, documents
 
-KERNEL = GpuKernel(query_tile=128, key_tile=64, interpret=True)
+KERNEL = GpuKernel(interpret=True)
+TABLES = ("HOPPER_TILES", "ANY", "FLOAT32")
 COVERING = [(64, MASKS[0], "contiguous", "packed"), (80, MASKS[2], "striped", "packed"), (96, MASKS[1], "striped", "one"),
             (100, MASKS[3], "contiguous", "packed")]
 
 
-@pytest.mark.parametrize(("head_dim", "mask", "layout", "kind"), COVERING, ids=str)
-def test_kernel_is_exact(head_dim, mask, layout, kind):
+@pytest.fixture(params=["HOPPER_TILES"])
+def tiles(request, monkeypatch):
+    """Has the float32 operands of these tests take the tiles of another table."""
+    monkeypatch.setattr(gpu, "FLOAT32", getattr(gpu, request.param))
+    compiled.cache_clear()
+    yield
+    compiled.cache_clear()
+
+
+def with_tables(cases):
+    """The cases, each with the next of the tables."""
+    return [(table, *case) for table, case in zip(itertools.cycle(TABLES), cases, strict=False)]
+
+
+@pytest.mark.parametrize(("tiles", "head_dim", "mask", "layout", "kind"), with_tables(COVERING), ids=str, indirect=["tiles"])
+def test_kernel_is_exact(tiles, head_dim, mask, layout, kind):
     check_case(head_dim, mask, layout, kind, KERNEL)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("head_dim", "mask", "layout", "kind"), [case for case in EVERYTHING if case not in COVERING], ids=str)
-def test_kernel_is_exact_in_every_case(head_dim, mask, layout, kind):
+@pytest.mark.parametrize(("tiles", "head_dim", "mask", "layout", "kind"),
+                         with_tables(case for case in EVERYTHING if case not in COVERING), ids=str, indirect=["tiles"])
+def test_kernel_is_exact_in_every_case(tiles, head_dim, mask, layout, kind):
     check_case(head_dim, mask, layout, kind, KERNEL)
 
 
-def test_rows_that_see_nothing():
+def test_rows_that_see_nothing(tiles):
     check_nothing_to_see(KERNEL)
 
 
@@ -48,6 +68,23 @@ def test_tile_ranges_have_the_needed_tiles_and_mask_those_that_are_not_full(mask
     assert {SKIP, FULL, MASKED} <= set(kinds.ravel().tolist())
 
 
-def test_tiles_are_powers_of_two():
-    large, small = GpuKernel(1024, 100), GpuKernel(7, 24)
-    assert (large.query_tile, large.key_tile, small.query_tile, small.key_tile) == (128, 64, 16, 16)
+def tunings(kind, dtype, monkeypatch, kernel=KERNEL):
+    """How the kernels run on this kind of device, by kernel and head size."""
+    monkeypatch.setattr(gpu, "device_kind", lambda: kind)
+    return {(name, size): kernel.tuning(name, jnp.zeros((1, 1, 1, size), dtype)) for name in gpu.ANY for size in gpu.ANY[name]}
+
+
+def test_tiles_follow_the_device_and_the_operands(monkeypatch):
+    of = {kind: tunings(kind, jnp.bfloat16, monkeypatch) for kind in ("NVIDIA H200", "NVIDIA B200", "NVIDIA GeForce RTX 4090")}
+    hopper, blackwell, consumer = of.values()
+    assert hopper["forward", 128] == (128, 128, 8, 3) != consumer["forward", 128]
+    assert blackwell["forward", 128] == hopper["forward", 128] and blackwell["dkv", 128] == consumer["dkv", 128]
+    assert tunings("NVIDIA H200", jnp.float32, monkeypatch) == tunings("NVIDIA A100", jnp.float32, monkeypatch) != hopper
+    assert KERNEL.tuning("dq", jnp.zeros((1, 1, 1, 80), jnp.bfloat16)) == tunings("cpu", jnp.bfloat16, monkeypatch)["dq", 128]
+
+
+def test_tiles_that_are_asked_for_are_powers_of_two_and_no_larger_than_those_that_suit(monkeypatch):
+    suit = tunings("NVIDIA H200", jnp.bfloat16, monkeypatch)
+    assert tunings("NVIDIA H200", jnp.bfloat16, monkeypatch, GpuKernel(1024, 512)) == suit
+    small = tunings("NVIDIA H200", jnp.bfloat16, monkeypatch, GpuKernel(7, 60))
+    assert small["forward", 64] == (16, 32, 8, 3) and small["dkv", 64] == (32, 16, 4, 2)

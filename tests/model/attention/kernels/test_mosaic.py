@@ -3,17 +3,22 @@
 What runs is the kernel itself: its intervals and tiles, copies, barriers and stores, three warpgroups at a time. Two things are
 the interpreter's own: products are plain ones in float32 (`Arithmetic`), and a copy is done when it is asked for.
 """
+import dataclasses
 import itertools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.attention import Keys, Mask, Queries, Saved, TokenCoords, get_kernel
-from model.attention.kernels import MosaicKernel, mosaic
+from model.attention import Keys, Mask, Queries, Saved, TokenCoords, attention, get_kernel
+from model.attention.kernels import MosaicKernel, XlaKernel, mosaic
+from model.attention.kernels.intervals import in_row_order
 from model.attention.layout import permutation
+from model.attention.names import LAYOUTS
 from model.attention.options import AttentionConfig
+from tests.model.attention.cases import QUICK, SCHEDULES, mesh_of
 from tests.model.attention.dense import dense_attention
 from tests.model.attention.mosaic_interpreter import KERNEL, compile_once
 from tests.model.attention.test_exactness import check
@@ -50,9 +55,78 @@ def test_rows_that_see_nothing():
     check_nothing_to_see(KERNEL)
 
 
-def test_a_block_with_padding_inside_a_document_is_the_other_kernels():
-    """Found at run time, block by block; the results are exact all the same."""
-    check_case(64, MASKS[0], "striped", "packed", KERNEL)
+class Untouched(XlaKernel):
+    """A kernel that may not be asked."""
+
+    def extend(self, *blocks, mask, scale):
+        raise AssertionError("the other kernel was asked")
+
+    gradients = extend
+
+
+def test_a_block_with_padding_inside_a_document_is_brought_into_order():
+    """Found at run time, block by block; no other kernel is asked, and the results are exact all the same."""
+    check_case(64, MASKS[0], "striped", "packed", dataclasses.replace(KERNEL, other=Untouched()))
+
+
+@dataclasses.dataclass(frozen=True)
+class Watched(XlaKernel):
+    """Reports of each block that was not gathered whether its tokens are in the order of the row, in both directions."""
+
+    report: Any = None
+    shards: tuple[int, int] = (1, 1)
+
+    def over_shards(self, queries, keys):
+        return dataclasses.replace(self, shards=(self.shards[0] * queries, self.shards[1] * keys))
+
+    def _watch(self, queries, keys):
+        for block, shards in zip((queries, keys), self.shards, strict=True):
+            jax.debug.callback(self.report, True if shards > 1 else in_row_order(block.coords))
+
+    def forward(self, queries, keys, **options):
+        self._watch(queries, keys)
+        return super().forward(queries, keys, **options)
+
+    def backward(self, queries, keys, saved, **options):
+        self._watch(queries, keys)
+        return super().backward(queries, keys, saved, **options)
+
+
+def orders(schedule, layout, mask, segments):
+    """Whether the blocks of a forward and a backward pass over four devices are in order."""
+    reports = []
+    order = permutation(segments.shape[1], 4, layout)
+    coords = TokenCoords(np.arange(segments.shape[1], dtype=np.int32)[None][:, order], segments[:, order])
+    x = jnp.ones((1, segments.shape[1], 4, 8))
+
+    def loss(x):
+        return attention(x, x, x, coords, mesh=mesh_of(4), layout=layout, schedule=SCHEDULES[schedule], mask=mask,
+                         kernel=Watched(report=lambda is_ordered: reports.append(bool(is_ordered)))).sum()
+
+    jax.block_until_ready(jax.jit(jax.grad(loss), compiler_options=QUICK)(x))
+    jax.effects_barrier()
+    return reports
+
+
+SEGMENTS = np.repeat([1, 2, 3, 0], [10, 50, 26, 10]).astype(np.int32)[None]
+NEAR = Mask(causal=False, window=10)  # of contiguous shards the ring then sends whole blocks both ways
+ALL_ORDERS = [*itertools.product([name for name in SCHEDULES if name != "ring_self_attention"], LAYOUTS, [Mask()]),
+              *itertools.product(["ring", "ring bidirectional", "balanced"], LAYOUTS, [NEAR])]
+QUICK_ORDERS = [("ring bidirectional", "contiguous", Mask()), ("balanced", "striped", Mask()), ("ring", "contiguous", NEAR)]
+
+
+@pytest.mark.parametrize(("schedule", "layout", "mask"), [
+    *QUICK_ORDERS, *(pytest.param(*case, marks=pytest.mark.slow) for case in ALL_ORDERS if case not in QUICK_ORDERS)], ids=str)
+def test_every_block_of_a_schedule_is_in_order_or_of_several_shards(schedule, layout, mask):
+    """Of a row as the loader writes it: documents one after the other, and padding behind them."""
+    reports = orders(schedule, layout, mask, SEGMENTS)
+    assert len(reports) >= 16 and all(reports)
+
+
+def test_a_block_out_of_order_is_seen():
+    segments = SEGMENTS.copy()
+    segments[0, 30:40] = 0
+    assert not all(orders("ring", "striped", Mask(), segments))
 
 
 @pytest.mark.parametrize("layout", ["striped", "zigzag"])
@@ -84,7 +158,7 @@ def blocks(dtype=jnp.bfloat16, head_dim=64):
     ("NVIDIA B200", blocks(), Mask(), r"devices other than Hopper GPUs \(NVIDIA B200\)"),
 ], ids=["global tokens", "float32", "heads", "older", "newer"])
 def test_what_it_does_not_serve_is_named_and_served_by_the_other_kernel(kind, arrays, mask, reason, monkeypatch):
-    monkeypatch.setattr(mosaic, "_device_kind", lambda: kind)
+    monkeypatch.setattr(mosaic, "device_kind", lambda: kind)
     options = {"mask": mask, "scale": 1.0}
     with pytest.warns(UserWarning, match=f"{reason} are served by the kernel 'auto', not by 'mosaic'"):
         got = get_kernel("mosaic").forward(*arrays, **options)
