@@ -213,7 +213,8 @@ def _where(condition, first, second):
 def _mask(result, condition):
     """The result, or one that adds nothing where `condition` is false."""
     if isinstance(result, AttentionPartial):
-        return AttentionPartial(result.out, jnp.where(condition, result.lse, -jnp.inf))
+        # Its output too: a weight of 0 does not hide what is not finite, in the values of tokens that nobody here sees.
+        return AttentionPartial(jnp.where(condition, result.out, 0), jnp.where(condition, result.lse, -jnp.inf))
     return jax.tree.map(lambda x: jnp.where(condition, x, 0), result)
 
 
