@@ -92,6 +92,10 @@ MEASUREMENTS = {
     "step": Measurement(
         "One training step beside transformers + torch on the CPU", (benchmark("bench_step", "--output", "{out}"),),
         (MODEL, "trainer/step.py", HERE + "bench_step.py"), summaries.step, "docs/notes/cpu_speed.md"),
+    "step_parts": Measurement(
+        "The parts of that step at 2,048 tokens, each alone, XLA's and torch's",
+        (benchmark("step_parts", "--output", "{out}"),),
+        (MODEL, "trainer/optimizer.py", HERE + "step_parts.py"), summaries.step_parts, "docs/notes/cpu_speed.md"),
     "kernels": Measurement(
         "The attention kernel alone beside torch's SDPA on the CPU",
         (benchmark("bench_kernels", "--blocks", "diagonal", "--peers", "ours", "torch-sdpa", "--lengths", "8192", "16384",

@@ -47,7 +47,8 @@ def products(config: LlamaConfig) -> list[Product]:
     """Returns the products of a step, those of one shape together."""
     hidden, layers = config.hidden_size, config.num_hidden_layers
     heads, key_heads = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    return [Product("query, output", hidden, heads, 2 * layers), Product("key, value", hidden, key_heads, 2 * layers),
+    return [Product("query", hidden, heads, layers), Product("output", heads, hidden, layers),
+            Product("key, value", hidden, key_heads, 2 * layers),
             Product("gate, up", hidden, config.intermediate_size, 2 * layers),
             Product("down", config.intermediate_size, hidden, layers), Product("head", hidden, config.vocab_size, 1)]
 

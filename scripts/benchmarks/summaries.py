@@ -55,6 +55,21 @@ def step(out: Path) -> tuple[Rows, Tables]:
     return rows, {"steps": {"columns": columns, "rows": lines}}
 
 
+def step_parts(out: Path) -> tuple[Rows, Tables]:
+    parts = {entry["part"]: entry for entry in read_json(out / "step_parts.json")}
+    groups = {"products": [part for part in parts if ":" in part], **{part: [part] for part in parts if ":" not in part}}
+    rows: Rows = {}
+    for group, names in groups.items():
+        ours, torch = (sum(parts[name][side]["median"] for name in names) for side in ("ours", "torch"))
+        goal = ("0.9x", torch >= 0.9 * ours) if group == "all parts" else ("", None)
+        rows["".join(filter(str.isalpha, group))] = row(f"a step's {group}: seconds, ours and torch's",
+                                                       f"{ours:.2f} and {torch:.2f}: {torch / ours:.2f}x", *goal)
+    lines = [[name, *(text for side in ("ours", "torch")
+                      for text in (f"{entry[side]['median']:.3f}", f"{entry[side]['spread']:.1%}"))]
+             for name, entry in parts.items()]
+    return rows, {"parts": {"columns": ["part", "ours, s", "spread", "torch, s", "spread"], "rows": lines}}
+
+
 def kernels(out: Path) -> tuple[Rows, Tables]:
     measured = {(entry["length"], entry["pass"], entry["peer"]): entry
                 for entry in read_json(out / "kernels" / "bench_kernels.json")["rows"] if "seconds" in entry}
