@@ -9,7 +9,7 @@ from importlib import metadata
 from tests.conftest import REPOSITORY
 
 OWN = {"data", "eval", "model", "planning", "scripts", "tests", "train", "trainer"}
-OPTIONAL = {"wandb", "ringattention", "flash_attn_interface"}  # imported where they are installed, with a message where they are not
+OPTIONAL = {"wandb", "ringattention", "flash-attn-interface"}  # imported where they are installed, with a message where they are not
 
 
 def normal(name: str) -> str:
