@@ -3,7 +3,7 @@ Agentic Transformer with 2, 8 and on the first task 4 episodes in a context, on 
 
     python -m scripts.benchmarks.in_context --tasks cartpole_swingup walker_stand --data trajectories/collected
 
-All see the same episodes, have the same parameters and take the same number of steps of 16 episodes each. Agentic Transformers
+Agentic Transformers learn the actions of a context's last episode, the best one. All see the same episodes, have the same parameters and take the same number of steps of 16 episodes each. Agentic Transformers
 take the first 200 of their 500 steps with one episode in a context: with many from the start, they hardly learn in that time
 (docs/notes/in_context.md). Whatever was finished is not done again: the same command goes on, in the middle of a training too.
 Writes docs/results/in_context.json, a row for each task that is complete or in part beside those that are stored, and
@@ -31,9 +31,9 @@ TRAINING_SEEDS = 3  # on the first task
 METHODS: dict[str, dict[str, float | int | str]] = {
     "BC-10%": {"in_context": 1, "conditioning": "none", "best": 0.1},
     "DT": {"in_context": 1},
-    "AT, N = 2": {"in_context": 2},
-    "AT, N = 4": {"in_context": 4},
-    "AT, N = 8": {"in_context": 8},
+    "AT, N = 2": {"in_context": 2, "loss_on": "last"},
+    "AT, N = 4": {"in_context": 4, "loss_on": "last"},
+    "AT, N = 8": {"in_context": 8, "loss_on": "last"},
 }
 FIRST_TASK = "cartpole_swingup"
 FIRST_TASK_ONLY = "AT, N = 4"
