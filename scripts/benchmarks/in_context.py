@@ -3,11 +3,11 @@ Agentic Transformer with 2, 8 and on the first task 4 episodes in a context, on 
 
     python -m scripts.benchmarks.in_context --tasks cartpole_swingup walker_stand --data trajectories/collected
 
-Agentic Transformers learn the actions of a context's last episode, the best one. All see the same episodes, have the same parameters and take the same number of steps of 16 episodes each. Agentic Transformers
-take the first 200 of their 500 steps with one episode in a context: with many from the start, they hardly learn in that time
-(docs/notes/in_context.md). Whatever was finished is not done again: the same command goes on, in the middle of a training too.
-Writes docs/results/in_context.json, a row for each task that is complete or in part beside those that are stored, and
-docs/in_context.png.
+All see the same episodes, have the same parameters and take the same number of steps of 16 episodes each. Agentic Transformers
+learn the actions of a context's last episode, the best one, and take the first 200 of their 500 steps with one episode in a
+context: with many from the start, they hardly learn in that time (docs/notes/in_context.md). Whatever was finished is not done
+again: the same command goes on, in the middle of a training too. Writes docs/results/in_context.json, a row for each task that is
+complete or in part beside those that are stored, and docs/in_context.png.
 """
 from __future__ import annotations
 
