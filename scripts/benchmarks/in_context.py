@@ -6,8 +6,8 @@ Agentic Transformer with 2, 8 and on the first task 4 episodes in a context, on 
 All see the same episodes, have the same parameters and take the same number of steps of 16 episodes each. Agentic Transformers
 learn the actions of a context's last episode, the best one, and take the first 200 of their 500 steps with one episode in a
 context: with many from the start, they hardly learn in that time (docs/notes/in_context.md). Whatever was finished is not done
-again: the same command goes on, in the middle of a training too. Writes docs/results/in_context.json, a row for each task that is
-complete or in part beside those that are stored, and docs/in_context.png.
+again: the same command goes on, in the middle of a training too. Writes docs/results/in_context.json, a row for each task that
+is complete or in part beside those that are stored, and docs/in_context.png.
 """
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ SEEDS = "last of 8 episodes, three training seeds"
 TABLES = {SCORES: ["task", "method", "last", "best of 8", "mean of 8", "best in data", "mean of data", "minutes"],
           EPISODES: ["task", "method", *map(str, range(1, 9))],
           SEEDS: ["task", "method", *(f"seed {seed}" for seed in range(TRAINING_SEEDS))]}
-FACTS = [f"Each method takes {STEPS} steps of {EPISODES_IN_A_STEP} episodes; Agentic Transformers the first {ALONE} of them "
+FACTS = ["Agentic Transformers learn the actions of a context's last episode alone.",
+         f"Each method takes {STEPS} steps of {EPISODES_IN_A_STEP} episodes; Agentic Transformers the first {ALONE} of them "
          "with one episode in a context.",
          "Five evaluation seeds; one training seed, 0, unless a table names others; all asked for the best return in the data.",
          "The three walker tasks learn from the episodes of all three, each with its own rewards.",
