@@ -171,7 +171,8 @@ def plot(path: Path) -> None:
     for axes, task in zip(panels.flat, tasks, strict=False):
         for _, method, *values in (line for line in tables[EPISODES]["rows"] if line[0] == task):
             returns = [float(value) for value in values]
-            axes.plot(range(1, len(returns) + 1), returns, marker="o", markersize=3, label=method)
+            axes.plot(range(1, len(returns) + 1), returns, marker="o", markersize=3, label=method,
+                      color=f"C{list(METHODS).index(method)}")
         best, mean = next(map(float, line[5:7]) for line in tables[SCORES]["rows"] if line[0] == task)
         axes.axhline(best, color="0.4", linestyle="--", label="best in the data")
         axes.axhline(mean, color="0.4", linestyle=":", label="mean of the data")
