@@ -9,7 +9,8 @@ from importlib import metadata
 from tests.conftest import REPOSITORY
 
 OWN = {"data", "eval", "model", "planning", "scripts", "tests", "train", "trainer"}
-OPTIONAL = {"wandb", "ringattention", "flash-attn-interface"}  # imported where they are installed, with a message where they are not
+# Imported where they are installed, with a message where they are not.
+OPTIONAL = {"wandb", "ringattention", "flash-attn-interface"}
 
 
 def normal(name: str) -> str:
