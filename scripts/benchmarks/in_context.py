@@ -166,7 +166,7 @@ def plot(path: Path) -> None:
 
     tables = load(NAME).tables
     tasks = list(dict.fromkeys(line[0] for line in tables[EPISODES]["rows"]))
-    figure, panels = plt.subplots(2, -(-len(tasks) // 2), figsize=(4.2 * -(-len(tasks) // 2), 6.8), layout="constrained",
+    figure, panels = plt.subplots(2, -(-len(tasks) // 2), figsize=(4 * -(-len(tasks) // 2), 6.8), layout="constrained",
                                   squeeze=False)
     for axes, task in zip(panels.flat, tasks, strict=False):
         for _, method, *values in (line for line in tables[EPISODES]["rows"] if line[0] == task):
