@@ -43,9 +43,9 @@ WORSE = 1.03  # a kernel with more registers or shared memory than this times th
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A kernel that is compiled: of Pallas on `library`, mosaic or triton, for a `chip`."""
+    """A kernel that is compiled: of Pallas on the backend mosaic or triton, for a `chip`."""
 
-    library: str
+    backend: str
     chip: str
     kernel: str
     head_dim: int
@@ -201,9 +201,9 @@ def compile_all(folder: Path, tried: list[str] | None) -> dict[str, list[list]]:
                 tables[case.kernel][case.head_dim] = gpu.Tuning(*map(int, tried[3:]))
         mesh = jax.sharding.Mesh(np.array(topology_devices(f"{case.chip}:1")), "sequence")
         with jax.set_mesh(mesh):  # tells the kernel its device, as the trainer's mesh does
-            (compile_mosaic if case.library == "mosaic" else compile_triton)(mesh, case)
-        found = read_mosaic(folder) if case.library == "mosaic" else read_triton(xla, case.kernel)
-        figures.append(list(dataclasses.astuple(found)))
+            (compile_mosaic if case.backend == "mosaic" else compile_triton)(mesh, case)
+        kernel_figures = read_mosaic(folder) if case.backend == "mosaic" else read_triton(xla, case.kernel)
+        figures.append(list(dataclasses.astuple(kernel_figures)))
         for path in folder.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
     return {"figures": figures}
@@ -228,20 +228,20 @@ def summarize(figures: dict[Case, Figures]) -> dict[str, dict[str, str]]:
     """Returns the rows of the result: of each kernel its spills, and that its products are those of the matrix units."""
     rows = {}
     for case, figure in figures.items():
-        product, copy, may_spill = PRODUCTS[case.chip], COPIES[case.library], case.kernel == "dkv"
-        needed = [product, *(["TMA"] if case.library == "mosaic" else []), *([] if may_spill else ["no spill"])]
+        product, copy, may_spill = PRODUCTS[case.chip], COPIES[case.backend], case.kernel == "dkv"
+        needed = [product, *(["TMA"] if case.backend == "mosaic" else []), *([] if may_spill else ["no spill"])]
         held = bool(figure.products and figure.copies and not figure.serialized and (may_spill or not figure.spilled))
-        said = (f"{figure.spilled} bytes spilled, {figure.products} {product}{' (serialized)' if figure.serialized else ''}, "
+        text = (f"{figure.spilled} bytes spilled, {figure.products} {product}{' (serialized)' if figure.serialized else ''}, "
                 f"{figure.copies} {copy}; {figure.shared / 1024:.0f} KiB, {figure.blocks} a core")
         rows["_".join(map(str, dataclasses.astuple(case)))] = row(
-            f"{case.library.capitalize()}, {case.chip.upper()}: {case.kernel}, {case.head_dim}", said, ", ".join(needed), held)
+            f"{case.backend.capitalize()}, {case.chip.upper()}: {case.kernel}, {case.head_dim}", text, ", ".join(needed), held)
     return rows
 
 
 def write() -> None:
     """Compiles all kernels and writes the result."""
     start, figures = time.perf_counter(), measure()
-    columns = [field.name for of in (Case, Figures) for field in dataclasses.fields(of)]
+    columns = [field.name for kind in (Case, Figures) for field in dataclasses.fields(kind)]
     lines = [[*dataclasses.astuple(case), *dataclasses.astuple(figure)] for case, figure in figures.items()]
     for line in lines:
         print(*line)

@@ -111,8 +111,9 @@ def _dq_kernel(key_arrays: int, carried: bool, edges_ref, seen_ref, statistics_r
         plgpu.set_max_registers(COMPUTE_REGISTERS, action="increase")
         number = tile * WARPGROUPS + warpgroup
         q, dout = q_tiles.at[warpgroup], dout_tiles.at[warpgroup]
-        def statistic(which):
-            return arithmetic.rows(statistics_ref, which, row, head, number)
+
+        def statistic(index):  # 0: lse, 1: delta
+            return arithmetic.rows(statistics_ref, index, row, head, number)
 
         # With heads of 256 they would keep the registers that addresses then lack: there they are read for each tile.
         kept = None if q.shape[1] == 256 else (statistic(0), statistic(1))
