@@ -19,7 +19,7 @@ import numpy as np
 
 from data.errors import UserError
 from data.synthetic import words
-from data.synthetic.split import draw_values
+from data.synthetic.split import draw_keys, draw_values
 from data.synthetic.tasks import OWN_LINES
 from data.synthetic.wording import Wording, wording_like
 
@@ -121,7 +121,7 @@ SHORT = Wording(SHORT_HEAD, SHORT_LINE, SHORT_TAIL)
 
 
 def generate(lines: int, count: int, seed: int = 0, key_style: str = "adjective_noun", wording: Wording | None = None,
-             questions: int = 1) -> list[LineCase]:
+             questions: int = 1, reserved: bool = False) -> list[LineCase]:
     """Generates cases, as a pure function of the arguments.
 
     Within a case all keys are distinct, and so are all numbers, so that a right answer identifies one line. Over the cases, the
@@ -135,6 +135,7 @@ def generate(lines: int, count: int, seed: int = 0, key_style: str = "adjective_
         key_style: one of KEY_STYLES.
         wording: of another test than our own.
         questions: number of cases that ask about the same lines.
+        reserved: take keys and numbers that no generated training text has, in whatever pair; not for the style "short".
 
     Raises:
         UserError: the style is unknown, or has too few keys or numbers for so many lines.
@@ -147,20 +148,25 @@ def generate(lines: int, count: int, seed: int = 0, key_style: str = "adjective_
         raise UserError(f"{lines} lines cannot be generated; {key_style} has keys for 1 to {most} lines")
     if not 1 <= questions <= lines:
         raise UserError(f"--questions: {questions} about {lines} lines cannot be generated; 1 to {lines} would work")
+    if short and reserved:
+        raise UserError("--unseen: keys of the style short occur in training data; --keys adjective_noun would work")
     keys = SHORT_KEYS if short else words.keys(key_style, lines)
-    family = key_style + (f", worded as {wording.name}" if wording else "")
+    family = key_style + (", never trained on" if reserved else "") + (f", worded as {wording.name}" if wording else "")
     own = dataclasses.replace(OWN_LINES, tail=OWN_LINES.tail + (" " if key_style == "adjective_noun" else ""))
     wording = wording or (SHORT if short else own)
     rng = np.random.default_rng([seed, lines, KEY_STYLES.index(key_style)])
     cases: list[LineCase] = []
     records = -(-count // questions)
     for first in rng.permutation(np.arange(records) * lines // max(records, 1)):
-        chosen = rng.choice(len(keys), size=lines, replace=False)
-        case_keys = [keys[number] for number in (sorted(chosen) if short else chosen)]
-        if short:
-            numbers = rng.choice(np.arange(10, 100), size=lines, replace=False).tolist()
+        if reserved:
+            case_keys, numbers = _reserved_lines(rng, lines, key_style)
         else:
-            numbers = draw_values(rng, case_keys, 1, 50_000, evaluation=True)
+            chosen = rng.choice(len(keys), size=lines, replace=False)
+            case_keys = [keys[number] for number in (sorted(chosen) if short else chosen)]
+            if short:
+                numbers = rng.choice(np.arange(10, 100), size=lines, replace=False).tolist()
+            else:
+                numbers = draw_values(rng, case_keys, 1, 50_000, evaluation=True)
         record = [wording.line.format(key=key, number=number) for key, number in zip(case_keys, numbers, strict=True)]
         head = wording.head + "".join(record)
         for question in range(min(questions, count - len(cases))):
@@ -168,3 +174,16 @@ def generate(lines: int, count: int, seed: int = 0, key_style: str = "adjective_
             prompt = head + wording.tail.format(key=case_keys[asked])
             cases.append(LineCase(prompt, numbers[asked], lines, record[asked], key_style=family))
     return cases
+
+
+def _reserved_lines(rng: np.random.Generator, lines: int, key_style: str) -> tuple[list[str], list[int]]:
+    """Returns keys and numbers that no generated training text has.
+
+    Raises:
+        UserError: there are fewer.
+    """
+    try:
+        keys = draw_keys(rng, key_style, lines, reserved=True)
+        return keys, draw_values(rng, keys, 1, 50_000, evaluation=True, reserved=True)
+    except ValueError as error:
+        raise UserError(f"--unseen: {error}; fewer lines, or no --unseen, would work") from None

@@ -35,6 +35,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=0, help="use only the first so many cases of each file; 0 uses all")
     parser.add_argument("--keys", default="adjective_noun", choices=line_cases.KEY_STYLES,
                         help="style of the keys of generated cases")
+    parser.add_argument("--unseen", action="store_true", help="generate keys and numbers that no generated training text has, in "
+                        "whatever pair (by default, no pair of both is trained on)")
     parser.add_argument("--like", metavar="FILE.jsonl", help="word generated cases as this file does: its header, lines and "
                         "question")
     parser.add_argument("--seed", type=int, default=0, help="seed of the generated cases")
@@ -66,7 +68,7 @@ def gather_cases(args: argparse.Namespace) -> list[line_cases.LineCase]:
 
 def _generate(args: argparse.Namespace, lines: int) -> list[line_cases.LineCase]:
     wording = line_cases.wording_like(args.like) if args.like else None
-    return line_cases.generate(lines, args.count, args.seed, args.keys, wording, args.questions)
+    return line_cases.generate(lines, args.count, args.seed, args.keys, wording, args.questions, args.unseen)
 
 
 def lines_that_fill(tokens: int, args: argparse.Namespace, respondent: runner.Respondent) -> int:

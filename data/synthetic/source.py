@@ -1,7 +1,7 @@
 """Generated exercises as a source of training data: `synthetic:TASK?count=N&seed=S` in the place of a path, or tokens=N.
 
 Each exercise is a conversation of a question with its text, and the answer. Texts are of all sizes up to the context length,
-evenly. No key has a value that evaluation gives it (`split`).
+evenly. No key has a value that evaluation gives it, and reserved keys and numbers do not occur (`split`).
 """
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from data.synthetic.tasks import Exercise
 from data.synthetic.wording import Wording, wording_like
 
 PREFIX = "synthetic:"
-RULES = "synthetic-3"  # to be changed with every change to the exercises
+RULES = "synthetic-4"  # to be changed with every change to the exercises
 TASKS: dict[str, Callable[..., Exercise]] = {
     "lines": tasks.lines, "needles": tasks.needles, "key_values": tasks.key_values, "variables": tasks.variables,
     "copying": tasks.copying}
@@ -108,6 +108,8 @@ def generate(path: str, context_length: int, count: Callable[[str], int]) -> lis
         raise UserError(f"{path}: its shortest exercise takes about {short} tokens; a data.context_length of {short} or more "
                         "would work")
     most = max(int(few + (context_length - short) / ((tokens(many) - short) / (many - few))), few)
+    if spec.task == "lines":
+        most = min(most, tasks.MOST_TRAINING_LINES)
     while most > few and tokens(most) > context_length:
         most -= max(most // 50, 1)
     sizes = np.random.default_rng([spec.seed, list(TASKS).index(spec.task)]).integers(

@@ -1,36 +1,100 @@
-"""Which pairs of key and value belong to evaluation: training data never hold these together."""
+"""Which keys, values and pairs of both belong to evaluation.
+
+Training texts never hold the two of an evaluation pair together, and no reserved key or value at all. An evaluation takes
+evaluation pairs, of any keys and values; or reserved keys and values alone, of which there are fewer.
+"""
+import functools
 import hashlib
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
+
+from data.synthetic import words
 
 EVALUATION_SHARE = 1 / 8
 
 
 def is_evaluation(key: str, value: object) -> bool:
     """Returns whether a pair belongs to evaluation, by a hash of both; all others belong to training."""
-    digest = hashlib.blake2b(f"{key}\0{value}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") < EVALUATION_SHARE * 2**32
+    return _hash(f"{key}\0{value}") < EVALUATION_SHARE * 2**32
 
 
-def draw_values(rng: np.random.Generator, keys: list[str], lowest: int, highest: int, evaluation: bool) -> list[int]:
+def is_reserved(text: object) -> bool:
+    """Returns whether a key or a value is one that no training text has, with whatever partner."""
+    return _hash(str(text)) < EVALUATION_SHARE * 2**32
+
+
+def _hash(text: str) -> int:
+    """Returns 32 bits."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest(), "big")
+
+
+def draw_keys(rng: np.random.Generator, kind: str, count: int, reserved: bool) -> list[str]:
+    """Returns so many different keys of words, in random order: reserved ones, or none of these.
+
+    Raises:
+      ValueError: there are fewer reserved keys of two words.
+    """
+    keys = _reserved(kind) if reserved else _unreserved(kind, count)
+    if count > len(keys):
+        raise ValueError(f"{count} keys that no training text has cannot be drawn; {kind} has {len(keys)}")
+    return [keys[i] for i in rng.choice(len(keys), count, replace=False)]
+
+
+@functools.cache
+def _reserved(kind: str) -> tuple[str, ...]:
+    return tuple(filter(is_reserved, words.keys(kind, 0)))
+
+
+@functools.lru_cache(maxsize=4)
+def _unreserved(kind: str, count: int) -> Sequence[str]:
+    """Returns at least `count` keys that training texts may have, of two words where these suffice."""
+    pairs = _unreserved_pairs(kind)
+    if count <= len(pairs):
+        return pairs
+    longer = words.keys(kind, 2 * count)[len(words.keys(kind, 0)):]
+    return [*pairs, *itertools.islice(itertools.filterfalse(is_reserved, longer), count - len(pairs))]
+
+
+@functools.cache
+def _unreserved_pairs(kind: str) -> tuple[str, ...]:
+    return tuple(itertools.filterfalse(is_reserved, words.keys(kind, 0)))
+
+
+def draw_values(rng: np.random.Generator, keys: Sequence[str], lowest: int, highest: int, evaluation: bool,
+                reserved: bool = False) -> list[int]:
     """Returns a number for each key from lowest .. highest - 1, all different, so that each pair belongs to one split.
 
     Args:
-      evaluation: to that of evaluation, else to that of training.
+      evaluation: to that of evaluation, else to that of training, which has no reserved number either.
+      reserved: for evaluation, take reserved numbers alone, whose partners may be any.
 
     Raises:
       ValueError: there are fewer than 10 / 9 numbers for each key, too few to be found by drawing.
     """
-    if 10 * len(keys) > 9 * (highest - lowest):
-        raise ValueError(f"numbers from {lowest} to {highest - 1} are too few for {len(keys)} keys; "
-                         f"{9 * (highest - lowest) // 10} keys would work")
+    if len(keys) > (most := most_keys(lowest, highest, evaluation, reserved)):
+        raise ValueError(f"numbers from {lowest} to {highest - 1} are too few for {len(keys)} keys; {most} keys would work")
     values: list[int] = []
     used: set[int] = set()
     for key in keys:
         while True:
             value = int(rng.integers(lowest, highest))
-            if value not in used and is_evaluation(key, value) == evaluation:
+            if value not in used and _belongs(key, value, evaluation, reserved):
                 break
         used.add(value)
         values.append(value)
     return values
+
+
+def most_keys(lowest: int, highest: int, evaluation: bool, reserved: bool = False) -> int:
+    """Returns how many keys `draw_values` draws numbers for: nine for each ten numbers of the split."""
+    share = EVALUATION_SHARE if reserved else 1 if evaluation else 1 - EVALUATION_SHARE
+    return int(0.9 * share * (highest - lowest))
+
+
+def _belongs(key: str, value: int, evaluation: bool, reserved: bool) -> bool:
+    """Returns whether a pair is one of those that `draw_values` is asked for."""
+    if reserved:
+        return is_reserved(value)
+    return is_evaluation(key, value) if evaluation else not (is_evaluation(key, value) or is_reserved(value))

@@ -18,11 +18,13 @@ from typing import NamedTuple
 import numpy as np
 
 from data.synthetic import words
-from data.synthetic.split import draw_values, is_evaluation
+from data.synthetic.split import draw_keys, draw_values, is_evaluation, most_keys
 from data.synthetic.wording import Wording
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 NEEDLE = "One of the special magic {kind} for {key} is: {value}."
+LINE_NUMBERS = (1, 50_000)  # lowest, and one above the highest
+MOST_TRAINING_LINES = most_keys(*LINE_NUMBERS, evaluation=False)
 OWN_LINES = Wording(
     "Here is a record of lines to remember. Each line begins with 'line', then the name of the line, and ends with its "
     "<REGISTER_CONTENT>, a number. When it is over you will be asked for the number of one line. The record:\n\n",
@@ -78,10 +80,12 @@ class Haystack:
         return [self.sentences[i % len(self.sentences)] for i in range(units)] if self.name == "text" else []
 
 
-def _names(rng: np.random.Generator, count: int, kind: str) -> list[str]:
-    """Returns so many different keys: pairs of words, or uuids."""
+def _names(rng: np.random.Generator, count: int, kind: str, evaluation: bool) -> list[str]:
+    """Returns so many different keys: pairs of words, or uuids; for training, no reserved ones of words."""
     if kind == "uuids":
         return [str(uuid.UUID(bytes=rng.bytes(16), version=4)) for _ in range(count)]
+    if not evaluation:
+        return draw_keys(rng, "adjective_noun", count, reserved=False)
     pairs = words.keys("adjective_noun", count)
     return [pairs[i] for i in rng.choice(len(pairs), count, replace=False)]
 
@@ -111,7 +115,7 @@ def needles(rng: np.random.Generator, units: int, evaluation: bool, *, keys: int
     keys = max(keys, queries)
     count = keys * values
     distractors = units if haystack.name == "needles" else 0
-    names = _names(rng, keys + distractors, key_kind)
+    names = _names(rng, keys + distractors, key_kind, evaluation)
     repeated = [name for name in names[:keys] for _ in range(values)]
     drawn = _values(rng, [*repeated, *names[keys:]], value_kind, evaluation)
     sentences = [NEEDLE.format(kind=value_kind, key=key, value=value)
@@ -218,8 +222,8 @@ def lines(rng: np.random.Generator, units: int, evaluation: bool, *, wording: Wo
       wording: of the head, the lines and the question; our own unless given.
       share: of the lines that a further question asks for, whose answer repeats each. One text thus teaches many look-ups.
     """
-    names = _names(rng, units, "words")
-    numbers = draw_values(rng, names, 1, 50_000, evaluation)
+    names = _names(rng, units, "words", evaluation)
+    numbers = draw_values(rng, names, *LINE_NUMBERS, evaluation)
     asked, *more = rng.permutation(units)[:1 + round(share * units)].tolist()
     wording = wording or OWN_LINES
     record = [wording.line.format(key=key, number=number) for key, number in zip(names, numbers, strict=True)]
@@ -233,7 +237,7 @@ def lines(rng: np.random.Generator, units: int, evaluation: bool, *, wording: Wo
 
 def key_values(rng: np.random.Generator, units: int, evaluation: bool) -> Exercise:
     """Writes a JSON object and asks for the value of one key (Liu et al. 2023, "Lost in the Middle", section 3)."""
-    names = _names(rng, units, "uuids")
+    names = _names(rng, units, "uuids", evaluation)
     values = _values(rng, names, "uuids", evaluation)
     asked = int(rng.integers(units))
     text = json.dumps(dict(zip(names, values, strict=True)), indent=0)

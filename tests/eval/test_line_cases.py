@@ -6,7 +6,7 @@ import re
 import pytest
 
 from data.errors import UserError
-from data.synthetic.split import is_evaluation
+from data.synthetic.split import is_evaluation, is_reserved
 from eval.line_cases import KEY_STYLES, LineCase, Wording, generate, read, wording_like, write
 from eval.scoring import last_integer
 
@@ -110,6 +110,16 @@ def test_a_million_tokens():
     assert len(record) == len({key for key, _ in record}) == len({number for _, number in record}) == 42_000
     assert all(is_evaluation(*pair) for pair in record[::100])
     assert case.depth == case.prompt.index(case.correct_line) / len(case.prompt)
+
+
+def test_unseen_lines_have_keys_and_numbers_that_no_training_text_has():
+    case, = generate(2_000, 1, reserved=True)
+    record = re.findall(r"^line (\S+): REGISTER_CONTENT is <(\d+)>$", case.prompt, re.MULTILINE)
+    assert len(set(record)) == 2_000 and all(is_reserved(text) for pair in record for text in pair)
+    with pytest.raises(UserError, match="--unseen: 9000 keys that no training text has cannot be drawn"):
+        generate(9_000, 1, reserved=True)
+    with pytest.raises(UserError, match="--unseen: keys of the style short"):
+        generate(4, 1, key_style="short", reserved=True)
 
 
 FIELDS = '{"prompt": "p", "expected_number": 7, "num_lines": %s'

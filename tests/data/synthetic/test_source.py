@@ -1,5 +1,6 @@
 """Generated exercises: deterministic, right, of all sizes, and without a pair of key and value that evaluation has."""
 import collections
+import itertools
 import re
 
 import pytest
@@ -7,7 +8,8 @@ import pytest
 from data.conversation import Message
 from data.errors import UserError
 from data.synthetic.source import TASKS, Spec, exercise_of, generate, write
-from data.synthetic.split import is_evaluation
+from data.synthetic.split import is_evaluation, is_reserved
+from data.synthetic.tasks import MOST_TRAINING_LINES
 from data.templates import render
 from data.tokenizer import Tokenizer
 from eval import line_cases
@@ -47,6 +49,7 @@ def test_answers_are_in_the_text_and_no_pair_is_evaluations(task):
         }[task]
         found = re.findall(pairs, exercise.text)
         assert found and not any(is_evaluation(key.lower() if task == "copying" else key, value) for key, value in found)
+        assert task not in ("lines", "needles") or not any(map(is_reserved, itertools.chain(*found)))
 
 
 def test_the_answer_is_the_one_of_the_key():
@@ -135,3 +138,9 @@ def test_paths_that_are_wrong_are_refused(path, words):
     assert words in str(error.value)
     with pytest.raises(UserError, match="its shortest exercise takes about"):
         generate("synthetic:lines", 50, count)
+
+
+def test_lines_of_a_million_tokens_are_as_many_as_there_are_numbers_for():
+    records = generate("synthetic:lines?count=4", 1_000_000, lambda text: len(text) // 5)
+    lines = [record["conversations"][0]["value"].count("REGISTER_CONTENT is <") for record in records]
+    assert 10_000 < max(lines) <= MOST_TRAINING_LINES < 45_000

@@ -2,7 +2,7 @@
 import numpy as np
 import pytest
 
-from data.synthetic.split import EVALUATION_SHARE, draw_values, is_evaluation
+from data.synthetic.split import EVALUATION_SHARE, draw_keys, draw_values, is_evaluation, is_reserved
 from data.synthetic.words import KINDS, keys
 
 
@@ -34,3 +34,17 @@ def test_keys_are_different_and_without_end(kind):
     for count in (10, 60_000):
         names = keys(kind, count)
         assert len(set(names)) == len(names) >= count
+
+
+def test_no_training_text_has_a_reserved_key_or_number():
+    reserved = draw_keys(np.random.default_rng(0), "adjective_noun", 3000, reserved=True)
+    trained = draw_keys(np.random.default_rng(0), "adjective_noun", 30_000, reserved=False)
+    assert len(set(reserved)) == 3000 and len(set(trained)) == 30_000
+    assert all(map(is_reserved, reserved)) and not any(map(is_reserved, trained))
+    numbers = draw_values(np.random.default_rng(1), reserved, 1, 50_000, True, reserved=True)
+    assert all(map(is_reserved, numbers)) and len(set(numbers)) == 3000
+    assert not any(map(is_reserved, draw_values(np.random.default_rng(1), trained, 1, 50_000, False)))
+    with pytest.raises(ValueError, match="adjective_noun has"):
+        draw_keys(np.random.default_rng(0), "adjective_noun", 9000, reserved=True)
+    with pytest.raises(ValueError, match="are too few"):
+        draw_values(np.random.default_rng(0), reserved, 0, 20_000, True, reserved=True)
