@@ -35,8 +35,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=0, help="use only the first so many cases of each file; 0 uses all")
     parser.add_argument("--keys", default="adjective_noun", choices=line_cases.KEY_STYLES,
                         help="style of the keys of generated cases")
-    parser.add_argument("--unseen", action="store_true", help="generate keys and numbers that no generated training text has in "
-                        "any pair (by default, only their pairs are in none)")
+    parser.add_argument("--unseen", action="store_true", help="generate keys and numbers that no generated training text has "
+                        "in any pair (by default, only their pairs are in none)")
     parser.add_argument("--like", metavar="FILE.jsonl", help="word generated cases as this file does: its header, lines and "
                         "question")
     parser.add_argument("--seed", type=int, default=0, help="seed of the generated cases")

@@ -302,8 +302,8 @@ PIECES = (
     r"(?<=[a-z]): \d\d(?!\d)|'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 )
 
-# The same for generated lines: a colon and the first three digits follow a key of two pieces.
-LINE_PIECES = r"(?<=[a-z]): \p{N}{1,3}|-\p{L}+| ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+# The same for generated lines: a colon and the first two digits follow a key of two pieces.
+LINE_PIECES = r"(?<=[a-z]): \p{N}{1,2}|-\p{L}+| ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def byte_level_tokenizer(texts: list[str], folder: Path, pieces: str = PIECES, size: int = 1024) -> None:
@@ -391,7 +391,7 @@ def main(folder: Path = FOLDER) -> None:
     for entry in train:
         texts += [f" {('USER', 'ASSISTANT')[i % 2]}: {turn['value']}" for i, turn in enumerate(entry["conversations"])]
     byte_level_tokenizer(texts, folder / "tiny_tokenizer")
-    byte_level_tokenizer(generated_lines(folder / "line_cases.jsonl"), folder / "lines_tokenizer", LINE_PIECES, 2304)
+    byte_level_tokenizer(generated_lines(folder / "line_cases.jsonl"), folder / "lines_tokenizer", LINE_PIECES, 2432)
     tiny_sentencepiece(texts, folder / "tiny.model")
     write(folder / "README.md", README)
 
@@ -411,8 +411,8 @@ exist nowhere.
   `tests/data/test_sources.py`.
 - `tiny_tokenizer/`: byte-level BPE, 1,024 tokens, trained on the above; a key is one token, and so is a line's number with
   its colon (": 41"). `tiny.model`: sentencepiece BPE, 1,000 pieces.
-- `lines_tokenizer/`: the same for exercises of `data/synthetic` in the wording of `line_cases.jsonl`: 2,304 tokens, a line
-  takes six.
+- `lines_tokenizer/`: the same for exercises of `data/synthetic` in the wording of `line_cases.jsonl`: 2,432 tokens, a line
+  takes six at most.
 """
 
 

@@ -16,6 +16,7 @@ from model.adapter import PARTS
 from scripts.benchmarks.commands import read_json, tokens_text
 from scripts.benchmarks.paper_rows import RING_ATTENTION_COLUMNS, RING_ATTENTION_CONTEXTS
 from scripts.benchmarks.results import commit, load, row
+from scripts.benchmarks.table3 import LIKE_FOR_LIKE
 
 Rows = dict[str, dict[str, str]]
 Tables = dict[str, dict[str, list]]
@@ -318,7 +319,27 @@ def table3(out: Path) -> tuple[Rows, Tables]:
         rows[f"other_columns_{kind}"] = row(
             f"cells of the other columns at least the paper's, {'A100' if gpus else 'TPUs'}", f"{good} of {len(cells)}",
             f"{len(cells)}", good == len(cells))
-    return rows | rings, {"contexts": {"columns": ["hardware", "model", *RING_ATTENTION_COLUMNS], "rows": lines}}
+    columns = ["hardware", "model", *RING_ATTENTION_COLUMNS]
+    alike, alike_lines = _like_for_like(contexts)
+    return rows | alike | rings, {"contexts": {"columns": columns, "rows": lines},
+                                  "like for like": {"columns": columns, "rows": alike_lines}}
+
+
+def _like_for_like(contexts: dict[tuple[str, str, str, str], int]) -> tuple[Rows, list[list[str]]]:
+    """Returns the row and the table of the cells with the paper's own split and dtype, which were tried on GPUs."""
+    lines, cells = [], []
+    for topology, models in RING_ATTENTION_CONTEXTS.items():
+        for model, paper in models.items():
+            longest = [contexts.get((topology, model, column, LIKE_FOR_LIKE)) for column in RING_ATTENTION_COLUMNS]
+            if None in longest:
+                continue
+            printed = [thousands << 10 for thousands in paper]
+            lines.append([topology, model.removeprefix("llama-"), *(
+                f"{tokens_text(tokens)} ({tokens_text(theirs)})" for tokens, theirs in zip(longest, printed, strict=True))])
+            cells += zip(longest, printed, strict=True)
+    good = sum(tokens >= printed for tokens, printed in cells)
+    what = "like for like on A100 (one row, tensor parallel, float32): cells at least the paper's"
+    return {"like_for_like": row(what, f"{good} of {len(cells)}", f"{len(cells)}", good == len(cells))} if cells else {}, lines
 
 
 def exactness(out: Path) -> tuple[Rows, Tables]:

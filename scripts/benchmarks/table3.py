@@ -8,6 +8,8 @@ Every cell is our own training step: the longest context that compiled, and its 
 columns are the paper's. `vanilla` keeps all scores (the dense kernel). `memory-efficient` has the blockwise kernel, and
 computes all else at once. `blockwise feed-forward` computes projections, feed-forward and loss in chunks. These three give each
 device a row of its own; `ring` splits one row over all devices. Memory is the `device`'s alone, or `ours`: with the host's.
+On GPUs a third, `paper`, is like for like (section 5.1 and appendix A): one row for all devices, split by tensor parallelism
+(by the ring in its own column), products in float32, and the device's memory alone.
 Cells of machines whose compiler is not installed stay as they are (TPUs: `libtpu`; A100: make install PLATFORM=cuda).
 """
 from __future__ import annotations
@@ -37,6 +39,7 @@ from trainer.config.schema import MeshConfig
 from trainer.flops import flops_per_step
 
 MEMORIES = ("device", "ours")
+LIKE_FOR_LIKE = "paper"
 # Chunk sizes with which position-wise work runs on all of a device's tokens at once.
 ALL_AT_ONCE = {"projection_chunk": 0, "feed_forward_chunk": 0, "loss_chunk": 0}
 LEAST, MOST = 1 << 10, 1 << 30
@@ -74,6 +77,8 @@ class Cell:
 
     def ways(self) -> list[dict]:
         """Memory options, those that spare the host's memory last; a context fits where it fits with one of them."""
+        if self.memory == LIKE_FOR_LIKE:  # "full gradient checkpointing"
+            return [{"remat": "nothing"}]
         config = LlamaConfig.preset(self.model)
         k = best_every_k(config.num_hidden_layers)
         # Beside scores of length x length the layers' inputs are nothing, so `vanilla` keeps them all.
@@ -91,12 +96,19 @@ class Cell:
 
     def job(self, context: int, way: dict) -> Job:
         """The column's configuration of our step."""
-        devices = self.devices
+        if self.memory == LIKE_FOR_LIKE:
+            # The authors' code splits activations between layers over its tensor axis, as sequence parallelism does.
+            mesh = MeshConfig(tensor=self.devices, sequence_parallel=True)
+            return self._job(context, way, mesh, rows=1).changed(model={"compute_dtype": "float32"})
+        return self._job(context, way, MeshConfig(fsdp=self.devices), rows=self.devices)
+
+    def _job(self, context: int, way: dict, mesh: MeshConfig, rows: int) -> Job:
+        """The column's configuration of our step; other columns than the ring have this mesh and so many rows."""
         if self.column == "ring":
-            return Job.of(self.model, self.topology, context, mesh=MeshConfig(sequence=devices), memory=way)
+            return Job.of(self.model, self.topology, context, mesh=MeshConfig(sequence=self.devices), memory=way)
         chunks = {} if self.column == "blockwise feed-forward" else ALL_AT_ONCE
         kernel = "reference" if self.column == "vanilla" else "auto"
-        return Job.of(self.model, self.topology, context, batch=devices, mesh=MeshConfig(fsdp=devices), memory=way | chunks,
+        return Job.of(self.model, self.topology, context, batch=rows, mesh=mesh, memory=way | chunks,
                       attention={"schedule": "local", "kernel": kernel})
 
 
@@ -105,7 +117,14 @@ def cells(words=()) -> list[Cell]:
     first."""
     ordered = [Cell(topology, model, column, memory) for column in reversed(COLUMNS) for memory in reversed(MEMORIES)
                for topology, models in PAPER.items() for model in models]
+    ordered += [Cell(topology, model, column, LIKE_FOR_LIKE) for column in COLUMNS
+                for topology, models in PAPER.items() if is_gpu(topology) for model in models]
     return [cell for cell in ordered if all(word in cell.name for word in words)]
+
+
+def is_gpu(topology: str) -> bool:
+    """Returns whether a topology is one of GPUs, which the paper's experiments used in float32."""
+    return not topology.startswith("v")
 
 
 def longest(share: Callable[[int], float], start: int, fixed: float = 0.0, power: int = 1,
@@ -275,16 +294,24 @@ def fill(table: Table, cell: Cell, compiles: int | None = None) -> None:
 
 
 def show(filled: dict[Cell, dict | None]) -> None:
-    """Prints the table of the cells' contents.
+    """Prints the table of the cells' contents, and that of the like-for-like ones.
 
     In a cell stand device memory only / ours (the paper's), and + where the double has not been tried yet.
     """
+    show_memories(filled, MEMORIES, list(PAPER))
+    if gpus := [topology for topology in PAPER if is_gpu(topology)]:
+        print("\nLike for like: one row, tensor parallelism, float32, device memory only")
+        show_memories(filled, (LIKE_FOR_LIKE,), gpus)
+
+
+def show_memories(filled: dict[Cell, dict | None], memories: tuple[str, ...], topologies: list[str]) -> None:
+    """Prints one table: a cell's contexts with each choice of memory."""
     print(f"| hardware | model | {' | '.join(COLUMNS)} |\n|{'---|' * (2 + len(COLUMNS))}")
-    for topology, models in PAPER.items():
-        for model in models:
+    for topology in topologies:
+        for model in PAPER[topology]:
             row = []
             for column in COLUMNS:
-                contents = [filled[Cell(topology, model, column, memory)] for memory in MEMORIES]
+                contents = [filled[Cell(topology, model, column, memory)] for memory in memories]
                 text = " / ".join(f"{tokens_text(content['longest'])}{'' if content['next'] else '+'}" if content else "?"
                                   for content in contents)
                 row.append(f"{text} ({tokens_text(Cell(topology, model, column, 'ours').paper)})")

@@ -109,3 +109,15 @@ def test_host_memory_is_bounded_and_a_second_start_asks_nothing(small, monkeypat
     asked.clear()
     assert table3.main(["--only", "ring", "--output", str(path)]) == 0
     assert not asked
+
+
+def test_like_for_like_cells_have_one_row_and_the_papers_split(monkeypatch):
+    monkeypatch.setattr(table3, "PAPER", {"v5e:2x2": {"tiny": (1, 2, 4, 16)}, "a100:8": {"llama-13b": (1, 2, 4, 16)}})
+    alike = [cell for cell in table3.cells() if cell.memory == table3.LIKE_FOR_LIKE]
+    assert [(cell.topology, cell.column) for cell in alike] == [("a100:8", column) for column in table3.COLUMNS]
+    for cell in alike:
+        [way] = cell.ways()
+        job = cell.job(4096, way)
+        assert (job.batch, job.run.model.compute_dtype, job.run.memory.remat) == (1, "float32", "nothing")
+        mesh = job.run.mesh
+        assert (mesh.tensor, mesh.sequence, mesh.fsdp) == ((1, 8, 1) if cell.column == "ring" else (8, 1, 1))
