@@ -42,6 +42,8 @@ KINDS = {
         "rope_parameters": {**LONGROPE, "partial_rotary_factor": 0.5, "short_factor": [1.0, 1.3], "long_factor": [1.0, 3.0]},
         "original_max_position_embeddings": 64, "max_position_embeddings": 128},
     "smollm3": {"num_hidden_layers": 3, "no_rope_layer_interval": 2},
+    "smollm3 with a window": {"num_hidden_layers": 3, "no_rope_layers": [1, 0, 1], "use_sliding_window": True,
+                              "sliding_window": 9, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
     "gemma3_text": {"num_hidden_layers": 3, "sliding_window": 9, "query_pre_attn_scalar": 20, "layer_types": [
         "sliding_attention", "full_attention", "sliding_attention"], "rope_parameters": {
             "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
