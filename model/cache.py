@@ -21,6 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from .attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords, merge
+from .attention.kernels.reference import ReferenceKernel
 from .attention.layout import permutation
 from .attention.partial import per_row
 from .attention.schedules import in_any_layout
@@ -55,7 +56,9 @@ def merge_over(partial: AttentionPartial, axis: str, scatter: bool = False) -> A
 
 def _over_cache(op: AttentionOp, queries: Queries, keys: Keys) -> AttentionPartial:
     """Returns attention over this device's part of the cache."""
-    return op.kernel.forward(queries, keys, mask=op.mask, scale=op.scale)
+    # The scores of one token are few, and the other kernels' tiles of queries would be all but empty.
+    kernel = ReferenceKernel(softcap=op.kernel.softcap) if queries.q.shape[1] == 1 else op.kernel
+    return kernel.forward(queries, keys, mask=op.mask, scale=op.scale)
 
 
 class Cache(NamedTuple):
