@@ -1,10 +1,11 @@
-"""SmolLM2-135M-Instruct before and after it practised to find one line of many: line retrieval, and its loss on a book.
+"""SmolLM2-135M-Instruct before and after it practised to find one line of many: line retrieval, a book, short tasks.
 
     python -m scripts.benchmarks.retrieval --model HF_DIR --like 200_lines.jsonl --book BOOK.txt --output runs/retrieval
 
 Trains configs/extension/smollm2_lines_4k.yaml, whose lines are worded as the file's, and evaluates on generated records in that
-wording, whose pairs of key and number no training text has (data/synthetic/split.py), and on the file's own cases. Whatever was
-finished is not done again: the same command goes on. Writes docs/results/retrieval.json and docs/retrieval.png.
+wording, whose pairs of key and number no training text has (data/synthetic/split.py), on the file's own cases, and on two short
+tasks of the book (scripts.make_short_tasks; needs requirements-eval.txt). Whatever was finished is not done again: the same
+command goes on. Writes docs/results/retrieval.json and docs/retrieval.png.
 """
 from __future__ import annotations
 
@@ -26,6 +27,7 @@ RECIPE = "configs/extension/smollm2_lines_4k.yaml"
 LINES = (10, 20, 40, 60)
 CASES, QUESTIONS = 48, 8  # of generated records; about each of them
 NEW_TOKENS = 48
+SHORT_TASKS = ("book_next_sentence", "book_last_word")
 GOAL = "0.3 more, or 0.95, intervals apart"
 GENERATED, OWN = "generated", "LongChat's own"
 DEPENDS_ON = (RECIPE, "data/synthetic/*.py", "eval/line_*.py", "eval/runner.py", "model/decode.py", "model/cache.py")
@@ -70,6 +72,17 @@ def book_losses(run_folder: Path, args: argparse.Namespace) -> list[float]:
     return [total / sum(bucket["targets"] for bucket in curve) for total, curve in zip(totals, curves.values(), strict=True)]
 
 
+def short_tasks(checkpoint: str, args: argparse.Namespace, name: str) -> dict[str, dict]:
+    """Returns lm-eval's result of each short task of the book, which is made and answered unless that is done."""
+    tasks, folder = Path(args.output) / "short_tasks", Path(args.output) / f"{name}_short"
+    if not (folder / "results.json").exists():
+        run("-m", "scripts.make_short_tasks", args.book, "--output", str(tasks))
+        run("-m", "eval.harness", "--checkpoint", checkpoint, "--tasks", ",".join(SHORT_TASKS), "--include-path", str(tasks),
+            "--output", str(folder), "--length", "1024", "--max-new-tokens", "8", "--compute-dtype", "float32")
+    rows = json.loads((folder / "results.json").read_text(encoding="utf-8"))["results"]
+    return {task: next(row for row in rows if row["task"] == f"{task} acc") for task in SHORT_TASKS}
+
+
 def seconds(run_folder: Path) -> float:
     """Returns how long all stages of a run trained, with evaluations and saves."""
     stages = [*sorted((run_folder / "stages").glob("*/metrics.jsonl")), run_folder / "metrics.jsonl"]
@@ -88,8 +101,12 @@ def apart(before: Score, after: Score) -> bool:
     return gained and after.low > before.high
 
 
-def save_result(before: list[Score], after: list[Score], book: list[float], took: float) -> None:
-    """Writes the result: a row for each number of lines, and one for the book."""
+def save_result(before: list[Score], after: list[Score], book: list[float], short: list[dict[str, dict]], took: float) -> None:
+    """Writes the result: a row for each number of lines, for the book, and for each short task.
+
+    Args:
+      short: of before and after, the result of each short task.
+    """
     rows, lines = {}, []
     for old, new in zip(before, after, strict=True):
         assert (old.num_lines, old.cases) == (new.num_lines, new.cases)
@@ -100,9 +117,15 @@ def save_result(before: list[Score], after: list[Score], book: list[float], took
         lines.append([old.family, str(old.num_lines), f"{old.mean_prompt_tokens:,.0f}", *texts])
     rows["book"] = row("loss on a book, nats a token", f"{book[0]:.3f} -> {book[1]:.3f}",
                        "at most 0.05 more", book[1] <= book[0] + 0.05)
+    for task in SHORT_TASKS:
+        old, new = (results[task] for results in short)
+        texts = [f"{each['score']:.2f} ({each['low']:.2f} to {each['high']:.2f})" for each in (old, new)]
+        rows[task] = row(f"{task}, {new['cases']} questions", " -> ".join(texts), "within an interval",
+                         old["low"] <= new["score"] <= old["high"])
     tables = {"right answers": {"columns": ["cases", "lines", "tokens", "before", "after"], "rows": lines}}
     facts = [f"Trained for {took / 60:.0f} minutes on two cores beside other work; the last stage's rows have 4,096 tokens.",
-             "Generated cases have LongChat's wording; their pairs of key and number are in no training text. One seed."]
+             "Generated cases have LongChat's wording; their pairs of key and number are in no training text. One seed.",
+             "The short tasks are questions about the book that scripts.make_short_tasks makes."]
     save("retrieval", measured("SmolLM2-135M-Instruct before and after practising retrieval", rows,
                                "python -m scripts.benchmarks.retrieval --model HF_DIR --like 200_lines.jsonl --book BOOK.txt",
                                DEPENDS_ON, tables=tables, facts=facts, seconds=took,
@@ -121,7 +144,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     before = named(read(evaluate(args.model, args, "before")), args.like)
     trained = train(args)
     after = named(read(evaluate(str(trained), args, "after")), args.like)
-    save_result(before, after, book_losses(trained, args), seconds(trained))
+    short = [short_tasks(checkpoint, args, name) for checkpoint, name in ((args.model, "before"), (str(trained), "after"))]
+    save_result(before, after, book_losses(trained, args), short, seconds(trained))
     plot({"before": before, "after": after}, ROOT / "docs" / "retrieval.png",
          "SmolLM2-135M-Instruct before and after practising")
 

@@ -76,7 +76,10 @@ TESTED = {
     "tests/trainer/reporting/test_boards.py": [
         "python train.py --config RECIPE.yaml --samples.prompts '[\"Who are you?\"]' --samples.every 100"],
     "tests/eval/test_harness.py": [
-        "python -m eval.harness --checkpoint RUN_OR_HF --tasks arc_easy,hellaswag --output short_tasks"],
+        "python -m eval.harness --checkpoint RUN_OR_HF --tasks arc_easy,hellaswag --output short_tasks",
+        "python -m eval.harness --checkpoint RUN_OR_HF --tasks book_next_sentence,book_last_word --include-path short "
+        "--output short/out"],
+    "tests/scripts/test_make_short_tasks.py": ["python -m scripts.make_short_tasks BOOK.txt --output short"],
     "tests/eval/test_report.py": ["python -m eval.report RUN [RUN]", "python -m eval.report runs/BEFORE runs/AFTER --output report.html",
                                   "python -m eval.report runs/smollm2_32k --output report.html"],
     "tests/scripts/test_chat.py": ["python -m scripts.chat CHECKPOINT --document FILE",

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from eval import harness, runner
+from scripts import make_short_tasks
 
 lm_eval = pytest.importorskip("lm_eval", reason="requirements-eval.txt is not installed")
 
@@ -84,3 +85,17 @@ metric_list: [{{metric: acc}}]
     row, = results["results"]
     assert row["task"] == "even acc" and row["cases"] == 6 and row["low"] <= row["score"] <= row["high"]
     assert results["about"]["truncated_prompts"] == 0 and "even acc" in capsys.readouterr().out
+
+
+def test_short_tasks_of_a_book(hf_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.entry.keep_compiled", lambda: None)
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    words = ["whale", "ship", "harbour", "captain"] * 60
+    (tmp_path / "book.txt").write_text(" ".join(
+        f"The {word} of chapter {number} was seen again, and nobody doubted the {word}." for number, word in enumerate(words)))
+    assert make_short_tasks.main([str(tmp_path / "book.txt"), "--count", "4", "--output", str(tmp_path / "short")]) == 0
+    flags = ["--checkpoint", str(hf_model), "--tasks", "book_next_sentence,book_last_word", "--include-path",
+             str(tmp_path / "short"), "--output", str(tmp_path / "out"), "--fsdp", "8", "--rows", "8", "--max-new-tokens", "8"]
+    assert harness.main(flags) == 0
+    results = {row["task"]: row["cases"] for row in json.loads((tmp_path / "out" / "results.json").read_text())["results"]}
+    assert results == {"book_next_sentence acc": 4, "book_last_word acc": 4}
