@@ -154,17 +154,18 @@ class Job:
         sizes = {axis: getattr(self.run.mesh, axis) for axis in MESH_AXES}
         return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size > 1) or "one device"
 
-    def estimate(self, causal: bool = True) -> costs.Estimate | None:
+    def estimate(self, causal: bool = True, overlap: bool = True) -> costs.Estimate | None:
         """The cost model's estimate; None for hardware that it does not list.
 
         Args:
           causal: False counts every query-key pair. A sliding window is not modelled.
+          overlap: False lets no transfer run beside compute.
 
         Raises:
           ValueError: the cost model has no rule for the job.
         """
         job = self._costs_job(causal)
-        return None if job is None else costs.estimate(job)
+        return None if job is None else costs.estimate(dataclasses.replace(job, overlap=overlap))
 
     def time_range(self) -> costs.TimeRange | None:
         """The seconds between which a step lies (`costs.measured`); None and ValueError as of `estimate`."""

@@ -172,6 +172,8 @@ class Table:
     def of(self, cell: Cell, way: dict) -> dict[str, dict]:
         """Returns the outcomes of one cell with one choice of memory options, by context."""
         name = f"{cell.model} {cell.topology} {cell.column} {' '.join(f'{k}={v}' for k, v in way.items())}"
+        if cell.memory == LIKE_FOR_LIKE:  # of another split and dtype
+            name = f"{name} {LIKE_FOR_LIKE}"
         return self.tries.setdefault(name, {})
 
     def attempt(self, cell: Cell, context: int, way: dict) -> dict:
@@ -219,19 +221,18 @@ class Table:
             return content if content["next"] else None
         way, tried = fitting[most]
         job = cell.job(most, way)
-        estimate, tokens = job.estimate(causal=cell.column != "vanilla"), most * job.batch
+        tokens = most * job.batch
         flops = flops_per_step(LlamaConfig.preset(cell.model), tokens, tokens * (most + 1) / 2)
-        return content | {"way": way, "plan": tried, "flops": flops, "estimated_step_hours": estimate.seconds / 3600,
-                        "estimated_mfu": estimate.mfu}
+        return content | {"way": way, "plan": tried, "flops": flops, "estimated_step_hours": _hours(cell, job, tried)}
 
     @staticmethod
     def _refused(cell: Cell, context: int, way: dict, outcomes: dict[int, dict]) -> str | None:
         """Returns why a context does not fit with these memory options; None while that is not known."""
         on_host = cell.on_host_gib(context, way)
         if on_host > cell.host_gib:
-            return f"needs {on_host:.2f} GiB of the host's {cell.host_gib}"
+            return f"not compiled: arrays on the host alone take {on_host:.2f} GiB of its {cell.host_gib}"
         refused = [tried for length, tried in sorted(outcomes.items()) if length <= context and _share(cell, tried) > 1]
-        return _refusal(cell, refused[-1]) if refused else None
+        return f"compiled: {_refusal(cell, refused[-1])}" if refused else None
 
 
 def compiled(job: Job) -> dict:
@@ -243,6 +244,14 @@ def compiled(job: Job) -> dict:
         outcome = {"fits": False, "needs_gib": error.needs_gib, "has_gib": error.has_gib}
     outcome["compile_seconds"] = time.perf_counter() - start
     return {name: float(f"{value:.6g}") if isinstance(value, float) else value for name, value in outcome.items()}
+
+
+def _hours(cell: Cell, job: Job, tried: dict) -> float:
+    """Returns the cost model's hours of a step: between those with all transfers beside compute and those with none, by the
+    share of the largest transfer that the compiled step hides."""
+    hiding, waiting = (job.estimate(causal=cell.column != "vanilla", overlap=overlap).seconds for overlap in (True, False))
+    largest = max(tried.get("communication", {}).values(), key=lambda kind: kind["received_gib"], default={"hidden": 0.0})
+    return (waiting - largest["hidden"] * (waiting - hiding)) / 3600
 
 
 def _share(cell: Cell, tried: dict) -> float:

@@ -98,9 +98,9 @@ def test_host_memory_is_bounded_and_a_second_start_asks_nothing(small, monkeypat
     assert table3.main(["--only", "ring", "--output", str(path)]) == 0
     assert "| v5e:2x2 | tiny | ? / ? (1K) | ? / ? (2K) | ? / ? (4K) | 8K / 32K (16K) |" in capsys.readouterr().out
     cells = {cell["memory"]: cell for cell in json.loads(path.read_text())["cells"]}
-    assert cells["device"]["next_refused"] == ["needs 0.20 GiB of 0.10"]
+    assert cells["device"]["next_refused"] == ["compiled: needs 0.20 GiB of 0.10"]
     assert cells["ours"]["way"]["remat"] == "offload_every_k"
-    assert cells["ours"]["next_refused"] == ["needs 192.00 GiB of the host's 48", "needs 0.16 GiB of 0.10"]
+    assert cells["ours"]["next_refused"] == ["compiled: needs 192.00 GiB of the host's 48", "compiled: needs 0.16 GiB of 0.10"]
     # Two layers, hidden size 64, width 128, 4 heads and 2 key heads of 32, 512 tokens: 6 a weight and token, 12 a head's number
     # and visible pair.
     weights = 2 * 64 * (2 * 4 * 32 + 2 * 2 * 32 + 3 * 128) + 64 * 512
