@@ -83,13 +83,13 @@ IDENTITY_FACTS = (
     "were given 240 steps after that was seen.",
 )
 TABLE3_FACTS = (
-    "Cells of `contexts`: device memory only / with host memory (the paper's); of `like for like`: ours (the paper's). Every try "
-    "with its plan is in docs/plans/table3.json, the picture in docs/plans/table3.png.",
+    "Cells of `contexts`: device memory only / with host memory (the paper's); of `like for like`: ours (the paper's). Every "
+    "try with its plan is in docs/plans/table3.json, the picture in docs/plans/table3.png.",
     "A cell's double was refused by the compiler, or not compiled where its arrays on the host alone take more than it has: "
     "`rings` says which.",
     "Hours by the cost model, with as much of the largest transfer beside compute as the compiled step hides.",
-    "A100: CUDA's compiler, memory 79.2 GiB; vanilla there with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false, without which the "
-    "compiler fails.",
+    "A100: CUDA's compiler, memory 79.2 GiB; vanilla there with XLA_FLAGS=--xla_gpu_enable_triton_gemm=false, without which "
+    "the compiler fails.",
 )
 
 MEASUREMENTS = {
