@@ -10,6 +10,7 @@ docs/results/curriculum.json and docs/curriculum.png.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,9 +24,9 @@ from scripts.benchmarks.retrieval import run, seconds
 
 RECIPE = "configs/extension/lines_16k.yaml"
 LIKE = "data/fixtures/line_cases.jsonl"
-LINES = (20, 50, 100, 200, 500, 1000, 2000)  # and as many as fill the trained length
-BEYOND = (3000, 3400)  # of at most 3,490 reserved keys
-CASES, QUESTIONS = 96, 8  # of generated records; about each of them
+LINES = (20, 50, 100, 200, 500, 1000, 2000, 2700, 3400)  # 2,700 fill the trained length; 3,490 keys are in no training text
+LONGER = (5400, 10800)  # of keys and numbers that training texts have, but in no pair of them
+CASES, LONGER_CASES, QUESTIONS = 96, 48, 8  # of generated records; about each of them
 NEW_TOKENS = 16
 GOAL = "0.9 or more, by the interval"
 DEPENDS_ON = (RECIPE, "data/synthetic/*.py", "data/fixtures/lines_tokenizer/*", "eval/line_*.py", "eval/runner.py",
@@ -37,25 +38,33 @@ def recipe() -> dict:
     return yaml.safe_load((ROOT / RECIPE).read_text(encoding="utf-8"))
 
 
-def train(output: Path) -> tuple[Path, Path]:
-    """Trains with and without the curriculum, unless that is done; returns both runs' folders."""
-    staged, alone = output / "curriculum", output / "alone"
-    run("train.py", "--config", RECIPE, "--run_dir", str(staged))
+def train_staged(folder: Path) -> Path:
+    """Trains the recipe, unless that is done; returns the run's folder."""
+    run("train.py", "--config", RECIPE, "--run_dir", str(folder))
+    return folder
+
+
+def train_alone(folder: Path, staged: Path) -> Path:
+    """Trains on rows of the last stage's length alone for the time that all stages took, unless that is done; returns the run's
+    folder."""
     last = recipe()["stages"][-1]
     step = json.loads((staged / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])["wall_seconds"] / last["steps"]
-    run("train.py", "--config", RECIPE, "--run_dir", str(alone), "--stages", "[]", "--data.context_length",
+    run("train.py", "--config", RECIPE, "--run_dir", str(folder), "--stages", "[]", "--data.context_length",
         str(last["context_length"]), "--train.steps", str(round(seconds(staged) / step)))
-    return staged, alone
+    return folder
 
 
 def evaluate(checkpoint: Path) -> list[Score]:
     """Answers the questions, unless that is done; returns the scores, by the number of lines."""
-    folder = checkpoint / "lines"
-    if not (folder / "results.json").exists():
-        run("-m", "eval.line_retrieval", "--checkpoint", str(checkpoint), "--output", str(folder), "--like", LIKE, "--unseen",
-            "--lines", *map(str, (*LINES, *BEYOND)), "--tokens", str(recipe()["stages"][-1]["context_length"]), "--count",
-            str(CASES), "--questions", str(QUESTIONS), "--max-new-tokens", str(NEW_TOKENS), "--compute-dtype", "float32")
-    return sorted(read(folder), key=lambda score: score.num_lines)
+    scores: list[Score] = []
+    for name, lines, cases, options in (("lines", LINES, CASES, ["--unseen"]), ("longer", LONGER, LONGER_CASES, [])):
+        folder = checkpoint / name
+        if not (folder / "results.json").exists():
+            run("-m", "eval.line_retrieval", "--checkpoint", str(checkpoint), "--output", str(folder), "--like", LIKE, *options,
+                "--lines", *map(str, lines), "--count", str(cases), "--questions", str(QUESTIONS), "--max-new-tokens",
+                str(NEW_TOKENS), "--compute-dtype", "float32")
+        scores += sorted(read(folder), key=lambda score: score.num_lines)
+    return [dataclasses.replace(score, family="lines") for score in scores]  # one curve in the plot
 
 
 def save_result(staged: list[Score], alone: list[Score], took: float) -> None:
@@ -72,7 +81,8 @@ def save_result(staged: list[Score], alone: list[Score], took: float) -> None:
     stages = ", ".join(f"{stage['steps']:,} steps of {stage['context_length']:,} tokens x {stage.get('batch_size', 1)}"
                        for stage in recipe()["stages"])
     facts = [f"Stages: {stages}; striped ring attention on 8 simulated devices. {took / 60:.0f} minutes, and as many without.",
-             "A line, as in \"line amber-otter: 41234\", takes 7 tokens at most. Keys and numbers are in no training text.",
+             f"A line, as in \"line amber-otter: 41234\", takes 6 tokens. Up to {LINES[-1]:,} lines, "
+             "keys and numbers are in no training text; with more, no pair of them is.",
              "One training seed; 95% intervals are Wilson's."]
     tables = {"right answers": {"columns": ["lines", "tokens", "with the curriculum", "16,384 tokens alone"], "rows": lines}}
     save("curriculum", measured("A curriculum of lengths: a small model from scratch finds one line of many", rows,
@@ -85,10 +95,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.curriculum", description=__doc__.splitlines()[0])
     parser.add_argument("--output", default="runs/curriculum", help="folder of the runs (default runs/curriculum)")
     args = parser.parse_args(argv)
-    staged, alone = train(Path(args.output))
-    scores = {"curriculum of lengths": evaluate(staged), "16,384 tokens alone": evaluate(alone)}
+    staged = train_staged(Path(args.output) / "curriculum")
+    scores = {"curriculum of lengths": evaluate(staged)}
+    alone = train_alone(Path(args.output) / "alone", staged)
+    scores["16,384 tokens alone"] = evaluate(alone)
     save_result(*scores.values(), seconds(staged))
-    plot(scores, ROOT / "docs" / "curriculum.png", "One line of many, by a model of 0.4 million parameters")
+    plot(scores, ROOT / "docs" / "curriculum.png", "One line of many, by a model of 0.8 million parameters")
 
 
 if __name__ == "__main__":
