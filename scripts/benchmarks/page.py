@@ -48,6 +48,7 @@ HEADLINES = (
     ("Striped Attention's theoretical speed-ups", "papers.striped_bounds"),
     ("Quickstart: lines retrieved, 8 simulated devices", "quickstart.retrieval"),
     ("SmolLM2-135M: one of 60 lines in LongChat's words, an hour's practice", "retrieval.lines_60"),
+    ("From scratch to 16,384 tokens: one of 2,700 lines, keys and numbers never seen", "curriculum.lines_2700"),
 )
 # Heading -> results whose rows are shown, in order.
 SECTIONS = {
@@ -65,6 +66,7 @@ SECTIONS = {
     "Plans of recipes and pods": ("recipes", "family_plans", "adapter_plans", "pods"),
     "The papers, by the cost model": ("papers",),
     "SmolLM2-135M before and after practising retrieval": ("retrieval",),
+    "A curriculum of lengths, from scratch": ("curriculum",),
     "Many questions to one context": ("questions",),
     "Attacks, an hour of training, a slow store": ("robustness", "hour", "slow_store"),
     "Training for real": ("quickstart", "identity", "data", "books"),
