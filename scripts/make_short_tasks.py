@@ -1,8 +1,8 @@
 """Makes two short tasks for lm-eval out of a book: python -m scripts.make_short_tasks BOOK.txt --output FOLDER
 
 `book_next_sentence` asks which of four sentences of like length follows three (as HellaSwag does); `book_last_word` asks for a
-passage's last word, which it has earlier already (as LAMBADA does, Paperno et al. 2016). Whether a model that was trained for
-long contexts still does what it did before, they tell without a download:
+passage's last word, which it has earlier already (as LAMBADA does, Paperno et al. 2016). They tell, without a download,
+whether a model that was trained for long contexts still does what it did before:
 
     python -m eval.harness --checkpoint DIR --tasks book_next_sentence,book_last_word --include-path FOLDER --output OUT
 
@@ -46,8 +46,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def next_sentences(sentences: list[str], count: int, rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Returns questions for the sentence that follows; the three wrong answers are the ones nearest in length out of 30 that
-    are drawn from elsewhere."""
+    """Returns at most `count` questions for the sentence that follows: context, four choices and the right one's number, label.
+    The three wrong answers are the ones nearest in length out of 30 that are drawn from elsewhere."""
     questions = []
     for start in rng.permutation(len(sentences) - SENTENCES).tolist():
         right = sentences[start + SENTENCES]
@@ -65,7 +65,8 @@ def next_sentences(sentences: list[str], count: int, rng: np.random.Generator) -
 
 
 def last_words(sentences: list[str], count: int, rng: np.random.Generator) -> list[dict[str, Any]]:
-    """Returns passages without their last word, one of four letters or more that the passage has earlier."""
+    """Returns at most `count` passages (context) without their last word, which has four letters or more and is in them
+    already."""
     questions = []
     for start in rng.permutation(len(sentences) - SENTENCES).tolist():
         passage = sentences[start:start + SENTENCES + 1]

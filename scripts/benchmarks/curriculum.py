@@ -68,7 +68,11 @@ def evaluate(checkpoint: Path) -> list[Score]:
 
 
 def save_result(staged: list[Score], alone: list[Score], took: float) -> None:
-    """Writes the result: a row for each number of lines."""
+    """Writes the result: a row for each number of lines.
+
+    Args:
+      staged, alone: scores with and without the curriculum, of the same cases; took: seconds of all stages.
+    """
     trained = recipe()["stages"][-1]["context_length"]
     rows, lines = {}, []
     for score, other in zip(staged, alone, strict=True):
@@ -83,6 +87,8 @@ def save_result(staged: list[Score], alone: list[Score], took: float) -> None:
     facts = [f"Stages: {stages}; striped ring attention on 8 simulated devices. {took / 60:.0f} minutes, and as many without.",
              f"A line, as in \"line amber-otter: 41234\", takes 6 tokens. Up to {LINES[-1]:,} lines, "
              "keys and numbers are in no training text; with more, no pair of them is.",
+             "Windows, layers, steps and learning rates were chosen by trying, on held-out losses and on line retrieval; "
+             "docs/notes/retrieval.md says what was tried.",
              "One training seed; 95% intervals are Wilson's."]
     tables = {"right answers": {"columns": ["lines", "tokens", "with the curriculum", "16,384 tokens alone"], "rows": lines}}
     save("curriculum", measured("A curriculum of lengths: a small model from scratch finds one line of many", rows,
