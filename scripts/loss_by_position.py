@@ -6,8 +6,9 @@ The data, their packing and the mesh are the recipe's; `model.path` is set to ea
 the number of tokens before them, in the same document and row, into buckets between powers of two. Writes
 loss_by_position.json and loss_by_position.png to --output.
 
-With --without-earlier W each target is also predicted from at most W - 1 tokens before it: every document is cut into pieces of
-W tokens that do not see each other. Where the earlier text is used, the two curves part beyond W tokens.
+With --without-earlier W each target is also predicted from at most W tokens before it: every document is cut into pieces of
+W tokens that do not see each other. Where the earlier text is used, the curves part beyond W tokens. A table of the same
+targets' differences says by how much: above 0 the earlier text helps, below 0 it harms, as beyond the length a model knows.
 
 Measures the held-out split, if the recipe has one. For the training split, --skip should be the number of steps that were
 trained, so that the model has not seen the measured rows.
@@ -81,8 +82,10 @@ class Measurement(NamedTuple):
 
     rows: list[dict]
     """See Buckets.rows."""
-    rows_without_earlier: list[dict]
-    """The same targets, predicted without the text before their piece; empty unless requested."""
+    rows_without_earlier: dict[int, list[dict]]
+    """By the length of pieces in tokens: the same targets, predicted without the text before their piece."""
+    gains: dict[int, list[dict]]
+    """By the length of pieces: the loss without the earlier text minus the loss with it, of the same targets."""
     about: dict
     """What was measured: split, batches, lengths, data."""
 
@@ -101,8 +104,8 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
                         "leave out, since the model was trained on them (default 0)")
     parser.add_argument("--batches", type=int, default=8, help="number of batches to measure, at most the rest of the epoch "
                         "(default 8)")
-    parser.add_argument("--without-earlier", type=entry.at_least_one, metavar="W", help="also measure with documents cut into "
-                        "pieces of W tokens, in a curve of its own")
+    parser.add_argument("--without-earlier", type=entry.at_least_one, nargs="+", default=[], metavar="W", help="also measure "
+                        "with documents cut into pieces of W tokens, in a curve of its own for each W")
     return parser.parse_known_args(argv)
 
 
@@ -154,19 +157,22 @@ def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> Meas
     model, params = objective.model, objective.read_params()
     shapes = text_batch(size, config.data.context_length, model.mesh)
     token_losses = jax.jit(model.token_losses).lower(params, shapes).compile()
-    buckets, buckets_without = Buckets(), Buckets()
+    buckets = Buckets()
+    without, gains = ({tokens: Buckets() for tokens in args.without_earlier} for _ in range(2))
     for number, step in enumerate(steps, start=1):
         batch = permute(loader.batch(step), objective.order)
         losses = np.asarray(token_losses(params, place_batch(batch, model.mesh)))
         buckets.add(losses, batch["positions"], batch["loss_weights"])
-        if args.without_earlier:
-            without = np.asarray(token_losses(params, place_batch(cut(batch, args.without_earlier), model.mesh)))
-            buckets_without.add(without, batch["positions"], batch["loss_weights"])
+        for tokens in args.without_earlier:
+            piece_losses = np.asarray(token_losses(params, place_batch(cut(batch, tokens), model.mesh)))
+            without[tokens].add(piece_losses, batch["positions"], batch["loss_weights"])
+            gains[tokens].add(piece_losses - losses, batch["positions"], batch["loss_weights"])
         mean = np.average(losses, weights=batch["loss_weights"])
         print(f"batch {number} of {len(steps)}: {mean:.3f} nats per target", flush=True)
     about = {"context_length": config.data.context_length, "split": split, "first_batch": steps.start,
              "batches": len(steps), "batch_size": size, "data": [source.path for source in config.data.sources]}
-    return Measurement(buckets.rows(), buckets_without.rows(), about)
+    return Measurement(buckets.rows(), {tokens: sums.rows() for tokens, sums in without.items()},
+                       {tokens: sums.rows() for tokens, sums in gains.items()}, about)
 
 
 def plot(curves: dict[str, list[dict]], path: Path, title: str) -> None:
@@ -220,17 +226,22 @@ def run(args: argparse.Namespace, flags: list[str]) -> dict[str, list[dict]]:
     """Measures every checkpoint, writes the table and the plot, and returns each checkpoint's rows."""
     output_folder(args.output)
     entry.keep_compiled()
-    curves = {}
+    curves, gains = {}, {}
     for checkpoint in args.checkpoint:
-        curves[checkpoint], without, about = measure(checkpoint, args, flags)
-        if args.without_earlier:
-            curves[f"{checkpoint}, pieces of {args.without_earlier} tokens"] = without
+        curves[checkpoint], without, gain, about = measure(checkpoint, args, flags)
+        for tokens in args.without_earlier:
+            curves[f"{checkpoint}, pieces of {tokens} tokens"] = without[tokens]
+            # Up to W tokens most targets are predicted from the same text.
+            gains[f"{checkpoint}, against pieces of {tokens} tokens"] = [
+                row for row in gain[tokens] if row["tokens_before_to"] >= tokens]
     table, picture = (args.output / f"loss_by_position.{suffix}" for suffix in ("json", "png"))
-    table.write_text(json.dumps({"about": about, "curves": curves}, indent=2) + "\n", encoding="utf-8")
+    table.write_text(json.dumps({"about": about, "curves": curves, "gains": gains}, indent=2) + "\n", encoding="utf-8")
     title = (f"Loss by position: split {about['split']}, {about['first_batch']} batches skipped, "
              f"{about['batches'] * about['batch_size']} rows of {about['context_length']:,} tokens")
     plot(curves, picture, title)
     print_table(curves, title)
+    if gains:
+        print_table(gains, "What the earlier text gains: loss without it minus loss with it")
     print(f"wrote {table} and {picture}")
     return curves
 

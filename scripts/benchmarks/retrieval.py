@@ -1,11 +1,12 @@
 """SmolLM2-135M-Instruct before and after it practised to find one line of many: line retrieval, a book, short tasks.
 
-    python -m scripts.benchmarks.retrieval --model HF_DIR --like 200_lines.jsonl --book BOOK.txt --output runs/retrieval
+    python -m scripts.benchmarks.retrieval --model HF_DIR --like 200_lines.jsonl --text TEXT.txt --book BOOK.txt
 
-Trains configs/extension/smollm2_lines_4k.yaml, whose lines are worded as the file's, and evaluates on generated records in that
-wording, whose pairs of key and number no training text has (data/synthetic/split.py), on the file's own cases, and on two short
-tasks of the book (scripts.make_short_tasks; needs requirements-eval.txt). Whatever was finished is not done again: the same
-command goes on. Writes docs/results/retrieval.json and docs/retrieval.png.
+Trains configs/extension/smollm2_lines_4k.yaml, whose lines are worded as the file's, on the beginning of a text too.
+Evaluates on generated records in that wording, whose pairs of key and number no training text has (data/synthetic/split.py), on
+the file's own cases, on the loss on another book, and on two short tasks of that book (scripts.make_short_tasks; needs
+requirements-eval.txt). Whatever was finished is not done again: the same command goes on. Writes docs/results/retrieval.json
+and docs/retrieval.png.
 """
 from __future__ import annotations
 
@@ -27,6 +28,7 @@ RECIPE = "configs/extension/smollm2_lines_4k.yaml"
 LINES = (10, 20, 40, 60)
 CASES, QUESTIONS = 48, 8  # of generated records; about each of them
 NEW_TOKENS = 48
+LETTERS = 800_000  # of the text that is practised: a fifth of all tokens
 SHORT_TASKS = ("book_next_sentence", "book_last_word")
 GOAL = "0.3 more, or 0.95, intervals apart"
 GENERATED, OWN = "generated", "LongChat's own"
@@ -50,12 +52,12 @@ def evaluate(checkpoint: str, args: argparse.Namespace, name: str) -> Path:
 
 
 def train(args: argparse.Namespace) -> Path:
-    """Trains the recipe with lines in the file's wording, unless that is done; returns the run's folder."""
-    folder = Path(args.output) / "run"
-    sources = yaml.safe_load((ROOT / RECIPE).read_text(encoding="utf-8"))["data"]["sources"]
-    sources = [{**source, "path": source["path"].replace("LINES.jsonl", args.like)} for source in sources]
+    """Trains the recipe with lines in the file's wording and the text, unless that is done; returns the run's folder."""
+    folder, text = Path(args.output) / "run", Path(args.output) / "text.txt"
+    text.write_text(Path(args.text).read_text(encoding="utf-8")[:LETTERS], encoding="utf-8")
+    recipe = (ROOT / RECIPE).read_text(encoding="utf-8").replace("LINES.jsonl", args.like).replace("BOOK.txt", str(text))
     run("train.py", "--config", RECIPE, "--model.path", args.model, "--run_dir", str(folder), "--data.sources",
-        json.dumps(sources))
+        json.dumps(yaml.safe_load(recipe)["data"]["sources"]))
     return folder
 
 
@@ -127,8 +129,8 @@ def save_result(before: list[Score], after: list[Score], book: list[float], shor
              "Generated cases have LongChat's wording; their pairs of key and number are in no training text. One seed.",
              "The short tasks are questions about the book that scripts.make_short_tasks makes."]
     save("retrieval", measured("SmolLM2-135M-Instruct before and after practising retrieval", rows,
-                               "python -m scripts.benchmarks.retrieval --model HF_DIR --like 200_lines.jsonl --book BOOK.txt",
-                               DEPENDS_ON, tables=tables, facts=facts, seconds=took,
+                               "python -m scripts.benchmarks.retrieval --model HF_DIR --like 200_lines.jsonl --text TEXT.txt "
+                               "--book BOOK.txt", DEPENDS_ON, tables=tables, facts=facts, seconds=took,
                                note="docs/notes/retrieval.md"))
 
 
@@ -137,7 +139,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.retrieval", description=__doc__.splitlines()[0])
     parser.add_argument("--model", required=True, help="SmolLM2's folder, such as scripts.make_smollm2 makes")
     parser.add_argument("--like", required=True, metavar="FILE.jsonl", help="LongChat's file of 200 lines")
-    parser.add_argument("--book", required=True, metavar="BOOK.txt", help="a text, for the loss before and after")
+    parser.add_argument("--text", required=True, metavar="TEXT.txt", help="a text to train on beside the exercises")
+    parser.add_argument("--book", required=True, metavar="BOOK.txt", help="another, for the loss before and after")
     parser.add_argument("--limit", type=int, default=12, help="cases of the file (default 12)")
     parser.add_argument("--output", default="runs/retrieval", help="folder of the run and the evaluations")
     args = parser.parse_args(argv)

@@ -42,6 +42,18 @@ def test_a_checkpoint_s_path_is_not_markup(name, capsys):
     assert name in capsys.readouterr().out
 
 
+def transformers_losses(model, row, tokens):
+    """Returns the losses of a row's targets, each predicted from the piece of so many tokens that the token before it is in."""
+    losses = []
+    for start in range(0, len(row) - 1, tokens):
+        piece = torch.tensor([row[start:start + tokens]])
+        targets = torch.tensor(row[start + 1:start + tokens + 1])
+        with torch.no_grad():
+            logits = model(piece).logits[0, :len(targets)]
+        losses += torch.nn.functional.cross_entropy(logits, targets, reduction="none").tolist()
+    return np.array(losses)
+
+
 def test_the_command_gives_transformers_losses(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
     tokenizer = Tokenizer.load(TOKENIZER)
@@ -69,23 +81,33 @@ def test_the_command_gives_transformers_losses(tmp_path, monkeypatch, capsys):
     }))
     common = ["--config", str(tmp_path / "recipe.yaml"), "--checkpoint", str(tmp_path / "hf"),
               "--output", str(tmp_path / "out")]
-    assert loss_by_position.main(common) == 0
+    assert loss_by_position.main([*common, "--without-earlier", "8", "24"]) == 0
     written = json.loads((tmp_path / "out/loss_by_position.json").read_text())
     rows = written["curves"][str(tmp_path / "hf")]
     output = capsys.readouterr().out
     assert "split train, batches 0 to 3 of 4 (0 skipped)" in output and "batch 4 of 4: " in output
     assert "has seen these rows" in output and str(tmp_path / "out/loss_by_position.png") in output.replace("\n", "")
     assert written["about"]["batches"] == 4 and (tmp_path / "out/loss_by_position.png").stat().st_size > 10_000
-    expected = {}
+    expected, expected_gain = {}, {}
     for start in range(0, len(ids), LENGTH):
-        piece = torch.tensor([ids[start:start + LENGTH]])
-        with torch.no_grad():
-            losses = torch.nn.functional.cross_entropy(model(piece).logits[0, :-1], piece[0, 1:], reduction="none")
-        for before, loss in enumerate(losses.tolist(), start=1):
-            expected.setdefault(before.bit_length() - 1, []).append(loss)
+        row = ids[start:start + LENGTH]
+        losses = transformers_losses(model, row, LENGTH)
+        # Without the earlier text, as if a piece of 24 tokens were all there is; the next piece's first token is a target too.
+        gains = transformers_losses(model, row, 24) - losses
+        for before in range(1, len(row)):
+            expected.setdefault(before.bit_length() - 1, []).append(losses[before - 1])
+            expected_gain.setdefault(before.bit_length() - 1, []).append(gains[before - 1])
     assert [row["targets"] for row in rows] == [len(expected[k]) for k in range(6)]
     measured = [row["loss_nats_per_target"] for row in rows]
     np.testing.assert_allclose(measured, [np.mean(expected[k]) for k in range(6)], atol=1e-4)
+    assert {len(curve) for curve in written["curves"].values()} == {6} and len(written["curves"]) == 3
+    gains = written["gains"][f"{tmp_path / 'hf'}, against pieces of 24 tokens"]
+    assert [row["tokens_before_from"] for row in gains] == [16, 32], "none where both see the same text"
+    np.testing.assert_allclose([row["loss_nats_per_target"] for row in gains],
+                               [np.mean(expected_gain[k]) for k in (4, 5)], atol=1e-4)
+    np.testing.assert_allclose([row["standard_error"] for row in gains],
+                               [np.std(expected_gain[k], ddof=1) / len(expected_gain[k]) ** 0.5 for k in (4, 5)], rtol=1e-3)
+    assert "What the earlier text gains" in output
     assert loss_by_position.main([*common, "--skip", "4"]) == 2, "there is no fifth batch"
     assert loss_by_position.main([*common, "--batches", "1", "--data.held_out_path", str(tmp_path / "book.txt")]) == 0
     output = capsys.readouterr().out

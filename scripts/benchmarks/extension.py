@@ -1,0 +1,112 @@
+"""SmolLM2-135M-Instruct at 16,384 tokens, twice the length it knows: as it is, with RoPE rescaled, and trained a little.
+
+    python -m scripts.benchmarks.extension --model HF_DIR --text TEXT.txt --book BOOK.txt
+
+Trains configs/extension/smollm2_16k.yaml on a text, and predicts another book from rows of 16,384 tokens. The targets are those
+with 8,192 tokens before them or more, each predicted three times: from at most 1,024 and 8,192 tokens before it, and from all.
+Where a model uses the whole row, its perplexity falls from one to the next. Whatever was finished is not done again: the same
+command goes on. Writes docs/results/extension.json.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import yaml
+
+from scripts.benchmarks.results import ROOT, measured, row, save
+from scripts.benchmarks.retrieval import run, seconds
+
+RECIPE = "configs/extension/smollm2_16k.yaml"
+KNOWN, LENGTH = 8192, 16384  # tokens that the model was trained on by its makers; of a row here
+PIECES = (1024, KNOWN)
+ROWS = 6  # of the book
+DEPENDS_ON = (RECIPE, "scripts/loss_by_position.py", "model/*.py", "model/attention/**/*.py")
+
+
+def train(args: argparse.Namespace) -> Path:
+    """Trains the recipe on the text, unless that is done; returns the run's folder."""
+    folder = Path(args.output) / "run"
+    source = yaml.safe_load((ROOT / RECIPE).read_text(encoding="utf-8"))["data"]["sources"][0]
+    run("train.py", "--config", RECIPE, "--model.path", args.model, "--run_dir", str(folder), "--data.sources",
+        json.dumps([{**source, "path": args.text}]))
+    return folder
+
+
+def losses(checkpoint: str, args: argparse.Namespace, name: str, *options: str) -> dict:
+    """Predicts the book, unless that is done; returns what scripts.loss_by_position says of the last bucket.
+
+    Returns:
+        Rows of a bucket, as Buckets.rows gives them: by a piece's length in tokens, LENGTH for the whole text, the loss under
+        `losses`, and what the whole text gains over pieces under `gains`.
+    """
+    table = Path(args.output) / name / "loss_by_position.json"
+    if not table.exists():
+        run("-m", "scripts.loss_by_position", "--config", RECIPE, "--checkpoint", checkpoint, "--output", str(table.parent),
+            "--batches", str(ROWS), "--split", "train", "--without-earlier", *map(str, PIECES), "--data.sources",
+            json.dumps([{"path": args.book, "format": "text"}]), *options)
+    result = json.loads(table.read_text(encoding="utf-8"))
+    curves, gains = ([next(bucket for bucket in curve if bucket["tokens_before_from"] == KNOWN)
+                      for curve in result[kind].values()] for kind in ("curves", "gains"))
+    return {"losses": dict(zip((LENGTH, *PIECES), curves, strict=True)), "gains": dict(zip(PIECES, gains, strict=True))}
+
+
+def gain(bucket: dict) -> str:
+    """Returns a gain with its 95% interval."""
+    return f"{bucket['loss_nats_per_target']:+.3f} +- {1.96 * bucket['standard_error']:.3f}"
+
+
+def is_falling(model: dict) -> bool:
+    """Whether perplexity falls from pieces to longer pieces, and at last to the whole text by more than chance explains."""
+    bucket = model["gains"][KNOWN]
+    ordered = [model["losses"][tokens]["loss_nats_per_target"] for tokens in (*PIECES, LENGTH)]
+    return ordered == sorted(ordered, reverse=True) and bucket["loss_nats_per_target"] > 1.96 * bucket["standard_error"]
+
+
+def save_result(models: dict[str, dict], took: float, steps: int) -> None:
+    """Writes the result: what the whole text gains over the length that the model knows.
+
+    Args:
+      models: what `losses` returns, by the model: as it is, rescaled, trained; took: seconds of the training.
+    """
+    goals = ("does not fall", "", "falls, by the interval")
+    held = (lambda model: not is_falling(model), lambda model: None, is_falling)
+    rows, lines = {}, []
+    for (name, model), goal, check in zip(models.items(), goals, held, strict=True):
+        what = f"{name}: nats gained by 16,384 tokens over 8,192"
+        rows[name.replace(" ", "_")] = row(what, gain(model["gains"][KNOWN]), goal, check(model))
+        lines.append([name, *(f"{math.exp(model['losses'][tokens]['loss_nats_per_target']):,.2f}"
+                              for tokens in (*PIECES, LENGTH)), *map(gain, model["gains"].values())])
+    targets = models["as it is"]["losses"][LENGTH]["targets"]
+    tables = {"perplexity of the same targets": {
+        "columns": ["model", "at most 1,024 tokens before", "8,192", "16,383", "nats gained over 1,024", "over 8,192"],
+        "rows": lines}}
+    facts = [f"{targets:,} targets of {ROWS} rows of a book that was not trained on; each has 8,192 tokens or more before it.",
+             f"Trained for {steps} steps of {LENGTH:,} tokens of another book, {took / 60:.0f} minutes.",
+             "Intervals are of the differences of each target's two losses, taken as independent."]
+    save("extension", measured("SmolLM2-135M-Instruct at twice the length it knows", rows,
+                               "python -m scripts.benchmarks.extension --model HF_DIR --text TEXT.txt --book BOOK.txt",
+                               DEPENDS_ON, tables=tables, facts=facts, seconds=took, note="docs/extension.md"))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures the model as it is and rescaled, trains, measures again, and saves."""
+    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.extension", description=__doc__.splitlines()[0])
+    parser.add_argument("--model", required=True, help="SmolLM2's folder, such as scripts.make_smollm2 makes")
+    parser.add_argument("--text", required=True, metavar="TEXT.txt", help="a text to train on")
+    parser.add_argument("--book", required=True, metavar="BOOK.txt", help="another, to predict")
+    parser.add_argument("--output", default="runs/extension", help="folder of the run and the tables (default runs/extension)")
+    args = parser.parse_args(argv)
+    models = {"as it is": losses(args.model, args, "as_it_is", "--model.overrides", "{}"),
+              "RoPE rescaled": losses(args.model, args, "rescaled")}
+    trained = train(args)
+    models["rescaled and trained"] = losses(str(trained), args, "trained")
+    steps = yaml.safe_load((ROOT / RECIPE).read_text(encoding="utf-8"))["train"]["steps"]
+    save_result(models, seconds(trained), steps)
+
+
+if __name__ == "__main__":
+    main()
