@@ -159,7 +159,7 @@ MEASUREMENTS = {
         "docs/notes/training.md", needs_conversations=True, facts=IDENTITY_FACTS),
     "table3": Measurement(
         "Ring Attention's Table 3: the longest context whose step the compilers made, contexts doubling",
-        (benchmark("table3"),), (MODEL, PLANNING, "trainer/step.py", HERE + "table3.py", "docs/plans/table3.json"),
+        (benchmark("table3"),), (MODEL, PLANNING, "trainer/step.py", HERE + "table3*.py", "docs/plans/table3.json"),
         summaries.table3, "docs/notes/table3.md", hours=True, facts=TABLE3_FACTS),
     "exactness": Measurement(
         "What the tests assert, each with its own command", (), (MODEL, TRAINER, DATA, "tests/**/*.py"), summaries.exactness,

@@ -16,7 +16,7 @@ from model.adapter import PARTS
 from scripts.benchmarks.commands import read_json, tokens_text
 from scripts.benchmarks.paper_rows import RING_ATTENTION_COLUMNS, RING_ATTENTION_CONTEXTS
 from scripts.benchmarks.results import commit, load, row
-from scripts.benchmarks.table3 import LIKE_FOR_LIKE
+from scripts.benchmarks.table3_cells import LIKE_FOR_LIKE
 
 Rows = dict[str, dict[str, str]]
 Tables = dict[str, dict[str, list]]

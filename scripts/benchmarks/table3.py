@@ -26,105 +26,17 @@ from pathlib import Path
 from data.paths import output_file
 from model.config import LlamaConfig
 from planning.compiled import GIB
-from planning.machines import host_gib, memory_gib
-from planning.parts import host_parts_gib, parts_gib
+from planning.machines import memory_gib
+from planning.parts import parts_gib
 from planning.plan import DoesNotFit, Job, plan, sizes_text
-from planning.search import best_every_k
 from planning.topology import topology_devices
 from scripts.benchmarks.commands import make_parser, read_json, tokens_text
-from scripts.benchmarks.paper_rows import RING_ATTENTION_COLUMNS as COLUMNS
-from scripts.benchmarks.paper_rows import RING_ATTENTION_CONTEXTS as PAPER
+from scripts.benchmarks.table3_cells import LIKE_FOR_LIKE, Cell, cells
+from scripts.benchmarks.table3_picture import draw, show
 from trainer import entry
-from trainer.config.schema import MeshConfig
 from trainer.flops import flops_per_step
 
-MEMORIES = ("device", "ours")
-LIKE_FOR_LIKE = "paper"
-# Chunk sizes with which position-wise work runs on all of a device's tokens at once.
-ALL_AT_ONCE = {"projection_chunk": 0, "feed_forward_chunk": 0, "loss_chunk": 0}
-LEAST, MOST = 1 << 10, 1 << 30
-# Memory -> its mark, colour and name in the picture.
-MARKS = {"device": ("|", "#4477aa", "ours, device memory only"), "ours": ("D", "#ee6677", "ours, with host memory")}
-
-
-@dataclasses.dataclass(frozen=True)
-class Cell:
-    """One entry of the table."""
-
-    topology: str
-    model: str
-    column: str
-    memory: str
-
-    @property
-    def name(self) -> str:
-        return f"{self.model} {self.topology} {self.column} {self.memory}"
-
-    @property
-    def paper(self) -> int:
-        """The paper's entry, in tokens."""
-        return PAPER[self.topology][self.model][COLUMNS.index(self.column)] << 10
-
-    @property
-    def devices(self) -> int:
-        """The number of the topology's devices; a v3 chip has two."""
-        generation, _, shape = self.topology.partition(":")
-        return math.prod(map(int, shape.split("x"))) * (2 if generation == "v3" else 1)
-
-    @property
-    def host_gib(self) -> float:
-        return host_gib(self.topology)
-
-    def ways(self) -> list[dict]:
-        """Memory options, those that spare the host's memory last; a context fits where it fits with one of them."""
-        if self.memory == LIKE_FOR_LIKE:  # "full gradient checkpointing"
-            return [{"remat": "nothing"}]
-        config = LlamaConfig.preset(self.model)
-        k = best_every_k(config.num_hidden_layers)
-        # Beside scores of length x length the layers' inputs are nothing, so `vanilla` keeps them all.
-        device = {"remat": "nothing"} if self.column == "vanilla" else {"remat": "every_k", "every_k": k}
-        ways = [device] if self.memory == "device" else [{"remat": "offload"}, {"remat": "offload_every_k", "every_k": k}]
-        if self.memory == "ours" and self.devices < 64:  # shared by hundreds, parameters and moments are little
-            ways[0]["moments_on_host"] = ways[1]["moments_on_host"] = ways[1]["parameters_on_host"] = True
-        heads = {"attention_groups": config.num_key_value_heads} if self.column == "ring" else {}  # one after the other
-        return [way | heads for way in ways]
-
-    def on_host_gib(self, context: int, way: dict) -> float:
-        """What the host holds for each device, known without compiling."""
-        job = self.job(context, way)
-        return sum(host_parts_gib(job.run, job.model).values())
-
-    def job(self, context: int, way: dict) -> Job:
-        """The column's configuration of our step."""
-        if self.memory == LIKE_FOR_LIKE:
-            # The authors' code splits activations between layers over its tensor axis, as sequence parallelism does.
-            mesh = MeshConfig(tensor=self.devices, sequence_parallel=True)
-            return self._job(context, way, mesh, rows=1).changed(model={"compute_dtype": "float32"})
-        return self._job(context, way, MeshConfig(fsdp=self.devices), rows=self.devices)
-
-    def _job(self, context: int, way: dict, mesh: MeshConfig, rows: int) -> Job:
-        """The column's configuration of our step; other columns than the ring have this mesh and so many rows."""
-        if self.column == "ring":
-            return Job.of(self.model, self.topology, context, mesh=MeshConfig(sequence=self.devices), memory=way)
-        chunks = {} if self.column == "blockwise feed-forward" else ALL_AT_ONCE
-        kernel = "reference" if self.column == "vanilla" else "auto"
-        return Job.of(self.model, self.topology, context, batch=rows, mesh=mesh, memory=way | chunks,
-                      attention={"schedule": "local", "kernel": kernel})
-
-
-def cells(words=()) -> list[Cell]:
-    """Returns the cells whose names contain all of these words, in the order of their measurement: rings with host memory
-    first."""
-    ordered = [Cell(topology, model, column, memory) for column in reversed(COLUMNS) for memory in reversed(MEMORIES)
-               for topology, models in PAPER.items() for model in models]
-    ordered += [Cell(topology, model, column, LIKE_FOR_LIKE) for column in COLUMNS
-                for topology, models in PAPER.items() if is_gpu(topology) for model in models]
-    return [cell for cell in ordered if all(word in cell.name for word in words)]
-
-
-def is_gpu(topology: str) -> bool:
-    """Returns whether a topology is one of GPUs, which the paper's experiments used in float32."""
-    return not topology.startswith("v")
+LEAST, MOST = 1 << 10, 1 << 30  # contexts
 
 
 def longest(share: Callable[[int], float], start: int, fixed: float = 0.0, power: int = 1,
@@ -300,96 +212,6 @@ def fill(table: Table, cell: Cell, compiles: int | None = None) -> None:
     most = math.inf if compiles is None else table.compiles + compiles
     longest(lambda context: table.share(cell, context), first_guess(cell), fixed, 2 if cell.column == "vanilla" else 1,
             lambda: table.compiles >= most)
-
-
-def show(filled: dict[Cell, dict | None]) -> None:
-    """Prints the table of the cells' contents, and that of the like-for-like ones.
-
-    In a cell stand device memory only / ours (the paper's), and + where the double has not been tried yet.
-    """
-    show_memories(filled, MEMORIES, list(PAPER))
-    if gpus := [topology for topology in PAPER if is_gpu(topology)]:
-        print("\nLike for like: one row, tensor parallelism, float32, device memory only")
-        show_memories(filled, (LIKE_FOR_LIKE,), gpus)
-
-
-def show_memories(filled: dict[Cell, dict | None], memories: tuple[str, ...], topologies: list[str]) -> None:
-    """Prints one table: a cell's contexts with each choice of memory."""
-    print(f"| hardware | model | {' | '.join(COLUMNS)} |\n|{'---|' * (2 + len(COLUMNS))}")
-    for topology in topologies:
-        for model in PAPER[topology]:
-            row = []
-            for column in COLUMNS:
-                contents = [filled[Cell(topology, model, column, memory)] for memory in memories]
-                text = " / ".join(f"{tokens_text(content['longest'])}{'' if content['next'] else '+'}" if content else "?"
-                                  for content in contents)
-                row.append(f"{text} ({tokens_text(Cell(topology, model, column, 'ours').paper)})")
-            print(f"| {topology} | {model.removeprefix('llama-')} | {' | '.join(row)} |")
-
-
-def draw(longest_contexts: dict[Cell, int], path: Path) -> None:
-    """Draws a panel for each column of the table, with a line for each model and machine: the paper's context and ours.
-
-    The panels are as wide as their contexts' range, so that a doubling is as long in each.
-    """
-    from matplotlib.figure import Figure
-    from matplotlib.lines import Line2D
-
-    ranges = {}
-    for column in COLUMNS:
-        contexts = [Cell(*row, column, "ours").paper for row in _rows()]
-        contexts += [context for cell, context in longest_contexts.items() if cell.column == column]
-        ranges[column] = (math.log2(min(contexts)) - 0.7, math.log2(max(contexts)) + 0.7)
-    # A machine's models stand together, under its name.
-    heights, names = {}, {}
-    for topology, models in PAPER.items():
-        names[len(heights) + len(names)] = topology
-        heights |= {(topology, model): len(heights) + len(names) + index for index, model in enumerate(models)}
-    figure = Figure(figsize=(12, 1.6 + 0.25 * (len(heights) + len(names))), facecolor="white", layout="constrained")
-    panels = figure.subplots(1, len(COLUMNS), sharey=True, width_ratios=[high - low for low, high in ranges.values()])
-    for axes, column in zip(panels, COLUMNS, strict=True):
-        for row, height in heights.items():
-            paper = Cell(*row, column, "ours").paper
-            ours = {memory: longest_contexts[cell] for memory in MEMORIES
-                    if (cell := Cell(*row, column, memory)) in longest_contexts}
-            ends = (min(paper, *ours.values()), max(paper, *ours.values())) if ours else (paper, paper)
-            axes.plot([math.log2(context) for context in ends], [height] * 2, color="#cccccc", zorder=1)
-            axes.plot(math.log2(paper), height, "o", markersize=9, color="#222222", fillstyle="none")
-            for memory, context in ours.items():
-                mark, colour, _ = MARKS[memory]
-                size, edge = (12, 2) if mark == "|" else (5, 1)
-                axes.plot(math.log2(context), height, mark, color=colour, markersize=size, markeredgewidth=edge)
-        axes.set(xlim=ranges[column], title=column)
-        powers = range(math.ceil(ranges[column][0]), math.floor(ranges[column][1]) + 1)
-        ticks = [power for power in powers if power % 2 == 0]
-        axes.set_xticks(ticks, [tokens_text(1 << power) for power in ticks])
-        axes.grid(axis="x", linewidth=0.3)
-        for spine in ("top", "right", "left"):
-            axes.spines[spine].set_visible(False)
-        axes.tick_params(axis="y", length=0)
-    panels[0].set_yticks([*heights.values(), *names],
-                         [f"{model.removeprefix('llama-').upper()} " for _, model in heights]
-                         + [machine_text(topology) for topology in names.values()])
-    for label in panels[0].get_yticklabels()[len(heights):]:
-        label.set_fontweight("bold")
-    panels[0].invert_yaxis()
-    figure.suptitle("Ring Attention's Table 3: the longest row in tokens, and what the compilers accept of our step")
-    marks = [Line2D([], [], marker="o", linestyle="", markersize=9, color="#222222", fillstyle="none", label="the paper")]
-    marks += [Line2D([], [], marker=mark, linestyle="", color=colour, markeredgewidth=2, label=label)
-              for mark, colour, label in MARKS.values()]
-    figure.legend(handles=marks, frameon=False, ncols=3, loc="outside lower center")
-    figure.savefig(path, dpi=100)
-
-
-def _rows() -> list[tuple[str, str]]:
-    """Returns the topology and the model of each row of the paper's table."""
-    return [(topology, model) for topology, models in PAPER.items() for model in models]
-
-
-def machine_text(topology: str) -> str:
-    """Returns a topology as the machine is called: `a100:4x8` as 32 A100, `v4:8x8x4` as 256 v4."""
-    kind, shape = topology.split(":")
-    return f"{math.prod(map(int, shape.split('x')))} {kind.upper() if kind[0] not in 'v' else kind}"
 
 
 def work(args: argparse.Namespace) -> None:

@@ -29,7 +29,8 @@ from planning.search import best_every_k
 from scripts.benchmarks.commands import add_output_folder, make_parser, read_json, write_json
 from scripts.benchmarks.measurements import MODEL, PLANNING
 from scripts.benchmarks.results import ROOT, fingerprint, measured, row, save, versions
-from scripts.benchmarks.table3 import ALL_AT_ONCE, compiled
+from scripts.benchmarks.table3 import compiled
+from scripts.benchmarks.table3_cells import ALL_AT_ONCE
 from trainer import entry
 from trainer.config.load import load
 from trainer.config.schema import MeshConfig, RunConfig

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks import table3
+from scripts.benchmarks.table3_cells import Cell
+from scripts.benchmarks.table3_picture import draw
 from tests.pictures import overlaps
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,6 +34,6 @@ def test_every_picture_is_shown_by_a_page():
 def test_nothing_lies_over_another_part_of_table3(saved_figures, tmp_path):
     cells = json.loads((DOCS / "plans" / "table3.json").read_text())["cells"]
     assert len(cells) == 152
-    table3.draw({table3.Cell(*(cell[name] for name in ("topology", "model", "column", "memory"))): cell["longest"]
-                 for cell in cells}, tmp_path / "table3.png")
+    draw({Cell(*(cell[name] for name in ("topology", "model", "column", "memory"))): cell["longest"]
+          for cell in cells}, tmp_path / "table3.png")
     assert [overlaps(figure) for figure in saved_figures] == [[]]

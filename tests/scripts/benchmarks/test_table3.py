@@ -5,8 +5,9 @@ import json
 import pytest
 
 import planning.plan
-from scripts.benchmarks import table3
-from scripts.benchmarks.table3 import LEAST, MOST, Cell, Table, fill, longest
+from scripts.benchmarks import table3, table3_cells
+from scripts.benchmarks.table3 import LEAST, MOST, Table, fill, longest
+from scripts.benchmarks.table3_cells import COLUMNS, LIKE_FOR_LIKE, Cell, cells
 
 CONTEXTS = [LEAST << power for power in range(21)]
 
@@ -34,7 +35,7 @@ def test_the_search_finds_what_trying_every_context_finds(need, start, fixed, po
 @pytest.fixture
 def small(monkeypatch):
     """A table of one small machine, 100 MiB a device; what is compiled, by context and way."""
-    monkeypatch.setattr(table3, "PAPER", {"v5e:2x2": {"tiny": (1, 2, 4, 16)}})
+    monkeypatch.setattr(table3_cells, "PAPER", {"v5e:2x2": {"tiny": (1, 2, 4, 16)}})
     for module in (planning.plan, table3):
         monkeypatch.setattr(module, "memory_gib", lambda topology: 100 / 1024)
     compiled, real = {}, table3.compiled
@@ -73,7 +74,7 @@ def test_a_compiled_cell_is_the_one_found_by_trying_every_context(small, monkeyp
 
 
 def test_columns_are_configurations_of_one_step(small):
-    jobs = {column: Cell("v5e:2x2", "tiny", column, "device").job(4096, {"remat": "nothing"}) for column in table3.COLUMNS}
+    jobs = {column: Cell("v5e:2x2", "tiny", column, "device").job(4096, {"remat": "nothing"}) for column in COLUMNS}
     assert {column: (job.batch, job.run.attention.kernel, bool(job.run.memory.loss_chunk)) for column, job in jobs.items()} == {
         "vanilla": (4, "reference", False), "memory-efficient": (4, "auto", False),
         "blockwise feed-forward": (4, "auto", True), "ring": (1, "auto", True)}
@@ -97,24 +98,24 @@ def test_host_memory_is_bounded_and_a_second_start_asks_nothing(small, monkeypat
     path = tmp_path / "table.json"
     assert table3.main(["--only", "ring", "--output", str(path)]) == 0
     assert "| v5e:2x2 | tiny | ? / ? (1K) | ? / ? (2K) | ? / ? (4K) | 8K / 32K (16K) |" in capsys.readouterr().out
-    cells = {cell["memory"]: cell for cell in json.loads(path.read_text())["cells"]}
-    assert cells["device"]["next_refused"] == ["compiled: needs 0.20 GiB of 0.10"]
-    assert cells["ours"]["way"]["remat"] == "offload_every_k"
-    assert cells["ours"]["next_refused"] == ["compiled: needs 192.00 GiB of the host's 48", "compiled: needs 0.16 GiB of 0.10"]
+    stored = {cell["memory"]: cell for cell in json.loads(path.read_text())["cells"]}
+    assert stored["device"]["next_refused"] == ["compiled: needs 0.20 GiB of 0.10"]
+    assert stored["ours"]["way"]["remat"] == "offload_every_k"
+    assert stored["ours"]["next_refused"] == ["compiled: needs 192.00 GiB of the host's 48", "compiled: needs 0.16 GiB of 0.10"]
     # Two layers, hidden size 64, width 128, 4 heads and 2 key heads of 32, 512 tokens: 6 a weight and token, 12 a head's number
     # and visible pair.
     weights = 2 * 64 * (2 * 4 * 32 + 2 * 2 * 32 + 3 * 128) + 64 * 512
     flops = 6 * weights * 32768 + 12 * 2 * 4 * 32 * 32768 * 32769 / 2
-    assert cells["ours"]["flops"] == pytest.approx(flops)
+    assert stored["ours"]["flops"] == pytest.approx(flops)
     asked.clear()
     assert table3.main(["--only", "ring", "--output", str(path)]) == 0
     assert not asked
 
 
 def test_like_for_like_cells_have_one_row_and_the_papers_split(monkeypatch):
-    monkeypatch.setattr(table3, "PAPER", {"v5e:2x2": {"tiny": (1, 2, 4, 16)}, "a100:8": {"llama-13b": (1, 2, 4, 16)}})
-    alike = [cell for cell in table3.cells() if cell.memory == table3.LIKE_FOR_LIKE]
-    assert [(cell.topology, cell.column) for cell in alike] == [("a100:8", column) for column in table3.COLUMNS]
+    monkeypatch.setattr(table3_cells, "PAPER", {"v5e:2x2": {"tiny": (1, 2, 4, 16)}, "a100:8": {"llama-13b": (1, 2, 4, 16)}})
+    alike = [cell for cell in cells() if cell.memory == LIKE_FOR_LIKE]
+    assert [(cell.topology, cell.column) for cell in alike] == [("a100:8", column) for column in COLUMNS]
     for cell in alike:
         [way] = cell.ways()
         job = cell.job(4096, way)

@@ -1,0 +1,104 @@
+"""The entries of Ring Attention's Table 3, each with the configurations of our step that it stands for."""
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from model.config import LlamaConfig
+from planning.machines import host_gib
+from planning.parts import host_parts_gib
+from planning.plan import Job
+from planning.search import best_every_k
+from scripts.benchmarks.paper_rows import RING_ATTENTION_COLUMNS as COLUMNS
+from scripts.benchmarks.paper_rows import RING_ATTENTION_CONTEXTS as PAPER
+from trainer.config.schema import MeshConfig
+
+MEMORIES = ("device", "ours")
+LIKE_FOR_LIKE = "paper"
+# Chunk sizes with which position-wise work runs on all of a device's tokens at once.
+ALL_AT_ONCE = {"projection_chunk": 0, "feed_forward_chunk": 0, "loss_chunk": 0}
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One entry of the table."""
+
+    topology: str
+    model: str
+    column: str
+    memory: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model} {self.topology} {self.column} {self.memory}"
+
+    @property
+    def paper(self) -> int:
+        """The paper's entry, in tokens."""
+        return PAPER[self.topology][self.model][COLUMNS.index(self.column)] << 10
+
+    @property
+    def devices(self) -> int:
+        """The number of the topology's devices; a v3 chip has two."""
+        generation, _, shape = self.topology.partition(":")
+        return math.prod(map(int, shape.split("x"))) * (2 if generation == "v3" else 1)
+
+    @property
+    def host_gib(self) -> float:
+        return host_gib(self.topology)
+
+    def ways(self) -> list[dict]:
+        """Memory options, those that spare the host's memory last; a context fits where it fits with one of them."""
+        if self.memory == LIKE_FOR_LIKE:  # "full gradient checkpointing"
+            return [{"remat": "nothing"}]
+        config = LlamaConfig.preset(self.model)
+        k = best_every_k(config.num_hidden_layers)
+        # Beside scores of length x length the layers' inputs are nothing, so `vanilla` keeps them all.
+        device = {"remat": "nothing"} if self.column == "vanilla" else {"remat": "every_k", "every_k": k}
+        ways = [device] if self.memory == "device" else [{"remat": "offload"}, {"remat": "offload_every_k", "every_k": k}]
+        if self.memory == "ours" and self.devices < 64:  # shared by hundreds, parameters and moments are little
+            ways[0]["moments_on_host"] = ways[1]["moments_on_host"] = ways[1]["parameters_on_host"] = True
+        heads = {"attention_groups": config.num_key_value_heads} if self.column == "ring" else {}  # one after the other
+        return [way | heads for way in ways]
+
+    def on_host_gib(self, context: int, way: dict) -> float:
+        """What the host holds for each device, known without compiling."""
+        job = self.job(context, way)
+        return sum(host_parts_gib(job.run, job.model).values())
+
+    def job(self, context: int, way: dict) -> Job:
+        """The column's configuration of our step."""
+        if self.memory == LIKE_FOR_LIKE:
+            # The authors' code splits activations between layers over its tensor axis, as sequence parallelism does.
+            mesh = MeshConfig(tensor=self.devices, sequence_parallel=True)
+            return self._job(context, way, mesh, rows=1).changed(model={"compute_dtype": "float32"})
+        return self._job(context, way, MeshConfig(fsdp=self.devices), rows=self.devices)
+
+    def _job(self, context: int, way: dict, mesh: MeshConfig, rows: int) -> Job:
+        """The column's configuration of our step; other columns than the ring have this mesh and so many rows."""
+        if self.column == "ring":
+            return Job.of(self.model, self.topology, context, mesh=MeshConfig(sequence=self.devices), memory=way)
+        chunks = {} if self.column == "blockwise feed-forward" else ALL_AT_ONCE
+        kernel = "reference" if self.column == "vanilla" else "auto"
+        return Job.of(self.model, self.topology, context, batch=rows, mesh=mesh, memory=way | chunks,
+                      attention={"schedule": "local", "kernel": kernel})
+
+
+def cells(words=()) -> list[Cell]:
+    """Returns the cells whose names contain all of these words, in the order of their measurement: rings with host memory
+    first."""
+    ordered = [Cell(topology, model, column, memory) for column in reversed(COLUMNS) for memory in reversed(MEMORIES)
+               for topology, models in PAPER.items() for model in models]
+    ordered += [Cell(topology, model, column, LIKE_FOR_LIKE) for column in COLUMNS
+                for topology, models in PAPER.items() if is_gpu(topology) for model in models]
+    return [cell for cell in ordered if all(word in cell.name for word in words)]
+
+
+def is_gpu(topology: str) -> bool:
+    """Returns whether a topology is one of GPUs, which the paper's experiments used in float32."""
+    return not topology.startswith("v")
+
+
+def table_rows() -> list[tuple[str, str]]:
+    """Returns the topology and the model of each row of the paper's table."""
+    return [(topology, model) for topology, models in PAPER.items() for model in models]
