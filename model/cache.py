@@ -69,13 +69,13 @@ class Cache(NamedTuple):
       index: int32, of each slot's token in its row; segment_ids: int32, 0 where the slot is empty.
     """
 
-    k: Float[Array, "N B C H D"]
-    v: Float[Array, "N B C H D"]
+    k: Float[Array, "N B H C D"]
+    v: Float[Array, "N B H C D"]
     index: Int[Array, "B C"]  # type: ignore[assignment]  # hides tuple.index, which nothing calls
     segment_ids: Int[Array, "B C"]
 
 
-_KV = PartitionSpec(None, BATCH_AXES, "sequence", "tensor", None)
+_KV = PartitionSpec(None, BATCH_AXES, "tensor", "sequence", None)
 _SLOTS = PartitionSpec(BATCH_AXES, "sequence")
 SPECS: Any = Cache(*cast(Any, (_KV, _KV, _SLOTS, _SLOTS)))
 
@@ -106,7 +106,7 @@ class CachedModel:
         """Shape and dtype of each array of the cache."""
         model, slots = self.model, -(-self.capacity // self.ranks) * self.ranks
         heads = model.parallel.local_key_heads * model.mesh.shape["tensor"]
-        k = jax.ShapeDtypeStruct((model.config.num_hidden_layers, self.rows, slots, heads, model.config.head_dim), model.dtype)
+        k = jax.ShapeDtypeStruct((model.config.num_hidden_layers, self.rows, heads, slots, model.config.head_dim), model.dtype)
         index = jax.ShapeDtypeStruct((self.rows, slots), jnp.int32)
         return Cache(*cast(Any, (k, k, index, index)))
 
@@ -213,7 +213,7 @@ class CachedModel:
             has, and the coordinates that leave the new ones among these out.
         """
         model, index, segment_ids = self._model, batch["index"], batch["segment_ids"]
-        write = self._writer(cache, index, segment_ids)
+        write, write_heads = self._writers(cache, index, segment_ids)
         # A row of the cache is one document, which starts at 0.
         before = TokenCoords(cache.index, cache.segment_ids, jnp.zeros_like(cache.index))
         slots = TokenCoords(write(cache.index, index), write(cache.segment_ids, segment_ids), before.start)
@@ -227,9 +227,9 @@ class CachedModel:
             shards, number = of_layer
             weights = model.weights.layer(shards)
             q, new_k, new_v = layer.project(weights, x, labels)
-            k, v = write(k, new_k, number), write(v, new_v, number)
-            attended = attend(layer.attention, Queries(q, coords), Keys(new_k, new_v, coords),
-                              Keys(k[number], v[number], slots), before)
+            k, v = (write_heads(old, new, number) for old, new in ((k, new_k), (v, new_v)))
+            cached = Keys(jnp.swapaxes(k[number], 1, 2), jnp.swapaxes(v[number], 1, 2), slots)
+            attended = attend(layer.attention, Queries(q, coords), Keys(new_k, new_v, coords), cached, before)
             return (layer.finish(weights, x, attended.astype(x.dtype), labels), k, v), None
 
         (x, k, v), _ = scan_periods(
@@ -237,14 +237,17 @@ class CachedModel:
             (model.weights.of_layers(params), jnp.arange(model.config.num_hidden_layers)))
         return Cache(k, v, slots.index, slots.segment_ids), x
 
-    def _writer(self, cache: Cache, index: Int[Array, "B n"], segment_ids: Int[Array, "B n"]) -> Callable:
-        """Returns a function that writes new tokens [B, n, ...] to those of their slots that this device has, of one layer's
-        part of an array if it is passed a layer."""
+    def _writers(self, cache: Cache, index: Int[Array, "B n"], segment_ids: Int[Array, "B n"]) -> tuple[Callable, Callable]:
+        """Returns functions that write new tokens to those of their slots that this device has: [B, n] to [B, C], and
+        [B, n, H, D] to one layer of [N, B, H, C, D]."""
         is_local = (index % self.ranks == lax.axis_index("sequence")) & (segment_ids > 0)
         slot = jnp.where(is_local, index // self.ranks, cache.index.shape[1])  # a slot after the last one is not written
         rows = jnp.arange(index.shape[0])[:, None]
 
-        def write(old, new, *layer):
-            return old.at[(*layer, rows, slot)].set(new.astype(old.dtype), mode="drop")
+        def write(old, new):
+            return old.at[rows, slot].set(new.astype(old.dtype), mode="drop")
 
-        return write
+        def write_heads(old, new, layer):
+            return old.at[layer, rows, :, slot].set(new.astype(old.dtype), mode="drop")
+
+        return write, write_heads

@@ -30,7 +30,8 @@ AWAY = 50  # sentences at least between a context and a wrong answer
 TASKS = {
     "book_next_sentence": {"output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "label",
                            "metric_list": [{"metric": "acc"}]},
-    "book_last_word": {"output_type": "loglikelihood", "doc_to_target": "{{word}}", "metric_list": [{"metric": "acc"}]},
+    # lm-eval puts its delimiter before choices, but not before the target of a log-likelihood.
+    "book_last_word": {"output_type": "loglikelihood", "doc_to_target": "{{' ' + word}}", "metric_list": [{"metric": "acc"}]},
 }
 
 

@@ -66,6 +66,7 @@ SECTIONS = {
     "Plans of recipes and pods": ("recipes", "family_plans", "adapter_plans", "pods"),
     "The papers, by the cost model": ("papers",),
     "SmolLM2-135M before and after practising retrieval": ("retrieval",),
+    "SmolLM2-135M at twice the length it knows": ("extension",),
     "A curriculum of lengths, from scratch": ("curriculum",),
     "Many questions to one context": ("questions",),
     "Attacks, an hour of training, a slow store": ("robustness", "hour", "slow_store"),

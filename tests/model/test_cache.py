@@ -66,5 +66,5 @@ def test_each_device_keeps_an_equal_share_of_the_tokens():
     model = model_on({"sequence": 8})
     cached = CachedModel(model, AgenticTransformer.local_actions, rows=1, capacity=60)
     cache = cached.empty()
-    assert cache.k.shape[2] == 64
-    assert {shard.data.shape[2] for shard in cache.k.addressable_shards} == {8}
+    assert cache.k.shape[3] == 64
+    assert {shard.data.shape[3] for shard in cache.k.addressable_shards} == {8}

@@ -37,7 +37,7 @@ def test_answers_are_the_books(book, tmp_path):
 def test_the_description_is_lm_evals(book, tmp_path):
     make_short_tasks.main([str(book), "--count", "5", "--output", str(tmp_path / "out")])
     task = json.loads((tmp_path / "out" / "book_last_word.yaml").read_text(encoding="utf-8"))
-    assert task["output_type"] == "loglikelihood" and task["doc_to_target"] == "{{word}}"
+    assert task["output_type"] == "loglikelihood" and task["doc_to_target"] == "{{' ' + word}}"
     assert task["dataset_kwargs"]["data_files"]["test"] == str((tmp_path / "out" / "book_last_word.json").resolve())
 
 

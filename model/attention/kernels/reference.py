@@ -54,7 +54,11 @@ class ReferenceKernel(Kernel):
                 scale: float) -> Float[Array, "B Hkv G Tq Tk"]:
         """The scaled scores of the grouped queries `q`; -inf where the query does not see the key."""
         seen = visible(queries.coords, keys.coords, mask)[:, None, None]
-        scores = jnp.einsum("bhgqd,bkhd->bhgqk", q, keys.k.astype(jnp.float32), precision="highest") * scale
+        k = keys.k.astype(jnp.float32)
+        if q.shape[3] == 1:  # a token that is decoded: keys are read as they lie, where the other product transposes them
+            scores = jnp.einsum("bkhd,bhgqd->bhkgq", k, q, precision="highest").transpose(0, 1, 3, 4, 2) * scale
+        else:
+            scores = jnp.einsum("bhgqd,bkhd->bhgqk", q, k, precision="highest") * scale
         return jnp.where(seen, capped(scores, self.softcap), -jnp.inf)
 
 
