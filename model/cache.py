@@ -65,7 +65,8 @@ class Cache(NamedTuple):
     """The keys and values of N layers and B rows of up to C tokens.
 
     Attributes:
-      k, v: in the compute dtype, with RoPE applied; H counts the key heads of all tensor ranks.
+      k, v: in the compute dtype, with RoPE applied; H counts the key heads of all tensor ranks. A head's tokens lie together,
+        so that a product with one query reads them in order.
       index: int32, of each slot's token in its row; segment_ids: int32, 0 where the slot is empty.
     """
 

@@ -24,6 +24,8 @@ RECIPE = "configs/extension/smollm2_16k.yaml"
 KNOWN, LENGTH = 8192, 16384  # tokens that the model was trained on by its makers; of a row here
 PIECES = (1024, KNOWN)
 ROWS = 4  # of the book
+FALLS, FALLS_NOT = "falls, by the interval", "does not fall"
+GOALS = {"as it is": FALLS_NOT, "RoPE rescaled": "", "rescaled and trained": FALLS}
 DEPENDS_ON = (RECIPE, "scripts/loss_by_position.py", "model/*.py", "model/attention/**/*.py")
 
 
@@ -37,11 +39,14 @@ def train(args: argparse.Namespace) -> Path:
 
 
 def losses(checkpoint: str, args: argparse.Namespace, name: str, *options: str) -> dict:
-    """Predicts the book, unless that is done; returns what scripts.loss_by_position says of the last bucket.
+    """Predicts the book, unless that is done; returns what scripts.loss_by_position wrote of the targets beyond KNOWN tokens.
+
+    Args:
+      checkpoint: a run or a Hugging Face folder; name: of the folder within --output; options: further flags of the recipe.
 
     Returns:
-        Rows of a bucket, as Buckets.rows gives them: by a piece's length in tokens, LENGTH for the whole text, the loss under
-        `losses`, and what the whole text gains over pieces under `gains`.
+      Two dictionaries of rows as Buckets.rows gives them, in nats: `losses` by the length of pieces in tokens (LENGTH for the
+      whole text), and `gains`, what the whole text gains over pieces of that length.
     """
     table = Path(args.output) / name / "loss_by_position.json"
     if not table.exists():
@@ -55,12 +60,13 @@ def losses(checkpoint: str, args: argparse.Namespace, name: str, *options: str) 
 
 
 def gain(bucket: dict) -> str:
-    """Returns a gain with its 95% interval."""
+    """Returns the mean of a row of Buckets.rows, in nats, with its 95% interval."""
     return f"{bucket['loss_nats_per_target']:+.3f} +- {1.96 * bucket['standard_error']:.3f}"
 
 
 def is_falling(model: dict) -> bool:
-    """Whether perplexity falls from pieces to longer pieces, and at last to the whole text by more than chance explains."""
+    """Returns whether a model, as `losses` gives it, predicts better from longer pieces, and from the whole text best, by more
+    than chance explains."""
     bucket = model["gains"][KNOWN]
     ordered = [model["losses"][tokens]["loss_nats_per_target"] for tokens in (*PIECES, LENGTH)]
     return ordered == sorted(ordered, reverse=True) and bucket["loss_nats_per_target"] > 1.96 * bucket["standard_error"]
@@ -70,14 +76,13 @@ def save_result(models: dict[str, dict], took: float, steps: int) -> None:
     """Writes the result: what the whole text gains over the length that the model knows.
 
     Args:
-      models: what `losses` returns, by the model: as it is, rescaled, trained; took: seconds of the training.
+      models: what `losses` returns, by the names of GOALS; took: seconds of the training; steps: of the training.
     """
-    goals = ("does not fall", "", "falls, by the interval")
-    held = (lambda model: not is_falling(model), lambda model: None, is_falling)
     rows, lines = {}, []
-    for (name, model), goal, check in zip(models.items(), goals, held, strict=True):
+    for name, model in models.items():
+        held = {FALLS: is_falling(model), FALLS_NOT: not is_falling(model), "": None}[GOALS[name]]
         what = f"{name}: nats gained by 16,384 tokens over 8,192"
-        rows[name.replace(" ", "_")] = row(what, gain(model["gains"][KNOWN]), goal, check(model))
+        rows[name.lower().replace(" ", "_")] = row(what, gain(model["gains"][KNOWN]), GOALS[name], held)
         lines.append([name, *(f"{math.exp(model['losses'][tokens]['loss_nats_per_target']):,.2f}"
                               for tokens in (*PIECES, LENGTH)), *map(gain, model["gains"].values())])
     targets = models["as it is"]["losses"][LENGTH]["targets"]
@@ -100,10 +105,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--book", required=True, metavar="BOOK.txt", help="another, to predict")
     parser.add_argument("--output", default="runs/extension", help="folder of the run and the tables (default runs/extension)")
     args = parser.parse_args(argv)
-    models = {"as it is": losses(args.model, args, "as_it_is", "--model.overrides", "{}"),
-              "RoPE rescaled": losses(args.model, args, "rescaled")}
+    before = (losses(args.model, args, "as_it_is", "--model.overrides", "{}"), losses(args.model, args, "rescaled"))
     trained = train(args)
-    models["rescaled and trained"] = losses(str(trained), args, "trained")
+    models = dict(zip(GOALS, (*before, losses(str(trained), args, "trained")), strict=True))
     steps = yaml.safe_load((ROOT / RECIPE).read_text(encoding="utf-8"))["train"]["steps"]
     save_result(models, seconds(trained), steps)
 
