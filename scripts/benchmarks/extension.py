@@ -2,7 +2,7 @@
 
     python -m scripts.benchmarks.extension --model HF_DIR --text TEXT.txt --book BOOK.txt
 
-Trains configs/extension/smollm2_16k.yaml on a text, and predicts another book from rows of 16,384 tokens. The targets are those
+Trains configs/smollm2_16k.yaml on a text, and predicts another book from rows of 16,384 tokens. The targets are those
 with 8,192 tokens before them or more, each predicted three times: from at most 1,024 and 8,192 tokens before it, and from all.
 Where a model uses the whole row, its perplexity falls from one to the next. Whatever was finished is not done again: the same
 command goes on. Writes docs/results/extension.json.
@@ -20,7 +20,7 @@ import yaml
 from scripts.benchmarks.results import ROOT, measured, row, save
 from scripts.benchmarks.retrieval import run, seconds
 
-RECIPE = "configs/extension/smollm2_16k.yaml"
+RECIPE = "configs/smollm2_16k.yaml"
 KNOWN, LENGTH = 8192, 16384  # tokens that the model was trained on by its makers; of a row here
 PIECES = (1024, KNOWN)
 ROWS = 4  # of the book
