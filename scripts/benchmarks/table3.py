@@ -31,7 +31,7 @@ from planning.parts import parts_gib
 from planning.plan import DoesNotFit, Job, plan, sizes_text
 from planning.topology import topology_devices
 from scripts.benchmarks.commands import make_parser, read_json, tokens_text
-from scripts.benchmarks.table3_cells import LIKE_FOR_LIKE, Cell, cells
+from scripts.benchmarks.table3_cells import LIKE_FOR_LIKE, MEMORIES, Cell, cells
 from scripts.benchmarks.table3_picture import draw, show
 from trainer import entry
 from trainer.flops import flops_per_step
@@ -239,7 +239,8 @@ def work(args: argparse.Namespace) -> None:
         table.save()
     filled = {cell: table.filled(cell) for cell in cells()}
     show(filled)
-    draw({cell: content["longest"] for cell, content in filled.items() if content and content["longest"]}, picture)
+    draw({cell: content["longest"] for cell, content in filled.items()
+          if content and content["longest"] and cell.memory in MEMORIES}, picture)
 
 
 def main(argv: list[str] | None = None) -> int:

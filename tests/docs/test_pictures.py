@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks.table3_cells import Cell
+from scripts.benchmarks.table3_cells import MEMORIES, Cell
 from scripts.benchmarks.table3_picture import draw
 from tests.pictures import overlaps
 
@@ -32,7 +32,8 @@ def test_every_picture_is_shown_by_a_page():
 
 
 def test_nothing_lies_over_another_part_of_table3(saved_figures, tmp_path):
-    cells = json.loads((DOCS / "plans" / "table3.json").read_text())["cells"]
+    stored = json.loads((DOCS / "plans" / "table3.json").read_text())["cells"]
+    cells = [cell for cell in stored if cell["memory"] in MEMORIES]  # those like for like are in the text alone
     assert len(cells) == 152
     draw({Cell(*(cell[name] for name in ("topology", "model", "column", "memory"))): cell["longest"]
           for cell in cells}, tmp_path / "table3.png")
