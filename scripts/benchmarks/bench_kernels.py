@@ -18,7 +18,8 @@ from pathlib import Path
 from data.errors import UserError
 from data.paths import output_folder
 from scripts.benchmarks.commands import ProcessFailed, add_output_folder, in_own_process, make_parser, write_json
-from scripts.benchmarks.kernel_peers import BLOCKS, ON_DEVICE, PEERS, Case
+from scripts.benchmarks.kernel_block import BLOCKS, Case
+from scripts.benchmarks.kernel_peers import ON_DEVICE, PEERS
 from trainer import entry
 
 PASSES = {"forward": False, "forward+backward": True}

@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from .kernel_peers import PEERS, Case, LeftOut, make_block
+from .kernel_block import Case, LeftOut, make_block
+from .kernel_peers import PEERS
 
 # (batch, m, k, n): one large product and, on a CPU, products as large as those of a tile of attention. The best rate counts.
 PRODUCTS = {"cpu": ((1, 2048, 2048, 2048), (8, 512, 512, 512), (8, 512, 64, 512)), "other": ((1, 8192, 8192, 8192),)}

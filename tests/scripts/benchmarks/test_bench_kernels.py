@@ -12,7 +12,8 @@ from jax._src.cudnn import fused_attention_stablehlo
 
 from model.attention.kernels import device
 from scripts.benchmarks.bench_kernels import main
-from scripts.benchmarks.kernel_peers import BLOCKS, ON_DEVICE, PEERS, Case, LeftOut, make_block, splash
+from scripts.benchmarks.kernel_block import BLOCKS, Case, LeftOut, make_block
+from scripts.benchmarks.kernel_peers import ON_DEVICE, PEERS, splash
 
 LENGTH = 128
 

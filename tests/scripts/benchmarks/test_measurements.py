@@ -5,7 +5,7 @@ import subprocess
 import pytest
 
 from scripts.benchmarks import __main__ as bench
-from scripts.benchmarks import measurements, page, results, summaries
+from scripts.benchmarks import measurements, page, results, summaries, table3_summary
 from scripts.benchmarks.measurements import MEASUREMENTS, Measurement
 from scripts.benchmarks.results import load, load_all, row
 
@@ -65,7 +65,7 @@ def test_a_start_after_a_change_begins_anew(workspace, tmp_path):
 
 
 def test_table_3_as_it_was_carried_over_is_what_its_record_gives():
-    rows, tables = summaries.table3(None)
+    rows, tables = table3_summary.table3(None)
     carried = load("table3")
     assert rows == carried.rows
     assert tables["contexts"] == carried.tables["contexts"]
