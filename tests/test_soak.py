@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from tests.soak import parts as soak
+from tests.test_rooms import imported_modules, module_of, tracked
 
 
 class Item:
@@ -45,8 +46,25 @@ def test_an_interrupted_part_goes_on(tmp_path):
 
 
 def test_every_path_of_a_part_exists():
-    for paths, _, ignored in soak.PARTS.values():
-        assert all((soak.ROOT / path).exists() for path in paths + ignored)
+    for part in soak.PARTS.values():
+        assert all((soak.ROOT / path).exists() for path in part.paths + part.ignored)
+
+
+@pytest.mark.parametrize("name", [name for name, part in soak.PARTS.items() if part.code != ("*.py",)])
+def test_a_part_names_all_code_that_its_tests_import(name):
+    part, modules = soak.PARTS[name], {module_of(path): path for path in tracked("*.py")}
+    named = {path for pathspec in part.code for path in tracked(pathspec)}
+    remaining = [path for path in named if any(path.is_relative_to(soak.ROOT / tests) for tests in part.paths)]
+    reached = set(remaining)
+    while remaining:
+        # `from model.attention import Keys` gives model.attention.Keys, whose beginning is the module.
+        parts = [name.split(".") for name in imported_modules(remaining.pop())]
+        names = {".".join(part[:length]) for part in parts for length in range(1, len(part) + 1)}
+        new = {modules[name] for name in names & set(modules)} - reached
+        reached |= new
+        remaining += new
+    assert len(reached) > 20
+    assert reached <= named
 
 
 def test_an_unknown_part_is_named(capsys):

@@ -1,8 +1,8 @@
 """Runs the tests marked slow and the attacks, in parts that run singly and resume: python -m tests.soak [PART ...].
 
 This is what `make soak` runs. Each part is a process of its own. Tests that passed are recorded in .cache/soak/PART.passed, so
-that an interrupted part runs only the others when it is started again. The record belongs to one state of the code: any
-change of a Python file begins it anew.
+that an interrupted part runs only the others when it is started again. The record belongs to one version of JAX and one state
+of the Python files that the part depends on: a change of any of them begins it anew.
 """
 
 import argparse
@@ -13,6 +13,9 @@ import pathlib
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from importlib import metadata
+from typing import NamedTuple
 
 import pytest
 
@@ -22,13 +25,33 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 RECORDS = ROOT / ".cache" / "soak"
 ATTENTION = "tests/model/attention/test_all_pairs.py"
 MESHES = "tests/trainer/test_same_everywhere.py"
+KERNELS = "tests/model/attention/kernels"
 
-# Part -> (files or folders, "share/of": which share of their tests, files left out); each ends within 150 minutes on 2 cores.
-PARTS: dict[str, tuple[list[str], str, list[str]]] = {
-    **{f"attention-{share}": ([ATTENTION], f"{share}/6", []) for share in range(1, 7)},
-    **{f"meshes-{share}": ([MESHES], f"{share}/3", []) for share in range(1, 4)},
-    "kernels": (["tests/model/attention/kernels"], "1/1", []),
-    "rest": (["tests"], "1/1", [ATTENTION, MESHES, "tests/model/attention/kernels"]),
+
+class Part(NamedTuple):
+    """Some of the slow tests; each part ends within 150 minutes on 2 cores.
+
+    Attributes:
+      paths: files or folders of the tests.
+      share: "1/6" runs the first of six interleaved shares.
+      ignored: files and folders within `paths` that are left out.
+      code: git pathspecs of the Python files on which the tests depend.
+    """
+
+    paths: tuple[str, ...]
+    share: str = "1/1"
+    ignored: tuple[str, ...] = ()
+    code: tuple[str, ...] = ("*.py",)
+
+
+OF_ATTENTION = ("model/__init__.py", "model/attention/*.py", "tests/__init__.py", "tests/model/__init__.py",
+                "tests/model/attention/*.py")
+OF_TRAINING = ("data/*.py", "model/*.py", "planning/*.py", "trainer/*.py", "train.py", "tests/*.py")
+PARTS: dict[str, Part] = {
+    **{f"attention-{share}": Part((ATTENTION,), f"{share}/6", code=OF_ATTENTION) for share in range(1, 7)},
+    **{f"meshes-{share}": Part((MESHES,), f"{share}/3", code=OF_TRAINING) for share in range(1, 4)},
+    "kernels": Part((KERNELS,), code=OF_TRAINING),
+    "rest": Part(("tests",), ignored=(ATTENTION, MESHES, KERNELS)),
 }
 ATTACKS = {f"attack-{name}": name for name in attacks.CLASSES}
 EVERY = (*PARTS, *ATTACKS)
@@ -59,19 +82,21 @@ class Resume:
                 file.write(report.nodeid + "\n")
 
 
-def code_hash() -> str:
-    """Returns a hash of all Python files of the repository."""
-    names = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    return hashlib.sha256(b"".join((ROOT / name).read_bytes() for name in names if (ROOT / name).exists())).hexdigest()
+def code_hash(pathspecs: Sequence[str]) -> str:
+    """Returns a hash of the version of JAX and of the repository's files that these git pathspecs name."""
+    command = ["git", "ls-files", *pathspecs]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    files = [(ROOT / name).read_bytes() for name in names if (ROOT / name).exists()]
+    return hashlib.sha256(b"".join([metadata.version("jax").encode(), *files])).hexdigest()
 
 
 def run_part(part: str) -> int:
     """Runs a part in this process; returns the exit code of pytest, 0 also where nothing was left to run, or of the attacks."""
     if part in ATTACKS:
         return attacks.main([ATTACKS[part]])
-    paths, share, ignored = PARTS[part]
+    paths, share, ignored, pathspecs = PARTS[part]
     arguments = [*paths, "-m", "slow", *(f"--ignore={path}" for path in ignored)]
-    code = pytest.main(arguments, plugins=[Resume(RECORDS / f"{part}.passed", share, code_hash())])
+    code = pytest.main(arguments, plugins=[Resume(RECORDS / f"{part}.passed", share, code_hash(pathspecs))])
     return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else int(code)
 
 
