@@ -7,14 +7,14 @@ import pathlib
 import signal
 from collections.abc import Iterator
 
+from tests import quick_compiler
+
 # Before jax is imported: tests must not use a GPU or TPU of the machine, and several processes must be able to load the TPU
 # compiler, which would otherwise abort because of its lock file.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-# The tests' programs are small and run once: most of their time is the CPU compiler's, which these flags halve. XLA_FLAGS of
-# the environment, also an empty one, takes their place.
-FLAGS = os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-                                           " --xla_cpu_use_fusion_emitters=false")
+# XLA_FLAGS of the environment, also an empty one, takes the place of these flags.
+FLAGS = os.environ.setdefault("XLA_FLAGS", quick_compiler.XLA_FLAGS)
 # torch, which many tests compare with, may compute a function's first call on several threads to a few digits only
 # (github.com/pytorch/pytorch/issues/188792). Tests run two files at a time anyway.
 os.environ["OMP_NUM_THREADS"] = "1"

@@ -22,13 +22,12 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from tests import quick_compiler
+
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 IMPORTED = ("train", "trainer.loop", "trainer.text", "trainer.stages", "scripts.prepare", "scripts.export_hf",
             "scripts.import_hf", "eval.line_retrieval", "eval.line_cases", "data.prepare", "trainer.huggingface.write",
             "trainer.huggingface.card", "trainer.reporting.boards", "tests.soak.digest")
-# A quick compiler, as of the tests, for programs that run once.
-XLA_FLAGS = ("--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-             "--xla_cpu_use_fusion_emitters=false")
 
 
 class Forked:
@@ -66,7 +65,7 @@ class Server:
     """The process that imports and forks."""
 
     def __init__(self) -> None:
-        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": XLA_FLAGS, "OMP_NUM_THREADS": "1",
+        environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": quick_compiler.XLA_FLAGS, "OMP_NUM_THREADS": "1",
                        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
         self._lock, self._started = threading.Lock(), []
         self._process = subprocess.Popen([sys.executable, "-m", "tests.soak.forks"], cwd=ROOT, env=environment, text=True,
