@@ -1,1 +1,1 @@
-"""How it is learned: configuration, mesh, step, optimizer, checkpoints, metrics, loop."""
+"""Training: configuration, mesh, step, optimizer, checkpoints, metrics, loop."""

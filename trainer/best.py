@@ -19,12 +19,14 @@ class BestCheckpoint:
       config: names the metric, whether lower or higher values are better, and the patience.
       step, value: of the best measurement; None before the first.
       waited: measurements since then.
+      is_measured: whether some evaluation is known to measure the metric.
     """
 
     config: CheckpointConfig
     step: int | None = None
     value: float | None = None
     waited: int = 0
+    is_measured: bool = False
 
     @classmethod
     def restored(cls, config: CheckpointConfig, data: Mapping[str, Any]) -> BestCheckpoint:
@@ -32,7 +34,7 @@ class BestCheckpoint:
         best = data.get("best") or {}
         if (best.get("metric"), best.get("is")) != (config.best, config.best_is):
             return cls(config)
-        return cls(config, best["step"], best["value"], best["waited"])
+        return cls(config, best["step"], best["value"], best["waited"], is_measured=True)
 
     @property
     def data(self) -> dict[str, Any]:
@@ -47,6 +49,11 @@ class BestCheckpoint:
         """Whether the run ends, because so many measurements as its patience says were not better."""
         return 0 < self.config.patience <= self.waited
 
+    @property
+    def to_be_checked(self) -> bool:
+        """Whether a metric is named that no evaluation has measured yet, as in a run that goes on with another metric."""
+        return self.config.best is not None and not self.is_measured
+
     def update(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Takes the metrics after a step, without effect where the metric is not among them; returns whether it is the best.
 
@@ -54,6 +61,7 @@ class BestCheckpoint:
         """
         if self.config.best is None or self.config.best not in metrics or step == self.step:
             return False
+        self.is_measured = True
         value = float(metrics[self.config.best])
         sign = 1 if self.config.best_is == "lowest" else -1
         if math.isnan(value) or (self.value is not None and sign * value >= sign * self.value):
@@ -65,6 +73,9 @@ class BestCheckpoint:
     def require(self, measured: Iterable[str]) -> None:
         """Refuses a metric that no evaluation measures.
 
+        Args:
+          measured: the names of what all evaluations measure.
+
         Raises:
           UserError: lists the metrics that there are.
         """
@@ -72,3 +83,4 @@ class BestCheckpoint:
         if self.config.best is not None and self.config.best not in names:
             raise UserError(f"checkpoint.best: found {self.config.best!r}, which no evaluation measures; measured here are "
                             f"{', '.join(names) or 'none, without held-out data and evaluations'}")
+        self.is_measured = True

@@ -35,6 +35,7 @@ from .run.directory import RunDirectory, check_run, open_run
 from .run.preemption import Preempted, notices
 from .step import StepBuilder, StepMetrics
 
+SHOWN_RECORDS = 20  # of a step whose loss is not finite
 LONG_WAIT = 1.0  # seconds that a save waits for the one before until the log says so
 
 
@@ -215,19 +216,29 @@ class _Training:
             if jax.process_index() == 0:  # now, since the files of the initial model may be gone when a checkpoint is saved
                 shutil.rmtree(run.assets, ignore_errors=True)
                 self.objective.write_assets(run.assets)
-            if not self.evaluated:
-                # All before the first step; else those that a preempted start had no time for, or all if none is due any more.
-                self._evaluate((self._due_evaluations() if self.step else ()) or self.evaluations, log)
-            for _ in self._steps(profiler, log):
+            self._evaluate_before_training(log)
+            for _ in () if self.best.exhausted else self._steps(profiler, log):
                 self._after_step(run, log, notice_after(self.step))
                 if self.best.exhausted:
-                    log.say(f"stopped at step {self.step}: {self._best_words}")
                     break
+            if self.best.exhausted:
+                log.say(f"stopped at step {self.step}: {self._best_words}")
             self.store.wait()
             log.say(f"saved {self.store.path(self.step)}")
             if self.best.step not in (None, self.step):
                 log.say(f"best: {self.store.path(self.best.step)} ({self.config.checkpoint.best} {self.best.value:.6g})")
         return self.store.path(self.step)
+
+    def _evaluate_before_training(self, log: MetricsLog) -> None:
+        """Runs all evaluations before the first step, and those that a preempted start had no time for.
+
+        Raises:
+          UserError: `checkpoint.best` names a metric that none of them measures.
+        """
+        if self.step == 0 or self.best.to_be_checked:
+            self._evaluate(self.evaluations, log)
+        elif not self.evaluated:
+            self._evaluate(self._due_evaluations() or self.evaluations, log)  # all if none is due any more
 
     def _open_log(self, run: RunDirectory) -> MetricsLog:
         logging, wandb = self.config.logging, None
@@ -298,8 +309,10 @@ class _Training:
         not_finite = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
         if not not_finite:
             return
+        records = self.objective.record_ids(self.step)
+        more = f" and {len(records) - SHOWN_RECORDS:,} more" if len(records) > SHOWN_RECORDS else ""
         problem = (f"step {self.step + 1}: {' and '.join(not_finite)}; its records are "
-                   f"{', '.join(self.objective.record_ids(self.step))}")
+                   f"{', '.join(records[:SHOWN_RECORDS])}{more}")
         if self.config.train.non_finite == "stop":
             raise UserError(f"{problem}; the checkpoints before this step are good: mend those records or lower "
                             "optimizer.learning_rate in another --run_dir, or give --train.non_finite skip to leave such steps "
@@ -341,10 +354,9 @@ class _Training:
                 log.evaluation(evaluation.name, {"step": self.step, **metrics})
             measured.update({name: value for name, value in metrics.items() if not isinstance(value, str)})
         self.evaluated = True
-        if not self.step:
-            self.best.require(measured)  # all evaluations run before the first step
-            return False
-        return self.best.update(self.step, measured)
+        if self.best.to_be_checked:
+            self.best.require(measured)  # nothing but all evaluations runs before that
+        return self.step > 0 and self.best.update(self.step, measured)
 
     def _save(self, run: RunDirectory, log: MetricsLog) -> None:
         """Starts to save a checkpoint of this step."""

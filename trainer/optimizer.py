@@ -14,6 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from data.errors import UserError
+from model.adapter import MAGNITUDE
 
 from .config.schema import OptimizerConfig
 from .streaming import in_host_memory
@@ -33,14 +34,14 @@ def learning_rate(config: OptimizerConfig, steps: int, step: Int[Array, ""]) -> 
 
 
 def clipping(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Returns clipping by the global norm. It has no state, and is the only part of the optimizer that is not elementwise."""
+    """Returns clipping by the global norm. It has no state, and is the only part of AdamW and Lion that is not elementwise."""
     return optax.clip_by_global_norm(config.clip_norm) if config.clip_norm else optax.identity()
 
 
 def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
     """Returns clipping followed by the optimizer, and perhaps by an average of the weights.
 
-    Weight decay applies to matrices, not to norms and biases.
+    Weight decay applies to matrices, not to norms, biases and DoRA's lengths.
     """
     optimizer = _optimizer(config, lambda step: learning_rate(config, steps, step))
     return optax.chain(
@@ -102,7 +103,7 @@ def moment_count(config: OptimizerConfig, name: str) -> int:
 
 
 def _is_matrix(name: str) -> bool:
-    return not name.endswith(("norm.weight", ".bias"))
+    return not name.endswith(("norm.weight", ".bias", MAGNITUDE))
 
 
 def _inputs(name: str) -> tuple[int, ...]:

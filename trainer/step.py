@@ -85,7 +85,7 @@ class StepBuilder:
 
     @functools.cached_property
     def optimizer(self) -> optax.GradientTransformation:
-        """Clipping and AdamW."""
+        """Clipping, the optimizer that the section names, and perhaps an average of the weights."""
         return make_optimizer(self.optimizer_config, self.train_config.steps)
 
     @functools.cached_property
@@ -104,7 +104,7 @@ class StepBuilder:
 
     @property
     def abstract_frozen(self) -> dict[str, jax.ShapeDtypeStruct]:
-        """The others."""
+        """The frozen ones of `abstract_params`."""
         return {name: x for name, x in self.abstract_params.items() if name not in self.trainable}
 
     @property

@@ -139,8 +139,10 @@ class TextObjective(Objective):
         # Exports and evaluation take the trained length for the length that the model can use.
         self.source = dataclasses.replace(source, config=source.config.with_length(data.context_length))
         if self.tokenizer.vocab_size > self.source.config.vocab_size:
-            raise UserError(f"model: vocab_size is {self.source.config.vocab_size}, but the tokenizer has ids up to "
-                            f"{self.tokenizer.vocab_size - 1}; another tokenizer or a larger vocab_size would work")
+            more = ("data.add_control_tokens true, which adds rows," if self.config.model.path else
+                    f"model.overrides.vocab_size {self.tokenizer.vocab_size}")
+            raise UserError(f"model.tokenizer: has ids up to {self.tokenizer.vocab_size - 1}, but the model has "
+                            f"{self.source.config.vocab_size} rows of vocabulary; another tokenizer or {more} would work")
         self.model = build_llama(self.config, self.source.config, self.mesh)
         self.origin = self.source.fingerprint
 

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -158,7 +159,7 @@ class TrajectoryObjective(Objective):
         self.fingerprint = hashlib.sha256("\n".join(map(str, texts)).encode()).hexdigest()[:16]
 
     def _split(self) -> None:
-        """Chooses the episodes of training and those held out, and checks that a row holds its trajectories."""
+        """Chooses the episodes of training and those held out."""
         options, data, returns = self.config.trajectories, self.config.data, self.prepared.returns
         best_first = np.argsort(-returns, kind="stable")
         chosen = np.sort(best_first[:max(1, round(options.best * len(returns)))])
@@ -167,15 +168,7 @@ class TrajectoryObjective(Objective):
         held_out = round(len(chosen) * data.held_out_fraction)
         self.has_held_out = held_out >= options.in_context
         trained = np.sort(shuffled[held_out if self.has_held_out else 0:])
-        if len(trained) < options.in_context:
-            raise UserError(f"trajectories.in_context: found {options.in_context}, but {options.path} has {len(trained)} "
-                            "episodes to train on; a smaller number, or more episodes, would work")
-        counts = self.prepared.lengths[chosen] // options.action_repeat
-        longest = int(min(counts.max(), options.decisions or counts.max())) * options.in_context * options.tokens_per_decision
-        if longest > data.context_length:
-            raise UserError(f"data.context_length: found {data.context_length}, needs at least {longest} for "
-                            f"{options.in_context} episodes of {counts.max()} decisions; a larger action_repeat, fewer "
-                            "decisions or fewer episodes would work too")
+        self._check_episodes(chosen, len(trained), held_out)
         sample = trained[np.linspace(0, len(trained) - 1, min(SAMPLED, len(trained))).astype(int)]
         states = np.concatenate([decisions(self.prepared.episode(int(i)), options.action_repeat).state for i in sample])
         self.target_return = float(returns.max())
@@ -183,6 +176,35 @@ class TrajectoryObjective(Objective):
         draw = functools.partial(Contexts, self.prepared, config=options, scales=self.scales, length=data.context_length)
         self.contexts = draw(trained, seed=data.seed)
         self._held_out = draw(np.sort(shuffled[:held_out]), seed=data.seed + 1)
+
+    def _check_episodes(self, chosen: Int[np.ndarray, " episodes"], trained: int, held_out: int) -> None:
+        """Checks that a row holds its episodes, and warns if none are held out.
+
+        Args:
+          chosen: indices of the episodes to train on and of those to hold out.
+          trained, held_out: how many of them are for each, the latter perhaps too few for a context.
+
+        Raises:
+          UserError: there are too few episodes, one has no decision, or a row is too short.
+        """
+        options, data = self.config.trajectories, self.config.data
+        if trained < options.in_context:
+            raise UserError(f"trajectories.in_context: found {options.in_context}, but {options.path} has {trained} episodes to "
+                            "train on; a smaller number, or more episodes, would work")
+        lengths = self.prepared.lengths[chosen]
+        if lengths.min() < options.action_repeat:
+            raise UserError(f"trajectories.action_repeat: found {options.action_repeat}, but the shortest episode of "
+                            f"{options.path} has {lengths.min()} steps; at most {lengths.min()} would work")
+        counts = lengths // options.action_repeat
+        longest = int(min(counts.max(), options.decisions or counts.max())) * options.in_context * options.tokens_per_decision
+        if longest > data.context_length:
+            raise UserError(f"data.context_length: found {data.context_length}, needs at least {longest} for "
+                            f"{options.in_context} episodes of {counts.max()} decisions; a larger action_repeat, fewer "
+                            "decisions or fewer episodes would work too")
+        if not self.has_held_out and data.held_out_fraction and jax.process_index() == 0:
+            print(f"warning: there is no held-out loss: data.held_out_fraction {data.held_out_fraction:g} of {len(chosen)} "
+                  f"episodes is {held_out}, and a context takes {options.in_context}; a larger data.held_out_fraction would "
+                  "give one", file=sys.stderr, flush=True)
 
     def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:
         """Returns the sums of the actions' squared errors and of their weights; see `AgenticTransformer.loss`."""

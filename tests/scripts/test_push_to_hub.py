@@ -122,12 +122,14 @@ def test_a_card_says_what_the_checkpoint_and_its_run_hold(tmp_path):
     (tmp_path / "run" / "held_out.jsonl").write_text("".join(
         json.dumps({"step": step, "held_out_loss_nats_per_target": loss}) + "\n"
         for step, loss in ((0, 7.0), (20, 4.25), (40, 1.0))))
+    (tmp_path / "run" / "metrics.jsonl").write_text("".join(
+        json.dumps({"step": step, "loss_nats_per_target": loss}) + "\n" for step, loss in ((1, None), (2, 6.5), (20, 4.5))))
     config = LlamaConfig.preset("llama-7b")
     card = model_card(checkpoint, config)
     head = yaml.safe_load(card.split("---")[1])
     assert head["base_model"] == "org/base" and "license" not in head and head["library_name"] == "transformers"
     assert "| chats.json | sharegpt | chatml | 0.5 | 12 | 11 |" in card and "32,768" in card
-    assert "7 at step 0, 4.25 at step 20" in card and "step 40" not in card
+    assert "7 at step 0, 4.25 at step 20" in card and "6.5 at step 2, 4.5 at step 20" in card and "step 40" not in card
     assert str(tmp_path) not in card
     write_card(checkpoint, config, tmp_path, library="peft")
     assert "library_name: peft" in (tmp_path / "README.md").read_text()

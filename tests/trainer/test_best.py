@@ -1,9 +1,13 @@
 """The best checkpoint is kept and found, and a run ends where it no longer becomes better; also over several starts."""
+import contextlib
+import signal
+
 import numpy as np
 import pytest
 
 import train
 from tests import small_run
+from trainer import loop
 from trainer.best import BestCheckpoint
 from trainer.checkpoint.store import find_checkpoint, restore_model
 from trainer.config.load import load
@@ -66,6 +70,24 @@ def test_over_several_starts_it_is_the_same_run(start, tmp_path):
 def test_a_metric_that_nothing_measures_is_refused(start):
     code, said = start("--checkpoint.best", "accuracy")
     assert code == 2 and f"checkpoint.best: found 'accuracy', which no evaluation measures; measured here are {LOSS}" in said
+
+
+def test_a_metric_that_nothing_measures_is_refused_where_a_run_goes_on_with_it(start, tmp_path):
+    start(steps=2)
+    code, said = start("--checkpoint.best", "accuracy", steps=4)
+    assert code == 2 and "checkpoint.best: found 'accuracy', which no evaluation measures" in said
+    code, said = start(steps=4)
+    assert code == 0 and saved(tmp_path) == [2, 4]
+
+
+def test_patience_that_ends_in_the_evaluation_after_a_preemption_ends_the_run(start, tmp_path, monkeypatch):
+    with monkeypatch.context() as patched:
+        patched.setattr(loop, "notices", lambda: contextlib.nullcontext(lambda step: signal.SIGTERM if step == 14 else None))
+        code, _ = start("--checkpoint.patience", "3")
+    assert code == 128 + signal.SIGTERM and saved(tmp_path) == [8, 14]
+    code, said = start("--checkpoint.patience", "3")
+    assert code == 0 and f"stopped at step 14: {LOSS} was lowest at step 8 (2.5), 3 measurements ago" in said
+    assert len(small_run.rows(tmp_path / "run" / "metrics.jsonl")) == 14
 
 
 def test_patience_needs_a_metric(small_recipe):

@@ -11,7 +11,8 @@ from trainer.config.load import load
 from trainer.config.schema import TrainConfig
 
 
-@pytest.mark.parametrize(("epochs", "rows", "steps"), [(None, 10, 100), (3, 10, 8), (0.01, 10, 1), (1, 8, 2), (2.5, 7, 5)])
+@pytest.mark.parametrize(("epochs", "rows", "steps"), [(None, 10, 100), (3, 10, 8), (0.01, 10, 1), (1, 8, 2), (2.5, 7, 5),
+                                                       (0.07, 400, 7)])
 def test_steps_of_epochs(epochs, rows, steps):
     assert TrainConfig(batch_size=4, epochs=epochs).for_epochs(rows).steps == steps
 
@@ -19,6 +20,11 @@ def test_steps_of_epochs(epochs, rows, steps):
 def test_rows_without_end_have_no_epochs():
     with pytest.raises(ValueError, match=r"train\.epochs: found 2, needs to be left out where rows are drawn without end"):
         TrainConfig(epochs=2).for_epochs(None)
+
+
+def test_an_epoch_without_rows_is_refused():
+    with pytest.raises(ValueError, match=r"train\.epochs: found 2, needs to be left out where the sources' weights leave no row"):
+        TrainConfig(epochs=2).for_epochs(0)
 
 
 @pytest.mark.parametrize("epochs", ["0", "-1", ".nan"])

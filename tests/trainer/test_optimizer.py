@@ -111,6 +111,17 @@ def test_muons_update_of_a_layers_matrix_is_orthogonal():
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_doras_lengths_are_no_matrices(name):
+    """Neither decayed nor, by Muon, made orthogonal: a gradient in one layer alone leaves the other's lengths as they are."""
+    config = OptimizerConfig(name=name, learning_rate=0.1, weight_decay=0.1, schedule="constant", clip_norm=0.0)
+    optimizer, lengths = make_optimizer(config, STEPS), "layers.self_attn.o_proj.lora_magnitude_vector"
+    params = {lengths: jnp.full((2, 128), 3.0)}
+    updates, _ = optimizer.update({lengths: jnp.zeros((2, 128)).at[0].set(1.0)}, optimizer.init(params), params)
+    assert not np.any(updates[lengths][1])
+    assert np.ptp(updates[lengths][0]) < 1e-6 and np.all(updates[lengths][0] < 0)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_the_planned_moments_are_the_states(name):
     mesh, config = mesh_of({}), OptimizerConfig(name=name)
     abstract = {parameter: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=NamedSharding(mesh, PartitionSpec()))

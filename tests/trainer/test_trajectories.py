@@ -103,11 +103,19 @@ def test_a_mesh_changes_no_token(episodes, tmp_path):
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"in_context": 13}, "trajectories.in_context: found 13, but .* has 12 episodes to train on"),
+    ({"action_repeat": 21}, "trajectories.action_repeat: found 21, but the shortest episode of .* has 20 steps; at most 20 would"),
     ({"action_repeat": 1, "in_context": 2}, "data.context_length: found 80, needs at least 160 for 2 episodes of 20 decisions"),
 ])
 def test_what_does_not_go_together_is_named(episodes, tmp_path, changes, message):
     with pytest.raises(UserError, match=message):
         objective_of(run_config(episodes, tmp_path, **changes))
+
+
+def test_too_few_held_out_episodes_are_a_warning(episodes, tmp_path, capfd):
+    assert objective_of(run_config(episodes, tmp_path)).has_held_out and "warning" not in capfd.readouterr().err
+    assert not objective_of(run_config(episodes, tmp_path, in_context=4)).has_held_out
+    assert "there is no held-out loss: data.held_out_fraction 0.25 of 12 episodes is 3, and a context takes 4" in (
+        capfd.readouterr().err)
 
 
 def test_a_recipe_that_says_too_much_is_refused(episodes, tmp_path):

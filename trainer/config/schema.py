@@ -111,7 +111,7 @@ class DataConfig:
     clean: CleanConfig = dataclasses.field(default_factory=CleanConfig)
     """How conversations are cleaned before training. Texts and tokens are used as they are."""
     seed: int = 0
-    """Seed of the order of the documents and of the held-out choice."""
+    """Seed of the order of the documents. Which of them are held out does not depend on it."""
 
     def __post_init__(self) -> None:
         _require_at_least(self, "data", 1, "context_length")
@@ -290,7 +290,10 @@ class TrainConfig:
             return self
         require(rows is not None, "train.epochs", self.epochs,
                 "to be left out where rows are drawn without end; give train.steps")
-        return dataclasses.replace(self, steps=max(1, math.ceil(self.epochs * (rows or 0) / self.batch_size)))
+        require(rows != 0, "train.epochs", self.epochs,
+                "to be left out where the sources' weights leave no row in the first epoch; give train.steps")
+        steps = round(self.epochs * (rows or 0) / self.batch_size, 9)  # 0.07 * 100 is a little more than 7
+        return dataclasses.replace(self, steps=max(1, math.ceil(steps)))
 
 
 @dataclasses.dataclass(frozen=True)

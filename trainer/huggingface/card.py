@@ -97,10 +97,12 @@ def _results(checkpoint: Path) -> str:
         return ""
     for path in sorted(run.glob("*.jsonl")):
         rows = [row for row in read_rows(path) if "step" in row and row["step"] <= int(checkpoint.name)]
-        if rows:
-            keys = [key for key, value in rows[-1].items() if "loss" in key and isinstance(value, int | float)]
-            lines += [f"- {key}: {rows[0].get(key, rows[-1][key]):.4g} at step {rows[0]['step']}, {rows[-1][key]:.4g} at step "
-                      f"{rows[-1]['step']}" for key in keys]
+        for key in (rows[-1] if rows else {}):
+            # A loss that is not finite is null in the log.
+            values = [(row["step"], row[key]) for row in rows if "loss" in key and isinstance(row.get(key), int | float)]
+            if values:
+                (first, loss), (last, last_loss) = values[0], values[-1]
+                lines.append(f"- {key}: {loss:.4g} at step {first}, {last_loss:.4g} at step {last}")
     for path in sorted(run.rglob("results.json")):
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
