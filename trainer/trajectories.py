@@ -189,8 +189,8 @@ class TrajectoryObjective(Objective):
         """
         options, data = self.config.trajectories, self.config.data
         if trained < options.in_context:
-            raise UserError(f"trajectories.in_context: found {options.in_context}, but {options.path} has {trained} episodes to "
-                            "train on; a smaller number, or more episodes, would work")
+            raise UserError(f"trajectories.in_context: found {options.in_context}, but {options.path} has {trained} episodes "
+                            "to train on; a smaller number, or more episodes, would work")
         lengths = self.prepared.lengths[chosen]
         if lengths.min() < options.action_repeat:
             raise UserError(f"trajectories.action_repeat: found {options.action_repeat}, but the shortest episode of "

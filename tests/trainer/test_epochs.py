@@ -23,7 +23,7 @@ def test_rows_without_end_have_no_epochs():
 
 
 def test_an_epoch_without_rows_is_refused():
-    with pytest.raises(ValueError, match=r"train\.epochs: found 2, needs to be left out where the sources' weights leave no row"):
+    with pytest.raises(ValueError, match=r"train\.epochs: found 2, needs to be left out where the sources' weights leave no"):
         TrainConfig(epochs=2).for_epochs(0)
 
 

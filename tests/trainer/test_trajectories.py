@@ -103,7 +103,7 @@ def test_a_mesh_changes_no_token(episodes, tmp_path):
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"in_context": 13}, "trajectories.in_context: found 13, but .* has 12 episodes to train on"),
-    ({"action_repeat": 21}, "trajectories.action_repeat: found 21, but the shortest episode of .* has 20 steps; at most 20 would"),
+    ({"action_repeat": 21}, "trajectories.action_repeat: found 21, but the shortest episode of .* has 20 steps; at most 20"),
     ({"action_repeat": 1, "in_context": 2}, "data.context_length: found 80, needs at least 160 for 2 episodes of 20 decisions"),
 ])
 def test_what_does_not_go_together_is_named(episodes, tmp_path, changes, message):
