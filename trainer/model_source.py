@@ -83,11 +83,14 @@ class ModelSource:
         else:
             stored = LlamaConfig.from_hf(self.folder / "assets")
             shapes = {name: parameter.shape for name, parameter in base.items()}
-            params = (_read_some(self.stored(contextlib.ExitStack()), base, shardings) if model.quantized_names else
-                      restore_model(self.folder, shardings, dtype=dtypes, shapes=shapes, verified=self.verified))
+            params = {} if model.quantized_names else restore_model(self.folder, shardings, dtype=dtypes, shapes=shapes,
+                                                                    verified=self.verified)
         if model.quantized_names:
             with contextlib.ExitStack() as stack:
-                params |= model.quantized(self.stored(stack))
+                tensors = self.stored(stack)
+                if self.kind != "huggingface":
+                    params = _read_some(tensors, base, shardings)
+                params |= model.quantized(tensors)
         grown = stored.vocab_size < model.config.vocab_size
         return _draw_rows(params, model, stored.vocab_size, seed) if grown else params
 

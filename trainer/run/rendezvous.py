@@ -91,7 +91,7 @@ def _report(
     address: str, coordinator: tuple[str, int], process: int, processes: int, deadline: float, seconds: float
 ) -> None:
     """Every other process tells process 0 that it is there, and waits for its answer."""
-    told, problem = False, "no answer"
+    has_printed, problem = False, "no answer"
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection(coordinator, timeout=min(left, 5)) as connection:
@@ -105,9 +105,9 @@ def _report(
             problem = "it ended without an answer"
         except OSError as error:
             problem = error.strerror or str(error)
-        if not told and time.monotonic() > deadline - seconds + 5:
+        if not has_printed and time.monotonic() > deadline - seconds + 5:
             print(f"process {process}: waiting for process 0 at {address} for up to {seconds:.0f} s", file=sys.stderr)
-            told = True
+            has_printed = True
         time.sleep(min(0.2, max(left, 0)))
     raise UserError(f"process {process}: process 0 was not reached at distributed.coordinator {address} within {seconds:.0f} s "
                     f"({problem}); start it too, with an address and port that this machine can reach")
