@@ -9,6 +9,15 @@ class UserError(Exception):
     """An error in the user's input. The message says what was found, in which file or field, and what would work."""
 
 
+def first_line(error: BaseException) -> str:
+    """Returns the first line of an error's message, at most 200 characters; the name of its type if it has no message.
+
+    Of the operating system's errors this is their text alone, such as `No such file or directory`.
+    """
+    text = (isinstance(error, OSError) and error.strerror) or str(error)
+    return (text.strip() or type(error).__name__).splitlines()[0][:200]
+
+
 def install_ctrl_c_hook() -> None:
     """Makes an uncaught Ctrl-C, such as one during a command's imports, print `stopped` and exit with status 130.
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from data.errors import UserError
+from data.errors import UserError, first_line
 
 PREFIX = "hf://datasets/"
 WOULD_WORK = f"{PREFIX}OWNER/NAME[@REVISION][/FILE] would work"
@@ -51,16 +51,15 @@ def local_path(path: str, suffixes: Sequence[str]) -> Path:
         snapshot = Path(snapshot_download(repository, repo_type="dataset", revision=revision, endpoint=constants.ENDPOINT,
                                           allow_patterns=[escaped, *endings] if inner else endings))
     except HFValidationError as error:
-        raise UserError(f"{path}: names no data set of the hub ({str(error).splitlines()[0]}); {WOULD_WORK}") from None
+        raise UserError(f"{path}: names no data set of the hub ({first_line(error)}); {WOULD_WORK}") from None
     except RepositoryNotFoundError:
         raise UserError(f"{path}: {constants.ENDPOINT} shows no data set {repository}; another name, or `hf auth login` for "
                         "one that is private, would work") from None
     except RevisionNotFoundError:
         raise UserError(f"{path}: the data set {repository} has no revision {revision}; another one would work") from None
     except (LocalEntryNotFoundError, HfHubHTTPError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UserError(f"{path}: cannot be downloaded from {constants.ENDPOINT}, and is not in the cache ({reason}); a "
-                        "network, or a local file, would work") from None
+        raise UserError(f"{path}: cannot be downloaded from {constants.ENDPOINT}, and is not in the cache "
+                        f"({first_line(error)}); a network, or a local file, would work") from None
     local = snapshot / inner
     if not local.exists():
         raise UserError(f"{path}: the data set {repository} has no {inner or ' or '.join(suffixes) + ' file'}; {WOULD_WORK}")

@@ -13,7 +13,7 @@ from typing import BinaryIO
 import fsspec
 
 from data import hub
-from data.errors import UserError
+from data.errors import UserError, first_line
 from data.folders import building
 
 STORES = ("gs", "gcs", "s3", "s3a", "hf", "az", "abfs", "abfss", "adl", "oss", "oci", "hdfs", "webhdfs", "sftp", "http",
@@ -45,7 +45,7 @@ def _open_file_system(path: str | Path) -> Iterator[tuple[fsspec.AbstractFileSys
     except (UserError, OSError):
         raise
     except Exception as error:  # also for a missing gcsfs or s3fs and an unknown protocol, which the message names
-        raise UserError(f"{path}: {(str(error) or type(error).__name__).splitlines()[0]}") from error
+        raise UserError(f"{path}: {first_line(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -165,6 +165,11 @@ def no_pattern(path: str | Path, field: str) -> Path:
     return path
 
 
+def cache_folder(name: str) -> Path:
+    """Returns this machine's folder `name` for what can be made again: in $LONGSTRIPE_CACHE, or else in ~/.cache/longstripe."""
+    return Path(os.environ.get("LONGSTRIPE_CACHE") or "~/.cache/longstripe").expanduser() / name
+
+
 def local_folder(path: str | Path) -> Path:
     """Returns the local folder for prepared data: `path` itself, or for a remote one a folder in the cache.
 
@@ -172,8 +177,7 @@ def local_folder(path: str | Path) -> Path:
     """
     if not is_remote(path):
         return Path(path).expanduser()
-    root = Path(os.environ.get("LONGSTRIPE_CACHE") or Path.home() / ".cache" / "longstripe")
-    return root / "prepared"
+    return cache_folder("prepared")
 
 
 def download(remote: str, local: Path, last: str, is_whole: Callable[[Path], bool]) -> None:

@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         # Imported here, so that --help answers at once and Ctrl-C ends with one line.
         import jax
 
-        from data.paths import new_folder, no_pattern
+        from data.paths import no_pattern, new_folder
         from model.config import LlamaConfig
         from model.modules import own_shapes
         from trainer.checkpoint.store import save_checkpoint

@@ -18,6 +18,7 @@ import numpy as np
 
 from data.errors import UserError
 from data.folders import sync
+from data.paths import cache_folder
 from data.synthetic import tasks
 from data.synthetic.tasks import Exercise
 from data.synthetic.wording import Wording, wording_like
@@ -133,7 +134,7 @@ def write(path: str, context_length: int, count: Callable[[str], int], tokenizer
     spec = Spec.parse(path)
     like = hashlib.sha256(Path(spec.like).read_bytes()).hexdigest() if spec.like and Path(spec.like).is_file() else spec.like
     parts = json.dumps([RULES, spec._replace(like=like), context_length, tokenizer])
-    folder = Path(os.environ.get("LONGSTRIPE_CACHE") or Path.home() / ".cache" / "longstripe") / "synthetic"
+    folder = cache_folder("synthetic")
     file = folder / f"{spec.task}-{hashlib.sha256(parts.encode()).hexdigest()[:20]}.jsonl"
     if not file.exists():
         records = generate(path, context_length, count)

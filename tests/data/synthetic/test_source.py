@@ -107,7 +107,8 @@ def test_short_contexts_have_lines_to_choose_from_and_room_for_the_template(repo
 
 
 def test_files_are_kept_and_depend_on_all_that_changes_them(tmp_path, monkeypatch):
-    monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("LONGSTRIPE_CACHE", "~/own")
     calls = collections.Counter()
 
     def counted(text):
@@ -116,6 +117,7 @@ def test_files_are_kept_and_depend_on_all_that_changes_them(tmp_path, monkeypatc
 
     path = "synthetic:lines?count=4"
     first = write(path, 500, counted, "a")
+    assert first.parent == tmp_path / "own/synthetic"
     before = calls["count"]
     assert write(path, 500, counted, "a") == first and calls["count"] == before
     others = {write(path, 600, counted, "a"), write(path, 500, counted, "b"), write(f"{path}&seed=1", 500, counted, "a")}
