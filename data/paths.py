@@ -145,7 +145,7 @@ def new_folder(path: str | Path) -> Path:
     return path
 
 
-def no_pattern(path: str | Path, field: str) -> Path:
+def checkpoint_path(path: str | Path, field: str) -> Path:
     """Returns the absolute path of a folder for checkpoints, after checking that it contains no pattern characters.
 
     Orbax finds what it has written by a glob pattern that begins with this path: with pattern characters in the path it would
