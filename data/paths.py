@@ -95,14 +95,16 @@ class File:
 def find_files(path: str | Path, suffixes: Sequence[str]) -> list[File]:
     """Returns the file at `path`, or all files with one of the suffixes in the folder tree at `path`, sorted by path.
 
-    Of a data set of the Hugging Face hub, these are files of this machine's cache.
+    Of a data set of the Hugging Face hub, these are files of this machine's cache, without those that are about the data set.
     """
+    left_out: Sequence[str] = ()
     if hub.is_hub_dataset(path):
-        path = hub.local_path(str(path), suffixes)
+        path, left_out = hub.local_path(str(path), suffixes), hub.NOT_RECORDS
     with _open_file_system(path) as (file_system, inner_path):
         if not file_system.isdir(inner_path):
             return [File(str(path))]
-        names = sorted(name for name in file_system.find(inner_path) if File(name).suffix in suffixes)
+        names = sorted(name for name in file_system.find(inner_path)
+                       if File(name).suffix in suffixes and PurePosixPath(name).name not in left_out)
         return [File(file_system.unstrip_protocol(name) if is_remote(path) else name) for name in names]
 
 

@@ -167,6 +167,11 @@ class _Job:
             if not source_report.kept:
                 reasons = source_report.reasons()
                 raise UserError(f"{source.path}: none of its {source_report.records} records can be used ({reasons})")
+            others = source.other_splits() if number < self.train_sources else []
+            if others:
+                names = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+                source_report.notes.append(
+                    f"also reads {names}; name the folder or file of the training split to leave them out")
 
 
 def _build(job: _Job, folder: Path, progress: bool) -> None:

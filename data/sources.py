@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32
 
-from data import paths
+from data import hub, paths
 from data.clean import CleanConfig, Cleaner, Drop, own_id
 from data.conversation import Conversation, Record, Text, Tokens
 from data.errors import UserError, first_line
@@ -93,6 +93,13 @@ class Source:
         if not files:
             raise UserError(f"{self.path}: no {' or '.join(suffixes)} file in this folder; {self.would_work}")
         return files
+
+    def other_splits(self) -> list[str]:
+        """Returns the files of a data set of the hub that are named as a split to measure on, read beside others.
+
+        What lies in a folder of the user's own is there for a purpose, whatever its name.
+        """
+        return hub.other_splits([str(file) for file in self.files()]) if hub.is_hub_dataset(self.path) else []
 
 
 def read(
