@@ -133,6 +133,8 @@ def test_records_longer_than_a_chunk_and_lines(tmp_path, monkeypatch):
         (b'[{"conversations": []}, 3]', "1 x empty record"),
         (b'[{"conversations": [{"from": "human", "value": "\xff"}]}]', "UTF-8"),
         (b'{\n "a": 1\n}', "none of its"),
+        (b'[{"text": "a"}, {"text": "b"}]\n[{"text": "c"}]', "text follows the JSON list after record 2, and all of it"),
+        (b'[{"text": "a"}]' + b" " * 70_000 + b"x", "text follows the JSON list after record 1, and all of it"),
         (b'[{"text": "a"}, {"text": "b" "id": 2}, {"text": "c"}, {"text": "d"}]', "record 2 is malformed (Expecting ','"),
         (b'[{"text": "a"}, {"text": "b}, {"text": "c"}, {"text": "d"}]', "record 2 is malformed (Expecting ','"),
         (b'[{"text": "a"}, {text: "b"}, {"text": "c"}, {"text": "d"}]', "record 2 is malformed (Expecting property name"),
@@ -146,6 +148,14 @@ def test_a_useless_file_is_an_error_of_one_line(tmp_path, content, reason):
         _read(path)
     message = str(caught.value)
     assert str(path) in message and reason in message and "would work" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("chunk", [7, 1 << 20])
+def test_white_space_may_follow_a_list(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr("data.records.CHUNK", chunk)
+    (tmp_path / "data.json").write_text(json.dumps([{"conversations": _CONVERSATION}]) + " \r\n\t" * 20)
+    conversations, report = _read(tmp_path / "data.json")
+    assert len(conversations) == 1 and report.notes == []
 
 
 @pytest.mark.parametrize("end", [".json.gz", ".jsonl.gz", ".parquet"])
