@@ -59,16 +59,16 @@ SPLIT = "longer than context_length, split on whole exchanges"
 _BUSY = re.compile(
     r"!?\s*(?:too many requests in 1 hour|network error|(?:chatgpt|the (?:model|server)) is (?:at capacity|overloaded)"
     r"|something went wrong|an error occurred\. (?:either|if)|there was an error generating a response"
-    r"|only one message at a time|our systems are a bit busy|you've reached (?:the|our) (?:current )?(?:usage|rate)"
+    r"|only one message at a time|our systems are a bit busy|you['’]ve reached (?:the|our) (?:current )?(?:usage|rate)"
     r"|the server (?:experienced|had) an error|error in (?:body|message) stream|rate limit (?:reached|exceeded))",
     re.IGNORECASE,
 )
 _BUSY_MAX_LENGTH = 400  # characters; a longer reply that begins like this is *about* such a message
 
 _REFUSAL = re.compile(
-    r"\bas an? (?:ai|artificial intelligence|(?:large )?language model)\b|\bi(?:'m| am) (?:just )?an? (?:ai|language) "
-    r"|\bi(?:'m| am) (?:sorry|afraid),? (?:but )?(?:i )?(?:can(?:no|')t|am (?:not able|unable))"
-    r"|\bi (?:can(?:no|')t|am unable to) (?:assist|help|fulfill|comply)",
+    r"\bas an? (?:ai|artificial intelligence|(?:large )?language model)\b|\bi(?:['’]m| am) (?:just )?an? (?:ai|language) "
+    r"|\bi(?:['’]m| am) (?:sorry|afraid),? (?:but )?(?:i )?(?:can(?:no|['’])t|am (?:not able|unable))"
+    r"|\bi (?:can(?:no|['’])t|am unable to) (?:assist|help|fulfill|comply)",
     re.IGNORECASE,
 )
 _COMPANY = re.compile(

@@ -161,8 +161,8 @@ def _check_end(window: _Window, count: int) -> None:
     """Raises UserError if anything but white space follows the end of the list, such as a second list."""
     window.offset += 1
     if window.peek():
-        raise UserError(f"{window.path}: text follows the JSON list after record {count}, and all of it would be lost; one list, "
-                        "or one JSON record a line, would work")
+        raise UserError(f"{window.path}: text follows the JSON list after record {count}, and all of it would be lost; one "
+                        "list, or one JSON record a line, would work")
 
 
 class _LongNumber:

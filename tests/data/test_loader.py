@@ -1,5 +1,6 @@
 """Prepared folders and the loader: rows compared with a simple implementation, reuse, and resumption at a step."""
 
+import gzip
 import json
 import os
 import pickle
@@ -15,7 +16,7 @@ from data.batch import permute
 from data.clean import CleanConfig
 from data.errors import UserError
 from data.loader import Loader
-from data.prepare import prepare
+from data.prepare import _Job, prepare
 from data.sources import Source
 from data.templates import render
 from data.tokenizer import Tokenizer
@@ -158,6 +159,29 @@ def test_prepared_folder_is_reused_by_content_and_made_anew_by_any_change(prepar
     ]
     assert len({prepared.folder, *(c.folder for c in changed)}) == 5
     assert not list(folder.glob(".*"))  # nothing half-made is left
+
+
+@pytest.mark.parametrize(("answer", "options", "is_made_anew"), [
+    ("You’ve reached our usage limit.", {}, True), ("you&rsquo;ve reached", {}, True), ("I’m sorry, but I can’t.", {}, False),
+    ("I’m sorry, but I can’t.", {"refusals": True}, True), ("You've reached our limit. I can't.", {"refusals": True}, False),
+    ("You’ve reached our usage limit.", {"rate_limits": False}, False), ("a ’quoted’ word", {"refusals": True}, False),
+])
+@pytest.mark.parametrize("form", ["escaped", "UTF-8", "gzip", "text"])
+def test_only_folders_that_the_apostrophes_rules_may_change_are_made_anew(
+    tokenizer, tmp_path, monkeypatch, answer, options, is_made_anew, form
+):
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "human", "value": "c"}]
+    record = {"conversations": [*turns, {"from": "gpt", "value": answer}], "text": "a"}
+    content = json.dumps([record], ensure_ascii=form != "UTF-8").encode()
+    path = tmp_path / ("a.json.gz" if form == "gzip" else "a.json")
+    path.write_bytes(gzip.compress(content) if form == "gzip" else content)
+    folders = set()
+    for rules in (b"apostrophes-1", b""):  # without rules, a folder has the name that earlier releases gave it
+        monkeypatch.setattr("data.prepare.APOSTROPHE_RULES", rules)
+        source = Source(str(path), "text" if form == "text" else "sharegpt")
+        folders.add(_Job([source], 1, tokenizer, LENGTH, 0.0, CleanConfig(**options), "all").key())
+    may_differ = form != "text" and (is_made_anew or (form == "gzip" and options.get("rate_limits", True)))
+    assert len(folders) == 1 + may_differ
 
 
 def test_data_that_another_process_prepared_is_opened_without_its_sources(prepared, tokenizer, tmp_path):
