@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float64, Int, Int32
 
 from data.errors import UserError, first_line
 from data.folders import check_files, record_files
-from data.record_store import open_records
+from data.record_store import open_records, readable
 from data.report import Report, SourceReport
 from data.sources import Source
 
@@ -79,11 +79,8 @@ class Documents:
         return len(self._numbers)
 
     def __getitem__(self, number: int) -> Document:
-        try:
+        with readable(self.folder, "a document"):
             record = self._store[int(self._numbers[number])]
-        except Exception as error:  # array_record and tensorflow-datasets raise RuntimeError and others of their own
-            raise UserError(f"{self.folder}: a document cannot be read ({first_line(error)}); if this folder is deleted, the "
-                            "same command makes it again") from error
         return Document(
             record["tokens"], record["loss_mask"].astype(bool), int(record["source"]), record["record_id"].decode()
         )
