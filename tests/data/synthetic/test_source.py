@@ -1,7 +1,9 @@
 """Generated exercises: deterministic, right, of all sizes, and without a pair of key and value that evaluation has."""
 import collections
 import itertools
+import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -122,6 +124,26 @@ def test_files_are_kept_and_depend_on_all_that_changes_them(tmp_path, monkeypatc
     assert write(path, 500, counted, "a") == first and calls["count"] == before
     others = {write(path, 600, counted, "a"), write(path, 500, counted, "b"), write(f"{path}&seed=1", 500, counted, "a")}
     assert len(others | {first}) == 4 and len(first.read_text().splitlines()) == 4
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """After a loss of power it is whole or not there; one that an earlier release left empty is written again."""
+    monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path))
+    events, rename = [], os.replace
+
+    def replace(scratch, file):
+        events.append(("rename", Path(scratch)))
+        rename(scratch, file)
+
+    monkeypatch.setattr("data.synthetic.source.os.replace", replace)
+    monkeypatch.setattr("data.synthetic.source.sync", lambda path: events.append(("sync", path)))
+    file = write("synthetic:lines?count=4", 500, count, "a")
+    (first, scratch), renamed, last = events
+    assert first == "sync" and renamed == ("rename", scratch) and last == ("sync", file.parent)
+    content = file.read_text()
+    file.write_text("")
+    assert write("synthetic:lines?count=4", 500, count, "a") == file and file.read_text() == content
+    assert events[3][1] != scratch and list(file.parent.iterdir()) == [file]
 
 
 @pytest.mark.parametrize(("path", "words"), [
