@@ -1,7 +1,9 @@
 """Errors that end a command with one line instead of a traceback: those that its user can correct, and Ctrl-C."""
+import difflib
 import os
 import signal
 import sys
+from collections.abc import Iterable
 from types import TracebackType
 
 
@@ -16,6 +18,12 @@ def first_line(error: BaseException) -> str:
     """
     text = (isinstance(error, OSError) and error.strerror) or str(error)
     return (text.strip() or type(error).__name__).splitlines()[0][:200]
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Returns `did you mean X? `, to be put before what would work, for the name X that is most like a misspelt one, or ""."""
+    close = difflib.get_close_matches(name, list(names), 1)
+    return f"did you mean {close[0]}? " if close else ""
 
 
 def install_ctrl_c_hook() -> None:

@@ -80,9 +80,9 @@ def prepare(
     if not sources:
         raise UserError("no data: data.sources is empty; --data.path FILE.json would work")
     if context_length < 2:
-        raise UserError(f"context_length {context_length} leaves no token to predict; 2 or more would work")
+        raise UserError(f"data.context_length: found {context_length}, which leaves no token to predict; 2 or more would work")
     if not 0.0 <= held_out_fraction < 1.0:
-        raise UserError(f"held_out_fraction {held_out_fraction} must be at least 0 and below 1")
+        raise UserError(f"data.held_out_fraction: found {held_out_fraction}; a number from 0 to less than 1 would work")
     all_sources = [*sources, *held_out_sources]
     for source in all_sources:
         _template_text(source, tokenizer)  # so that a wrong name fails before an hour of reading
@@ -193,8 +193,8 @@ def _build(job: _Job, folder: Path, progress: bool) -> None:
                           lambda: job.documents(report, index, progress_bar))
         arrays = index.arrays()
         if arrays["held_out"].all():
-            fraction = f"held_out_fraction {job.held_out_fraction} of {report.kept} conversations"
-            raise UserError(f"nothing is left to train on: {fraction} took them all; a smaller fraction would work")
+            raise UserError(f"data.held_out_fraction: found {job.held_out_fraction}, which takes all of {report.kept} "
+                            "records and leaves nothing to train on; a smaller one would work")
         prepared.write_index(temporary, arrays, report)
 
 

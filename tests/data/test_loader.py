@@ -339,6 +339,18 @@ def test_no_data_is_an_error(small, tokenizer, tmp_path):
     assert not list((tmp_path / "out").iterdir())
 
 
+@pytest.mark.parametrize(("context_length", "fraction", "words"), [
+    (1, 0.0, r"data\.context_length: found 1, which leaves no token to predict; 2 or more would work"),
+    (64, 1.0, r"data\.held_out_fraction: found 1\.0; a number from 0 to less than 1 would work"),
+    (64, 0.9999, r"data\.held_out_fraction: found 0\.9999, which takes all of 1 records and leaves nothing to train on"),
+])
+def test_an_option_that_does_not_work_is_told_with_its_field(tokenizer, tmp_path, context_length, fraction, words):
+    (tmp_path / "book.txt").write_text("Once upon a time there was a word. " * 4)
+    with pytest.raises(UserError, match=f"^{words}"):
+        prepare([Source(str(tmp_path / "book.txt"), "text")], tokenizer, context_length, tmp_path / "prepared",
+                held_out_fraction=fraction, progress=False)
+
+
 def test_permute_moves_every_array(prepared):
     batch = Loader(prepared, LENGTH, 2, seed=0).batch(0)
     order = np.arange(LENGTH).reshape(4, -1).T.ravel()
