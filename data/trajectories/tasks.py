@@ -82,9 +82,8 @@ def make_environment(task: Task, seed: int) -> Any:
 def _reach_environment(task: Task, seed: int) -> Any:
     """Returns the Jaco arm over a table, rewarded for its hand being at a brick that always stands at REACH_CORNER.
 
-    options = observations.make_options(features, observations.FREEPROP_OBSERVABLES)
-    brick = props.Duplo(observable_options=options)
-    at a corner; they are not in its suite.
+    dm_control's own reach_duplo_features draws the brick's place anew in each episode; the tasks of ExoRL, which are not in
+    dm_control's suite, fix it at a corner.
     """
     import collections
 
