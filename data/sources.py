@@ -134,7 +134,7 @@ def read(
                 source_report.keep()
                 yield replace(record, file=source_report.file, line=source_report.line)
     if not source_report.records:
-        raise UserError(f"{source.path}: a JSON list without records; {source.would_work}")
+        raise UserError(f"{source.path}: holds no records; {source.would_work}")
     if not source_report.kept:
         kind = "conversation" if source.format == "sharegpt" else source.format
         raise UserError(

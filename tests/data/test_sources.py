@@ -128,7 +128,7 @@ def test_records_longer_than_a_chunk_and_lines(tmp_path, monkeypatch):
         (None, "no such file"),
         (b"", "empty"),
         (b" \n ", "empty"),
-        (b"[]", "without records"),
+        (b"[]", "data.json: holds no records; records with turns"),
         (b"hello", "not JSON"),
         (b'[{"conversations": []}, 3]', "1 x empty record"),
         (b'[{"conversations": [{"from": "human", "value": "\xff"}]}]', "UTF-8"),
@@ -148,6 +148,16 @@ def test_a_useless_file_is_an_error_of_one_line(tmp_path, content, reason):
         _read(path)
     message = str(caught.value)
     assert str(path) in message and reason in message and "would work" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["empty.parquet", "empty.npy"])
+def test_a_table_or_array_without_rows_is_named(tmp_path, name):
+    if name == "empty.npy":
+        np.save(tmp_path / name, np.zeros((0, 5), np.int32))
+    else:
+        parquet.write_table(pyarrow.table({"tokens": pyarrow.array([], pyarrow.list_(pyarrow.int32()))}), tmp_path / name)
+    with pytest.raises(UserError, match=rf"^{tmp_path / name}: holds no records; a \.npy array of integers, or .* would work$"):
+        _read(tmp_path / name, format="tokens")
 
 
 @pytest.mark.parametrize("chunk", [7, 1 << 20])
