@@ -105,8 +105,8 @@ class Tokenizer:
             raise UserError(f"{path}: no such file or folder; {WOULD_WORK}")
         try:
             engine = HuggingFace(files) if "tokenizer.json" in files else Sentencepiece(files)
-        except UserError:
-            raise
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
         except Exception as error:  # both libraries raise bare Exception or RuntimeError
             raise UserError(f"{path}: cannot be read as a tokenizer ({first_line(error)}); {WOULD_WORK}") from None
         return cls(files, engine, str(path))

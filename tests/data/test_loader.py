@@ -325,6 +325,13 @@ def test_weights_mix_sources_and_the_mix_resumes(small, tokenizer, tmp_path):
     assert other.folder == made.folder and Loader(other, LENGTH, 4, seed=1).fingerprint != loader.fingerprint
 
 
+def test_weights_that_leave_nothing_are_told_with_their_field(small, tokenizer, tmp_path):
+    made = prepare([Source(str(small), weight=1e-9)], tokenizer, LENGTH, tmp_path, progress=False)
+    said = r"^data\.sources: their weights, 1e-09 to 1e-09, leave no document in 100 epochs; larger ones would work$"
+    with pytest.raises(UserError, match=said):
+        Loader(made, LENGTH, 4, seed=1).locate(0)
+
+
 def test_no_data_is_an_error(small, tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"data\.sources is empty"):
         prepare([], tokenizer, 64, tmp_path)
