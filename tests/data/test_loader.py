@@ -299,7 +299,7 @@ def test_several_processes_write_what_one_does(small, name, tmp_path, monkeypatc
         (d.tokens.tolist(), d.loss_mask.tolist(), d.record_id) for d in _documents(several.train)
     ]
     assert single.train[len(single.train) - 1].tokens.tolist().count(tokenizer.vocab_size - 1) == 1
-    assert single.report.sources[2].repaired == {"typed in a turn, kept as letters: </s>": 1}
+    assert single.report.sources[2].repaired == {"control token in a turn's text, encoded as plain text: </s>": 1}
     assert single.report.sources == several.report.sources and single.folder.name == several.folder.name
     dropped = [sorted(made.report.dropped_file.read_text().splitlines()) for made in (single, several)]
     assert dropped[0] == dropped[1] and any("tool" in json.loads(line)["reason"] for line in dropped[0])

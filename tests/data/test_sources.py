@@ -52,7 +52,7 @@ def test_dirty_dump_is_counted_record_by_record(repository):
             "no conversations or messages": 1,
             "not a record": 1,
             "cut off or malformed JSON": 1,
-            "no answer but a busy service's": 1,
+            "the only answer is a service's error message": 1,
             "duplicate": 1,
         }
     )
@@ -62,7 +62,7 @@ def test_dirty_dump_is_counted_record_by_record(repository):
             "unanswered last turn dropped": 1,
             "broken characters replaced": 1,
             "HTML turned into markdown": 1,
-            "cut before a busy service's reply": 1,
+            "cut before a service's error message": 1,
         }
     )
     assert len(report.notes) == 1 and "record 30" in report.notes[0]
