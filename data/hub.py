@@ -71,7 +71,11 @@ def local_path(path: str, suffixes: Sequence[str]) -> Path:
 
 
 def _parts(path: str) -> tuple[str, str | None, str]:
-    """Returns the repository that a path names, its revision, and the file or folder within, which may be empty."""
+    """Returns the repository that a path names, its revision, and the file or folder within, which may be empty.
+
+    Raises:
+      UserError: the path names none.
+    """
     revisions = r"refs/convert/\w+|refs/pr/\d+|[^/]+"  # the hub's own have slashes in them
     match = re.fullmatch(rf"([^/@]+/[^/@]+)(?:@({revisions}))?(?:/(.*?))?/*", path.removeprefix(PREFIX))
     if not match:
