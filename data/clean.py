@@ -40,7 +40,7 @@ LATE_SYSTEM = "system turn in the middle"
 NO_HUMAN = "no human turn"
 NO_ANSWER = "no answer"
 NOT_ALTERNATING = "roles do not alternate"
-RATE_LIMITED = "no answer but a busy service's"
+RATE_LIMITED = "the only answer is a service's error message"
 DUPLICATE = "duplicate"
 REFUSAL = "refusal"
 COMPANY_NAME = "company name"
@@ -52,23 +52,23 @@ TRAILING_HUMAN = "unanswered last turn dropped"
 LONE_SURROGATE = "broken characters replaced"
 TOOLS_LEFT_OUT = "descriptions in `tools` left out"
 FROM_HTML = "HTML turned into markdown"
-CUT_AT_RATE_LIMIT = "cut before a busy service's reply"
+CUT_AT_RATE_LIMIT = "cut before a service's error message"
 SPLIT = "longer than context_length, split on whole exchanges"
 
 # A reply that is not the model's but a message of the service; from real dumps.
 _BUSY = re.compile(
     r"!?\s*(?:too many requests in 1 hour|network error|(?:chatgpt|the (?:model|server)) is (?:at capacity|overloaded)"
     r"|something went wrong|an error occurred\. (?:either|if)|there was an error generating a response"
-    r"|only one message at a time|our systems are a bit busy|you've reached (?:the|our) (?:current )?(?:usage|rate)"
+    r"|only one message at a time|our systems are a bit busy|you['’]ve reached (?:the|our) (?:current )?(?:usage|rate)"
     r"|the server (?:experienced|had) an error|error in (?:body|message) stream|rate limit (?:reached|exceeded))",
     re.IGNORECASE,
 )
 _BUSY_MAX_LENGTH = 400  # characters; a longer reply that begins like this is *about* such a message
 
 _REFUSAL = re.compile(
-    r"\bas an? (?:ai|artificial intelligence|(?:large )?language model)\b|\bi(?:'m| am) (?:just )?an? (?:ai|language) "
-    r"|\bi(?:'m| am) (?:sorry|afraid),? (?:but )?(?:i )?(?:can(?:no|')t|am (?:not able|unable))"
-    r"|\bi (?:can(?:no|')t|am unable to) (?:assist|help|fulfill|comply)",
+    r"\bas an? (?:ai|artificial intelligence|(?:large )?language model)\b|\bi(?:['’]m| am) (?:just )?an? (?:ai|language) "
+    r"|\bi(?:['’]m| am) (?:sorry|afraid),? (?:but )?(?:i )?(?:can(?:no|['’])t|am (?:not able|unable))"
+    r"|\bi (?:can(?:no|['’])t|am unable to) (?:assist|help|fulfill|comply)",
     re.IGNORECASE,
 )
 _COMPANY = re.compile(
@@ -361,7 +361,7 @@ def _up_to_last_answer(messages: list[Message]) -> list[Message]:
 
 
 def _before_rate_limit(messages: list[Message], changes: set[str]) -> list[Message]:
-    """Returns the turns before the first reply that is a message of a busy service, up to the last answer."""
+    """Returns the turns before the first reply that is a service's error message, up to the last answer."""
     for index, message in enumerate(messages):
         if message.role == "assistant" and len(message.content) <= _BUSY_MAX_LENGTH and _BUSY.match(message.content):
             changes.add(CUT_AT_RATE_LIMIT)

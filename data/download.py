@@ -37,7 +37,7 @@ def download_file(url: str, path: Path, attempts: int = 8, first_wait: float = 1
 
     Args:
         url: http:// or https://; the proxies of the environment are used.
-        attempts: number of failures without a byte more than before, after which it gives up.
+        attempts: number of failures without progress (a byte more than before) after which it gives up.
         first_wait: seconds before the second attempt; doubled after each further failure, up to a minute.
         on_progress: called with the bytes on the disk and the size of the file, which is None where the server does not tell.
         on_failure: called with a sentence before each further attempt.
@@ -58,7 +58,7 @@ def download_file(url: str, path: Path, attempts: int = 8, first_wait: float = 1
             has = part.stat().st_size if part.exists() else 0
             failures, most = (1, has) if has > most else (failures + 1, most)
             if failures >= attempts:
-                raise UserError(f"{url}: {error}, after {failures} attempts without a byte more; {has:,} bytes are kept, and "
+                raise UserError(f"{url}: {error}, after {failures} attempts without progress; {has:,} bytes are kept, and "
                                 "the same command goes on from there") from None
             wait = min(first_wait * 2 ** (failures - 1), LONGEST_WAIT)
             on_failure(f"{error}; the next attempt is in {wait:g} s")

@@ -26,7 +26,7 @@ from data.tokenizer import Tokenizer
 NO_TARGET = "no trained token"
 FOREIGN_ID = "an id that the tokenizer does not have"
 CUT = "longer than context_length, cut"
-TYPED = "typed in a turn, kept as letters: "  # followed by a control token; data.text_tokens could make it a token
+TYPED = "control token in a turn's text, encoded as plain text: "  # and the token; data.text_tokens could make it one
 BATCH = 64  # records that a process receives at a time
 
 

@@ -114,7 +114,10 @@ class Loader:
             while not ends or ends[-1] <= number:
                 ends.append((ends[-1] if ends else 0) + len(self._plan(len(ends))))
                 if len(ends) > 100 and ends[-1] == 0:
-                    raise UserError("the sources' weights leave no document in 100 epochs; larger weights would work")
+                    raise UserError(
+                        f"data.sources: their weights, {self._weights.min():g} to {self._weights.max():g}, leave no document "
+                        "in 100 epochs; larger ones would work"
+                    )
             epoch = bisect_right(ends, number)
             return PlanRow(epoch, number - (ends[epoch - 1] if epoch else 0))
 

@@ -13,7 +13,7 @@ from typing import BinaryIO
 import fsspec
 
 from data import hub
-from data.errors import UserError
+from data.errors import UserError, first_line
 from data.folders import building
 
 STORES = ("gs", "gcs", "s3", "s3a", "hf", "az", "abfs", "abfss", "adl", "oss", "oci", "hdfs", "webhdfs", "sftp", "http",
@@ -45,7 +45,7 @@ def _open_file_system(path: str | Path) -> Iterator[tuple[fsspec.AbstractFileSys
     except (UserError, OSError):
         raise
     except Exception as error:  # also for a missing gcsfs or s3fs and an unknown protocol, which the message names
-        raise UserError(f"{path}: {(str(error) or type(error).__name__).splitlines()[0]}") from error
+        raise UserError(f"{path}: {first_line(error)}") from error
 
 
 @dataclass(frozen=True)
@@ -95,14 +95,16 @@ class File:
 def find_files(path: str | Path, suffixes: Sequence[str]) -> list[File]:
     """Returns the file at `path`, or all files with one of the suffixes in the folder tree at `path`, sorted by path.
 
-    Of a data set of the Hugging Face hub, these are files of this machine's cache.
+    Of a data set of the Hugging Face hub, these are files of this machine's cache, without those that are about the data set.
     """
+    left_out: Sequence[str] = ()
     if hub.is_hub_dataset(path):
-        path = hub.local_path(str(path), suffixes)
+        path, left_out = hub.local_path(str(path), suffixes), hub.NOT_RECORDS
     with _open_file_system(path) as (file_system, inner_path):
         if not file_system.isdir(inner_path):
             return [File(str(path))]
-        names = sorted(name for name in file_system.find(inner_path) if File(name).suffix in suffixes)
+        names = sorted(name for name in file_system.find(inner_path)
+                       if File(name).suffix in suffixes and PurePosixPath(name).name not in left_out)
         return [File(file_system.unstrip_protocol(name) if is_remote(path) else name) for name in names]
 
 
@@ -145,7 +147,7 @@ def new_folder(path: str | Path) -> Path:
     return path
 
 
-def no_pattern(path: str | Path, field: str) -> Path:
+def checkpoint_path(path: str | Path, field: str) -> Path:
     """Returns the absolute path of a folder for checkpoints, after checking that it contains no pattern characters.
 
     Orbax finds what it has written by a glob pattern that begins with this path: with pattern characters in the path it would
@@ -165,6 +167,11 @@ def no_pattern(path: str | Path, field: str) -> Path:
     return path
 
 
+def cache_folder(name: str) -> Path:
+    """Returns this machine's folder `name` for what can be made again: in $LONGSTRIPE_CACHE, or else in ~/.cache/longstripe."""
+    return Path(os.environ.get("LONGSTRIPE_CACHE") or "~/.cache/longstripe").expanduser() / name
+
+
 def local_folder(path: str | Path) -> Path:
     """Returns the local folder for prepared data: `path` itself, or for a remote one a folder in the cache.
 
@@ -172,8 +179,7 @@ def local_folder(path: str | Path) -> Path:
     """
     if not is_remote(path):
         return Path(path).expanduser()
-    root = Path(os.environ.get("LONGSTRIPE_CACHE") or Path.home() / ".cache" / "longstripe")
-    return root / "prepared"
+    return cache_folder("prepared")
 
 
 def download(remote: str, local: Path, last: str, is_whole: Callable[[Path], bool]) -> None:

@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 RULES = "prepare-3"  # to be changed with every change to the documents, so that existing folders are not reused
 # Of files with these fields, folders of releases that left them out are not reused.
 TOOL_RULES, TOOL_FIELDS = b"tools-1", re.compile(rb"\b(?:tools|tool_calls?|function_call|completion)\b")
+# Of conversations with these words, folders of releases that knew only the straight apostrophe in them are not reused.
+APOSTROPHE_RULES = b"apostrophes-1"
+_APOSTROPHES = (rb"\xe2\x80\x99", rb"\\u2019", b"rsquo;", b"#8217;", b"#x2019;")  # in UTF-8, JSON and HTML
 WORTH_PROCESSES = 1 << 23  # bytes of a source from which on several processes, which take seconds to start, encode it
 
 
@@ -77,9 +80,9 @@ def prepare(
     if not sources:
         raise UserError("no data: data.sources is empty; --data.path FILE.json would work")
     if context_length < 2:
-        raise UserError(f"context_length {context_length} leaves no token to predict; 2 or more would work")
+        raise UserError(f"data.context_length: found {context_length}, which leaves no token to predict; 2 or more would work")
     if not 0.0 <= held_out_fraction < 1.0:
-        raise UserError(f"held_out_fraction {held_out_fraction} must be at least 0 and below 1")
+        raise UserError(f"data.held_out_fraction: found {held_out_fraction}; a number from 0 to less than 1 would work")
     all_sources = [*sources, *held_out_sources]
     for source in all_sources:
         _template_text(source, tokenizer)  # so that a wrong name fails before an hour of reading
@@ -128,7 +131,8 @@ class _Job:
             "clean": asdict(self.clean),
             "train_on": self.train_on,
             "sources": [
-                [_content_hash(source), source.format, _template_text(source, self.tokenizer)] for source in self.sources
+                [_content_hash(source, self.clean), source.format, _template_text(source, self.tokenizer)]
+                for source in self.sources
             ],
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
@@ -167,6 +171,11 @@ class _Job:
             if not source_report.kept:
                 reasons = source_report.reasons()
                 raise UserError(f"{source.path}: none of its {source_report.records} records can be used ({reasons})")
+            others = source.other_splits() if number < self.train_sources else []
+            if others:
+                names = ", ".join(others[:5]) + (", ..." if len(others) > 5 else "")
+                source_report.notes.append(
+                    f"also reads {names}; name the folder or file of the training split to leave them out")
 
 
 def _build(job: _Job, folder: Path, progress: bool) -> None:
@@ -184,8 +193,8 @@ def _build(job: _Job, folder: Path, progress: bool) -> None:
                           lambda: job.documents(report, index, progress_bar))
         arrays = index.arrays()
         if arrays["held_out"].all():
-            fraction = f"held_out_fraction {job.held_out_fraction} of {report.kept} conversations"
-            raise UserError(f"nothing is left to train on: {fraction} took them all; a smaller fraction would work")
+            raise UserError(f"data.held_out_fraction: found {job.held_out_fraction}, which takes all of {report.kept} "
+                            "records and leaves nothing to train on; a smaller one would work")
         prepared.write_index(temporary, arrays, report)
 
 
@@ -205,32 +214,48 @@ def _template_text(source: Source, tokenizer: Tokenizer) -> str | None:
     return jinja_template(source.template, tokenizer) if source.format == "sharegpt" else None
 
 
-def _content_hash(source: Source) -> str:
-    """Returns a hash of the contents of the source's files, in their order."""
+def _content_hash(source: Source, clean: CleanConfig) -> str:
+    """Returns a hash of the contents of the source's files, in their order, and of the newer rules that may change them."""
     digest = hashlib.sha256()
     for file in source.files():
         if not file.exists():
             next(source_readers.read(source, Report()), None)  # raises the error about the missing file
         with file.open() as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
-        if source.format != "tokens" and _may_name_tools(file):
-            digest.update(TOOL_RULES)
+        digest.update(b"".join(_newer_rules(file, source, clean)))
     return digest.hexdigest()
 
 
-def _may_name_tools(file: paths.File) -> bool:
-    """Returns whether a file contains the names of fields that TOOL_RULES are about, or is compressed and may do so."""
-    if file.suffix not in (".json", ".jsonl", ".parquet"):
-        return False
+def _newer_rules(file: paths.File, source: Source, clean: CleanConfig) -> list[bytes]:
+    """Returns those of TOOL_RULES and APOSTROPHE_RULES that may change what a file's records become."""
+    words: dict[bytes, list[re.Pattern[bytes]]] = {}
+    if source.format != "tokens" and file.suffix in (".json", ".jsonl", ".parquet"):
+        words[TOOL_RULES] = [TOOL_FIELDS]
+    # What follows the apostrophe in data.clean's patterns: you've reached, I'm, can't.
+    endings = [b"ve reached"] * clean.rate_limits + [b"m", b"t"] * clean.refusals
+    if source.format == "sharegpt" and endings:
+        words[APOSTROPHE_RULES] = [re.compile(mark + b"(?i:" + b"|".join(endings) + b")") for mark in _APOSTROPHES]
+    found = _which_may_occur(file, words)
+    if APOSTROPHE_RULES in words and file.suffix == ".parquet":  # in which texts, unlike names of columns, are compressed
+        found.add(APOSTROPHE_RULES)
+    return [rules for rules in words if rules in found]
+
+
+def _which_may_occur(file: paths.File, words: dict[bytes, list[re.Pattern[bytes]]]) -> set[bytes]:
+    """Returns the keys of `words` of which a pattern occurs in a file, or may do so since that is compressed.
+
+    The patterns are searched for in bytes; none may match more than 32 of them.
+    """
+    found: set[bytes] = set()
     overlap = b""
     with file.open() as opened:
-        while block := opened.read(1 << 20):
+        while len(found) < len(words) and (block := opened.read(1 << 20)):
             if block.startswith(b"\x1f\x8b") and not overlap:  # gzip
-                return True
-            if TOOL_FIELDS.search(overlap + block):
-                return True
+                return set(words)
+            text = overlap + block
+            found |= {rules for rules in words.keys() - found if any(pattern.search(text) for pattern in words[rules])}
             overlap = block[-32:]
-    return False
+    return found
 
 
 if __name__ == "__main__":

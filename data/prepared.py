@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float64, Int, Int32
 
-from data.errors import UserError
+from data.errors import UserError, first_line
 from data.folders import check_files, record_files
-from data.record_store import open_records
+from data.record_store import open_records, readable
 from data.report import Report, SourceReport
 from data.sources import Source
 
@@ -79,11 +79,8 @@ class Documents:
         return len(self._numbers)
 
     def __getitem__(self, number: int) -> Document:
-        try:
+        with readable(self.folder, "a document"):
             record = self._store[int(self._numbers[number])]
-        except Exception as error:  # array_record and tensorflow-datasets raise RuntimeError and others of their own
-            raise UserError(f"{self.folder}: a document cannot be read ({_first_line(error)}); if this folder is deleted, the "
-                            "same command makes it again") from error
         return Document(
             record["tokens"], record["loss_mask"].astype(bool), int(record["source"]), record["record_id"].decode()
         )
@@ -206,12 +203,7 @@ def read(folder: Path) -> Stored:
     except (PermissionError, UserError):
         raise
     except Exception as error:  # zipfile, zlib, numpy, json and tensorflow-datasets raise a dozen kinds of their own
-        raise UserError(f"{folder}: {name} is damaged ({_first_line(error)})") from error
-
-
-def _first_line(error: BaseException) -> str:
-    text = error.strerror if isinstance(error, OSError) else str(error)
-    return (text or type(error).__name__).splitlines()[0][:200]
+        raise UserError(f"{folder}: {name} is damaged ({first_line(error)})") from error
 
 
 def open_folder(folder: Path, stored: Stored, sources: list[Source], context_length: int) -> Prepared:

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from data.errors import UserError, first_line
+
 
 def write_records(folder: Path, split: str, features: Callable[[ModuleType], dict[str, Any]],
                   records: Callable[[], Iterator[tuple[int, dict]]], name: str = "longstripe") -> None:
@@ -54,6 +56,21 @@ def open_records(folder: Path, split: str) -> Sequence[dict]:
     import tensorflow_datasets as tfds
 
     return tfds.builder_from_directory(str(folder / split)).as_data_source(split=split)
+
+
+@contextlib.contextmanager
+def readable(folder: Path, what: str) -> Iterator[None]:
+    """Within the context, an error of opening or reading records is a UserError that names their prepared folder.
+
+    Args:
+        folder: the prepared folder, as a whole.
+        what: what a record is, such as `a document`.
+    """
+    try:
+        yield
+    except Exception as error:  # array_record and tensorflow-datasets raise RuntimeError and others of their own
+        raise UserError(f"{folder}: {what} cannot be read ({first_line(error)}); if this folder is deleted, the same command "
+                        "makes it again") from error
 
 
 @contextlib.contextmanager

@@ -100,8 +100,8 @@ def read_records(path: File, report: SourceReport, advance: Advance | None = Non
         advance: called with the number of bytes of each read.
 
     Raises:
-        UserError: the file is missing or empty, not UTF-8, or neither a list nor lines of JSON; or a record within a list is
-            malformed: where the next one begins is unknown, so that all records after it would be lost.
+        UserError: the file is missing or empty, not UTF-8, or neither a list nor lines of JSON; a record within a list is
+            malformed: where the next one begins is unknown, so that all records after it would be lost; or text follows a list.
     """
     if not path.exists():
         raise UserError(f"{path}: no such file; {WOULD_WORK}")
@@ -126,6 +126,7 @@ def _read_list(window: _Window, report: SourceReport) -> Iterator[object]:
     while True:
         character = window.peek()
         if character == "]":
+            _check_end(window, count)
             return
         if character == "," and count:
             window.offset += 1
@@ -154,6 +155,14 @@ def _read_list(window: _Window, report: SourceReport) -> Iterator[object]:
             report.drop(LONG_NUMBER)
         else:
             yield value
+
+
+def _check_end(window: _Window, count: int) -> None:
+    """Raises UserError if anything but white space follows the end of the list, such as a second list."""
+    window.offset += 1
+    if window.peek():
+        raise UserError(f"{window.path}: text follows the JSON list after record {count}, and all of it would be lost; one "
+                        "list, or one JSON record a line, would work")
 
 
 class _LongNumber:

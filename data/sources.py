@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from jaxtyping import Int, Int32
 
-from data import paths
+from data import hub, paths
 from data.clean import CleanConfig, Cleaner, Drop, own_id
 from data.conversation import Conversation, Record, Text, Tokens
-from data.errors import UserError
+from data.errors import UserError, first_line
 from data.paths import File
 from data.records import MAX_BYTES, Advance, read_records, would_fit
 from data.report import Report, SourceReport
@@ -94,6 +94,13 @@ class Source:
             raise UserError(f"{self.path}: no {' or '.join(suffixes)} file in this folder; {self.would_work}")
         return files
 
+    def other_splits(self) -> list[str]:
+        """Returns the files of a data set of the hub that are named as a split to measure on, read beside others.
+
+        What lies in a folder of the user's own is there for a purpose, whatever its name.
+        """
+        return hub.other_splits([str(file) for file in self.files()]) if hub.is_hub_dataset(self.path) else []
+
 
 def read(
     source: Source,
@@ -127,7 +134,7 @@ def read(
                 source_report.keep()
                 yield replace(record, file=source_report.file, line=source_report.line)
     if not source_report.records:
-        raise UserError(f"{source.path}: a JSON list without records; {source.would_work}")
+        raise UserError(f"{source.path}: holds no records; {source.would_work}")
     if not source_report.kept:
         kind = "conversation" if source.format == "sharegpt" else source.format
         raise UserError(
@@ -173,7 +180,7 @@ def _read_parquet(file: File, report: SourceReport) -> Iterator[dict]:
     except UserError:
         raise
     except Exception as error:  # a damaged page may raise any of Arrow's errors and of Python's
-        raise UserError(f"{file}: cannot be read as Parquet ({_first_line(error)}); a whole file would work") from None
+        raise UserError(f"{file}: cannot be read as Parquet ({first_line(error)}); a whole file would work") from None
     finally:
         report.notes += [f"{file}: {count} values of the column {name} cannot be read and are left out"
                          for name, count in unreadable.items()]
@@ -192,10 +199,6 @@ def _rows(batch: "pyarrow.RecordBatch", unreadable: Counter[str]) -> list[dict]:
             except Exception:
                 unreadable[name] += 1
     return rows
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0][:200]
 
 
 def _read_text(file: File, source: Source) -> str:
@@ -220,7 +223,7 @@ def _read_npy(file: File, source: Source) -> Iterator[Int[np.ndarray, " n"]]:
     except UserError:
         raise
     except Exception as error:  # numpy raises ValueError, EOFError, SyntaxError and others of its own, and those of zipfile
-        raise UserError(f"{file}: cannot be read as .npy ({_first_line(error)}); {source.would_work}") from None
+        raise UserError(f"{file}: cannot be read as .npy ({first_line(error)}); {source.would_work}") from None
     if not isinstance(array, np.ndarray):
         raise UserError(f"{file}: is an .npz with several arrays; {source.would_work}")
     if array.ndim not in (1, 2):

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Int
 
 from data.engines import ControlToken, Engine, HuggingFace, Sentencepiece, TokenSpan
-from data.errors import UserError
+from data.errors import UserError, first_line
 
 # The files of a tokenizer. A saved tokenizer has those of them that the original had.
 FILES = (
@@ -105,11 +105,10 @@ class Tokenizer:
             raise UserError(f"{path}: no such file or folder; {WOULD_WORK}")
         try:
             engine = HuggingFace(files) if "tokenizer.json" in files else Sentencepiece(files)
-        except UserError:
-            raise
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from None
         except Exception as error:  # both libraries raise bare Exception or RuntimeError
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise UserError(f"{path}: cannot be read as a tokenizer ({reason[:200]}); {WOULD_WORK}") from None
+            raise UserError(f"{path}: cannot be read as a tokenizer ({first_line(error)}); {WOULD_WORK}") from None
         return cls(files, engine, str(path))
 
     def with_controls(self, tokens: Iterable[str]) -> "Tokenizer":

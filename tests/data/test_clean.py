@@ -123,8 +123,19 @@ def test_busy_replies_end_a_conversation_and_talk_about_them_does_not():
     assert contents(talk("a", "b", "c", busy), rate_limits=False) == ["a", "b", "c", busy]
     assert len(contents(talk(busy, "You were too quick."))) == 2
     assert len(contents(talk("What is it?", f"{busy[:-1]}: the service says so " + "when it is asked too much. " * 20))) == 2
-    with pytest.raises(Drop, match="busy"):
+    with pytest.raises(Drop, match="the only answer is a service's error message"):
         contents(talk("a", busy, "b", "c", system="s"))
+
+
+@pytest.mark.parametrize("apostrophe", ["'", "’"])
+def test_either_apostrophe_is_one(apostrophe):
+    busy = f"You{apostrophe}ve reached our usage limit. Try again later."
+    assert contents(talk("a", "b", "c", busy)) == ["a", "b"]
+    for refusal in ("I'm sorry, but I can't help with that.", "I can't assist with it.", "Well, I'm just an AI of few words."):
+        refusal = refusal.replace("'", apostrophe)
+        assert contents(talk("a", refusal)) == ["a", refusal]
+        with pytest.raises(Drop, match="refusal"):
+            contents(talk("a", refusal), refusals=True)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_it_goes_on_where_the_connection_broke(server, tmp_path):
 
 def test_a_later_call_goes_on(server, tmp_path):
     server.breaks = [1_000_000] + [0] * 3
-    with pytest.raises(UserError, match="after 3 attempts without a byte more; 1,000,000 bytes are kept"):
+    with pytest.raises(UserError, match="after 3 attempts without progress; 1,000,000 bytes are kept"):
         fetched(server, tmp_path, attempts=3)
     server.breaks.clear()
     assert fetched(server, tmp_path) == CONTENT and server.ranges[-1] == "bytes=1000000-"

@@ -9,14 +9,18 @@ import pytest
 
 from data import paths
 from data.errors import UserError
+from data.prepare import prepare
 from data.report import Report
 from data.sources import Source, read
+from data.tokenizer import Tokenizer
+from tests.conftest import REPOSITORY
 
 CHATS = [{"conversations": [{"from": "human", "value": f"Question {n}?"}, {"from": "gpt", "value": f"Answer {n}."}]}
          for n in range(4)]
 FILES = {"README.md": b"a card", "train.jsonl": "\n".join(map(json.dumps, CHATS[:3])).encode(),
          "more/b.jsonl.gz": gzip.compress(json.dumps(CHATS[3]).encode()), "more/weights.bin": bytes(1000)}
 SHA = "a" * 40
+PARQUET = "refs%2Fconvert%2Fparquet"
 
 
 class Hub(http.server.BaseHTTPRequestHandler):
@@ -30,7 +34,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self.server.requests.append(path)
         if not path.startswith(("/api/datasets/me/chats", "/datasets/me/chats")):
             return self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"}, body)
-        if path.startswith("/api/") and not path.endswith(("/chats", "/revision/main", f"/{SHA}")):
+        if path.startswith("/api/") and not path.endswith(("/chats", "/revision/main", f"/revision/{PARQUET}", f"/{SHA}")):
             return self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"}, body)
         if "/tree/" in path:
             tree = [{"type": "file", "oid": "b" * 40, "size": len(content), "path": name} for name, content in FILES.items()]
@@ -79,6 +83,8 @@ def answers(path):
     ("hf://datasets/me/chats@main/", ["Answer 3.", "Answer 0.", "Answer 1.", "Answer 2."], ["more/b.jsonl.gz", "train.jsonl"]),
     ("hf://datasets/me/chats/train.jsonl", ["Answer 0.", "Answer 1.", "Answer 2."], ["train.jsonl"]),
     (f"hf://datasets/me/chats@{SHA}/more", ["Answer 3."], ["more/b.jsonl.gz"]),
+    ("hf://datasets/me/chats@refs/convert/parquet/more", ["Answer 3."], ["more/b.jsonl.gz"]),
+    (f"hf://datasets/me/chats@{PARQUET}/more", ["Answer 3."], ["more/b.jsonl.gz"]),
 ])
 def test_what_is_named_is_downloaded_once_and_read(hub, path, expected, sent):
     files = paths.find_files(path, (".json", ".jsonl", ".parquet"))
@@ -87,6 +93,57 @@ def test_what_is_named_is_downloaded_once_and_read(hub, path, expected, sent):
     hub.sent.clear()
     assert answers(path) == expected
     assert hub.sent == []
+
+
+@pytest.mark.parametrize("is_cached", [False, True], ids=["downloaded", "cached"])
+def test_what_the_hub_says_about_a_data_set_is_no_record(hub, monkeypatch, is_cached):
+    """Also where another program has put all files into the cache; a file that the path names is read."""
+    for name, content in {"more/README.md": b"another card", "dataset_infos.json": b"{}", "a.txt": b"a text"}.items():
+        monkeypatch.setitem(FILES, name, content)
+    if is_cached:
+        huggingface_hub.snapshot_download("me/chats", repo_type="dataset", endpoint=huggingface_hub.constants.ENDPOINT)
+    texts = [record.text for record in read(Source("hf://datasets/me/chats/README.md", "text"), Report())]
+    assert texts == ["a card"]
+    hub.sent.clear()
+    files = paths.find_files("hf://datasets/me/chats", (".txt", ".md"))
+    assert [str(file).partition(f"/{SHA}/")[2] for file in files] == ["a.txt"]
+    assert hub.sent == ([] if is_cached else ["a.txt"])
+    assert answers("hf://datasets/me/chats") == ["Answer 3.", "Answer 0.", "Answer 1.", "Answer 2."]
+
+
+def test_a_card_in_a_folder_of_the_users_own_is_a_text(tmp_path):
+    (tmp_path / "README.md").write_text("mine")
+    assert [record.text for record in read(Source(str(tmp_path), "text"), Report())] == ["mine"]
+
+
+@pytest.mark.parametrize(("names", "others"), [
+    (["train.jsonl", "test.jsonl"], ["test.jsonl"]),
+    (["data/train-00000-of-00001.jsonl", "data/validation-00000-of-00001.jsonl"], ["validation-00000-of-00001.jsonl"]),
+    (["default/train/0.jsonl", "default/test/0.jsonl", "default/test/1.jsonl"], ["test/0.jsonl", "test/1.jsonl"]),
+    (["test/0.jsonl", "test/1.jsonl"], []), (["contest.jsonl", "latest.jsonl"], []), (["test.jsonl"], []),
+])
+def test_a_split_to_measure_on_among_others_is_named(hub, monkeypatch, names, others):
+    for name in [*FILES]:
+        monkeypatch.delitem(FILES, name)
+    for name in names:
+        monkeypatch.setitem(FILES, name, json.dumps(CHATS[0]).encode())
+    assert Source("hf://datasets/me/chats").other_splits() == others
+
+
+def test_the_report_warns_of_a_split_to_measure_on(hub, monkeypatch, tmp_path):
+    """Of the sources to train on, once; not of those that are held out, nor of folders of the user's own."""
+    for number in range(7):
+        monkeypatch.setitem(FILES, f"test-{number}.jsonl", json.dumps(CHATS[3]).encode())
+    own = tmp_path / "own"
+    own.mkdir()
+    for name in ("train.jsonl", "test.jsonl"):
+        (own / name).write_bytes(FILES["train.jsonl"])
+    whole = Source("hf://datasets/me/chats")
+    prepared = prepare([whole, Source(str(own))], Tokenizer.load(REPOSITORY / "data/fixtures/tiny_tokenizer"), 64,
+                       tmp_path / "prepared", held_out_sources=[whole], progress=False)
+    names = ", ".join(f"test-{number}.jsonl" for number in range(5))
+    assert [line for line in prepared.report.summary().splitlines() if line.startswith("warning")] == [
+        f"warning: {whole.path}: also reads {names}, ...; name the folder or file of the training split to leave them out"]
 
 
 @pytest.mark.parametrize("offline", [True, False])

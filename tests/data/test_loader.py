@@ -1,5 +1,6 @@
 """Prepared folders and the loader: rows compared with a simple implementation, reuse, and resumption at a step."""
 
+import gzip
 import json
 import os
 import pickle
@@ -15,7 +16,7 @@ from data.batch import permute
 from data.clean import CleanConfig
 from data.errors import UserError
 from data.loader import Loader
-from data.prepare import prepare
+from data.prepare import _Job, prepare
 from data.sources import Source
 from data.templates import render
 from data.tokenizer import Tokenizer
@@ -160,6 +161,29 @@ def test_prepared_folder_is_reused_by_content_and_made_anew_by_any_change(prepar
     assert not list(folder.glob(".*"))  # nothing half-made is left
 
 
+@pytest.mark.parametrize(("answer", "options", "is_made_anew"), [
+    ("You’ve reached our usage limit.", {}, True), ("you&rsquo;ve reached", {}, True), ("I’m sorry, but I can’t.", {}, False),
+    ("I’m sorry, but I can’t.", {"refusals": True}, True), ("You've reached our limit. I can't.", {"refusals": True}, False),
+    ("You’ve reached our usage limit.", {"rate_limits": False}, False), ("a ’quoted’ word", {"refusals": True}, False),
+])
+@pytest.mark.parametrize("form", ["escaped", "UTF-8", "gzip", "text"])
+def test_only_folders_that_the_apostrophes_rules_may_change_are_made_anew(
+    tokenizer, tmp_path, monkeypatch, answer, options, is_made_anew, form
+):
+    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "human", "value": "c"}]
+    record = {"conversations": [*turns, {"from": "gpt", "value": answer}], "text": "a"}
+    content = json.dumps([record], ensure_ascii=form != "UTF-8").encode()
+    path = tmp_path / ("a.json.gz" if form == "gzip" else "a.json")
+    path.write_bytes(gzip.compress(content) if form == "gzip" else content)
+    folders = set()
+    for rules in (b"apostrophes-1", b""):  # without rules, a folder has the name that earlier releases gave it
+        monkeypatch.setattr("data.prepare.APOSTROPHE_RULES", rules)
+        source = Source(str(path), "text" if form == "text" else "sharegpt")
+        folders.add(_Job([source], 1, tokenizer, LENGTH, 0.0, CleanConfig(**options), "all").key())
+    may_differ = form != "text" and (is_made_anew or (form == "gzip" and options.get("rate_limits", True)))
+    assert len(folders) == 1 + may_differ
+
+
 def test_data_that_another_process_prepared_is_opened_without_its_sources(prepared, tokenizer, tmp_path):
     missing, folder = [Source(str(tmp_path / "gone.json"))], prepared.folder
     opened = prepare(missing, tokenizer, LENGTH, folder.parent, **OPTIONS, key=folder.name)
@@ -275,7 +299,7 @@ def test_several_processes_write_what_one_does(small, name, tmp_path, monkeypatc
         (d.tokens.tolist(), d.loss_mask.tolist(), d.record_id) for d in _documents(several.train)
     ]
     assert single.train[len(single.train) - 1].tokens.tolist().count(tokenizer.vocab_size - 1) == 1
-    assert single.report.sources[2].repaired == {"typed in a turn, kept as letters: </s>": 1}
+    assert single.report.sources[2].repaired == {"control token in a turn's text, encoded as plain text: </s>": 1}
     assert single.report.sources == several.report.sources and single.folder.name == several.folder.name
     dropped = [sorted(made.report.dropped_file.read_text().splitlines()) for made in (single, several)]
     assert dropped[0] == dropped[1] and any("tool" in json.loads(line)["reason"] for line in dropped[0])
@@ -301,6 +325,13 @@ def test_weights_mix_sources_and_the_mix_resumes(small, tokenizer, tmp_path):
     assert other.folder == made.folder and Loader(other, LENGTH, 4, seed=1).fingerprint != loader.fingerprint
 
 
+def test_weights_that_leave_nothing_are_told_with_their_field(small, tokenizer, tmp_path):
+    made = prepare([Source(str(small), weight=1e-9)], tokenizer, LENGTH, tmp_path, progress=False)
+    said = r"^data\.sources: their weights, 1e-09 to 1e-09, leave no document in 100 epochs; larger ones would work$"
+    with pytest.raises(UserError, match=said):
+        Loader(made, LENGTH, 4, seed=1).locate(0)
+
+
 def test_no_data_is_an_error(small, tokenizer, tmp_path):
     with pytest.raises(UserError, match=r"data\.sources is empty"):
         prepare([], tokenizer, 64, tmp_path)
@@ -313,6 +344,18 @@ def test_no_data_is_an_error(small, tokenizer, tmp_path):
     with pytest.raises(UserError, match="no document"):
         Loader(prepare([Source(str(small))], tokenizer, 64, tmp_path, progress=False), 64, 1, 0, split="held_out")
     assert not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize(("context_length", "fraction", "words"), [
+    (1, 0.0, r"data\.context_length: found 1, which leaves no token to predict; 2 or more would work"),
+    (64, 1.0, r"data\.held_out_fraction: found 1\.0; a number from 0 to less than 1 would work"),
+    (64, 0.9999, r"data\.held_out_fraction: found 0\.9999, which takes all of 1 records and leaves nothing to train on"),
+])
+def test_an_option_that_does_not_work_is_told_with_its_field(tokenizer, tmp_path, context_length, fraction, words):
+    (tmp_path / "book.txt").write_text("Once upon a time there was a word. " * 4)
+    with pytest.raises(UserError, match=f"^{words}"):
+        prepare([Source(str(tmp_path / "book.txt"), "text")], tokenizer, context_length, tmp_path / "prepared",
+                held_out_fraction=fraction, progress=False)
 
 
 def test_permute_moves_every_array(prepared):

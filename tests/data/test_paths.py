@@ -41,6 +41,18 @@ def test_where_results_go_is_known_before_the_work(check, tmp_path):
         check(full)
 
 
+@pytest.mark.parametrize(("variable", "expected"), [
+    ("~/own", "home/own"), ("", "home/.cache/longstripe"), (None, "home/.cache/longstripe"), ("/elsewhere", "/elsewhere"),
+])
+def test_the_cache_is_where_the_environment_says(tmp_path, monkeypatch, variable, expected):
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("LONGSTRIPE_CACHE", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("LONGSTRIPE_CACHE", variable)
+    assert paths.cache_folder("xla") == tmp_path / expected / "xla"
+    assert paths.local_folder("gs://bucket/prepared") == tmp_path / expected / "prepared"
+
+
 def put(system, path, content):
     with system.open(path, "wb") as file:
         file.write(content)

@@ -52,7 +52,7 @@ def test_dirty_dump_is_counted_record_by_record(repository):
             "no conversations or messages": 1,
             "not a record": 1,
             "cut off or malformed JSON": 1,
-            "no answer but a busy service's": 1,
+            "the only answer is a service's error message": 1,
             "duplicate": 1,
         }
     )
@@ -62,7 +62,7 @@ def test_dirty_dump_is_counted_record_by_record(repository):
             "unanswered last turn dropped": 1,
             "broken characters replaced": 1,
             "HTML turned into markdown": 1,
-            "cut before a busy service's reply": 1,
+            "cut before a service's error message": 1,
         }
     )
     assert len(report.notes) == 1 and "record 30" in report.notes[0]
@@ -128,11 +128,13 @@ def test_records_longer_than_a_chunk_and_lines(tmp_path, monkeypatch):
         (None, "no such file"),
         (b"", "empty"),
         (b" \n ", "empty"),
-        (b"[]", "without records"),
+        (b"[]", "data.json: holds no records; records with turns"),
         (b"hello", "not JSON"),
         (b'[{"conversations": []}, 3]', "1 x empty record"),
         (b'[{"conversations": [{"from": "human", "value": "\xff"}]}]', "UTF-8"),
         (b'{\n "a": 1\n}', "none of its"),
+        (b'[{"text": "a"}, {"text": "b"}]\n[{"text": "c"}]', "text follows the JSON list after record 2, and all of it"),
+        (b'[{"text": "a"}]' + b" " * 70_000 + b"x", "text follows the JSON list after record 1, and all of it"),
         (b'[{"text": "a"}, {"text": "b" "id": 2}, {"text": "c"}, {"text": "d"}]', "record 2 is malformed (Expecting ','"),
         (b'[{"text": "a"}, {"text": "b}, {"text": "c"}, {"text": "d"}]', "record 2 is malformed (Expecting ','"),
         (b'[{"text": "a"}, {text: "b"}, {"text": "c"}, {"text": "d"}]', "record 2 is malformed (Expecting property name"),
@@ -146,6 +148,24 @@ def test_a_useless_file_is_an_error_of_one_line(tmp_path, content, reason):
         _read(path)
     message = str(caught.value)
     assert str(path) in message and reason in message and "would work" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["empty.parquet", "empty.npy"])
+def test_a_table_or_array_without_rows_is_named(tmp_path, name):
+    if name == "empty.npy":
+        np.save(tmp_path / name, np.zeros((0, 5), np.int32))
+    else:
+        parquet.write_table(pyarrow.table({"tokens": pyarrow.array([], pyarrow.list_(pyarrow.int32()))}), tmp_path / name)
+    with pytest.raises(UserError, match=rf"^{tmp_path / name}: holds no records; a \.npy array of integers, or .* would work$"):
+        _read(tmp_path / name, format="tokens")
+
+
+@pytest.mark.parametrize("chunk", [7, 1 << 20])
+def test_white_space_may_follow_a_list(tmp_path, monkeypatch, chunk):
+    monkeypatch.setattr("data.records.CHUNK", chunk)
+    (tmp_path / "data.json").write_text(json.dumps([{"conversations": _CONVERSATION}]) + " \r\n\t" * 20)
+    conversations, report = _read(tmp_path / "data.json")
+    assert len(conversations) == 1 and report.notes == []
 
 
 @pytest.mark.parametrize("end", [".json.gz", ".jsonl.gz", ".parquet"])

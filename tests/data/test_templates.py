@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import re
+import shutil
 import time
 from pathlib import Path
 
@@ -241,6 +242,18 @@ def test_lacking_control_tokens_are_refused_or_added(tmp_path, folder):
         assert [theirs.convert_tokens_to_ids(token) for token in tokens] == [again.control_id(t) for t in tokens]
         assert end_ids("tokenizer", again) == end_ids(template, grown) == (grown.control_id(tokens[-1]),)
         assert _ids(render(_messages(TALK), "tokenizer", again)) == _ids(render(_messages(TALK), template, grown))
+
+
+@pytest.mark.parametrize(("template", "words"), [
+    ("vicuna", r"found 'vicuna'; did you mean vicuna_v1\.1\? vicuna_v1\.1, koala, .*, tokenizer would work$"),
+    ("?", r"found '\?'; vicuna_v1\.1, koala, .*, tokenizer would work$"),
+    ("tokenizer", "found 'tokenizer', and this tokenizer has no chat template; vicuna_v1.1 would work$"),
+    ("koala", "found 'koala', which writes EOS, and the tokenizer names no eos_token; one that is named .* would work$"),
+])
+def test_a_template_that_cannot_be_used_is_told_with_its_field(tmp_path, template, words):
+    shutil.copy(TINY / "tokenizer.json", tmp_path)
+    with pytest.raises(UserError, match=r"^data\.template, or the template of one of data\.sources: " + words):
+        jinja_template(template, Tokenizer.load(tmp_path))
 
 
 def test_templates_that_need_no_control_tokens_end_answers_with_eos():

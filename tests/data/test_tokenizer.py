@@ -37,7 +37,7 @@ def test_tokens_that_a_folder_adds_to_a_sentencepiece_model_keep_their_ids(tmp_p
     for again in (grown, Tokenizer.load(tmp_path / "saved")):
         assert {**added, "<|eot_id|>": 1003}.items() <= {text: token.id for text, token in again.controls.items()}.items()
     (tmp_path / "added_tokens.json").write_text(json.dumps({"[SEP]": 1005}))
-    with pytest.raises(UserError, match=r"'\[SEP\]' has id 1005, the one before it"):
+    with pytest.raises(UserError, match=rf"^{tmp_path}: the added token '\[SEP\]' has id 1005, the one before it"):
         Tokenizer.load(tmp_path)
 
 

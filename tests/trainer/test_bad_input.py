@@ -86,7 +86,7 @@ def spoil_checkpoint(checkpoint: pathlib.Path) -> str:
     [
         (None, ["no such file"]),
         ("", ["the file is empty"]),
-        ("[]", ["without records"]),
+        ("[]", ["holds no records"]),
         ("hello", ["not JSON"]),
         ('[{"conversations": []}, {"text": "a"}]', ["none of its 2 records is a usable conversation", "1 x empty record"]),
         ('[{"conversations": [{"from": "human"', ["none of its 1 records", "cut off"]),

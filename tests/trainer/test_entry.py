@@ -29,7 +29,7 @@ jax.jit(lambda x: x + 1)(1.0).block_until_ready()
 @pytest.mark.parametrize("named", [True, False], ids=["by the recipe", "by the environment"])
 def test_compiled_programs_are_kept_where_it_is_said(tmp_path, repository, named):
     subprocess.run([sys.executable, "-c", PROGRAM, *(["~/shared"] if named else [])], cwd=repository, check=True,
-                   env={**os.environ, "LONGSTRIPE_CACHE": str(tmp_path / "own"), "HOME": str(tmp_path)})
+                   env={**os.environ, "LONGSTRIPE_CACHE": "~/own", "HOME": str(tmp_path)})
     kept = {path.relative_to(tmp_path).parts[0] for path in tmp_path.rglob("*") if path.is_file()}
     assert kept == {"shared" if named else "own"}
 

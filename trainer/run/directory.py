@@ -29,7 +29,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from data.errors import UserError
-from data.paths import no_pattern
+from data.paths import checkpoint_path
 from trainer.config import load as configuration
 from trainer.config.fields import SECTIONS
 from trainer.config.schema import RunConfig
@@ -142,7 +142,7 @@ def check_run(config: RunConfig, first: bool = True, steps_known: bool = True) -
         there.
     """
     run = RunDirectory(config.folder)
-    no_pattern(run.folder, "run_dir")
+    checkpoint_path(run.folder, "run_dir")
     if run.folder.exists() and not run.folder.is_dir():
         raise UserError(f"{run.folder}: is a file; give another --run_dir")
     if first:

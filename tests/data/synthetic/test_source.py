@@ -1,7 +1,9 @@
 """Generated exercises: deterministic, right, of all sizes, and without a pair of key and value that evaluation has."""
 import collections
 import itertools
+import os
 import re
+from pathlib import Path
 
 import pytest
 
@@ -107,7 +109,8 @@ def test_short_contexts_have_lines_to_choose_from_and_room_for_the_template(repo
 
 
 def test_files_are_kept_and_depend_on_all_that_changes_them(tmp_path, monkeypatch):
-    monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("LONGSTRIPE_CACHE", "~/own")
     calls = collections.Counter()
 
     def counted(text):
@@ -116,10 +119,31 @@ def test_files_are_kept_and_depend_on_all_that_changes_them(tmp_path, monkeypatc
 
     path = "synthetic:lines?count=4"
     first = write(path, 500, counted, "a")
+    assert first.parent == tmp_path / "own/synthetic"
     before = calls["count"]
     assert write(path, 500, counted, "a") == first and calls["count"] == before
     others = {write(path, 600, counted, "a"), write(path, 500, counted, "b"), write(f"{path}&seed=1", 500, counted, "a")}
     assert len(others | {first}) == 4 and len(first.read_text().splitlines()) == 4
+
+
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch):
+    """After a loss of power it is whole or not there; one that an earlier release left empty is written again."""
+    monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path))
+    events, rename = [], os.replace
+
+    def replace(scratch, file):
+        events.append(("rename", Path(scratch)))
+        rename(scratch, file)
+
+    monkeypatch.setattr("data.synthetic.source.os.replace", replace)
+    monkeypatch.setattr("data.synthetic.source.sync", lambda path: events.append(("sync", path)))
+    file = write("synthetic:lines?count=4", 500, count, "a")
+    (first, scratch), renamed, last = events
+    assert first == "sync" and renamed == ("rename", scratch) and last == ("sync", file.parent)
+    content = file.read_text()
+    file.write_text("")
+    assert write("synthetic:lines?count=4", 500, count, "a") == file and file.read_text() == content
+    assert events[3][1] != scratch and list(file.parent.iterdir()) == [file]
 
 
 @pytest.mark.parametrize(("path", "words"), [

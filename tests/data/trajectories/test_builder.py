@@ -37,6 +37,18 @@ def test_steps_have_rlds_flags(tmp_path):
         assert steps["reward"].shape == steps["discount"].shape == (length + 1,)
 
 
+def test_episodes_that_were_damaged_since_the_start_are_named(tmp_path):
+    folder_of(tmp_path / "data", count=4)
+    prepared = prepare_trajectories(tmp_path / "data", TASK.name, tmp_path / "prepared")
+    path, = (prepared.folder / "episodes").glob("*array_record*")
+    content = bytearray(path.read_bytes())
+    content[100 : len(content) // 2] = bytes(len(content) // 2 - 100)
+    path.write_bytes(content)
+    named = rf"^{prepared.folder}: an episode cannot be read \(.*\); if this folder is deleted, the same command makes it"
+    with pytest.raises(UserError, match=named):
+        [prepared.episode(number) for number in range(len(prepared))]
+
+
 def test_lengths_may_differ(tmp_path):
     buffer = folder_of(tmp_path / "data", count=2, steps=20)
     write_episode(buffer, "made", 3, episode(3, steps=12))
