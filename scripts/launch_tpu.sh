@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Trains on a TPU slice of Google Cloud, which it creates, installs and deletes:
+# Trains on a TPU slice of Google Cloud. It creates and installs the slice; `delete` deletes it, which `run` does not do when
+# training has ended:
 #
 #   scripts/launch_tpu.sh run NAME --zone Z --type v5p-128 --version V [--spot] [...] -- --config configs/R.yaml [...]
 #   scripts/launch_tpu.sh create|install|start|follow|stop|delete NAME --zone Z [...]

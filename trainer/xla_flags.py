@@ -115,7 +115,7 @@ def gpu_memory(plan: Mapping[str, Any] | None, host_gib: float, environment: Map
     """Returns the environment variables that set how much memory JAX may take, without those that the user has set.
 
     Args:
-      plan: as `python -m scripts.plan --output` writes it, for GPUs; None allows what the machine has.
+      plan: as `python -m scripts.plan --compile --output` writes it, for GPUs; None allows what the machine has.
       host_gib: the memory of this host.
 
     Raises:
@@ -144,7 +144,7 @@ def gpu_memory(plan: Mapping[str, Any] | None, host_gib: float, environment: Map
 
 
 def read_plan(path: str) -> dict[str, Any]:
-    """Returns a plan of `python -m scripts.plan --output`, or the longest one of its --search.
+    """Returns a plan of `python -m scripts.plan --compile --output`, or the longest one of its --search.
 
     Raises:
       UserError: the file is none.
@@ -156,7 +156,8 @@ def read_plan(path: str) -> dict[str, Any]:
             return plan
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
         pass
-    raise UserError(f"--plan: found no plan in {path}; python -m scripts.plan --output FILE writes one")
+    raise UserError(f"--plan: found no compiled plan in {path}; python -m scripts.plan --compile --output FILE "
+                    "writes one")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -166,8 +167,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("platform", choices=sorted(FLAGS))
     parser.add_argument("--generation", choices=TPUS, default=generation(), help="of the TPUs (default: this host's)")
     parser.add_argument("--why", action="store_true", help="print each flag with its reason instead, those of all generations")
-    parser.add_argument("--plan", metavar="FILE", help="for gpu: the plan of this run, as scripts.plan --output writes it; its "
-                        "memory is allowed, and one that needs more than this machine has is refused")
+    parser.add_argument("--plan", metavar="FILE", help="for gpu: the plan of this run, as scripts.plan --compile --output writes "
+                        "it; its memory is allowed, and one that needs more than this machine has is refused")
     args = parser.parse_args(argv)
     if not args.why:
         try:
