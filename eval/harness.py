@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
     parser = entry.CommandParser(prog="python -m eval.harness", description=__doc__.splitlines()[0], allow_abbrev=False)
-    runner.add_flags(parser, new_tokens=256)
+    runner.add_flags(parser, new_tokens=256, continues=False)
     parser.add_argument("--tasks", required=True, help="names of tasks, with commas between them")
     parser.add_argument("--include-path", metavar="DIR", help="folder with tasks of your own")
     parser.add_argument("--few-shot", type=int, help="number of examples before a question (default: the task's own)")
