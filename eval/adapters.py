@@ -1,4 +1,4 @@
-"""Adapters of evaluations' command lines: several of one base, one after the other, and how the weights beside them lie."""
+"""Adapters of evaluations' command lines: several of one base, one after the other, and the quantization of the base."""
 from __future__ import annotations
 
 import argparse
@@ -20,8 +20,8 @@ def add_flags(parser: argparse.ArgumentParser, several: bool) -> None:
     also = "; several are evaluated one after the other, each into a folder of its name in --output" if several else ""
     parser.add_argument("--adapter", metavar="FOLDER", nargs="+" if several else None, help="an adapter beside the model: a "
                         "folder that peft has written, or a run with adapters" + also)
-    parser.add_argument("--quantize", choices=get_args(Quantization), help="how the weights beside the adapter lie (default: "
-                        "as in training for a run, none for a folder that peft has written)")
+    parser.add_argument("--quantize", choices=get_args(Quantization), help="quantization of the base weights (default: as in "
+                        "training for a run; none for a PEFT folder)")
 
 
 def each_adapter(evaluate: Callable[[argparse.Namespace], Any], args: argparse.Namespace) -> None:
@@ -36,7 +36,7 @@ def each_adapter(evaluate: Callable[[argparse.Namespace], Any], args: argparse.N
 
 
 def beside(source: ModelSource, args: argparse.Namespace) -> AdapterConfig:
-    """Returns the adapter that stands beside a model, with its weights as the command line says; of rank 0 for none.
+    """Returns a model's adapter, with the base quantized as the command line says; one of rank 0 for a whole model.
 
     Raises:
       UserError: --quantize, without an adapter.
@@ -44,6 +44,6 @@ def beside(source: ModelSource, args: argparse.Namespace) -> AdapterConfig:
     if source.adapter is not None:
         return dataclasses.replace(source.adapter.config, quantize=args.quantize or source.adapter.config.quantize)
     if args.quantize:
-        raise UserError(f"--quantize: found {args.quantize}; {args.checkpoint} is a whole model, and only weights beside an "
-                        "adapter lie as codes; --adapter names one")
+        raise UserError(f"--quantize: found {args.quantize}; {args.checkpoint} is a whole model, and only the base of an "
+                        "adapter can be quantized; --adapter names one")
     return AdapterConfig()

@@ -41,8 +41,7 @@ def make_cases(count: Callable[[runner.Prompt], int], lengths: Sequence[int], al
                 return suite.Case(f"{requests} alike", runner.Prompt(turns, NEW_TOKENS), (beginning, reply), tokens,
                                   scoring="similarity")
 
-            units = suite.fit(make, tokens, count)
-            cases += [make(units, sample) for sample in range(each)]
+            cases += suite.cases_of(make, tokens, count, each)
     return cases
 
 

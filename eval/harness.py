@@ -4,14 +4,17 @@
 
 Tasks are names that lm-eval knows, or YAML files below --include-path, which may take local JSON files. With --chat questions
 are asked in the model's own chat template. Prompts longer than --length are cut at their beginning; how many is printed and
-written. Needs lm-eval: pip install -r requirements-eval.txt. Writes results.json, and what lm-eval returns to lm_eval.json.
+written. Answers are as long as a task says, and greedy: a task that asks for sampling is refused. Needs lm-eval: pip install -r
+requirements-eval.txt. Writes results.json, and what lm-eval returns to lm_eval.json.
 """
 from __future__ import annotations
 
 import argparse
+import bisect
 import dataclasses
+import itertools
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from data.conversation import Message
@@ -25,11 +28,16 @@ from trainer import entry
 if TYPE_CHECKING:
     from model.decode import Generator
 
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+"""What tasks call the most tokens of an answer; lm-eval takes the first that is there."""
+
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Returns the options of the command line."""
     parser = entry.CommandParser(prog="python -m eval.harness", description=__doc__.splitlines()[0], allow_abbrev=False)
-    runner.add_flags(parser, new_tokens=256)
+    runner.add_flags(parser, new_tokens=None, continues=False)
+    parser.add_argument("--max-new-tokens", type=entry.at_least_one, default=256, help="number of tokens of the longest answer "
+                        "to a task that does not say it (max_gen_toks); default 256")
     parser.add_argument("--tasks", required=True, help="names of tasks, with commas between them")
     parser.add_argument("--include-path", metavar="DIR", help="folder with tasks of your own")
     parser.add_argument("--few-shot", type=int, help="number of examples before a question (default: the task's own)")
@@ -40,13 +48,56 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return runner.parse(parser, argv)
 
 
+@dataclasses.dataclass(frozen=True)
+class AnswerForm:
+    """What a task says about an answer that is generated.
+
+    Attributes:
+      ends: texts that end it; new_tokens: most tokens of it, None where the task does not say.
+    """
+
+    task: str
+    ends: tuple[str, ...] = ()
+    new_tokens: int | None = None
+
+    @classmethod
+    def of(cls, task: str, options: Mapping[str, Any], is_greedy: bool = True) -> AnswerForm:
+        """Returns what the options of a request (a task's generation_kwargs) say.
+
+        Args:
+          is_greedy: whether the model takes the most likely tokens.
+
+        Raises:
+          UserError: it does, and the task asks for sampling.
+        """
+        do_sample, temperature = options.get("do_sample"), options.get("temperature")
+        is_sampled = temperature != 0 if do_sample else do_sample is None and (temperature or 0) > 0
+        if is_sampled and is_greedy:
+            found = "do_sample: true" if do_sample else f"temperature: {temperature}"
+            raise UserError(f"--tasks: {task} asks for sampling ({found}); answers here are greedy, so its score would be "
+                            "another test's; a --temperature above 0, which is that of all tasks, would work")
+        ends = options.get("until") or ()
+        most = next((int(options[name]) for name in LENGTHS if options.get(name) is not None), None)
+        return cls(task, (ends,) if isinstance(ends, str) else tuple(ends), most)
+
+    def cut(self, text: str) -> str:
+        """Returns a text up to the first of its ends."""
+        for end in self.ends:
+            text = text.split(end)[0] if end else text
+        return text
+
+
 @dataclasses.dataclass
 class Harness:
     """What lm-eval asks of a model, by token ids.
 
     Attributes:
-      length: tokens of the longest prompt with its answer; new_tokens: of the longest answer.
+      length: tokens of the longest prompt with its answer.
+      new_tokens: of the longest answer, unless a task says it.
       truncated: number of prompts that were cut so far.
+
+    Raises:
+      UserError: no text of this length can be scored, or none fits in memory.
     """
 
     opened: runner.Opened
@@ -55,18 +106,44 @@ class Harness:
     truncated: int = 0
     chats: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     """Ids of prompts in the chat template, by their text: encoded again, control tokens would be letters."""
+    chats_sorted: list[str] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        capacity = runner.padded_length(self.length, 64 * self.opened.respondent.model.mesh.shape["sequence"])
-        self.generator: Generator = self.opened.respondent.generator(self.opened.params, capacity, self.new_tokens, self.length)
+        if self.length < 2:
+            raise UserError(f"--length: found {self.length}; 2 or more would work")
+        self._last: Generator | None = None
+        self._generator(0)  # What does not fit in memory is refused before lm-eval reads its data.
+
+    def _generator(self, new_tokens: int) -> Generator:
+        """Returns what writes answers of at most so many tokens, 0 to score texts. The one before it frees its cache."""
+        respondent = self.opened.respondent
+        capacity = runner.padded_length(self.length, 64 * respondent.model.mesh.shape["sequence"])
+        generator = respondent.generator(self.opened.params, capacity, new_tokens, self.length)
+        if self._last is not None and self._last is not generator:
+            self._last.forget()  # there is memory for one cache
+        self._last = generator
+        return generator
 
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         return self.opened.respondent.tokenizer
 
+    def _chat_before(self, text: str) -> str | None:
+        """Returns the longest prompt in the chat template that a text begins with."""
+        start = text
+        # The last chat that is not sorted behind the start is the longest one in it, or differs from it. Then a chat that the
+        # text begins with is within what the two have in common.
+        while position := bisect.bisect_right(self.chats_sorted, start):
+            chat = self.chats_sorted[position - 1]
+            if start.startswith(chat):
+                return chat
+            equal = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(start, chat, strict=False))
+            start = start[:sum(1 for _ in equal)]
+        return None
+
     def _encode(self, text: str) -> list[int]:
-        chat = next((chat for chat in self.chats if text.startswith(chat)), None)
+        chat = self._chat_before(text)
         if chat is not None:
             rest = text.removeprefix(chat)
             return self.chats[chat] + (self.tokenizer.encode(rest) if rest else [])
@@ -83,7 +160,8 @@ class Harness:
     def likelihoods(self, pairs: list[tuple[str, str]]) -> list[tuple[float, bool]]:
         """Returns of each context with its continuation the continuation's log-likelihood and whether greedy decoding gives it.
 
-        Spaces at a context's end are the continuation's, as lm-eval has it.
+        Spaces at a context's end are the continuation's, as lm-eval has it. Both together may have `length` tokens, since no
+        answer is written.
         """
         texts, starts = [], []
         for context, continuation in pairs:
@@ -91,7 +169,7 @@ class Harness:
             before, whole = self._encode(stripped), self._encode(context + continuation)
             # Where the last token of the context and the first of the continuation are one, that is scored.
             start = max(min(len(before), len(whole) - 1), 1)
-            texts.append(self._cut(whole, self.new_tokens))
+            texts.append(self._cut(whole, 0))
             starts.append(max(start - (len(whole) - len(texts[-1])), 1))
         scores = self._score(texts, starts)
         return [(sum(score.log_likelihoods), all(score.is_greedy)) for score in scores]
@@ -99,41 +177,58 @@ class Harness:
     def rolling(self, texts: list[str]) -> list[float]:
         """Returns each text's log-likelihood; of one that is longer than `length` in pieces that begin anew."""
         totals = []
-        size = self.length - self.new_tokens
         for text in texts:
             ids = self._encode(text)
-            pieces = [ids[max(first - 1, 0):first + size - 1] for first in range(0, len(ids), size - 1)]
-            pieces = [piece for piece in pieces if len(piece) > 1]
+            # The last token of a piece is the first one of the next, where it is given and not scored.
+            pieces = [ids[first:first + self.length] for first in range(0, len(ids) - 1, self.length - 1)]
             self.truncated += len(pieces) > 1
             totals.append(sum(sum(score.log_likelihoods) for score in self._score(pieces, [1] * len(pieces))))
         return totals
 
     def _score(self, texts: list[list[int]], starts: list[int]) -> list[Any]:
         """Returns the scores of texts; those with a common beginning are scored one after the other."""
-        order = sorted(range(len(texts)), key=texts.__getitem__)
-        rows, scores = self.generator.rows, [None] * len(texts)
-        run = max(-(-len(order) // rows), 1)
-        for number in range(run if order else 0):
-            chosen = order[number::run]
-            found = self.generator.score(self.opened.params, [texts[i] for i in chosen], [starts[i] for i in chosen])
+        generator, scores = self._generator(0), [None] * len(texts)
+        for chosen in self._batches(range(len(texts)), texts):
+            found = generator.score(self.opened.params, [texts[i] for i in chosen], [starts[i] for i in chosen])
             for i, score in zip(chosen, found, strict=True):
                 scores[i] = score  # type: ignore[call-overload]
         return scores
 
-    def continuations(self, contexts: list[str], ends: list[list[str]]) -> list[str]:
-        """Returns the generated text after each context, up to the first of its ends."""
-        ids = [self._cut(self._encode(context), self.new_tokens) for context in contexts]
-        order, texts = sorted(range(len(ids)), key=ids.__getitem__), [""] * len(ids)
-        run = max(-(-len(order) // self.generator.rows), 1)
-        for number in range(run if order else 0):
-            chosen = order[number::run]
-            answers = self.generator(self.opened.params, [ids[i] for i in chosen])
-            for i, answer in zip(chosen, answers, strict=True):
-                text = self.tokenizer.decode(answer)
-                for end in ends[i]:
-                    text = text.split(end)[0] if end else text
-                texts[i] = text
+    def _batches(self, numbers: Iterable[int], ids: list[list[int]]) -> Iterator[list[int]]:
+        """Yields the numbers in batches. Texts with a common beginning are in the same row of successive batches."""
+        order = sorted(numbers, key=ids.__getitem__)
+        run = -(-len(order) // self.opened.respondent.rows)
+        for number in range(run):
+            yield order[number::run]
+
+    def continuations(self, contexts: list[str], answers: list[AnswerForm]) -> list[str]:
+        """Returns the generated text after each context, up to the first of its ends.
+
+        Args:
+          answers: the form of each answer.
+
+        Raises:
+          UserError: an answer may be so long that `length` leaves no room for its question.
+        """
+        most = [answer.new_tokens or self.new_tokens for answer in answers]
+        for answer, new_tokens in zip(answers, most, strict=True):
+            self._check_room(answer, new_tokens)
+        ids = [self._cut(self._encode(context), new_tokens) for context, new_tokens in zip(contexts, most, strict=True)]
+        texts = [""] * len(ids)
+        for new_tokens in sorted(set(most)):
+            generator = self._generator(new_tokens)
+            for chosen in self._batches([i for i, number in enumerate(most) if number == new_tokens], ids):
+                for i, answer_ids in zip(chosen, generator(self.opened.params, [ids[i] for i in chosen]), strict=True):
+                    texts[i] = answers[i].cut(self.tokenizer.decode(answer_ids))
         return texts
+
+    def _check_room(self, answer: AnswerForm, new_tokens: int) -> None:
+        """Raises UserError if `length` leaves no room for a question whose answer has so many tokens."""
+        if new_tokens < self.length:
+            return
+        most = f"--max-new-tokens {new_tokens}" if answer.new_tokens is None else f"its own max_gen_toks {new_tokens}"
+        raise UserError(f"--length: found {self.length}, which leaves no room for a question of {answer.task} beside an answer "
+                        f"of {most}; {new_tokens + 1} or more would work")
 
     def chat_prompt(self, turns: list[dict[str, str]], generation: bool = True) -> str:
         """Returns turns in the model's chat template.
@@ -148,8 +243,14 @@ class Harness:
         segments = render(messages, self.opened.respondent.template, self.tokenizer, add_generation_prompt=generation)
         ids = [token for segment in segments for token in segment.ids]
         text = self.tokenizer.decode(ids, skip_control=False)
-        self.chats[text] = ids
+        self.add_chat(text, ids)
         return text
+
+    def add_chat(self, text: str, ids: list[int]) -> None:
+        """Keeps the ids of a prompt in the chat template."""
+        if text not in self.chats:
+            bisect.insort(self.chats_sorted, text)
+        self.chats[text] = ids
 
 
 def make_model(harness: Harness) -> Any:
@@ -175,9 +276,9 @@ def make_model(harness: Harness) -> Any:
             return harness.rolling([request.args[0] for request in requests])
 
         def generate_until(self, requests, disable_tqdm=False):
-            contexts, options = zip(*(request.args for request in requests), strict=True)
-            ends = [option.get("until") or [] for option in options]
-            return harness.continuations(list(contexts), [[end] if isinstance(end, str) else end for end in ends])
+            is_greedy = not harness.opened.respondent.sampling.temperature
+            answers = [AnswerForm.of(request.task_name, request.args[1], is_greedy) for request in requests]
+            return harness.continuations([request.args[0] for request in requests], answers)
 
         def chat_template(self, chat_template=False):
             return harness.opened.respondent.template or ""
@@ -222,6 +323,7 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
     if harness.truncated:
         print(f"warning: {harness.truncated} prompts were longer than {harness.length} tokens and were cut at their beginning")
     about = opened.about | {"tasks": args.tasks, "truncated_prompts": harness.truncated, "length": harness.length,
+                            "max_new_tokens": harness.new_tokens,
                             "lm_eval": lm_eval.__version__}
     content = {"evaluation": "lm-eval", "about": about, "interval": "95%: normal, of lm-eval's standard error", "results": rows}
     (folder / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -99,14 +99,17 @@ Count = Callable[[runner.Prompt], int]
 
 def _lines(count: Count, config: LiveEvaluationConfig, lengths: list[int]) -> list[suite.Case]:
     wording = line_cases.wording_like(config.like) if config.like else None
+    # All cases of a number of lines are generated together, so that the lines in question are evenly spread.
+    together = functools.lru_cache(maxsize=2)(lambda lines: line_cases.generate(lines, config.count, wording=wording))
     cases = []
     for tokens in lengths:
-        def make(lines: int, number: int = 1, tokens=tokens) -> list[suite.Case]:
-            return [suite.Case("lines", runner.Prompt(case.prompt, config.max_new_tokens), (str(case.expected_number),), tokens,
-                               scoring="integer") for case in line_cases.generate(lines, number, wording=wording)]
+        def make(lines: int, sample: int | None = None, tokens=tokens) -> suite.Case:
+            # The one that the number of lines is fitted with is generated alone, which is quicker.
+            case = line_cases.generate(lines, 1, wording=wording)[0] if sample is None else together(lines)[sample]
+            return suite.Case("lines", runner.Prompt(case.prompt, config.max_new_tokens), (str(case.expected_number),), tokens,
+                              scoring="integer")
 
-        lines = suite.fit(lambda lines, make=make: make(lines)[0], tokens, count, most=line_cases.MOST_LINES)
-        cases += make(lines, config.count)
+        cases += suite.cases_of(make, tokens, count, config.count, line_cases.MOST_LINES)
     return cases
 
 

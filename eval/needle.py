@@ -60,8 +60,7 @@ def make_cases(count: Callable[[runner.Prompt], int], lengths: Sequence[int], de
                     name = "one needle" if hidden == 1 else f"{hidden} needles"
                     return suite.Case(name, prompt, exercise.expected, tokens, depth)
 
-                units = suite.fit(make, tokens, count)
-                cases += [make(units, sample) for sample in range(each)]
+                cases += suite.cases_of(make, tokens, count, each)
     return cases
 
 

@@ -8,7 +8,6 @@ once for each. The file loads nothing from a network and has no script: it opens
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -19,119 +18,15 @@ import yaml
 
 from data.errors import UserError
 from data.paths import output_file
-from eval.compare import differences
+from eval.compare import Difference, Group, differences
 from eval.compare import scores_of as case_scores
 from eval.page import STYLE, chart, table, text
+from eval.report_input import Evaluation, Run, Score, read_run, scores_by_run
 from trainer import entry
-from trainer.reporting.rows import read_rows
 
 SAMPLES = 3  # of right answers, and as many of wrong ones
 STEPS_SHOWN = 6  # of answers to the recipe's own prompts
 LONGEST_SAMPLE = 600  # characters of an answer
-
-
-@dataclasses.dataclass(frozen=True)
-class Score:
-    """A row of an evaluation's results, whatever wrote it.
-
-    Attributes:
-      key: evaluation, task, length and depth, by which rows of two runs are compared.
-    """
-
-    evaluation: str
-    task: str
-    size: int
-    unit: str
-    depth: float | None
-    cases: int
-    score: float
-    low: float
-    high: float
-    beyond: bool
-
-    @property
-    def key(self) -> tuple:
-        """By which rows of two runs are compared."""
-        return self.evaluation, self.task, self.unit, self.size, -1.0 if self.depth is None else self.depth
-
-
-@dataclasses.dataclass(frozen=True)
-class Evaluation:
-    """One results.json, and the cases beside it."""
-
-    path: Path
-    scores: list[Score]
-    about: dict[str, Any]
-    samples: list[dict[str, Any]]
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """What a run's folder holds.
-
-    Attributes:
-      logs: the rows of each JSONL file of metrics, by name.
-      curves: losses by position, by the checkpoint's name.
-    """
-
-    folder: Path
-    config: dict[str, Any]
-    logs: dict[str, list[dict[str, Any]]]
-    evaluations: list[Evaluation]
-    curves: dict[str, list[dict[str, Any]]]
-
-    @property
-    def name(self) -> str:
-        """Its name in the report, which is its folder's."""
-        return self.folder.absolute().name
-
-
-def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
-    """Returns what a run's folder holds, with the evaluations in other folders.
-
-    Raises:
-      UserError: it is no run, or a file in it cannot be read.
-    """
-    config = folder / "config.yaml"
-    if not config.is_file():
-        raise UserError(f"{folder}: holds no run (config.yaml is missing); a folder that train.py wrote would work")
-    for path in evaluations:
-        if not path.is_dir():
-            raise UserError(f"--evaluations: {path} is no folder")
-    every = {path.stem: [row for row in read_rows(path) if "step" in row] for path in sorted(folder.glob("*.jsonl"))}
-    logs = {name: rows for name, rows in every.items() if rows}
-    found = sorted({path for root in (folder, *evaluations) for path in root.rglob("results.json")})
-    results = [evaluation for path in found if (evaluation := _evaluation(path))]
-    curves = {}
-    for root in (folder, *evaluations):
-        for path in sorted(root.rglob("loss_by_position.json")):
-            curves |= _json(path).get("curves", {})
-    return Run(folder, yaml.safe_load(config.read_text(encoding="utf-8")) or {}, logs, results, curves)
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({error}); without it, the report can be made") from None
-
-
-def _evaluation(path: Path) -> Evaluation | None:
-    """Returns the evaluation of a results.json, or None for one of another kind."""
-    content = _json(path)
-    if "results" in content and "evaluation" in content:
-        scores = [Score(content["evaluation"], row["task"], row["tokens"], "tokens", row["depth"], row["cases"], row["score"],
-                        row["low"], row["high"], row["beyond_trained_length"]) for row in content["results"]]
-    elif "within_trained_length" in content:
-        scores = [Score("line retrieval", f"{row['family']} ({row['source']})", row["num_lines"], "lines", None, row["cases"],
-                        row["accuracy"], row["low"], row["high"], row["beyond_trained_length"])
-                  for row in content["within_trained_length"] + content["beyond_trained_length"]]
-        scores += [Score("line retrieval", f"{row['family']}, by depth", row["num_lines"], "lines", row["depth_from"],
-                         row["cases"], row["accuracy"], row["low"], row["high"], False) for row in content.get("by_depth", ())]
-    else:
-        return None
-    cases = read_rows(path.parent / "cases.jsonl") if (path.parent / "cases.jsonl").is_file() else []
-    return Evaluation(path, scores, content.get("about", {}), cases)
 
 
 # Cost
@@ -144,11 +39,13 @@ def cost(run: Run) -> dict[str, str]:
     steps = [row["step"] for row in rows]
     spans = [step - before for before, step in zip([0, *steps], steps, strict=False)]
     seconds = sum(span * (row.get("step_seconds") or 0) for span, row in zip(spans, rows, strict=True))
+    # For metrics of earlier versions, which do not have tokens_seen.
     tokens = sum(span * (row.get("step_seconds") or 0) * (row.get("tokens_per_second") or 0)
                  for span, row in zip(spans, rows, strict=True))
     last = rows[-1] if rows else {}
     kind = ("simulated " if mesh.get("simulate") else "") + ("device" if devices == 1 else "devices")
-    values = {"steps": f"{steps[-1]:,}" if steps else "0", "tokens": f"{tokens:,.0f}", "training": _duration(seconds),
+    values = {"steps": f"{steps[-1]:,}" if steps else "0", "tokens": f"{last.get('tokens_seen', tokens):,.0f}",
+              "training": _duration(seconds),
               "device hours": f"{seconds * devices / 3600:,.2f} on {devices} {kind}",
               "compilation": _duration(last.get("compile_seconds") or 0)}
     for name, label in (("mfu", "MFU, last"), ("peak_device_gib", "peak GiB a device")):
@@ -187,7 +84,7 @@ def curves_of(runs: Sequence[Run]) -> str:
 
 def scores_of(runs: Sequence[Run]) -> str:
     """Returns the table of all scores without depth, and the maps of those with one."""
-    by_run = [{score.key: score for evaluation in run.evaluations for score in evaluation.scores} for run in runs]
+    by_run = [{score.key: score for score in scores} for scores in scores_by_run(runs)]
     every = {key: score for scores in by_run for key, score in scores.items()}
     parts = []
     for name in dict.fromkeys(score.evaluation for score in every.values()):
@@ -195,12 +92,12 @@ def scores_of(runs: Sequence[Run]) -> str:
         keys = sorted(key for key, score in every.items() if score.evaluation == name and score.depth is None)
         if keys:
             head = ["task", "length", *(column for run in runs for column in (f"{run.name}: score", "95% interval", "cases"))]
-            rows = [[every[key].task, f"{every[key].size:,} {every[key].unit}{' *' if every[key].beyond else ''}",
+            rows = [[every[key].label, f"{every[key].size:,} {every[key].unit}{' *' if every[key].beyond else ''}",
                      *(cell for scores in by_run for cell in _cells(scores.get(key)))] for key in keys]
             parts.append(table(head, rows))
-        tasks = dict.fromkeys(score.task for score in every.values() if score.evaluation == name and score.depth is not None)
+        tasks = dict.fromkeys(score.label for score in every.values() if score.evaluation == name and score.depth is not None)
         for task in tasks:
-            maps = [_map([score for score in scores.values() if (score.evaluation, score.task) == (name, task)], run.name)
+            maps = [_map([score for score in scores.values() if (score.evaluation, score.label) == (name, task)], run.name)
                     for run, scores in zip(runs, by_run, strict=True)]
             parts.append(f'<p>{text(task)}: length against depth</p><div class="side">{"".join(maps)}</div>')
     if any(score.beyond for score in every.values()):
@@ -212,17 +109,38 @@ def differences_of(runs: Sequence[Run]) -> str:
     """Returns the table of paired differences between two runs' evaluations of the same cases, or nothing."""
     if len(runs) != 2:
         return ""
-    rows = []
-    for first in runs[0].evaluations:
-        for second in runs[1].evaluations:
-            rows += differences(_case_scores(first), _case_scores(second))
+    rows = [(label, row) for pairs in _pairs(*runs).values() for label, row in _labelled(pairs)]
     if not rows:
         return ""
     before, after = (run.name for run in runs)
-    cells = [[row.task, f"{row.size:,} {row.unit}", str(row.cases), f"{row.before:.3f}", f"{row.after:.3f}",
-              f"{row.difference:+.3f}", f"{row.low:+.2f} to {row.high:+.2f}"] for row in rows]
+    cells = [[label, f"{row.size:,} {row.unit}", str(row.cases), f"{row.before:.3f}", f"{row.after:.3f}",
+              f"{row.difference:+.3f}", f"{row.low:+.2f} to {row.high:+.2f}"] for label, row in rows]
     return (f"<h3>{text(after)} less {text(before)}, over the same cases</h3>"
             + table(["task", "length", "cases", before, after, "difference", "95% interval"], cells))
+
+
+Pair = tuple[str, str, Difference]
+"""The folders of an evaluation of each run, and how their scores differ."""
+
+
+def _pairs(before: Run, after: Run) -> dict[Group, list[Pair]]:
+    """Returns for each task and length the evaluations of two runs that have a case in common."""
+    pairs: dict[Group, list[Pair]] = {}
+    for first in before.evaluations:
+        for second in after.evaluations:
+            for row in differences(_case_scores(first), _case_scores(second)):
+                pair = before.folder_of(first), after.folder_of(second), row
+                pairs.setdefault(Group(row.task, row.size, row.unit), []).append(pair)
+    return pairs
+
+
+def _labelled(pairs: list[Pair]) -> list[tuple[str, Difference]]:
+    """Returns the differences of a task and length with the name of each. Of several pairs those of equal folders are taken,
+    if there are any, and the name has the folders."""
+    if len(pairs) == 1:
+        return [(row.task, row) for _, _, row in pairs]
+    alike = [pair for pair in pairs if pair[0] == pair[1]]
+    return [(f"{row.task} ({', '.join(dict.fromkeys((first, second)))})", row) for first, second, row in alike or pairs]
 
 
 def _case_scores(evaluation: Evaluation) -> dict:
@@ -264,12 +182,6 @@ def positions_of(runs: Sequence[Run]) -> str:
     return f"<h2>Loss by position</h2>{drawn}" if drawn else ""
 
 
-def _folder(run: Run, evaluation: Evaluation) -> Path:
-    """Returns the folder of an evaluation, from the run's folder where it lies in it."""
-    folder = evaluation.path.parent
-    return folder.relative_to(run.folder) if folder.is_relative_to(run.folder) else folder
-
-
 def _spread(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns at most STEPS_SHOWN rows: the first, the last, and some between them at about equal distances."""
     if len(rows) <= STEPS_SHOWN:
@@ -304,7 +216,7 @@ def samples_of(run: Run) -> str:
             facts = f"{label}, {row.get('prompt_tokens')} tokens; expected {json.dumps(expected)}; score {float(verdict or 0)}"
             blocks.append(f"<pre>{text(facts)}\n\n{text(str(row.get('generated'))[:LONGEST_SAMPLE])}</pre>")
         if blocks:
-            parts.append(f"<details><summary>{text(_folder(run, evaluation))}</summary>{''.join(blocks)}</details>")
+            parts.append(f"<details><summary>{text(run.folder_of(evaluation))}</summary>{''.join(blocks)}</details>")
     return "".join(parts)
 
 
@@ -315,7 +227,7 @@ def about_of(run: Run) -> str:
         about = evaluation.about
         command = " ".join(map(str, about.get("command", ())))
         facts = {key: value for key, value in about.items() if key != "command"}
-        parts.append(f"<details><summary>{text(_folder(run, evaluation))}: how it was made</summary><pre>{text(command)}\n\n"
+        parts.append(f"<details><summary>{text(run.folder_of(evaluation))}: how it was made</summary><pre>{text(command)}\n\n"
                      f"{text(json.dumps(facts, indent=1))}</pre></details>")
     configuration = yaml.safe_dump(run.config, sort_keys=False)
     command = f"python train.py --config {run.folder}/config.yaml --run_dir {run.folder}"

@@ -66,8 +66,7 @@ def make_cases(count: Callable[[runner.Prompt], int], lengths: Sequence[int], na
                 exercise = exercise_of(rng, units, True, **options)
                 return suite.Case(name, runner.Prompt(exercise.text, new_tokens, exercise.prefix), exercise.expected, tokens)
 
-            units = suite.fit(make, tokens, count)
-            cases += [make(units, sample) for sample in range(each)]
+            cases += suite.cases_of(make, tokens, count, each)
     return cases
 
 

@@ -30,17 +30,19 @@ if TYPE_CHECKING:
     from model.llama import Llama
 
 
-def add_flags(parser: argparse.ArgumentParser, new_tokens: int | None = 100, evaluation: bool = True) -> None:
+def add_flags(parser: argparse.ArgumentParser, new_tokens: int | None = 100, evaluation: bool = True,
+              continues: bool = True) -> None:
     """Adds the flags that all commands share that ask a model questions.
 
     Args:
       new_tokens: default of --max-new-tokens; None for a test that says itself how long its answers are.
       evaluation: also those that evaluations share.
+      continues: whether the evaluation keeps its answers in a journal, which its help for --output then says.
     """
     if evaluation:
         parser.add_argument("--checkpoint", required=True, help="checkpoint, run folder, Hugging Face folder or org/name")
-        parser.add_argument("--output", required=True, help="folder for the results; the same command again continues an "
-                            "evaluation that was interrupted")
+        parser.add_argument("--output", required=True, help="folder for the results" + (
+            "; the same command again continues an evaluation that was interrupted" if continues else ""))
         parser.add_argument("--rows", type=int, default=1, help="number of prompts in a batch (default 1)")
     adapters.add_flags(parser, several=evaluation)
     parser.add_argument("--template", choices=NAMES, help="chat template of the question (default: the model's own; plain text "
@@ -257,13 +259,13 @@ class Opened:
         names = ("model", "quantize", "template", "compute_dtype", "sampling")
         journal = Journal(Path(output) / JOURNAL, {name: self.about[name] for name in names if name in self.about})
         try:
-            with _progress(len(prompts), sum(prompt.key in journal.answers for prompt in prompts)) as advance:
+            with _AnswerProgress(len(prompts), sum(prompt.key in journal.answers for prompt in prompts)) as advance:
                 return self.respondent.answer(self.params, prompts, journal, advance)
         finally:
             journal.close()
 
 
-class _progress:
+class _AnswerProgress:
     """Shows how many answers there are: a bar on a terminal, elsewhere a line each half minute."""
 
     def __init__(self, total: int, done: int) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import re
@@ -158,14 +159,43 @@ def fit(make: Callable[[int], Case], tokens: int, count: Callable[[Prompt], int]
       UserError: the shortest case is longer.
     """
     def length(units: int) -> int:
-        case = make(max(units, 1))
-        return count(case.prompt) + case.prompt.new_tokens
+        return _length(make(max(units, 1)), count)
 
     units = largest(length, tokens, most)
     if not units:
         raise UserError(f"{make(1).task}: its shortest case takes {length(1)} tokens, found {tokens}; {length(1)} or more "
                         "would work")
     return units
+
+
+def cases_of(make: Callable[..., Case], tokens: int, count: Callable[[Prompt], int], each: int,
+             most: int = 10**7) -> list[Case]:
+    """Returns `each` cases that with their answers take at most `tokens` tokens.
+
+    All have as many units as fill `tokens` in the case of `make(units)`. A sample that takes more tokens gets fewer units.
+
+    Args:
+      make: returns the case of so many units; a second argument, `sample`, says which of those, from 0.
+      count: tokens of a prompt.
+      most: units that a case may have.
+
+    Raises:
+      UserError: the shortest case is longer.
+    """
+    units = fit(make, tokens, count, most)
+    cases = []
+    for sample in range(each):
+        make_sample = functools.partial(make, sample=sample)
+        case = make_sample(units)
+        if _length(case, count) > tokens:
+            case = make_sample(fit(make_sample, tokens, count, units - 1))
+        cases.append(case)
+    return cases
+
+
+def _length(case: Case, count: Callable[[Prompt], int]) -> int:
+    """Returns the tokens of a case's prompt and of its longest answer."""
+    return count(case.prompt) + case.prompt.new_tokens
 
 
 def run(name: str, opened: Opened, cases: Sequence[Case], output: str | Path, options: dict[str, Any]) -> list[Result]:

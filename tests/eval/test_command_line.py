@@ -1,8 +1,11 @@
-"""The command line of line retrieval refuses sizes below 1."""
+"""The command lines of evaluations: sizes below 1 are refused, and help and errors say what is so."""
+import argparse
+from types import SimpleNamespace
 
 import pytest
 
-from eval import line_retrieval
+from data.errors import UserError
+from eval import adapters, harness, line_retrieval
 
 
 @pytest.mark.parametrize("flag", ["max-new-tokens", "fsdp", "tensor", "sequence"])
@@ -11,3 +14,20 @@ def test_sizes_are_at_least_one(flag, wrong, capsys):
     with pytest.raises(SystemExit, match="2"):
         line_retrieval.parse(["--checkpoint", "x", "--output", "y", "--lines", "2", f"--{flag}", wrong])
     assert f"argument --{flag}: found {wrong}; a whole number, at least 1, is needed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("command", "continues"), [(line_retrieval, True), (harness, False)])
+def test_only_an_evaluation_with_a_journal_promises_to_continue(command, continues, capsys):
+    with pytest.raises(SystemExit):
+        command.parse(["--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "folder for the results" in shown and ("the same command again continues" in shown) is continues
+    assert "quantization of the base weights" in shown
+
+
+def test_quantize_without_an_adapter_is_refused():
+    args = argparse.Namespace(checkpoint="org/name", quantize="nf4")
+    with pytest.raises(UserError) as refused:
+        adapters.beside(SimpleNamespace(adapter=None), args)
+    assert str(refused.value) == ("--quantize: found nf4; org/name is a whole model, and only the base of an adapter can be "
+                                  "quantized; --adapter names one")

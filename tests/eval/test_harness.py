@@ -1,9 +1,11 @@
 """lm-eval's requests to our decoding give transformers' likelihoods and texts; a task of local files runs to its results."""
 import argparse
 import json
+import random
 
 import pytest
 
+from data.errors import UserError
 from eval import harness, runner
 from scripts import make_short_tasks
 
@@ -22,16 +24,15 @@ def opened(hf_model):
 
 
 class Request:
+    task_name = "writing"
+
     def __init__(self, *args):
         self.args = args
 
 
-PAIRS = [("The whale swam", " round the ship"), ("The whale swam", " home"), ("", "Alone"), ("Spaces at the end  ", "x"),
-         ("A longer question about the whale and the ship?\nAnswer:", " yes")]
-
-
-def test_likelihoods_and_texts_are_transformers(opened, hf_model):
-    """With lm-eval's rule that spaces at a context's end are the continuation's, and its end at the first of `until`."""
+@pytest.fixture(scope="module")
+def theirs(hf_model):
+    """Returns transformers' log-likelihood of the last ids of a text, and whether they are greedy; its greedy answer; ids."""
     torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
     model = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(hf_model)
@@ -39,20 +40,76 @@ def test_likelihoods_and_texts_are_transformers(opened, hf_model):
     def ids(text):
         return [tokenizer.bos_token_id, *tokenizer(text, add_special_tokens=False)["input_ids"]]
 
+    def likelihood(whole, count):
+        with torch.no_grad():
+            logits = model(torch.tensor([whole])).logits[0, len(whole) - count - 1:-1]
+        chosen = torch.tensor(whole[len(whole) - count:])
+        value = torch.log_softmax(logits, -1).gather(1, chosen[:, None]).sum().item()
+        return value, bool((logits.argmax(-1) == chosen).all())
+
+    def answer(context, new_tokens):
+        generated = model.generate(torch.tensor([context]), max_new_tokens=new_tokens, do_sample=False)[0, len(context):]
+        return tokenizer.decode(generated.tolist(), skip_special_tokens=True)
+
+    return ids, likelihood, answer
+
+
+PAIRS = [("The whale swam", " round the ship"), ("The whale swam", " home"), ("", "Alone"), ("Spaces at the end  ", "x"),
+         ("A longer question about the whale and the ship?\nAnswer:", " yes")]
+
+
+def test_likelihoods_and_texts_are_transformers(opened, theirs):
+    """With lm-eval's rule that spaces at a context's end are the continuation's, and its end at the first of `until`."""
+    ids, likelihood, answer = theirs
     ours = harness.make_model(harness.Harness(opened, 200, 8))
     found = ours.loglikelihood([Request(*pair) for pair in PAIRS])
     for (context, continuation), (value, greedy) in zip(PAIRS, found, strict=True):
         whole, start = ids(context + continuation), len(ids(context.rstrip()))
-        with torch.no_grad():
-            logits = model(torch.tensor([whole])).logits[0, start - 1:-1]
-        chosen = torch.tensor(whole[start:])
-        assert value == pytest.approx(torch.log_softmax(logits, -1).gather(1, chosen[:, None]).sum().item(), abs=1e-3)
-        assert greedy == bool((logits.argmax(-1) == chosen).all())
-    context = ids(PAIRS[0][0])
-    generated = model.generate(torch.tensor([context]), max_new_tokens=8, do_sample=False)[0, len(context):].tolist()
-    text = tokenizer.decode(generated, skip_special_tokens=True)
+        expected, is_greedy = likelihood(whole, len(whole) - start)
+        assert value == pytest.approx(expected, abs=1e-3) and greedy == is_greedy
+    text = answer(ids(PAIRS[0][0]), 8)
     whole, cut = ours.generate_until([Request(PAIRS[0][0], {"until": []}), Request(PAIRS[0][0], {"until": [text[3]]})])
     assert whole == text and cut == text.split(text[3])[0]
+
+
+def test_answers_are_as_long_as_their_task_says(opened, theirs):
+    """Whichever of lm-eval's names it says it by; in the order of the requests, with likelihoods between."""
+    ids, likelihood, answer = theirs
+    context, ours = PAIRS[0][0], harness.make_model(harness.Harness(opened, 200, 8))
+    options = [{"max_gen_toks": 20, "max_tokens": 3}, {}, {"max_new_tokens": 3}, {"max_gen_toks": 20, "temperature": 0}]
+    found = ours.generate_until([Request(context, {"until": [], "do_sample": False, **option}) for option in options])
+    assert found == [answer(ids(context), number) for number in (20, 8, 3, 20)] and len(set(found)) == 3
+    value, = ours.loglikelihood([Request(*PAIRS[0])])
+    whole = ids("".join(PAIRS[0]))
+    assert value[0] == pytest.approx(likelihood(whole, len(whole) - len(ids(context)))[0], abs=1e-3)
+    assert ours.generate_until([Request(context, {"max_gen_toks": 3})]) == [found[2]]
+
+
+def test_one_cache_is_kept(opened):
+    """That of the last generator: there may be no memory for another."""
+    ours = harness.make_model(harness.Harness(opened, 200, 8))
+    ours.loglikelihood([Request(*PAIRS[0])])
+    ours.generate_until([Request("a", {"max_gen_toks": 3}), Request("a", {})])
+    held = {key for key, generator in opened.respondent.generators.items() if generator._cache is not None}
+    assert held == {(runner.padded_length(200, 256), 8)}
+
+
+@pytest.mark.parametrize(("options", "found"), [
+    ({"do_sample": True}, "do_sample: true"), ({"do_sample": True, "temperature": 0.7}, "do_sample: true"),
+    ({"temperature": 0.2}, "temperature: 0.2")])
+def test_a_task_that_asks_for_sampling_is_refused(opened, options, found):
+    ours = harness.make_model(harness.Harness(opened, 200, 8))
+    with pytest.raises(UserError) as refused:
+        ours.generate_until([Request("a", {}), Request("a", options)])
+    assert str(refused.value).startswith(
+        f"--tasks: writing asks for sampling ({found}); answers here are greedy, so its score would be another test's")
+    assert harness.AnswerForm.of("writing", options, is_greedy=False) == harness.AnswerForm("writing")
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False, "temperature": 1.0}, {"do_sample": True, "temperature": 0.0},
+                                     {"temperature": 0}, {}])
+def test_greedy_options_are_taken(options):
+    assert harness.AnswerForm.of("writing", options | {"until": "."}) == harness.AnswerForm("writing", (".",))
 
 
 def test_what_is_too_long_is_told(opened):
@@ -60,6 +117,47 @@ def test_what_is_too_long_is_told(opened):
     assert len(short.likelihoods([("word " * 100, "end"), ("word", " end")])) == 2 and short.truncated == 1
     whole, pieces = harness.Harness(opened, 200, 8), short.rolling(["word " * 60])
     assert short.truncated == 2 and pieces[0] < 0 and whole.rolling(["word " * 60])[0] < 0 and whole.truncated == 0
+
+
+def test_scoring_takes_the_whole_length(opened, theirs):
+    """Whatever --max-new-tokens is; what is one token longer is cut, and a rolling text is scored in pieces of the length."""
+    ids, likelihood, _ = theirs
+    whole = ids("The whale swam round the ship, and nobody doubted the whale.")
+    context, continuation = "The whale swam round the ship, and nobody", " doubted the whale."
+    count = len(whole) - len(ids(context))
+    for length in (len(whole), len(whole) - 1):
+        scored = harness.Harness(opened, length, 256)
+        (value, _), = scored.likelihoods([(context, continuation)])
+        assert value == pytest.approx(likelihood(whole[-length:], count)[0], abs=1e-3)
+        assert scored.truncated == len(whole) - length
+    for length, pieces in ((len(whole), [whole]), (8, [whole[first:first + 8] for first in range(0, len(whole) - 1, 7)])):
+        scored = harness.Harness(opened, length, 256)
+        total, nothing = scored.rolling([context + continuation, ""])
+        assert total == pytest.approx(sum(likelihood(piece, len(piece) - 1)[0] for piece in pieces), abs=1e-2)
+        assert nothing == 0 and scored.truncated == (len(pieces) > 1)
+
+
+def test_a_length_without_room_for_a_question_is_refused(opened):
+    short = harness.make_model(harness.Harness(opened, 40, 40))
+    for options, named in (({}, "--max-new-tokens 40"), ({"max_gen_toks": 64}, "its own max_gen_toks 64")):
+        with pytest.raises(UserError, match=f"--length: found 40, which leaves no room for a question of writing .*{named}"):
+            short.generate_until([Request("a", options)])
+    assert len(short.generate_until([Request("word " * 60, {"max_gen_toks": 39})])) == 1
+    with pytest.raises(UserError, match="--length: found 1; 2 or more would work"):
+        harness.Harness(opened, 1, 8)
+
+
+def test_the_longest_chat_that_a_text_begins_with_is_taken(opened):
+    """Against a search through all of them, with texts that have several of them at their beginning."""
+    rng = random.Random(0)
+    texts = ["".join(rng.choices("ab", k=rng.randint(1, 7))) for _ in range(300)]
+    ours = harness.Harness(opened, 40, 8)
+    for number, text in enumerate(dict.fromkeys(texts[:40])):
+        ours.add_chat(text, [number])
+    for text in texts:
+        longest = max((chat for chat in ours.chats if text.startswith(chat)), key=len, default=None)
+        assert ours._chat_before(text) == longest
+        assert longest != text or ours._encode(text) == ours.chats[text]
 
 
 def test_a_task_of_local_files(hf_model, tmp_path, monkeypatch, capsys):

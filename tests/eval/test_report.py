@@ -3,6 +3,7 @@ import html.parser
 import json
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -91,6 +92,57 @@ def test_runs_that_answered_the_same_cases_have_their_differences(runs):
     for cell in ("20 lines", "3", "0.333", "0.667", "+0.333", f"{low:+.2f} to {high:+.2f}"):
         assert f"<td>{cell}</td>" in drawn, cell
     assert report.differences_of([report.read_run(runs / "after")]) == ""
+
+
+def evaluate(folder, right):
+    """Writes an evaluation of four cases and of a map of one cell, of which so many are right."""
+    folder.mkdir(parents=True)
+    row = {"task": "vt", "tokens": 4096, "cases": 4, "score": right / 4, "low": 0.0, "high": 1.0, "prompt_tokens": 4000,
+           "beyond_trained_length": False}
+    rows = [row | {"depth": None}, row | {"task": "one needle", "depth": 0.5}]
+    (folder / "results.json").write_text(json.dumps({"evaluation": "ruler", "results": rows, "about": {}}))
+    cases = [{"task": "vt", "tokens": 4096, "depth": None, "expected": [str(number)], "generated": "x", "prompt_tokens": 4000,
+              "score": float(number < right)} for number in range(4)]
+    (folder / "cases.jsonl").write_text("".join(json.dumps(case) + "\n" for case in cases))
+
+
+def rows_of(page):
+    return [re.findall("<td[^>]*>(.*?)</td>", row) for row in page.split("<tr>")[1:]]
+
+
+def test_evaluations_of_equal_tasks_are_told_apart_by_their_folders(tmp_path, repository):
+    """Within a run, and in the differences of two: of equal folders where both runs have them, else of all."""
+    for name, folders in (("a", {"early": 0, "late": 2}), ("b", {"early": 1, "late": 4}), ("c", {"once": 3})):
+        shutil.copytree(repository / "tests/fixtures/first_edition/run", tmp_path / name)
+        for folder, right in folders.items():
+            evaluate(tmp_path / name / folder, right)
+    a, b, c = (report.read_run(tmp_path / name) for name in "abc")
+    shown = report.scores_of([a, b])
+    cells = {row[0]: (row[2], row[5]) for row in rows_of(shown) if row and row[0].startswith("vt")}
+    assert cells == {"vt (early)": ("0.000", "0.250"), "vt (late)": ("0.500", "1.000")}
+    assert shown.count('class="map"') == 4 and "one needle (early): length" in shown and "one needle (late): length" in shown
+    differences = {row[0]: row[5] for row in rows_of(report.differences_of([a, b])) if row}
+    assert differences == {"vt (early)": "+0.250", "vt (late)": "+0.500"}
+    differences = {row[0]: row[5] for row in rows_of(report.differences_of([a, c])) if row}
+    assert differences == {"vt (early, once)": "+0.750", "vt (late, once)": "+0.250"}
+    assert "<td>vt</td>" in report.scores_of([c]) and "vt (" not in report.scores_of([c])
+
+
+def test_an_evaluation_that_is_found_twice_is_shown_once(tmp_path, repository, monkeypatch):
+    """In the run's folder, and by --evaluations with another way to write it."""
+    shutil.copytree(repository / "tests/fixtures/first_edition/run", tmp_path / "a")
+    evaluate(tmp_path / "a" / "ruler", 2)
+    monkeypatch.chdir(tmp_path)
+    run = report.read_run(tmp_path / "a", [Path("a/ruler")])
+    assert [run.folder_of(evaluation) for evaluation in run.evaluations] == ["ruler"]
+
+
+def test_tokens_are_those_that_the_metrics_count(runs):
+    """Where a run was continued, or logs seldom, the last step's rate is not that of all."""
+    path = runs / "before" / "metrics.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row | {"tokens_seen": 1000 * row["step"]}) + "\n" for row in rows))
+    assert report.cost(report.read_run(runs / "before"))["tokens"] == f"{1000 * rows[-1]['step']:,}"
 
 
 def test_answers_during_training_are_shown_from_the_first_to_the_last(runs):

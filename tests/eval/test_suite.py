@@ -6,9 +6,10 @@ import pytest
 
 from data.errors import UserError
 from data.synthetic import tasks
-from eval import coreference, needle, ruler, suite
+from eval import coreference, live, needle, ruler, suite
 from eval.journal import Answer
 from eval.runner import Prompt
+from trainer.config.schema import LiveEvaluationConfig
 
 SCORES = [  # answer, expected texts, RULER's string_match_all and string_match_part
     ("The numbers are 12, 34 and 56.", ("12", "34", "56"), 1, 1),
@@ -90,11 +91,50 @@ def test_ruler_s_cases_have_their_answers_and_length(name):
     assert len({case.prompt.text for case in cases}) == 6
     for case in cases:
         length = count(case.prompt) + case.prompt.new_tokens
-        assert 0.9 * case.tokens <= length <= case.tokens * 1.02
+        assert 0.9 * case.tokens <= length <= case.tokens
         assert all(item in case.prompt.text for item in case.expected)
         assert len(case.expected) == {"niah_multivalue": 4, "niah_multiquery": 4, "vt": 5, "cwe": 10, "fwe": 3}.get(name, 1)
         assert suite.match_all(" ".join(case.expected), case.expected) == 1
         assert suite.match_all(case.prompt.prefix, case.expected) < 0.5
+
+
+def uneven(prompt):
+    """Of a tokenizer for which words of the same length differ: a token for each word, vowel and digit."""
+    turns = [prompt.text] if isinstance(prompt.text, str) else [turn.content for turn in prompt.text]
+    return sum(1 + sum(letter in "aeiou0123456789" for letter in word)
+               for turn in [*turns, prompt.prefix] for word in turn.split())
+
+
+@pytest.mark.parametrize(("make", "share"), [
+    (lambda: needle.make_cases(uneven, [2000, 4096], [0, 0.5], (1, 3), 6), 0),
+    (lambda: ruler.make_cases(uneven, [4096], ["niah_multikey_2", "fwe"], 6), 0.2),
+    (lambda: coreference.make_cases(uneven, [4096], each=6), 0.2),
+    (lambda: live._lines(uneven, LiveEvaluationConfig("lines", count=6, max_new_tokens=20), [1500, 4096]), 0.2),
+], ids=["needle", "ruler", "coreference", "lines"])
+def test_every_sample_fits_with_its_answer(monkeypatch, make, share):
+    """Those that fit with the units of the first one are left as they are. The others, at least this share, get fewer."""
+    def length(case):
+        return uneven(case.prompt) + case.prompt.new_tokens
+
+    def of_equal_units(make, tokens, count, each, most=10**7):
+        units = suite.fit(make, tokens, count, most)
+        return [make(units, sample) for sample in range(each)]
+
+    fitted = make()
+    monkeypatch.setattr(suite, "cases_of", of_equal_units)
+    plain = make()
+    assert sum(length(case) > case.tokens for case in plain) >= share * len(plain)
+    for case, before in zip(fitted, plain, strict=True):
+        assert case == before if length(before) <= case.tokens else 0.95 * case.tokens <= length(case) <= case.tokens
+
+
+def test_a_sample_whose_shortest_case_is_too_long_is_told():
+    def make(units, sample=0):
+        return suite.Case("t", Prompt("word " * (units + 90 * sample), 10), (), 50)
+
+    assert [count(case.prompt) for case in suite.cases_of(make, 50, count, 1)] == [40]
+    with pytest.raises(UserError, match="t: its shortest case takes 101 tokens, found 50; 101 or more would work"):
+        suite.cases_of(make, 50, count, 2)
 
 
 def test_variables_are_those_of_the_chain():

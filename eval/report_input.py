@@ -1,0 +1,142 @@
+"""What a run's folder holds for its report: metrics, evaluations with their cases, losses by position."""
+from __future__ import annotations
+
+import collections
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from data.errors import UserError
+from trainer.reporting.rows import read_rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Score:
+    """A row of an evaluation's results, whatever wrote it.
+
+    Attributes:
+      size: length of the context, in `unit`.
+      folder: of the evaluation, where a run has several whose rows are of the same key without it; else empty.
+    """
+
+    evaluation: str
+    task: str
+    size: int
+    unit: str
+    depth: float | None
+    cases: int
+    score: float
+    low: float
+    high: float
+    beyond: bool
+    folder: str = ""
+
+    @property
+    def key(self) -> tuple:
+        """By which rows of two runs are compared: evaluation, task, folder, length and depth."""
+        return self.evaluation, self.task, self.folder, self.unit, self.size, -1.0 if self.depth is None else self.depth
+
+    @property
+    def label(self) -> str:
+        """The task, and where it is needed the folder."""
+        return f"{self.task} ({self.folder})" if self.folder else self.task
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """One results.json, and the cases beside it."""
+
+    path: Path
+    scores: list[Score]
+    about: dict[str, Any]
+    samples: list[dict[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run's folder holds.
+
+    Attributes:
+      logs: the rows of each JSONL file of metrics, by name.
+      curves: losses by position, by the checkpoint's name.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    logs: dict[str, list[dict[str, Any]]]
+    evaluations: list[Evaluation]
+    curves: dict[str, list[dict[str, Any]]]
+
+    @property
+    def name(self) -> str:
+        """Its name in the report, which is its folder's."""
+        return self.folder.absolute().name
+
+    def folder_of(self, evaluation: Evaluation) -> str:
+        """Returns the folder of an evaluation, from the run's folder where it lies in it."""
+        folder = evaluation.path.parent
+        return str(folder.relative_to(self.folder) if folder.is_relative_to(self.folder) else folder)
+
+
+def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
+    """Returns what a run's folder holds, with the evaluations in other folders.
+
+    Raises:
+      UserError: it is no run, or a file in it cannot be read.
+    """
+    config = folder / "config.yaml"
+    if not config.is_file():
+        raise UserError(f"{folder}: holds no run (config.yaml is missing); a folder that train.py wrote would work")
+    for path in evaluations:
+        if not path.is_dir():
+            raise UserError(f"--evaluations: {path} is no folder")
+    every = {path.stem: [row for row in read_rows(path) if "step" in row] for path in sorted(folder.glob("*.jsonl"))}
+    logs = {name: rows for name, rows in every.items() if rows}
+    # By where it really is, since --evaluations may name folders of the run.
+    found = sorted({path.resolve(): path for root in (*evaluations, folder) for path in root.rglob("results.json")}.values())
+    results = [evaluation for path in found if (evaluation := _evaluation(path))]
+    curves = {}
+    for root in (folder, *evaluations):
+        for path in sorted(root.rglob("loss_by_position.json")):
+            curves |= _json(path).get("curves", {})
+    return Run(folder, yaml.safe_load(config.read_text(encoding="utf-8")) or {}, logs, results, curves)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path}: cannot be read ({error}); without it, the report can be made") from None
+
+
+def _evaluation(path: Path) -> Evaluation | None:
+    """Returns the evaluation of a results.json, or None for one of another kind."""
+    content = _json(path)
+    if "results" in content and "evaluation" in content:
+        scores = [Score(content["evaluation"], row["task"], row["tokens"], "tokens", row["depth"], row["cases"], row["score"],
+                        row["low"], row["high"], row["beyond_trained_length"]) for row in content["results"]]
+    elif "within_trained_length" in content:
+        scores = [Score("line retrieval", f"{row['family']} ({row['source']})", row["num_lines"], "lines", None, row["cases"],
+                        row["accuracy"], row["low"], row["high"], row["beyond_trained_length"])
+                  for row in content["within_trained_length"] + content["beyond_trained_length"]]
+        scores += [Score("line retrieval", f"{row['family']}, by depth", row["num_lines"], "lines", row["depth_from"],
+                         row["cases"], row["accuracy"], row["low"], row["high"], False) for row in content.get("by_depth", ())]
+    else:
+        return None
+    cases = read_rows(path.parent / "cases.jsonl") if (path.parent / "cases.jsonl").is_file() else []
+    return Evaluation(path, scores, content.get("about", {}), cases)
+
+
+def scores_by_run(runs: Sequence[Run]) -> list[list[Score]]:
+    """Returns each run's scores. Those whose key a run has in several evaluations are told apart by their folders."""
+    repeated = set()
+    for run in runs:
+        counts = collections.Counter(key for evaluation in run.evaluations
+                                     for key in {score.key for score in evaluation.scores})
+        repeated |= {key for key, count in counts.items() if count > 1}
+    return [[dataclasses.replace(score, folder=run.folder_of(evaluation)) if score.key in repeated else score
+             for evaluation in run.evaluations for score in evaluation.scores] for run in runs]
