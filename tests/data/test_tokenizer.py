@@ -100,7 +100,7 @@ def test_text_tokens_are_tokens_where_they_are_typed(tmp_path, kind):
         ("tokenizer_config.json", "null", "tokenizer_config.json is not a JSON object, but NoneType"),
         ("special_tokens_map.json", "3", "special_tokens_map.json is not a JSON object, but int"),
         ("special_tokens_map.json", "[" * 100_000, "special_tokens_map.json is not JSON"),
-        ("tokenizer_config.json", '{"a": ' * 1000 + "1" + "}" * 1000, "tokenizer_config.json is not JSON"),
+        ("tokenizer_config.json", '{"a": ' * 100_000 + "1" + "}" * 100_000, "tokenizer_config.json is not JSON"),
         ("tokenizer_config.json", '{"bos_token": 3}', "its bos_token is 3, which is no text"),
         ("tokenizer_config.json", '{"eos_token": {"content": []}}', "its eos_token is [], which is no text"),
         ("tokenizer_config.json", '{"pad_token": "\\ud83d"}', "its pad_token is '\\ud83d', which is no text"),
