@@ -70,6 +70,15 @@ create() {
   done
 }
 
+# The workers get the files that git tracks: a recipe just written would be missed there, once the slice is paid for.
+check_recipe() {
+  local recipe root
+  [[ ${train[0]:-} == --config ]] || return 0
+  recipe=${train[1]:-} root=$(dirname "${BASH_SOURCE[0]}")/..
+  [[ ! -e $root/$recipe ]] || git -C "$root" ls-files --error-unmatch -- "$recipe" > /dev/null 2>&1 ||
+    fail "$recipe is not tracked by git and would not reach the workers: git add $recipe"
+}
+
 # `run` uses install and start as conditions, in which bash ignores `set -e`; therefore they return explicitly.
 install() {
   local archive root sent=''
@@ -91,6 +100,7 @@ install() {
 # shellcheck disable=SC2016
 start() {
   local options launch
+  check_recipe
   [[ ${#train[@]} -gt 0 ]] || fail "nothing to start: train.py's options follow after --, such as -- --config configs/NAME.yaml"
   options=$(printf ' %q' "${train[@]}")
   # With setsid, training outlives the connection; the file train.code shows that it has ended.
@@ -125,6 +135,7 @@ stop() {
 
 run() {
   local code deaths=0
+  check_recipe
   while true; do
     create
     if install && start; then

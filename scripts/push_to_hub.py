@@ -15,8 +15,8 @@ WEIGHTS = ("*.safetensors", "adapter_config.json")
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = entry.CommandParser(prog="python -m scripts.push_to_hub", allow_abbrev=False, description=(
-        "Uploads a folder of scripts.export_hf to the Hugging Face hub, into a new, private repository unless --public is given, or into an existing one as it is. "
-        "The token is that of `hf auth login` or of HF_TOKEN."))
+        "Uploads a folder of scripts.export_hf to the Hugging Face hub, into a new, private repository unless --public is "
+        "given, or into an existing one as it is. The token is that of `hf auth login` or of HF_TOKEN."))
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="an exported folder, with its README.md")
     parser.add_argument("repository", metavar="OWNER/NAME", help="the repository, which is made unless it exists")
     parser.add_argument("--public", action="store_true", help="make a new repository public")

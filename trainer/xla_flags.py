@@ -167,8 +167,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("platform", choices=sorted(FLAGS))
     parser.add_argument("--generation", choices=TPUS, default=generation(), help="of the TPUs (default: this host's)")
     parser.add_argument("--why", action="store_true", help="print each flag with its reason instead, those of all generations")
-    parser.add_argument("--plan", metavar="FILE", help="for gpu: the plan of this run, as scripts.plan --compile --output writes "
-                        "it; its memory is allowed, and one that needs more than this machine has is refused")
+    parser.add_argument("--plan", metavar="FILE", help="for gpu: the plan of this run, as scripts.plan --compile --output "
+                        "writes it; its memory is allowed, and one that needs more than this machine has is refused")
     args = parser.parse_args(argv)
     if not args.why:
         try:

@@ -121,7 +121,9 @@ def save_result(results: dict[tuple[str, str, int], list[dict]], command: str) -
     Args:
       results: (task, method, steps) -> what eval.in_context wrote, for each training seed.
     """
-    stored = load(NAME).tables if (FOLDER / f"{NAME}.json").exists() else {}
+    stored, stored_rows = {}, {}
+    if (FOLDER / f"{NAME}.json").exists():
+        stored, stored_rows = load(NAME).tables, load(NAME).rows
     measured_now = {(task, method, str(steps)) for task, method, steps in results}
     tables = {title: {"columns": columns, "rows": [line for line in stored.get(title, {}).get("rows", [])
                                                    if tuple(line[:3]) not in measured_now]}
@@ -132,6 +134,8 @@ def save_result(results: dict[tuple[str, str, int], list[dict]], command: str) -
         table["rows"].sort(key=lambda line: (list(TASKS).index(line[0]), int(line[2]), list(METHODS).index(line[1])))
     rows = {task: _task_row(task, lines) for task in TASKS
             if (lines := [line for line in tables[SCORES]["rows"] if line[0] == task])}
+    for task in set(rows) & set(stored_rows) - {task for task, _, _ in results}:
+        rows[task].update({key: stored_rows[task][key] for key in ("date", "commit")})
     tables[PAPER_TITLE] = {"columns": ["task", "BC-10%", "DT", "AT, 32 trajectories", "AT, 128 trajectories"],
                            "rows": [[task, *(f"{value:.2f}" for value in values)] for task, values in PAPER.items()]}
     save(NAME, measured("In-context reinforcement learning on episodes collected with dm_control", rows, command, DEPENDS_ON,
@@ -147,7 +151,7 @@ def _task_row(task: str, lines: list[list[str]]) -> dict[str, str]:
     held = None
     if set(scores) >= {*BASELINES, LONGEST}:
         held = all(_interval(scores[LONGEST])[0] > _interval(scores[method])[1] for method in BASELINES)
-    return row(f"{task}, last of 8 episodes", text, "N = 8 above both baselines", held,
+    return row(f"{task}, last of 8 episodes, {steps} steps", text, "N = 8 above both baselines", held,
                date=datetime.date.today().isoformat(), commit=commit())
 
 
@@ -220,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                 continue
             seeds = range(TRAINING_SEEDS if task == FIRST_TASK and args.all_seeds else 1)
             results[task, method, args.steps] = [run_one(task, method, seed, args) for seed in seeds]
-            save_result(results, f"python -m scripts.benchmarks.in_context --tasks {' '.join(args.tasks)}")
+            save_result(results, f"python -m scripts.benchmarks.in_context --tasks {' '.join(args.tasks)} --steps {args.steps}")
             plot(ROOT / "docs" / "in_context.png")
 
 

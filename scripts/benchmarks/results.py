@@ -136,7 +136,7 @@ def commit() -> str:
     try:
         head = _output("git", "-C", str(ROOT), "rev-parse", "--short", "HEAD")
         changes = _output("git", "-C", str(ROOT), "status", "--porcelain", "--untracked-files=no", "--", ".",
-                          ":!docs/results", ":!BENCHMARKS.md")
+                          ":!docs/results", ":!docs/*.png", ":!BENCHMARKS.md")
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return head + ("+changes" if changes else "")

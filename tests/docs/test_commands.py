@@ -24,8 +24,8 @@ EXECUTED = {
     "python -m scripts.plan --model llama-3.1-8b --machine v5p-32 --context 1M --price-per-device-hour 4 --write my_recipe.yaml": "",
     "python -m scripts.plan --model llama-3.1-8b --machine v5p-32 --context 128K --write my_recipe.yaml": "",
     "python -m scripts.plan --model qwen3-8b --machine 8xH100 --context 128K --write my_recipe.yaml": "",
-    "python -m scripts.plan --model qwen3-8b --topology h100:8 --context 131072": "",
-    "python -m scripts.plan --config configs/adapters/llama31_8b_lora_a100.yaml --model llama-3.1-8b --topology a100:4": "",
+    "python -m scripts.plan --model qwen3-8b --machine 8xH100 --context 128K": "",
+    "python -m scripts.plan --config configs/adapters/llama31_8b_lora_a100.yaml --model llama-3.1-8b --machine 4xA100-40GB": "",
     "python -m trainer.xla_flags tpu --why": "",
     "python -m scripts.draw_layout": "",
 }
@@ -48,7 +48,7 @@ TESTED = {
     "tests/smollm2.py": ["python -m scripts.make_smollm2 smollm2", "python -m scripts.make_smollm2 DIR"],
     "tests/trainer/test_pretrained.py": [
         "python train.py --config configs/sharegpt_smollm2.yaml --model.path smollm2 --data.path YOUR_SHAREGPT.json",
-        "python train.py --config configs/sharegpt_smollm2.yaml --model.path ~/models/Qwen3-8B",
+        "python train.py --config configs/qwen3_8b_128k_h100.yaml --model.path ~/models/Qwen3-8B --data.path YOUR_SHAREGPT.json",
         "python train.py --config my_recipe.yaml --model.path HF_DIR --data.path FILE.json", "python train.py --config RECIPE.yaml"],
     "tests/trainer/huggingface/test_huggingface.py": [
         "python -m scripts.export_hf runs/sharegpt_smollm2 my_model", "python -m scripts.export_hf runs/NAME my_model",
@@ -103,7 +103,6 @@ TESTED = {
         "python -m scripts.collect_trajectories --task ...",
         "python -m scripts.collect_trajectories --task walker_walk --output trajectories/collected"],
     "tests/data/trajectories/test_archives.py": [
-        "python -m scripts.download_trajectories --domain ...",
         "python -m scripts.download_trajectories --domain walker --algorithm proto rnd --output trajectories/exorl"],
     "tests/scripts/test_inspect_trajectories.py": [
         "python -m scripts.inspect_trajectories PATH --task ...",
@@ -130,7 +129,8 @@ NOT_RUN = {
     "make test": "is what runs the tests", "make lint": "is run by CI", "make bench": "measures for hours",
     "make evidence": HOURS, "make evidence ONLY='h100 1m'": HOURS,
     "make install PLATFORM=cuda": INSTALLS, "make install PLATFORM=tpu": INSTALLS, "make install EXTRAS=eval": INSTALLS,
-    "make install EXTRAS=rl": INSTALLS, "pip install wandb": INSTALLS,
+    "make install EXTRAS=rl": INSTALLS,
+    "scripts/launch_tpu.sh delete NAME --zone Z": CLOUD, "pip install wandb": INSTALLS,
     "python -m scripts.plan --model llama-7b --machine v4:4x4x4 --context 1M --compile": HOURS,
     "python -m scripts.plan --config configs/llama31_8b_1m_h100.yaml --model llama-3.1-8b --machine 8xH100 --compile": HOURS,
     "python -m scripts.plan --model llama-7b --machine v5e-256 --context 1M --search --compile --output plan": HOURS,
@@ -142,6 +142,8 @@ NOT_RUN = {
     "docker run --rm --gpus all --ipc host -v \"$PWD/runs:/longstripe/runs\" -v \"$HOME/models:/models\" longstripe --config "
     "configs/qwen3_8b_128k_h100.yaml --model.path /models/Qwen3-8B --data.path /models/chats.json": DOCKER,
     "gcloud compute tpus tpu-vm create NAME --zone ZONE --accelerator-type v6e-8 --version v2-alpha-tpuv6e": CLOUD,
+    "git add my_recipe.yaml": "is git's own",
+    "git clone YOUR_COPY longstripe && cd longstripe": "is git's own, of an address that only the user has",
     "gcloud compute tpus tpu-vm ssh NAME --zone ZONE": CLOUD,
     "uv python install 3.12": "is uv's own",
     "python -m scripts.make_gemma3 DIR": "downloads 240 MB; what makes the folder is scripts.make_smollm2's, which tests run",

@@ -138,6 +138,17 @@ def test_mistakes_are_one_line(launch, arguments, words):
     assert not [call for call in calls if "create" in call]
 
 
+def test_a_recipe_that_git_does_not_track_is_refused_before_a_slice_is_created(launch, tmp_path):
+    recipe = REPOSITORY / f"{tmp_path.name}.yaml"
+    recipe.write_text("name: new\n")
+    try:
+        done, calls = launch("run", "s", *SLICE, "--", "--config", recipe.name, states=["ABSENT", "ACTIVE"])
+    finally:
+        recipe.unlink()
+    assert done.returncode == 2 and not verbs(calls)
+    assert f"{recipe.name} is not tracked by git and would not reach the workers: git add {recipe.name}" in done.stderr
+
+
 def test_the_workers_commands_train_stop_and_store_the_exit_status(launch, tmp_path):
     """Runs the commands: one training outlives the shell that started it, another one is stopped."""
     _, calls = launch("start", "pod", "--zone", "z", "--", "a b", "$c", states=["ACTIVE"])
@@ -230,7 +241,7 @@ def test_without_a_plan_jax_may_pin_nine_tenths_of_the_host():
     ({"peak_gib": 75.3}, ("75.30 GiB of each h100", "may take 75.19", "0.95")),
     ({"host_gib": 8000.0}, ("64000 GiB of pinned memory", "8 GPUs", "--host-gib")),
     ({"topology": "v5p:2x2x2"}, ("a plan for v5p:2x2x2", "h100")),
-    ({"peak_gib": None}, ("found no plan in",)),
+    ({"peak_gib": None}, ("found no compiled plan in",)),
 ])
 def test_a_plan_that_needs_more_than_there_is_ends_the_launcher(tmp_path, changes, words):
     plan = tmp_path / "plan.json"
