@@ -110,6 +110,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{name}: failed with {error.returncode}", file=sys.stderr)
             failed.append(name)
         page.write()
+    page.write()  # also where everything was fresh
     return int(bool(failed))
 
 

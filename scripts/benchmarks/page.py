@@ -21,7 +21,7 @@ Made by `python -m scripts.benchmarks.page` from the files in [docs/results](doc
 `python -m scripts.benchmarks --stale` lists the results whose code has changed since they were measured.
 
 Every row names its result file, which holds all figures, the command, the machine, versions and commit.
-What was tried and why is told in [docs/notes](docs/notes). No figure here is a speed on a TPU or GPU:
+[docs/notes](docs/notes) says what was tried and why. No figure here is a speed on a TPU or GPU:
 memory, transfers and overlap on those were read from what their compilers make, on a machine with 2 CPU cores.
 """
 PROVENANCE = """\
@@ -36,7 +36,7 @@ HEADLINES = (
     ("The same within 100 GiB of host memory a GPU", "contexts.h100_8_8m"),
     ("Longest context, LLaMA-3.1-8B on one H200", "contexts.h200_1_2m"),
     ("Longest context, LLaMA-7B on 256 TPU v4 chips", "table3.v4_8x8x4_7b"),
-    ("Ring Attention's Table 3: rows of the ring held", "table3.rows_held"),
+    ("Ring Attention's Table 3: rows whose ring context our step reaches", "table3.rows_held"),
     ("LLaMA-7B at 1M tokens on 64 TPU v4 chips, GiB a chip", "memory_1m.nothing"),
     ("Training step on a CPU, 4,096 tokens, beside torch", "step.speed_4096"),
     ("Attention kernel on a CPU, 16K tokens, beside torch", "kernels.both_16384"),
