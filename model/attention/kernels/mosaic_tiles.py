@@ -70,7 +70,7 @@ class Arithmetic:
           meanwhile: run while the matrix units work.
         """
         if self.interpret:
-            result = _plain_product(left[...], right[...].T)
+            result = _plain_product(_read(left), _read(right).T)
             meanwhile()
             return result
 
@@ -98,7 +98,7 @@ class Arithmetic:
     def add_products(self, *products: tuple[jax.Array, jax.Array, Any]) -> tuple[jax.Array, ...]:
         """sums + left @ right for each (sums, left, right), with `left` in registers and `right` in shared memory."""
         if self.interpret:
-            return tuple(sums + _plain_product(left.astype(right.dtype), right[...]) for sums, left, right in products)
+            return tuple(sums + _plain_product(left.astype(right.dtype), _read(right)) for sums, left, right in products)
         lefts = [left.astype(right.dtype) for _, left, right in products]
 
         def multiply(accumulators):
@@ -109,6 +109,16 @@ class Arithmetic:
 
     def _as(self, x: jax.Array, layout: Any) -> jax.Array:
         return x if self.interpret else plgpu.layout_cast(x, layout)
+
+
+def _read(tile: Any) -> jax.Array:
+    """A tile of shared memory, interpreted, in place of wgmma's own reading.
+
+    wgmma reads as TMA writes, by the asynchronous proxy. After a plain read, TMA may write there again only behind a fence.
+    """
+    value = tile[...]
+    plgpu.commit_smem()
+    return value
 
 
 def _plain_product(left: jax.Array, right: jax.Array) -> jax.Array:
