@@ -100,15 +100,21 @@ PRODUCTS_AND_STACKED = {
 }
 
 
+def stacked_outputs(scan):
+    """The abstract values that a scan stacks: a carry has the shape that it has inside."""
+    inside = scan.params["jaxpr"].jaxpr.outvars
+    return [outer.aval for outer, inner in zip(scan.outvars, inside, strict=True) if outer.aval.shape != inner.aval.shape]
+
+
 def stacked_by_the_forward_pass(equations, layers):
     """What the outermost scan over this many layers keeps of each, by its shape; integers are coordinates."""
     config, tokens = tiny(), LENGTH // 4
     names = {(tokens, config.hidden_size): INPUT, (tokens, config.num_attention_heads, config.head_dim): OUT,
              (config.num_attention_heads, tokens): LSE, (tokens, config.num_key_value_heads, config.head_dim): "key or value",
              (tokens, config.intermediate_size): "feed-forward"}
-    scan = next(equation for equation in equations if equation.primitive.name == "scan" and equation.params["length"] == layers
-                and len(equation.outvars) > equation.params["num_carry"])
-    kept = [variable.aval for variable in scan.outvars[scan.params["num_carry"]:]]
+    scans = (stacked_outputs(equation) for equation in equations
+             if equation.primitive.name == "scan" and equation.params["length"] == layers)
+    kept = next(filter(None, scans))
     return collections.Counter(names[aval.shape[2:]] + " on the host" * (aval.memory_space == jax.memory.Space.Host)
                                for aval in kept if aval.dtype == jnp.float32)
 
