@@ -14,7 +14,7 @@ from typing import Literal
 from trainer.flops import head_weights, layer_weights
 
 from .compiled import GIB
-from .machines import ANY_GPU, GPUS
+from .machines import is_gpu
 from .parts import declared_once, device_tokens, host_parts_gib, parts_gib, trained_names
 from .plan import Job
 
@@ -87,8 +87,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     parts = {name: size for name, size in parts_gib(run, job.model).items() if size}
     parts["working memory"] = _working_bytes(job) / GIB
     host_parts = {name: size for name, size in host_parts_gib(run, job.model).items() if size}
-    on_tpu = job.topology.partition(":")[0] not in (*GPUS, ANY_GPU)
-    kept = on_tpu and run.memory.remat == "offload_save_attention"
+    kept = not is_gpu(job.topology) and run.memory.remat == "offload_save_attention"
     return MemoryEstimate(parts, host_parts, job.device_gib, job.host_gib, HIGH_KEPT_ON_TPU if kept else HIGH,
                           LOW_OF_ADAPTERS if run.adapter.rank else LOW)
 
