@@ -309,7 +309,8 @@ class LlamaConfig:
         if isinstance(scaling := changes.get("rope_scaling"), dict):
             own = self.rope.original_max_position_embeddings or self.max_position_embeddings
             changes["rope_scaling"] = {"original_max_position_embeddings": own, **scaling}
-        return self.from_hf_dict({**self.to_hf(), "rope_parameters": None, **changes})
+        moved = self.from_hf_dict({**self.to_hf(), "rope_parameters": None, **changes})
+        return dataclasses.replace(moved, adapter=self.adapter)  # which no config.json holds
 
     def with_length(self, length: int) -> LlamaConfig:
         """This model said to have learned `length` positions, if that is more; the embedding of none of them changes.

@@ -127,7 +127,7 @@ def _from_parameters(key: str, parameters: dict[str, Any], config: dict[str, Any
     if rule == "dynamic":
         numbers[original] = max_position
     if rule in ("yarn", "longrope") and "factor" not in numbers:
-        numbers["factor"] = max_position / numbers[original]
+        numbers["factor"] = max_position / as_float(f"{key}.{original}", numbers[original])
     for name in _REQUIRED[rule]:
         if name not in numbers:
             raise ValueError(f"{key}.{name}: missing; rope_type {rule!r} needs it")
