@@ -56,6 +56,8 @@ class AdapterConfig:
         if unknown or not self.targets:
             raise ValueError(f"adapter.targets: found {unknown[0] if unknown else 'none'!r}, needs some of "
                              f"{', '.join(PROJECTIONS)}, or {ALL_LINEAR}")
+        if "" in self.train:
+            raise ValueError("adapter.train: found an empty name; needs the ends of modules' names, such as embed_tokens")
         if self.quantize not in get_args(Quantization):
             raise ValueError(f"adapter.quantize: found {self.quantize!r}, needs one of {', '.join(get_args(Quantization))}")
         if self.dropout is not None and not 0 <= self.dropout < 1:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 # Weyl's constant for 32 bits, 2^32 divided by the golden ratio, and odd.
@@ -47,9 +48,9 @@ def token_keys(seed: int, step: Int[Array, ""], index: Int[Array, "B L"]) -> UIn
     """Returns the number of each token in a global batch.
 
     Args:
-      step: number of finished steps; index: the tokens' indices in their rows, which are counted as they lie in the batch.
+      seed: taken modulo 2^32; step: number of finished steps; index: the tokens' indices in their rows, which are counted as they lie in the batch.
     """
-    key = _mix(_mix(jnp.uint32(_WEYL), seed), step)
+    key = _mix(_mix(jnp.uint32(_WEYL), np.uint32(seed % 2**32)), step)
     return _mix(_mix(key, jnp.arange(index.shape[0])[:, None]), index)
 
 
