@@ -100,10 +100,10 @@ def _working_bytes(job: Job) -> float:
     keys = model.num_key_value_heads * model.head_dim / tensor / memory.attention_groups
     activations = 2 * tokens * (HIDDEN * model.hidden_size + QUERIES * queries + KEYS * keys)
     layer, head = layer_weights(model) / tensor, head_weights(model) / tensor
-    # Of a quantized layer the codes are gathered, and one projection at a time is opened.
+    # Of a quantized layer the codes are gathered, and one projection at a time is dequantized.
     bits = {"none": 16, "nf4": NF4_BITS, "int8": 8}[job.run.adapter.quantize]
-    opened = 0 if bits == 16 else 2 * LAYER_WEIGHTS * model.hidden_size * model.intermediate_size / tensor
-    weights = bits / 8 * LAYER_WEIGHTS * layer * (2 if memory.prefetch else 1) + opened + 2 * HEAD_WEIGHTS * head
+    dequantized = 0 if bits == 16 else 2 * LAYER_WEIGHTS * model.hidden_size * model.intermediate_size / tensor
+    weights = bits / 8 * LAYER_WEIGHTS * layer * (2 if memory.prefetch else 1) + dequantized + 2 * HEAD_WEIGHTS * head
     gradients = 4 * GRADIENTS * _trained_numbers(job) * mesh.data / mesh.devices
     chunk = min(tokens, memory.loss_chunk or tokens)
     return activations + weights + gradients + 4 * LOGITS * chunk * model.vocab_size / tensor

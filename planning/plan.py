@@ -191,7 +191,7 @@ class Job:
             costs.Sizes.of(self.model), hardware, self.context, self.batch, mesh.data, mesh.fsdp, mesh.tensor, mesh.sequence,
             schedule=attention.schedule if mesh.sequence > 1 else "local", layout=attention.layout,
             remat=self.run.memory.remat, causal=causal, frozen=adapter.rank > 0,
-            weight_bytes=adapter.number_bytes, openings=chunks if adapter.quantize != "none" else 0)
+            weight_bytes=adapter.number_bytes, dequantizations=chunks if adapter.quantize != "none" else 0)
 
 
 def sizes_text(needs_gib: float, has_gib: float) -> str:
