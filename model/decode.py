@@ -96,8 +96,8 @@ class Generator:
     def __init__(self, model: Llama, *, rows: int, capacity: int, new_tokens: int, stop_ids: Sequence[int], chunk: int = 4096,
                  sampling: Sampling = Sampling()) -> None:
         if capacity <= new_tokens:
-            raise ValueError(f"capacity: found {capacity}; more than new_tokens = {new_tokens} would work, since a prompt has at "
-                             "least 1 token")
+            raise ValueError(f"capacity: found {capacity}; more than new_tokens = {new_tokens} would work, since a prompt has "
+                             "at least 1 token")
         self.model, self.rows, self.capacity, self.new_tokens = model, rows, capacity, new_tokens
         self.stop_ids, self.sampling = tuple(stop_ids), sampling
         self.cached = CachedModel(model, type(model).local_logits, rows, capacity)
@@ -273,7 +273,7 @@ class Generator:
 
     def longest_prompt(self, limit: int) -> int:
         """Returns how many tokens a prompt may have for parameters, cache and the prefill of a chunk to fit in `limit` bytes of
-        each device. It is told from the memory of two prefills, one with a cache of half the size, which are compiled."""
+        each device. Extrapolates linearly from the compiled memory of two prefills, one with half the cache."""
         half = self.capacity // 2
         small, large = (self._prefill_bytes(dataclasses.replace(self.cached, capacity=size)) for size in (half, self.capacity))
         per_token = max(large - small, 1) / (self.capacity - half)

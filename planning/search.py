@@ -89,8 +89,8 @@ def meshes(job: Job) -> list[MeshConfig]:
     devices, key_heads = device_count(job.topology), job.model.num_key_value_heads
     rows, remainder = divmod(job.batch, job.run.train.accumulation)
     if remainder:
-        raise ValueError(f"train.batch_size: found {job.batch}; a multiple of train.accumulation = {job.run.train.accumulation} "
-                         "would work")
+        raise ValueError(f"train.batch_size: found {job.batch}; a multiple of train.accumulation = "
+                         f"{job.run.train.accumulation} would work")
     made = []
     for tensor in (n for n in range(1, key_heads + 1) if key_heads % n == devices % n == 0):
         fsdp = math.gcd(rows, devices // tensor)
