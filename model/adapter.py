@@ -39,13 +39,13 @@ class AdapterConfig:
     """Modules that are trained whole beside the adapters, by the ends of their names, such as [embed_tokens, norm]: PEFT's
     modules_to_save. norm means every norm."""
     quantize: Quantization = "none"
-    """The layers' frozen matrices lie and travel as codes, and are opened where a product takes them (QLoRA): nf4, 4.13 bits a
-    number, or int8; none keeps the compute dtype. Matrices are quantized as they are read."""
+    """Store and gather the layers' frozen matrices quantized, and dequantize them where they are multiplied (QLoRA): nf4, 4.13
+    bits per weight, or int8; none keeps the compute dtype. Matrices are quantized as they are read."""
     dropout: float | None = None
     """Probability that an adapter, in training, reads 0 in place of a number of its input; the others are divided by
-    1 - dropout. None takes that of `path`, and without one 0."""
+    1 - dropout. None: the dropout of the adapter at `path`, or 0 if there is none."""
     path: str | None = None
-    """Folder of an adapter in PEFT's format, from which training goes on; its rank, alpha and targets are this section's."""
+    """Folder of a PEFT adapter to continue training; its rank, alpha and targets must equal this section's."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:
@@ -56,6 +56,8 @@ class AdapterConfig:
         if unknown or not self.targets:
             raise ValueError(f"adapter.targets: found {unknown[0] if unknown else 'none'!r}, needs some of "
                              f"{', '.join(PROJECTIONS)}, or {ALL_LINEAR}")
+        if "" in self.train:
+            raise ValueError("adapter.train: found an empty name; needs the ends of modules' names, such as embed_tokens")
         if self.quantize not in get_args(Quantization):
             raise ValueError(f"adapter.quantize: found {self.quantize!r}, needs one of {', '.join(get_args(Quantization))}")
         if self.dropout is not None and not 0 <= self.dropout < 1:
@@ -88,8 +90,8 @@ class AdapterConfig:
 
     @property
     def number_bytes(self) -> float:
-        """Bytes of a frozen matrix's number as it lies and travels: half a byte and a byte for each block of NF4; otherwise of
-        int8 without its scales, or bfloat16."""
+        """Bytes of a frozen matrix's number as it is stored and gathered: half a byte and a byte for each block of NF4;
+        otherwise of int8 without its scales, or bfloat16."""
         return {"nf4": 1 / 2 + 1 / NF4_BLOCK, "int8": 1.0, "none": 2.0}[self.quantize]
 
     @property

@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 
 from .config import LlamaConfig
-from .feedforward import RMSNorm, param, rms_norm
+from .feedforward import RMSNorm, param, scaled_norm
 from .frozen import array
 from .loss import LossSums, global_sums
 from .memory.chunked import chunked, chunked_total, product
@@ -129,7 +129,7 @@ class AgenticTransformer(Transformer):
         return {name: array(weight) for name, weight in weights.items()}
 
     def _predict(self, weights: dict[str, jax.Array], x: Float[Array, "B T E"]) -> Mixture:
-        norm = rms_norm(x, weights["norm.weight"], self.config.rms_norm_eps)
+        norm = scaled_norm(x, weights["norm.weight"], self.config)
         numbers = product("bte,ea->bta", norm, weights["action_head.weight"], jnp.float32) + weights["action_head.bias"]
         split = self.sizes.components * self.sizes.action
         actions = jnp.tanh(numbers[..., :split]).reshape(*x.shape[:2], self.sizes.components, self.sizes.action)

@@ -30,8 +30,8 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """The sizes of a LLaMA, or of a model that has its form. Field names are Hugging Face's, up to `rope`,
-    which holds what Hugging Face spells in two ways.
+    """The sizes of a LLaMA, or of a model that has its form. Field names are Hugging Face's, except `rope`,
+    which Hugging Face writes in two ways.
 
     `num_key_value_heads` and `head_dim` may be left out (None): they become `num_attention_heads` and
     `hidden_size // num_attention_heads`. `eos_token_id` is an int or, with several, a tuple.
@@ -42,8 +42,8 @@ class LlamaConfig:
         layers of type "sliding_attention"; those of type "full_attention" have none.
       partial_rotary_factor: the share of a head's channels that RoPE rotates, the first ones.
       no_rope_layers: 1 for a layer with RoPE, 0 for one without; None for RoPE in all.
-      embedding_multiplier, residual_multiplier: of the embeddings, and of what attention and feed-forward add to the stream.
-      attention_multiplier: of the scores; None for head_dim ** -0.5.
+      embedding_multiplier: multiplies the embeddings; residual_multiplier: multiplies each branch before it is added to the
+        residual stream; attention_multiplier: multiplies the scores, None for head_dim ** -0.5.
       query_pre_attn_scalar: the scores are multiplied by its power -0.5; None for `attention_multiplier`.
       logits_scaling: what logits are divided by.
       attn_logit_softcapping, final_logit_softcapping: scores and logits x become cap * tanh(x / cap); None for no cap.
@@ -168,7 +168,7 @@ class LlamaConfig:
                                  f"{self.rotary_dim // 2}")
 
     def _check_layers(self) -> None:
-        """Refuses lists that do not say of each layer what it is."""
+        """Raises ValueError unless the per-layer lists have one valid entry for each layer."""
         for name, values in (("layer_types", LAYER_TYPES), ("no_rope_layers", (0, 1))):
             of_layers = getattr(self, name)
             if of_layers is None:
@@ -178,12 +178,13 @@ class LlamaConfig:
                                  f"needs {self.num_hidden_layers}")
             for value in of_layers:
                 if value not in values:
-                    raise ValueError(f"{name}: found {value!r}; computed here are {', '.join(map(str, values))}")
+                    raise ValueError(f"{name}: found {value!r}; supported are {', '.join(map(str, values))}")
         if self.sliding_window is None and LAYER_TYPES[0] in (self.layer_types or ()):
             raise ValueError(f"sliding_window: found null beside {LAYER_TYPES[0]!r} in layer_types; needs a number of tokens")
 
     def _check_family(self) -> None:
-        """Refuses what no config.json of the family can say: an exported model would be another one."""
+        """Raises ValueError for values that a config.json of this family cannot express, since an export would then describe a
+        different model."""
         if self.family not in FAMILIES:
             raise ValueError(f"family: found {self.family!r}; known: {', '.join(FAMILIES)}")
         family = FAMILIES[self.family]
@@ -246,7 +247,7 @@ class LlamaConfig:
 
     @classmethod
     def from_hf(cls, folder: str | Path) -> LlamaConfig:
-        """Reads `folder`/config.json. Raises ValueError if it is missing, not JSON, or of no model that is computed here."""
+        """Reads `folder`/config.json. Raises ValueError if it is missing, not JSON, or of no model that is supported."""
         path = Path(folder) / "config.json"
         try:
             text = path.read_text(encoding="utf-8")
@@ -266,7 +267,7 @@ class LlamaConfig:
         """Reads a Hugging Face config; absent fields have the defaults of transformers' config class of the same family.
 
         Takes both spellings of the rotary embedding: `rope_theta` with `rope_scaling`, and `rope_parameters`
-        (transformers 5). Raises ValueError for whatever would make this another model than the one computed here.
+        (transformers 5). Raises ValueError for whatever would make this another model than the supported one.
         """
         if not isinstance(config, dict):
             raise ValueError(f"a Hugging Face config is a JSON object, found {type(config).__name__}")
@@ -288,7 +289,7 @@ class LlamaConfig:
         return cls(**values, rope=RopeConfig.from_hf(config, length), local_rope=local_rope, family=family.model_type)
 
     def to_hf(self) -> dict[str, Any]:
-        """A Hugging Face config as a JSON-ready dict. It carries no dtype: who writes weights adds it.
+        """A Hugging Face config as a JSON-ready dict. Without a dtype, which the code that writes the weights adds.
 
         The rotary embedding is written in both spellings, so that transformers 4 and 5 (and others) read the same.
         """
@@ -309,10 +310,11 @@ class LlamaConfig:
         if isinstance(scaling := changes.get("rope_scaling"), dict):
             own = self.rope.original_max_position_embeddings or self.max_position_embeddings
             changes["rope_scaling"] = {"original_max_position_embeddings": own, **scaling}
-        return self.from_hf_dict({**self.to_hf(), "rope_parameters": None, **changes})
+        moved = self.from_hf_dict({**self.to_hf(), "rope_parameters": None, **changes})
+        return dataclasses.replace(moved, adapter=self.adapter)  # which no config.json holds
 
     def with_length(self, length: int) -> LlamaConfig:
-        """This model said to have learned `length` positions, if that is more; the embedding of none of them changes.
+        """Returns the model with `max_position_embeddings` raised to at least `length`; RoPE angles do not change.
 
         Under the rule `dynamic` it stays as it is: there max_position_embeddings is the length that the base grows from.
         """
@@ -324,7 +326,7 @@ class LlamaConfig:
     def preset(cls, name: str, **changes: Any) -> LlamaConfig:
         """The preset called `name`, with `changes` in place of its own fields.
 
-        What neither names, key heads and head_dim, follows from what they do. Raises ValueError that lists the names for an
+        `num_key_value_heads` and `head_dim` are derived if neither gives them. Raises ValueError that lists the names for an
         unknown one.
         """
         family, fields = find_preset(name)

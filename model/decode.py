@@ -88,10 +88,16 @@ class Generator:
       new_tokens: most tokens of a continuation; stop_ids: ids that end it.
       chunk: tokens that a prefill step computes at once, over all devices of the sequence axis.
       prefilled: tokens that were computed as parts of prompts so far, those that the cache had already not among them.
+
+    Raises:
+      ValueError: a capacity that leaves no room for a prompt.
     """
 
     def __init__(self, model: Llama, *, rows: int, capacity: int, new_tokens: int, stop_ids: Sequence[int], chunk: int = 4096,
                  sampling: Sampling = Sampling()) -> None:
+        if capacity <= new_tokens:
+            raise ValueError(f"capacity: found {capacity}; more than new_tokens = {new_tokens} would work, since a prompt has "
+                             "at least 1 token")
         self.model, self.rows, self.capacity, self.new_tokens = model, rows, capacity, new_tokens
         self.stop_ids, self.sampling = tuple(stop_ids), sampling
         self.cached = CachedModel(model, type(model).local_logits, rows, capacity)
@@ -113,14 +119,14 @@ class Generator:
           ValueError: too many prompts, one that is empty, or one that is too long.
         """
         self.check(prompts)
-        prompts = [*prompts, *([] for _ in range(self.rows - len(prompts)))]
+        count = len(prompts)
+        prompts = [*prompts, *([] for _ in range(self.rows - count))]
         cache = self._prefill(params, prompts)
-        self._cache = None  # its memory is reused
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         last = np.array([prompt[-1:] or [0] for prompt in prompts], np.int32)
         draws = self.draws + np.arange(self.rows, dtype=np.int32)
         self._cache, generated = self._generate(params, cache, last, lengths, draws)
-        self.draws += self.rows
+        self.draws += count
         self._tokens = prompts
         answers = np.asarray(generated).tolist()
         return [self._until_stop(answer) for answer, prompt in zip(answers, prompts, strict=True) if prompt]
@@ -208,8 +214,8 @@ class Generator:
         done = np.array([_common(*pair) for pair in zip(self._tokens, prompts, strict=True)])
         ends = np.maximum([len(prompt) - 1 for prompt in prompts], 0)
         done = np.minimum(done, ends)
+        self.forget()  # the cache's memory is reused, so that nothing is known to be cached until the call has succeeded
         cache = self.cached.truncate(cache, done.astype(np.int32))
-        self._cache = None
         while (done < ends).any():
             batch, done = self._next_chunk(prompts, done, ends)
             self.prefilled += int(batch["segment_ids"].sum())
@@ -267,7 +273,7 @@ class Generator:
 
     def longest_prompt(self, limit: int) -> int:
         """Returns how many tokens a prompt may have for parameters, cache and the prefill of a chunk to fit in `limit` bytes of
-        each device. It is told from the memory of two prefills, one with a cache of half the size, which are compiled."""
+        each device. Extrapolates linearly from the compiled memory of two prefills, one with half the cache."""
         half = self.capacity // 2
         small, large = (self._prefill_bytes(dataclasses.replace(self.cached, capacity=size)) for size in (half, self.capacity))
         per_token = max(large - small, 1) / (self.capacity - half)

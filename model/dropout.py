@@ -2,8 +2,8 @@
 with every memory option, and after a resume. Nothing is drawn and no mask is kept; the backward pass computes it again.
 
 Each element has a 32-bit number, from the seed, the step, the row, the token's index in the row, the layer, the projection and
-the feature; it is kept where that number is at least the rate times 2^32. Each is taken in by adding its multiple of an odd
-constant, before the finaliser of MurmurHash3 (Appleby), which mixes all bits and maps no two numbers to one.
+the feature; it is kept where that number is at least the rate times 2^32. Each is folded in by adding its
+product with an odd constant and applying MurmurHash3's finaliser (Appleby), a bijection on 32 bits.
 """
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float, Int, UInt32
 
 # Weyl's constant for 32 bits, 2^32 divided by the golden ratio, and odd.
@@ -47,9 +48,10 @@ def token_keys(seed: int, step: Int[Array, ""], index: Int[Array, "B L"]) -> UIn
     """Returns the number of each token in a global batch.
 
     Args:
-      step: number of finished steps; index: the tokens' indices in their rows, which are counted as they lie in the batch.
+      seed: taken modulo 2^32; step: number of finished steps.
+      index: the tokens' indices in their rows, which are counted as they lie in the batch.
     """
-    key = _mix(_mix(jnp.uint32(_WEYL), seed), step)
+    key = _mix(_mix(jnp.uint32(_WEYL), np.uint32(seed % 2**32)), step)
     return _mix(_mix(key, jnp.arange(index.shape[0])[:, None]), index)
 
 

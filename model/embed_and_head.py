@@ -25,7 +25,7 @@ Weights = dict[str, Weight]
 
 @dataclasses.dataclass(frozen=True)
 class EmbedAndHead:
-    """What tokens become hidden states by, and hidden states logits and losses.
+    """Maps token ids to hidden states, and hidden states to logits and losses.
 
     Attributes:
       config: the model's own sizes; dtype: the compute dtype.

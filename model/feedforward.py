@@ -101,9 +101,9 @@ class Projection(nnx.Module):
         assert self.adapter is not None
         w_axes, weight, a, b = letters(self.equation)[1], self.weight.get_value(), self.lora_A[...], self.lora_B[...]
         w_in, w_out, scale = w_axes[:self.inputs], w_axes[self.inputs:], self.adapter.scale
-        opened = weight.open(dtype) if isinstance(weight, FrozenWeight) else weight
+        dense = weight.dequantize(dtype) if isinstance(weight, FrozenWeight) else weight
         # A product of its own and not a sum of squares, which would be a float32 copy of the weight where it is not fused.
-        squares = jnp.einsum(f"{w_axes},{w_axes}->{w_out}", opened, opened, preferred_element_type=jnp.float32)
+        squares = jnp.einsum(f"{w_axes},{w_axes}->{w_out}", dense, dense, preferred_element_type=jnp.float32)
         across = product(f"{w_in}r,{w_axes}->r{w_out}", a.astype(dtype), weight, jnp.float32)
         flat = a.reshape(-1, self.adapter.rank)
         low = jnp.tensordot(flat.T @ flat, b, 1)

@@ -1,4 +1,4 @@
-"""Weights that are not trained: `FrozenWeight`. They have no gradient, and lie and travel in fewer bits than float32."""
+"""Weights that are not trained: `FrozenWeight`. They have no gradient, and are stored and sent in fewer bits than float32."""
 from __future__ import annotations
 
 import abc
@@ -12,10 +12,10 @@ from jaxtyping import Array, Float, Int
 
 
 class FrozenWeight(abc.ABC):
-    """A whole weight (of this tensor rank) without gradient. Products open it where they take it."""
+    """A whole weight (of this tensor rank) without gradient. Products dequantize it where it is multiplied."""
 
     @abc.abstractmethod
-    def open(self, dtype: Any) -> Float[Array, ...]:
+    def dequantize(self, dtype: Any) -> Float[Array, ...]:
         """Returns the weight as an array of this dtype."""
 
     @abc.abstractmethod
@@ -30,8 +30,8 @@ class Plain(FrozenWeight):
 
     value: Float[Array, ...]
 
-    def open(self, dtype: Any) -> Float[Array, ...]:
-        """See `FrozenWeight.open`."""
+    def dequantize(self, dtype: Any) -> Float[Array, ...]:
+        """See `FrozenWeight.dequantize`."""
         return jax.lax.stop_gradient(self.value).astype(dtype)
 
     def part(self, i: Any, count: int, axis: int) -> Plain:
@@ -45,7 +45,7 @@ Weight = jax.Array | FrozenWeight
 
 def array(weight: Weight) -> Float[Array, ...]:
     """Returns a weight that may be frozen as a float32 array."""
-    return weight.open(jnp.float32) if isinstance(weight, FrozenWeight) else weight
+    return weight.dequantize(jnp.float32) if isinstance(weight, FrozenWeight) else weight
 
 
 def rows(table: Weight, ids: Int[Array, "B T"]) -> Float[Array, "B T E"]:

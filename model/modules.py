@@ -215,7 +215,7 @@ def bind(config: LlamaConfig, weights: dict[str, Weight]) -> DecoderLayer:
     Args:
       weights: named as by `declare_layer`: "self_attn.q_proj.weight" becomes `layer.self_attn.q_proj.weight`. Some may be
         missing, if their modules are not called; names that a layer lacks are ignored. Frozen matrices stay as they are, for
-        products to open.
+        products to dequantize.
     """
     def value(name):
         return weights[name] if name.endswith("_proj.weight") else array(weights[name])

@@ -25,8 +25,9 @@ from .sharding import HIDDEN, Parallel, Sharding
 
 # The logical axes that may be longer in memory than in the model.
 PADDED = (*HIDDEN, "vocab", "heads", "kv_heads")
-# Padding is less than this; a greater difference is another vocabulary, or another model.
-MOST = 1024
+# A difference of this or more is another vocabulary or another model; but where the hidden size without padding is known, any
+# padding of it is taken, since that grows with the ranks that share the storage: 5,120 on 2,048 of them is 6,144.
+MAX_PADDING = 1024
 
 
 def sizes_in_memory(sharding: Sharding) -> LlamaConfig:
@@ -114,6 +115,12 @@ def fits(name: str, shape: tuple[int, ...], other: tuple[int, ...], own: tuple[i
     axes = logical_axes(name)
     if not axes or len(shape) != len(other) or len(axes) != len(shape):
         return shape == other
-    return all(size == other_size or (axis in PADDED and abs(size - other_size) < MOST
-                                      and (own[i] if own else 0) <= min(size, other_size))
+    return all(size == other_size or _is_padding(axis, size, other_size, None if own is None else own[i])
                for i, (axis, size, other_size) in enumerate(zip(axes, shape, other, strict=True)))
+
+
+def _is_padding(axis: str, size: int, other: int, own: int | None) -> bool:
+    """Returns whether two sizes of an axis may differ by padding; `own` is the size without it, where it is known."""
+    if axis not in PADDED or (own is not None and own > min(size, other)):
+        return False
+    return abs(size - other) < MAX_PADDING or (own is not None and axis in HIDDEN)

@@ -121,7 +121,7 @@ def _quantize_dynamic(x: Float[np.ndarray, " n"]) -> tuple[UInt8[np.ndarray, " n
     return codes.reshape(-1)[:len(x)], scales
 
 
-def open_absmax(weight: Nf4) -> Float[np.ndarray, "O I/64"]:
+def dequantize_absmax(weight: Nf4) -> Float[np.ndarray, "O I/64"]:
     """Returns the blocks' largest absolute values, undoing the second quantization."""
     scales = np.repeat(weight.nested, NESTED_BLOCK)[:weight.absmax.size].reshape(weight.absmax.shape)
     return dynamic_levels()[weight.absmax] * scales + np.float32(weight.offset)
@@ -130,7 +130,7 @@ def open_absmax(weight: Nf4) -> Float[np.ndarray, "O I/64"]:
 def dequantize_nf4(weight: Nf4) -> Float[np.ndarray, "O I"]:
     """Returns the matrix that the codes stand for, float32."""
     levels = NF4_LEVELS[np.stack([weight.codes >> 4, weight.codes & 15], -1)]
-    absmax = open_absmax(weight)
+    absmax = dequantize_absmax(weight)
     return (levels.reshape(*absmax.shape, BLOCK) * absmax[..., None]).reshape(len(absmax), -1)
 
 

@@ -1,4 +1,4 @@
-"""Frozen weights that lie and travel as codes: how they are declared, made, assembled from gathered parts, and opened.
+"""Frozen weights that are quantized: how they are declared, made, assembled from gathered parts, and dequantized.
 
 A weight [E, H, D] of a layer becomes arrays of the same axes, named after it: in NF4 `.codes` [E/2, H, D] and `.absmax`
 [E/64, H, D], both uint8, and `.nested` [1 + S], float32; in int8 `.codes` [E, H, D] and `.absmax` [1, H, D]. Blocks lie along
@@ -50,8 +50,8 @@ class Nf4Weight(FrozenWeight):
     axis: int = dataclasses.field(metadata={"static": True})
     """The axis that blocks lie along."""
 
-    def open(self, dtype: Any) -> Float[Array, ...]:
-        """See `FrozenWeight.open`. The product of level and scale is rounded once, as bitsandbytes does.
+    def dequantize(self, dtype: Any) -> Float[Array, ...]:
+        """See `FrozenWeight.dequantize`. The product of level and scale is rounded once, as bitsandbytes does.
 
         The TPU's compiler writes to memory what interleaves the two codes of a byte. With the barrier that is the codes;
         without it their levels, a float32 copy of the weight. The table of levels goes through the barrier too: a level that
@@ -79,8 +79,8 @@ class Int8Weight(FrozenWeight):
     codes: Int[Array, ...]
     absmax: Float[Array, ...]
 
-    def open(self, dtype: Any) -> Float[Array, ...]:
-        """See `FrozenWeight.open`."""
+    def dequantize(self, dtype: Any) -> Float[Array, ...]:
+        """See `FrozenWeight.dequantize`."""
         return (self.codes.astype(jnp.float32) * self.absmax * INT8_UNIT).astype(dtype)
 
     def part(self, i: Any, count: int, axis: int) -> Int8Weight:
@@ -186,10 +186,10 @@ def assemble(name: str, parts: Mapping[str, Array], own: Parameter, padded: Mapp
     for axis, entry in enumerate(spec):
         if "tensor" in ((entry,) if isinstance(entry, str) else entry or ()):
             scales = part_of(scales, lax.axis_index("tensor"), scales.shape[axis] // absmax.shape[axis], axis)
-    return Nf4Weight(trimmed(codes), trimmed(_open_absmax(absmax, scales, nested[0])), inputs - 1)
+    return Nf4Weight(trimmed(codes), trimmed(_dequantize_absmax(absmax, scales, nested[0])), inputs - 1)
 
 
-def _open_absmax(codes: UInt8[Array, ...], scales: Float[Array, ...], offset: Float[Array, ""]) -> Float[Array, ...]:
+def _dequantize_absmax(codes: UInt8[Array, ...], scales: Float[Array, ...], offset: Float[Array, ""]) -> Float[Array, ...]:
     product = jnp.asarray(dynamic_levels())[codes] * scales
     # Always true. Without a step between them, compilers round product and sum once, together; bitsandbytes rounds twice.
     return jnp.where(product == product, product, 0.0) + offset

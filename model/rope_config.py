@@ -32,7 +32,7 @@ class RopeConfig:
 
     For the rule `dynamic`, `original_max_position_embeddings` is the model's `max_position_embeddings`; LlamaConfig
     fills it in, as transformers knows no other. `short_factor` and `long_factor` have a number for each pair of channels.
-    Raises ValueError for a rule that is not computed here and for numbers that make no rotation.
+    Raises ValueError for a rule that is not supported and for numbers that make no rotation.
     """
 
     rule: str = "default"
@@ -52,7 +52,7 @@ class RopeConfig:
 
     def __post_init__(self) -> None:
         if self.rule not in ROPE_RULES:
-            raise ValueError(f"rope_type: {self.rule!r} is not computed here; supported are {', '.join(ROPE_RULES)}")
+            raise ValueError(f"rope_type: {self.rule!r} is unknown; supported are {', '.join(ROPE_RULES)}")
         # Yarn takes a logarithm to this base.
         require_number("rope_theta", self.theta, above=1 if self.rule == "yarn" else 0)
         required, optional = _REQUIRED[self.rule], _OPTIONAL.get(self.rule, {})
@@ -118,7 +118,7 @@ def _from_parameters(key: str, parameters: dict[str, Any], config: dict[str, Any
         raise ValueError(f"{key}.partial_rotary_factor: found {parameters['partial_rotary_factor']!r}; only 1 is supported")
     rule = parameters.get("rope_type", parameters.get("type", "default"))  # `type` is the older name of the key
     if rule not in ROPE_RULES:
-        raise ValueError(f"{key}.rope_type: {rule!r} is not computed here; supported are {', '.join(ROPE_RULES)}")
+        raise ValueError(f"{key}.rope_type: {rule!r} is unknown; supported are {', '.join(ROPE_RULES)}")
     numbers: dict[str, Any] = {name: parameters[name] for name in (*_REQUIRED[rule], *_OPTIONAL.get(rule, ()))
                                if parameters.get(name) is not None}
     original = "original_max_position_embeddings"
@@ -127,7 +127,7 @@ def _from_parameters(key: str, parameters: dict[str, Any], config: dict[str, Any
     if rule == "dynamic":
         numbers[original] = max_position
     if rule in ("yarn", "longrope") and "factor" not in numbers:
-        numbers["factor"] = max_position / numbers[original]
+        numbers["factor"] = max_position / as_float(f"{key}.{original}", numbers[original])
     for name in _REQUIRED[rule]:
         if name not in numbers:
             raise ValueError(f"{key}.{name}: missing; rope_type {rule!r} needs it")

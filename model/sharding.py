@@ -203,7 +203,9 @@ class Sharding:
         candidates = [(rule.storage, -shape[i], i) for i, rule in enumerate(rules) if rule.storage is not None]
         for mesh_axis in self.storage_axes:
             if self.mesh.shape[mesh_axis] > 1:
-                any(split(i, mesh_axis) for _, _, i in sorted(candidates))
+                for _, _, i in sorted(candidates):
+                    if split(i, mesh_axis):
+                        break
         return PartitionSpec(*(tuple(axes) if len(axes) > 1 else axes[0] if axes else None for axes in chosen))
 
     def specs(self, parameters: dict[str, Parameter]) -> dict[str, PartitionSpec]:

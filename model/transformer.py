@@ -78,8 +78,10 @@ class Transformer(abc.ABC):
             raise ValueError(f"memory.attention_groups: found {self.memory.attention_groups}; the family {self.config.family} "
                              "normalises all heads together, so it needs 1")
         if parallel.split_tokens and not (parallel.heads and parallel.mlp):
-            raise ValueError(f"sequence_parallel: tensor = {parallel.tensor} does not divide the heads "
-                             f"({self.config.num_attention_heads}) or the width ({self.config.intermediate_size})")
+            config = self.config
+            size = f"width, {config.intermediate_size}" if parallel.heads else f"heads, {config.num_attention_heads}"
+            raise ValueError(f"mesh.sequence_parallel: found true, and mesh.tensor = {parallel.tensor} does not divide the "
+                             f"model's {size}; false would work")
 
     # What the model is made of
 
@@ -113,7 +115,7 @@ class Transformer(abc.ABC):
 
     @functools.cached_property
     def quantized_names(self) -> tuple[str, ...]:
-        """The names of the weights that lie as codes, in arrays of their own (`model.quantized`)."""
+        """The names of the weights that are quantized, in arrays of their own (`model.quantized`)."""
         return tuple(sorted({weight_of(name) for name in self.parameters} - set(self.parameters)))
 
     @functools.cached_property
@@ -161,7 +163,7 @@ class Transformer(abc.ABC):
                          self.parameters, self.shardings)
 
     def init(self, seed: int) -> dict[str, Float[Array, ...]]:
-        """Returns fresh parameters, born sharded. They are drawn at the model's own sizes, so that the mesh changes no
+        """Returns freshly initialised, sharded parameters. They are drawn at the model's own sizes, so that the mesh changes no
         number."""
         if self.config.adapter is not None and self.config.adapter.quantize != "none":
             adapter = dataclasses.replace(self.config.adapter, quantize="none")

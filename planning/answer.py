@@ -40,7 +40,11 @@ def longest(job: Job, choose_mesh: bool = True) -> Job | None:
     """
     best = None
     while job.context <= MOST_CONTEXT:
-        ways = [way] if choose_mesh and (way := choose(job)) else [] if choose_mesh else policies(job)
+        if choose_mesh:
+            chosen = choose(job)
+            ways = [] if chosen is None else [chosen]
+        else:
+            ways = policies(job)
         fitting = next((way for way in ways if estimate_memory(way).fits == "yes"), None)
         if fitting is None:
             return best
@@ -176,19 +180,19 @@ def advice(job: Job) -> Iterator[str]:
         return
     way = choose(job)
     if way is not None:
-        yield f"fits here with {settings(way)}: {flags(way)}" if estimate_memory(way).fits == "yes" else (
-            f"perhaps fits here with {settings(way)}: {flags(way)}")
+        fits = "fits" if estimate_memory(way).fits == "yes" else "perhaps fits"
+        yield f"{fits} here with {settings(way)}: {flags(way)}"
+        return
     shorter = _first(job.changed(data={"context_length": job.context >> power}) for power in range(1, 12)
                      if job.context % (1 << power) == 0)
-    if shorter is not None and way is None:
+    if shorter is not None:
         yield (f"rows of {shorter.context:,} tokens fit here, with {settings(shorter)}: --context {shorter.context} "
                f"{flags(shorter)}")
-    if way is None:
-        for times in (2, 4, 8, 16, 32, 64):
-            count = device_count(job.topology) * times
-            if _enough(job, count):
-                yield f"{count:,} such devices hold a row of this length"
-                break
+    for times in (2, 4, 8, 16, 32, 64):
+        count = device_count(job.topology) * times
+        if _enough(job, count):
+            yield f"{count:,} such devices hold a row of this length"
+            break
 
 
 def _first(jobs: Iterable[Job]) -> Job | None:

@@ -34,7 +34,7 @@ def topology_of(name: str) -> str:
 
     Args:
       name: [hosts x] number x GPU (8xH100, 2x8xH100, RTX4090), [slices x] accelerator type of Cloud TPU (v5p-32, 2xv5e-256),
-        or a topology (v4:4x4x4, 2xv5e:16x16, h100:8, a100:4x8). Case and blanks do not matter.
+        or a topology (v4:4x4x4, 2xv5e:16x16, h100:8, a100:4x8; 2xh100:8 is h100:2x8). Case and blanks do not matter.
 
     Raises:
       ValueError: no such machine; one line with the nearest name and what there is.
@@ -56,10 +56,16 @@ def topology_of(name: str) -> str:
     if chip in _SLICES:
         raise ValueError(f"--machine: found {name!r}; a slice of TPUs is written {chip}-8, as Cloud TPU names it, or "
                          f"{chip}:{_SLICES[chip][4]}")
-    hosts, count = (first, second) if second else (None, first or "1")
-    if "0" in (hosts, count):
+    hosts, count = _counts(name, first or "1", second) if second else _counts(name, "1", first or "1")
+    return f"{chip}:{hosts}x{count}" if hosts > 1 else f"{chip}:{count}"
+
+
+def _counts(name: str, *numbers: str) -> list[int]:
+    """Returns the numbers of a machine's name; raises ValueError if one of them is 0."""
+    counts = [int(number) for number in numbers]
+    if not all(counts):
         raise ValueError(f"--machine: found {name!r}; at least one device is needed")
-    return f"{chip}:{hosts}x{count}" if hosts and hosts != "1" else f"{chip}:{count}"
+    return counts
 
 
 def _slice(name: str, slices: str | None, generation: str, count: int) -> str:
@@ -70,18 +76,28 @@ def _slice(name: str, slices: str | None, generation: str, count: int) -> str:
         sizes = ", ".join(f"{generation}-{cores * chips}" for chips in shapes)
         raise ValueError(f"--machine: found {name!r}; slices of {generation} are {sizes}, or a shape such as "
                          f"{generation}:{shapes[16]}")
-    slice_ = f"{generation}:{shapes[count // cores]}"
-    return f"{slices}x{slice_}" if slices and slices != "1" else slice_
+    return _in_slices(f"{generation}:{shapes[count // cores]}", _counts(name, slices or "1")[0])
+
+
+def _in_slices(topology: str, slices: int) -> str:
+    """Returns the topology of so many slices of TPUs."""
+    return f"{slices}x{topology}" if slices > 1 else topology
 
 
 def _checked_topology(text: str, name: str) -> str:
-    generation, _, shape = text.partition(":")
-    slices, separator, chip = generation.partition("x")
-    slices, chip = (slices + separator, chip) if separator and slices.isdigit() else ("", generation)
-    chip = _ALIASES.get(chip, chip)
-    if not re.fullmatch(r"\d+(x\d+){0,2}", shape) or "0" in shape.split("x"):
+    """Returns a topology as `split_topology` takes it: a number before GPUs is their number of hosts."""
+    slices, chip, shape = split_topology(text)
+    if not re.fullmatch(r"\d+(x\d+){0,2}", shape):
         raise ValueError(f"--machine: found {name!r}; after the colon stands a shape, such as v4:4x4x4, h100:8 or a100:4x8")
-    return f"{slices}{_known(chip, name, (*TPUS, *GPUS, ANY_GPU))}:{shape}"
+    counts = _counts(name, str(slices), *shape.split("x"))
+    chip = _known(_ALIASES.get(chip, chip), name, (*TPUS, *GPUS, ANY_GPU))
+    own_shape = counts if chip not in TPUS and slices > 1 else counts[1:]
+    topology = f"{chip}:{'x'.join(map(str, own_shape))}"
+    if chip in TPUS:
+        return _in_slices(topology, slices)
+    if len(own_shape) > 2:
+        raise ValueError(f"--machine: found {name!r}; {chip}:8 would work, or hosts x GPUs of a host such as {chip}:4x8")
+    return topology
 
 
 def _known(chip: str, name: str, known: tuple[str, ...]) -> str:
@@ -99,6 +115,11 @@ def split_topology(topology: str) -> tuple[int, str, str]:
     generation, _, shape = topology.partition(":")
     slices, separator, name = generation.partition("x")
     return (int(slices), name, shape) if separator and slices.isdigit() else (1, generation, shape)
+
+
+def is_gpu(topology: str) -> bool:
+    """Whether a topology's devices are GPUs, known or not."""
+    return split_topology(topology)[1] in (*GPUS, ANY_GPU)
 
 
 def device_count(topology: str) -> int:

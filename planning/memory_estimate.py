@@ -14,7 +14,7 @@ from typing import Literal
 from trainer.flops import head_weights, layer_weights
 
 from .compiled import GIB
-from .machines import ANY_GPU, GPUS
+from .machines import is_gpu
 from .parts import declared_once, device_tokens, host_parts_gib, parts_gib, trained_names
 from .plan import Job
 
@@ -87,8 +87,7 @@ def estimate_memory(job: Job) -> MemoryEstimate:
     parts = {name: size for name, size in parts_gib(run, job.model).items() if size}
     parts["working memory"] = _working_bytes(job) / GIB
     host_parts = {name: size for name, size in host_parts_gib(run, job.model).items() if size}
-    on_tpu = job.topology.partition(":")[0] not in (*GPUS, ANY_GPU)
-    kept = on_tpu and run.memory.remat == "offload_save_attention"
+    kept = not is_gpu(job.topology) and run.memory.remat == "offload_save_attention"
     return MemoryEstimate(parts, host_parts, job.device_gib, job.host_gib, HIGH_KEPT_ON_TPU if kept else HIGH,
                           LOW_OF_ADAPTERS if run.adapter.rank else LOW)
 
@@ -101,10 +100,10 @@ def _working_bytes(job: Job) -> float:
     keys = model.num_key_value_heads * model.head_dim / tensor / memory.attention_groups
     activations = 2 * tokens * (HIDDEN * model.hidden_size + QUERIES * queries + KEYS * keys)
     layer, head = layer_weights(model) / tensor, head_weights(model) / tensor
-    # Of a quantized layer the codes are gathered, and one projection at a time is opened.
+    # Of a quantized layer the codes are gathered, and one projection at a time is dequantized.
     bits = {"none": 16, "nf4": NF4_BITS, "int8": 8}[job.run.adapter.quantize]
-    opened = 0 if bits == 16 else 2 * LAYER_WEIGHTS * model.hidden_size * model.intermediate_size / tensor
-    weights = bits / 8 * LAYER_WEIGHTS * layer * (2 if memory.prefetch else 1) + opened + 2 * HEAD_WEIGHTS * head
+    dequantized = 0 if bits == 16 else 2 * LAYER_WEIGHTS * model.hidden_size * model.intermediate_size / tensor
+    weights = bits / 8 * LAYER_WEIGHTS * layer * (2 if memory.prefetch else 1) + dequantized + 2 * HEAD_WEIGHTS * head
     gradients = 4 * GRADIENTS * _trained_numbers(job) * mesh.data / mesh.devices
     chunk = min(tokens, memory.loss_chunk or tokens)
     return activations + weights + gradients + 4 * LOGITS * chunk * model.vocab_size / tensor

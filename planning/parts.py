@@ -72,11 +72,11 @@ def device_tokens(run: RunConfig) -> float:
 
 def state_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:
     """A device's bytes of (parameters, moments of the trained ones). Parameters are float32; the base of adapters lies in the
-    compute dtype, or as codes. An average of the trained weights, in float32, counts as a moment."""
+    compute dtype, or is quantized. An average of the trained weights, in float32, counts as a moment."""
     declared, mesh = declared_once(model.with_adapter(run.adapter)), run.mesh
     trained = trained_names(run, model)
 
-    def device_count(names, copies=lambda name: 1) -> float:
+    def per_device(names, copies=lambda name: 1) -> float:
         return sum(copies(name) * math.prod(declared[name].shape) for name in names) * mesh.data / mesh.devices
 
     moment_bytes = 2 if run.optimizer.moment_dtype == "bfloat16" else 4
@@ -87,9 +87,9 @@ def state_bytes(run: RunConfig, model: LlamaConfig) -> tuple[float, float]:
             return np.dtype(declared[name].dtype).itemsize
         return frozen_bytes if declared[name].frozen else 4
 
-    parameter_bytes = device_count(declared, number_bytes)
-    average_bytes = 4 * device_count(trained) if run.optimizer.average_decay else 0
-    moments = moment_bytes * device_count(trained, functools.partial(moment_count, run.optimizer))
+    parameter_bytes = per_device(declared, number_bytes)
+    average_bytes = 4 * per_device(trained) if run.optimizer.average_decay else 0
+    moments = moment_bytes * per_device(trained, functools.partial(moment_count, run.optimizer))
     return parameter_bytes, moments + average_bytes
 
 

@@ -28,7 +28,7 @@ from model.sharding import MESH_AXES, Parallel
 from trainer.build import build_agentic, build_llama
 from trainer.config.checks import check
 from trainer.config.schema import DataConfig, MemoryConfig, MeshConfig, ModelConfig, RunConfig, SourceConfig
-from trainer.devices import GPU_MEMORY_SHARE, GPUS
+from trainer.devices import GPU_MEMORY_SHARE
 from trainer.mesh import make_mesh
 from trainer.objective import AbstractBatch
 from trainer.step import StepBuilder
@@ -39,7 +39,7 @@ from . import costs
 from .compiled import memory
 from .compiled.communication import communication
 from .compiled.refusal import refused_gib
-from .machines import device_count, memory_gib, split_topology
+from .machines import device_count, is_gpu, memory_gib, split_topology
 from .memory_options import MEMORY_OPTIONS
 from .parts import device_tokens, parts_gib
 from .topology import topology_devices
@@ -57,7 +57,7 @@ PLAIN = RunConfig(model=ModelConfig(path="-"), data=DataConfig(sources=(SourceCo
 
 def made_with(topology: str) -> dict[str, str]:
     """The installed versions of Python, jax, jaxlib and of the packages that compile for these devices."""
-    compiler = GPU_COMPILER if topology.partition(":")[0] in GPUS else TPU_COMPILER
+    compiler = GPU_COMPILER if is_gpu(topology) else TPU_COMPILER
     versions = {"python": platform.python_version()}
     for package in ("jax", "jaxlib", *compiler):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -191,7 +191,7 @@ class Job:
             costs.Sizes.of(self.model), hardware, self.context, self.batch, mesh.data, mesh.fsdp, mesh.tensor, mesh.sequence,
             schedule=attention.schedule if mesh.sequence > 1 else "local", layout=attention.layout,
             remat=self.run.memory.remat, causal=causal, frozen=adapter.rank > 0,
-            weight_bytes=adapter.number_bytes, openings=chunks if adapter.quantize != "none" else 0)
+            weight_bytes=adapter.number_bytes, dequantizations=chunks if adapter.quantize != "none" else 0)
 
 
 def sizes_text(needs_gib: float, has_gib: float) -> str:
@@ -315,8 +315,8 @@ def check_fits(job: Job, sizes: dict[str, float], parts: dict[str, float]) -> No
     """DoesNotFit where a compiled step is too large after all: the CUDA compiler refuses nothing, and none knows the host."""
     device_gib = job.device_gib
     if device_gib is not None and sizes["peak"] > device_gib:
-        gpu = job.topology.partition(":")[0] in GPUS
-        raise DoesNotFit(sizes["peak"], device_gib, parts, f"what JAX may take, {GPU_MEMORY_SHARE:g} of a GPU's" if gpu else "")
+        taken = f"what JAX may take, {GPU_MEMORY_SHARE:g} of a GPU's" if is_gpu(job.topology) else ""
+        raise DoesNotFit(sizes["peak"], device_gib, parts, taken)
     if job.host_gib is not None and sizes["host"] > job.host_gib:
         raise DoesNotFit(sizes["host"], job.host_gib, memory="the host's memory")
 

@@ -21,7 +21,7 @@ _RUNTIMES = {"v3": "tpu-ubuntu2204-base", "v4": "tpu-ubuntu2204-base", "v5e": "v
 
 
 def launcher(job: Job, options: str) -> str:
-    """Returns the shell command that trains on the job's machine.
+    """Returns the shell command that trains on the job's machine; below a comment where each host has to run it.
 
     Args:
       options: those of train.py.
@@ -30,7 +30,8 @@ def launcher(job: Job, options: str) -> str:
     if generation in TPUS:
         kind = accelerator_type(job.topology)
         if hosts(job.topology) == 1 or slices > 1 or kind is None:
-            return f'eval "$(python -m trainer.xla_flags tpu)" && python train.py {options}'
+            each = "" if hosts(job.topology) == 1 else f"# on each of {hosts(job.topology)} hosts:\n"
+            return f'{each}eval "$(python -m trainer.xla_flags tpu)" && python train.py {options}'
         return f"scripts/launch_tpu.sh run NAME --zone ZONE --type {kind} --version {_RUNTIMES[generation]} -- {options}"
     if "x" in shape:
         return (f"sbatch --nodes {hosts(job.topology)} --gpus-per-node {gpus_per_host(job.topology)} "
@@ -78,7 +79,8 @@ def recipe_text(job: Job, recipe: Mapping[str, Any], path: str, model: str | Non
                else "not estimated; the cost model does not list this machine")
     plan = f"python -m scripts.plan --config {path}" + (f" --model {model}" if model else "")
     own = "" if job.own_device_gib is None else f" --gpu-memory {job.own_device_gib / GPU_MEMORY_SHARE:.4g}"
-    head = [heading(job), "", f"Command   {launcher(job, options)}",
+    command = launcher(job, options).replace("\n", "\n          ")
+    head = [heading(job), "", *f"Command   {command}".splitlines(),
             f"Check     python train.py {options} --dry-run {job.topology}{own}",
             f"Settings  {settings(job)}",
             f"Memory    {memory.low:.1f} to {memory.high:.1f}{usable} GiB of each device, estimated",

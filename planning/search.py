@@ -80,11 +80,20 @@ def _may_fit(way: Job) -> bool:
 
 
 def meshes(job: Job) -> list[MeshConfig]:
-    """The meshes of all devices: tensor parallelism splits key heads evenly, and rows go to fsdp before a row is split."""
+    """The meshes of all devices: tensor parallelism splits key heads evenly, and the rows of a part of the batch, of which
+    `train.accumulation` are computed one after the other, go to fsdp before a row is split.
+
+    Raises:
+      ValueError: the batch does not divide into these parts, so that train.py refuses it on every mesh.
+    """
     devices, key_heads = device_count(job.topology), job.model.num_key_value_heads
+    rows, remainder = divmod(job.batch, job.run.train.accumulation)
+    if remainder:
+        raise ValueError(f"train.batch_size: found {job.batch}; a multiple of train.accumulation = "
+                         f"{job.run.train.accumulation} would work")
     made = []
     for tensor in (n for n in range(1, key_heads + 1) if key_heads % n == devices % n == 0):
-        fsdp = math.gcd(job.batch, devices // tensor)
+        fsdp = math.gcd(rows, devices // tensor)
         sequence = devices // tensor // fsdp
         if job.context % (2 * sequence) == 0:
             made.append(MeshConfig(fsdp=fsdp, tensor=tensor, sequence=sequence))

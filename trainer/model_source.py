@@ -271,7 +271,7 @@ def adapter_source(path: str) -> tuple[AdapterSource, str]:
       path: a folder of PEFT's, a checkpoint with adapters, or a run with such checkpoints.
 
     Raises:
-      ValueError: there is none, or one of a kind that is not computed here.
+      ValueError: there is none, or one of a kind that is not supported.
     """
     folder = best_or_itself(Path(path).expanduser())
     is_checkpoint = folder.is_dir() and not (folder / peft.CONFIG).is_file()

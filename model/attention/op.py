@@ -4,6 +4,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -152,8 +154,11 @@ def _attend_backward(op, residuals, cotangents):
 _attend.defvjp(_attend_forward, _attend_backward)
 
 
-def attention(q, k, v, coords, *, kv_coords=None, mesh: Mesh, layout="striped", schedule="ring", kernel="auto",
-              mask=Mask(), scale=None, return_lse=False):
+def attention(q: Float[Array, "B L Hq D"], k: Float[Array, "B Lk Hkv D"], v: Float[Array, "B Lk Hkv D"],
+              coords: Sequence[Any], *, kv_coords: Sequence[Any] | None = None, mesh: Mesh,
+              layout: str = "striped", schedule: str | Mapping[str, Any] | Schedule = "ring", kernel: str | Kernel = "auto",
+              mask: Mask = Mask(), scale: float | None = None, return_lse: bool = False,
+              ) -> Float[Array, "B L Hq D"] | tuple[Float[Array, "B L Hq D"], Float[Array, "B Hq L"]]:
     """Exact attention of global arrays on a mesh, already permuted for `layout`.
 
     Args:
@@ -166,7 +171,7 @@ def attention(q, k, v, coords, *, kv_coords=None, mesh: Mesh, layout="striped", 
         contiguous one `ring` and `balanced` leave out the ranks of which nothing can be visible: with global tokens, `ring`
         takes each document for a run of tokens).
       schedule: a name, or a schedule with options. kernel: a name, or a Kernel.
-      mask, scale: see Mask and `attend`.
+      mask: see `Mask`; scale: multiplies the scores, D ** -0.5 unless given.
 
     Returns:
       out like q, in q's dtype; with return_lse also lse, float32 [B, Hq, L].
@@ -176,7 +181,7 @@ def attention(q, k, v, coords, *, kv_coords=None, mesh: Mesh, layout="striped", 
     """
     coords = TokenCoords(*coords)
     own_coords = kv_coords is None
-    kv_coords = coords if own_coords else TokenCoords(*kv_coords)
+    kv_coords = coords if kv_coords is None else TokenCoords(*kv_coords)
     _check_mesh(mesh)
     _check_coords("coords", coords, q.shape[:2])
     _check_coords("kv_coords", kv_coords, k.shape[:2])
@@ -231,5 +236,3 @@ def _check(q, k, v, mesh, size, batch, layout):
     rows = math.prod(mesh.shape[axis] for axis in batch)
     if q.shape[0] % rows:
         raise ValueError(f"batch: {q.shape[0]} rows are not divisible by data x fsdp = {rows}; use a multiple of {rows}")
-
-

@@ -19,9 +19,9 @@ class AttentionConfig:
     layout: LayoutName = "striped"
     """Which tokens a sequence shard holds; striped and zigzag balance the causal work."""
     schedule: str | dict[str, Any] = "ring"
-    """Who meets whom: local, ring, all_gather, balanced, ulysses, attention2d or ring_self_attention; with options, a mapping
-    such as {name: ring, bidirectional: true}, {name: ulysses, degree: 2, inner: ring}, {name: balanced, split: true} or
-    {name: attention2d, columns: 4, overlap: true}."""
+    """How ranks exchange queries and keys: local, ring, all_gather, balanced, ulysses, attention2d or ring_self_attention; with
+    options, a mapping such as {name: ring, bidirectional: true}, {name: ulysses, degree: 2, inner: ring}, {name: balanced,
+    split: true} or {name: attention2d, columns: 4, overlap: true}."""
     kernel: KernelName = "auto"
     """The block kernel; auto takes the platform's fastest that has been timed there, and so not yet mosaic (Hopper GPUs)."""
     query_tile: int = 0

@@ -1,4 +1,4 @@
-"""The families of models that are computed here, each in a file of its own."""
+"""The families of models that are supported, each in a file of its own."""
 from __future__ import annotations
 
 from collections.abc import Mapping
@@ -25,7 +25,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     """Returns the family that a config.json names, by `architectures` or else by `model_type`.
 
     Raises:
-      ValueError: none that is computed here; names those that are.
+      ValueError: none that is supported; names those that are.
     """
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list):
@@ -34,7 +34,7 @@ def family_of(config: Mapping[str, Any]) -> Family:
     named = [family for family in FAMILIES.values() if family.architecture in architectures]
     if architectures and not named:
         names = ", ".join(map(str, architectures))
-        raise ValueError(f"architectures: found {names}; {_why(names)}computed here are {known}")
+        raise ValueError(f"architectures: found {names}; {_why(names)}supported are {known}")
     model_type = config.get("model_type", named[0].model_type if named else None)
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
     if family is None or (named and family not in named):
@@ -44,11 +44,11 @@ def family_of(config: Mapping[str, Any]) -> Family:
 
 
 def _why(name: str) -> str:
-    """What kind of model a name tells that is not computed here, and what is planned for it; "" if it tells none."""
+    """The reason why a model of this name is unsupported; "" if unknown."""
     if any(part in name.lower() for part in ("moe", "mixtral", "deepseek")):
-        return "mixtures of experts are not computed here (planned after the dense models); "
+        return "mixtures of experts are not supported (planned after the dense models); "
     if any(part in name.lower() for part in ("conditionalgeneration", "vl", "vision", "audio", "omni")):
-        return "models of images or sound are not computed here (planned is their text model alone); "
+        return "models of images or sound are not supported (planned is their text model alone); "
     return ""
 
 

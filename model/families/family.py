@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from ..checks import require_int
+
 # Fields of a config.json that name a computation, with the values under which it is absent. A family that computes one takes
 # it; in all others another value is refused by name.
 NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType({
@@ -42,6 +44,10 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = MappingProxyType({
 })
 # Fields of LlamaConfig that no config.json has: they follow from the family.
 BY_FAMILY = ("output_bias", "qk_norm", "norms", "norm_offset", "activation", "scaled_embeddings")
+# Fields whose JSON types are checked before anything else reads them: whole numbers of at least 1, objects, and lists.
+_COUNTS = ("num_hidden_layers", "max_position_embeddings", "no_rope_layer_interval", "sliding_window_pattern")
+_OBJECTS = ("rope_parameters", "rope_scaling", "quantization_config")
+_LISTS = {"layer_types": str, "no_rope_layers": int}
 # What a refusal proposes, where there is more to say than the neutral value.
 _INSTEAD = {
     "pretraining_tp": "only 1 is supported (the weights are the same: set it to 1 to accept another order of summation)",
@@ -84,8 +90,10 @@ class Family:
         """Returns the fields that config.json gives, with the family's own and its defaults.
 
         Raises:
-          ValueError: a field that names a computation which the family's models do not have here.
+          ValueError: a field of another JSON type than its own, or one that names a computation which the family's models do
+            not have here.
         """
+        _check_types(config)
         config = self.normalise(config)
         _check_quantization(config.pop("quantization_config", None))
         for name, neutral in NEUTRAL.items():
@@ -111,6 +119,20 @@ class Family:
 
     def _writes(self, name: str) -> bool:
         return name in self.takes if name in NEUTRAL else name not in ("adapter", "family", *BY_FAMILY)
+
+
+def _check_types(config: Mapping[str, Any]) -> None:
+    """Raises ValueError, naming the field, unless the fields that `normalise` reads are of their JSON types."""
+    for name in _COUNTS:
+        if config.get(name) is not None or (name == "num_hidden_layers" and name in config):
+            require_int(name, config[name], at_least=1)
+    for name in _OBJECTS:
+        if not isinstance(config.get(name), (dict, type(None))):
+            raise ValueError(f"{name}: found {config[name]!r}; needs an object or null")
+    for name, of in _LISTS.items():
+        values = config.get(name)
+        if values is not None and not (isinstance(values, (list, tuple)) and all(isinstance(value, of) for value in values)):
+            raise ValueError(f"{name}: found {values!r}; a list of {'names' if of is str else 'numbers'} or null would work")
 
 
 def _check_quantization(config: Mapping[str, Any] | None) -> None:

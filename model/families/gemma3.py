@@ -22,6 +22,12 @@ class Gemma3Family(Family):
         if config.get("layer_types") is None:
             config["layer_types"] = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(layers)]
         ropes, theta = config.get("rope_parameters") or {}, config.pop("rope_theta", None)
+        for name in ropes:
+            if name not in ("full_attention", "sliding_attention"):
+                raise ValueError(f"rope_parameters: found {name!r}; objects full_attention and sliding_attention, one for each "
+                                 "kind of layers, would work")
+            if not isinstance(ropes[name], (dict, type(None))):
+                raise ValueError(f"rope_parameters.{name}: found {ropes[name]!r}; needs an object or null")
         local_theta = config.pop("rope_local_base_freq", None)
         config["rope_parameters"] = {"rope_theta": 1e6 if theta is None else theta, **(ropes.get("full_attention") or {}),
                                      **(config.pop("rope_scaling", None) or {})}

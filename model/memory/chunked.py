@@ -33,8 +33,7 @@ def _chunk_size(length: int, at_most: int) -> int:
 def product(equation: str, x: Float[Array, ...], w: Weight, dtype: Any = None) -> Float[Array, ...]:
     """Returns the einsum of activations with a weight that is frozen, or float32 by type; then its gradient is a float32 sum.
 
-    Operands have x's dtype, in the backward pass too. So has the result, unless `dtype` asks for more of the sums' own
-    float32.
+    Operands have x's dtype, in the backward pass too. The result too, unless `dtype` is given; sums are always float32.
     """
     if isinstance(w, FrozenWeight):
         return _frozen_product(equation, x, w, dtype)
@@ -65,18 +64,18 @@ _trained_product.defvjp(_product_forward, _product_backward)
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 3))
 def _frozen_product(equation, x, w, dtype):
-    return jnp.einsum(equation, x, w.open(x.dtype), preferred_element_type=dtype)
+    return jnp.einsum(equation, x, w.dequantize(x.dtype), preferred_element_type=dtype)
 
 
 def _frozen_forward(equation, x, w, dtype):
-    # Kept is the weight as it lies, which the backward pass opens once more; of x only the dtype is needed.
-    return jnp.einsum(equation, x, w.open(x.dtype), preferred_element_type=dtype), (w, jnp.zeros(0, x.dtype))
+    # Kept is the weight as it is stored, which the backward pass dequantizes once more; of x only the dtype is needed.
+    return jnp.einsum(equation, x, w.dequantize(x.dtype), preferred_element_type=dtype), (w, jnp.zeros(0, x.dtype))
 
 
 def _frozen_backward(equation, _, residuals, dy):
     w, like = residuals
     x_axes, w_axes, y_axes = letters(equation)
-    return jnp.einsum(f"{y_axes},{w_axes}->{x_axes}", dy.astype(like.dtype), w.open(like.dtype)), None
+    return jnp.einsum(f"{y_axes},{w_axes}->{x_axes}", dy.astype(like.dtype), w.dequantize(like.dtype)), None
 
 
 _frozen_product.defvjp(_frozen_forward, _frozen_backward)
@@ -179,10 +178,10 @@ def chunked(fn: Callable, weights: Mapping[str, Weight], arrays: Arrays, labels:
     """Returns fn(weights, arrays, labels), computed in chunks of the sequence.
 
     Args:
-      fn: position-wise; takes weights, float arrays and integer labels of one chunk [B, c, ...],
+      fn: position-wise; takes weights, float arrays and labels of one chunk [B, c, ...],
         and returns a tree of arrays [B, c, ...]. It must close over no traced value.
       weights: whole, float32 by type, or frozen.
-      arrays: differentiated, [B, T, ...]; labels: not differentiated, [B, T].
+      arrays: differentiated, [B, T, ...]; labels: arrays [B, T, ...] of any dtype, not differentiated.
       dtype: the compute dtype, in which the weights' values are exact.
       chunk: most tokens in a chunk; 0 computes all at once.
       through: one of `arrays`, which is returned unchanged before fn's results: fn's share is then added to the gradient that

@@ -87,8 +87,9 @@ class Job:
       backward_products: matrix products of a tile in attention's backward pass; 0: as many as this project's kernels have.
       frozen: whether the matrices have no gradient, as beside adapters, whose own products and moments are left out.
       weight_bytes: of each number of a layer's matrices as they lie and are gathered.
-      openings: how often a pass through a layer opens its matrices, where they lie as codes: it reads them and writes bfloat16.
-        0 where they do not. A compiler that opens a matrix once for all chunks of tokens makes this an upper bound.
+      dequantizations: how often a pass through a layer dequantizes its matrices, of which each reads them and writes bfloat16;
+        0 if they are not quantized. A compiler that dequantizes a matrix once for all chunks of tokens makes this an upper
+        bound.
 
     Raises:
       ValueError: a mesh or remat policy that does not work, in one line naming the field.
@@ -113,7 +114,7 @@ class Job:
     backward_products: int = 0
     frozen: bool = False
     weight_bytes: float = 2.0
-    openings: int = 0
+    dequantizations: int = 0
 
     def __post_init__(self):
         if self.remat not in REMAT:
@@ -224,8 +225,8 @@ def estimate(job: Job) -> Estimate:
     # Without gradients of weights a backward pass is one product, not two.
     matrices, saved, scatters = functools.partial(_matrices, job), int(job.frozen), int(not job.frozen)
     of_layers = functools.partial(matrices, sizes.weights, weight_bytes=job.weight_bytes)
-    layer_forward = of_layers(1, gathers=1) + _opening(job, 1) + forward
-    layer_backward = (of_layers(work - 1 - saved, gathers=1, scatters=scatters) + _opening(job, work - 2)
+    layer_forward = of_layers(1, gathers=1) + _dequantization(job, 1) + forward
+    layer_backward = (of_layers(work - 1 - saved, gathers=1, scatters=scatters) + _dequantization(job, work - 2)
                       + forward * (attention_forwards - 1) + backward)
     head = matrices(sizes.head_weights, (3 if job.remat == "everything" else 4) - saved, gathers=2, scatters=scatters)
     shard = 0 if job.frozen else sizes.parameters / (job.tensor * (job.fsdp * job.sequence if job.zero else 1))
@@ -251,9 +252,10 @@ def _round(job: Job, planned: Round, seconds_per_tile: float) -> Phase:
     return Phase((max(compute, hidden) if job.overlap else compute + hidden) + exposed, compute)
 
 
-def _opening(job: Job, passes: int) -> Phase:
-    """What opens a layer's codes in so many passes through it, bound by the memory."""
-    seconds = passes * job.openings * job.sizes.weights / job.tensor * (job.weight_bytes + 2) / job.hardware.memory_bandwidth
+def _dequantization(job: Job, passes: int) -> Phase:
+    """What dequantizes a layer in so many passes through it, bound by the memory."""
+    moved = passes * job.dequantizations * job.sizes.weights / job.tensor * (job.weight_bytes + 2)
+    seconds = moved / job.hardware.memory_bandwidth
     return Phase(seconds, seconds)
 
 

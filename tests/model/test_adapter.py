@@ -144,6 +144,7 @@ def test_no_float32_array_has_the_size_of_a_frozen_matrix():
     ({"rank": -1}, ["adapter.rank", "-1"]),
     ({"rank": 17}, ["adapter.rank: found 17", "at most 16", "k_proj has 64 inputs and 16 outputs"]),
     ({"rank": 4, "train": ("embeddings",)}, ["adapter.train", "'embeddings'", "embed_tokens", "lm_head"]),
+    ({"train": ("norm", "")}, ["adapter.train: found an empty name", "embed_tokens"]),
     ({"alpha": 0.0}, ["adapter.alpha", "positive"]),
     ({"path": "x", "rank": 0}, ["adapter.rank", "adapter.path"]),
     ({"use_dora": True, "rank": 0}, ["adapter.rank", "adapter.use_dora"]),

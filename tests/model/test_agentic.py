@@ -12,6 +12,7 @@ from model.agentic import AgenticTransformer, Kind, TrajectorySizes
 from model.attention.kernels import get_kernel
 from model.attention.layout import permutation
 from model.config import LlamaConfig
+from model.families import FAMILIES
 from model.feedforward import rms_norm
 from model.memory.options import MemoryConfig
 from tests.model.build import mesh_of
@@ -106,6 +107,18 @@ def test_an_action_sees_nothing_that_comes_after_its_state():
     changed = {**batch, "values": batch["values"].copy()}
     changed["values"][:, state + 1:] += 1
     np.testing.assert_array_equal(actions(params, changed)[:, :state + 1], actions(params, batch)[:, :state + 1])
+
+
+def test_a_new_model_with_gemmas_norms_does_not_predict_zeros():
+    """The weights of its norms begin at 0, and their offset is 1."""
+    gemma = LlamaConfig(**{name: getattr(CONFIG, name) for name in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+        "max_position_embeddings")}, family="gemma2", **FAMILIES["gemma2"].computes)
+    model = model_on(config=gemma)
+    params = model.init(0)
+    assert not np.asarray(params["norm.weight"]).any()
+    predicted = jax.jit(model.actions)(params, batch_of())
+    assert np.abs(np.asarray(predicted)).max() > 1e-4
 
 
 @pytest.mark.parametrize(("axes", "layout", "schedule", "memory"), [

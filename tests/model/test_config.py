@@ -1,10 +1,12 @@
 """LlamaConfig against transformers' LlamaConfig, its presets, and what it refuses."""
 
+import dataclasses
 import json
 
 import pytest
 import transformers
 
+from model.adapter import AdapterConfig
 from model.config import LlamaConfig
 from model.rope_config import RopeConfig
 
@@ -115,6 +117,32 @@ def test_folder_and_preset_errors(tmp_path):
 def test_values_of_other_types_name_the_field(fields, words):
     with pytest.raises(ValueError, match=words):
         LlamaConfig.from_hf_dict({"model_type": "llama", **fields})
+
+
+@pytest.mark.parametrize(("family", "fields", "words"), [
+    ("gemma2", {"num_hidden_layers": "26"}, "num_hidden_layers: '26' is not a whole number of at least 1"),
+    ("gemma3_text", {"num_hidden_layers": None}, "num_hidden_layers: None is not a whole number"),
+    ("gemma3_text", {"sliding_window_pattern": "6"}, "sliding_window_pattern: '6' is not a whole number"),
+    ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval: 0 is not a whole number of at least 1"),
+    ("llama", {"quantization_config": "nf4"}, "quantization_config: found 'nf4'; needs an object or null"),
+    ("gemma3_text", {"rope_scaling": [1]}, r"rope_scaling: found \[1\]; needs an object or null"),
+    ("gemma3_text", {"rope_parameters": {"full_attention": 5}}, "rope_parameters.full_attention: found 5; needs an object"),
+    ("gemma3_text", {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+     "rope_parameters: found 'rope_type'; objects full_attention and sliding_attention"),
+    ("qwen3", {"layer_types": 5}, "layer_types: found 5; a list of names or null would work"),
+    ("qwen3", {"layer_types": [[1]]}, "layer_types: found .*; a list of names"),
+    ("smollm3", {"no_rope_layers": "1110"}, "no_rope_layers: found '1110'; a list of numbers"),
+    ("llama", {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": "8k"}},
+     "rope_scaling.original_max_position_embeddings: '8k' is not a number"),
+])
+def test_values_of_other_types_name_the_field_in_every_family(family, fields, words):
+    with pytest.raises(ValueError, match=f"^{words}"):
+        LlamaConfig.from_hf_dict({"model_type": family, **fields})
+
+
+def test_other_positions_keep_the_adapter():
+    config = LlamaConfig(adapter=AdapterConfig(rank=4))
+    assert config.with_positions(rope_theta=5e5) == dataclasses.replace(config, rope=RopeConfig(theta=5e5))
 
 
 def test_a_config_that_is_no_text_is_named(tmp_path):

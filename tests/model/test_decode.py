@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from model.cache import CachedModel
 from model.config import LlamaConfig
 from model.decode import Generator, Sampling
 from model.llama import Llama
@@ -82,6 +83,33 @@ def test_prompts_that_do_not_fit_are_refused():
         generator({}, [[1] * 65])
     with pytest.raises(ValueError, match="found 2, compiled for 1 rows"):
         generator({}, [[1], [1]])
+
+
+@pytest.mark.parametrize("capacity", [4, 3])
+def test_a_capacity_without_room_for_a_prompt_is_refused(capacity):
+    with pytest.raises(ValueError, match=f"^capacity: found {capacity}; more than new_tokens = 4 would work"):
+        Generator(llama(tiny()), rows=1, capacity=capacity, new_tokens=4, stop_ids=())
+
+
+@pytest.mark.parametrize("step", ["truncate", "generate"])
+def test_an_interrupted_call_leaves_nothing_that_counts_as_cached(step, monkeypatch):
+    """The next call computes the whole prompt again, though the last one that succeeded had the same."""
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    model, prompts = llama(tiny()), [[5, 9, 77] * 8]
+    params = model.init(0)
+    generator = Generator(model, rows=1, capacity=64, new_tokens=4, stop_ids=(), chunk=16)
+    expected = generator(params, prompts)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        if step == "truncate":
+            patch.setattr(CachedModel, "truncate", interrupted)
+        else:
+            patch.setitem(vars(generator), "_generate", interrupted)
+        generator(params, prompts)
+    before = generator.prefilled
+    assert generator(params, prompts) == expected
+    assert generator.prefilled - before == len(prompts[0]) - 1
 
 
 def test_devices_are_eight():
@@ -211,6 +239,17 @@ def test_sampled_tokens_are_those_of_any_mesh():
     _, others = answers_on({"fsdp": 2, "sequence": 2}, config, lambda model: jax.device_put(whole, model.shardings), prompts,
                            sampling=sampling)
     assert answers == others and answers[0] != answers[1]
+
+
+def test_sampled_tokens_do_not_depend_on_the_number_of_rows():
+    """Rows without a prompt draw nothing: the prompts of later calls get the same tokens."""
+    model, calls, answers = llama(tiny()), ([[5, 9, 77]], [[8] * 5]), []
+    params = model.init(0)
+    for rows in (1, 2):
+        generator = Generator(model, rows=rows, capacity=16, new_tokens=8, stop_ids=(),
+                              sampling=Sampling(temperature=1.0, seed=3))
+        answers.append([generator(params, prompts) for prompts in calls])
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("axes", [

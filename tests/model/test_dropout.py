@@ -55,6 +55,13 @@ def test_the_mask_is_the_documented_hash(dtype):
     np.testing.assert_array_equal(np.asarray(pull(y)[0]), np.asarray(y))
 
 
+@pytest.mark.parametrize(("seed", "same"), [(3_000_000_000, 3_000_000_000 - 2**32), (2**32 + SEED, SEED)])
+def test_seeds_are_taken_modulo_32_bits(seed, same):
+    index = np.arange(16, dtype=np.int32)[None]
+    keys, expected = (np.asarray(token_keys(number, np.int32(STEP), index)) for number in (seed, same))
+    np.testing.assert_array_equal(keys, expected)
+
+
 class TorchAdapter(torch.nn.Module):
     """A linear map with an adapter whose dropout has a given mask, as peft computes them."""
 

@@ -205,8 +205,10 @@ def test_tokens_split_over_tensor_are_what_is_kept_and_sent():
     rows, length = batch["tokens"].shape
     assert f"f32[{rows // 2},{length},{config.hidden_size}]" in "".join(re.findall(r".*all-gather.*", text))
     assert f"f32[{rows // 2},{length},{config.hidden_size}]" not in "".join(re.findall(r".*all-reduce.*", text))
-    with pytest.raises(ValueError, match="sequence_parallel: tensor = 4 does not divide the heads"):
+    with pytest.raises(ValueError, match=r"^mesh\.sequence_parallel: .* = 4 does not divide the model's heads, 6; "):
         llama(tiny(num_attention_heads=6, num_key_value_heads=1), MESHES["data 2 x tensor 4"], sequence_parallel=True)
+    with pytest.raises(ValueError, match="does not divide the model's width, 98; false would work"):
+        llama(tiny(intermediate_size=98), MESHES["data 2 x tensor 4"], sequence_parallel=True)
 
 
 @pytest.mark.parametrize(("mesh", "remat", "schedule"), [

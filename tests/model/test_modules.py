@@ -25,7 +25,8 @@ def test_logical_axes_are_those_that_are_declared_also_of_moments():
 
 @pytest.mark.parametrize(("name", "shape", "other", "own", "expected"), [
     ("norm.weight", (60,), (64,), None, True), ("norm.weight", (60,), (64,), (64,), False),
-    ("norm.weight", (60,), (60 + 1024,), None, False),
+    ("norm.weight", (60,), (60 + 1024,), None, False), ("norm.weight", (5120,), (6144,), (5120,), True),
+    ("norm.weight", (5120,), (6144,), (5121,), False), ("embed_tokens.weight", (129, 8), (129 + 1024, 8), (129, 8), False),
     (LAYERS + "self_attn.q_proj.weight", (2, 64, 9, 8), (2, 64, 12, 8), None, True),
     (LAYERS + "self_attn.q_proj.weight", (2, 64, 9, 8), (2, 64, 9, 16), None, False),
     (LAYERS + "mlp.up_proj.bias", (2, 96), (2, 128), None, False), ("0.count", (), (), None, True)])

@@ -105,7 +105,7 @@ def test_a_device_opens_what_numpy_does(name, dtype):
     def opened(arrays):
         own = Parameter(shape, "xyz"[:len(shape)])
         by_part = {key.rpartition(".")[2]: x[1] for key, x in arrays.items()}
-        return assemble(name, by_part, own, {key: x.shape for key, x in by_part.items()}, ()).open(jnp.dtype(dtype))
+        return assemble(name, by_part, own, {key: x.shape for key, x in by_part.items()}, ()).dequantize(jnp.dtype(dtype))
 
     inputs = 2 if "o_proj" in name else 1
     matrix = stacked[1].reshape(np.prod(shape[:inputs]), -1).T
@@ -116,7 +116,7 @@ def test_a_device_opens_what_numpy_does(name, dtype):
 def test_int8_on_a_device():
     """To the bit, compiled."""
     rows = quantization.quantize_int8(np.random.RandomState(2).standard_normal((96, 40)))
-    opened = jax.jit(lambda codes, absmax: Int8Weight(codes.T, absmax[None]).open(jnp.float32))(rows.codes, rows.absmax)
+    opened = jax.jit(lambda codes, absmax: Int8Weight(codes.T, absmax[None]).dequantize(jnp.float32))(rows.codes, rows.absmax)
     assert np.array_equal(np.asarray(opened).T, quantization.dequantize_int8(rows))
 
 

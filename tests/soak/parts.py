@@ -122,4 +122,3 @@ def main(argv: list[str] | None = None) -> int:
     for result in results:
         print(f"{result['part']:12} {result['minutes']:6.1f} minutes, {'passed' if result['exit_code'] == 0 else 'FAILED'}")
     return int(any(result["exit_code"] for result in results))
-

@@ -261,7 +261,7 @@ UP = "model.layers.1.mlp.up_proj.weight"
         (pickled, ["only pickled weights", "pytorch_model.bin", "refused"]),
         (cut, ["model.safetensors"]),
         (lambda folder: change_config(folder, model_type="mixtral", architectures=["MixtralForCausalLM"]),
-         ["MixtralForCausalLM", "mixtures of experts are not computed here", "LlamaForCausalLM"]),
+         ["MixtralForCausalLM", "mixtures of experts are not supported", "LlamaForCausalLM"]),
         (lambda folder: change_config(folder, model_type="gpt2", architectures=None), ["'gpt2'", "needs one of llama"]),
         (lambda folder: (folder / "tokenizer.json").unlink(), ["tokenizer"]),
         (lambda folder: change_config(folder, vocab_size=1000), ["vocab_size"]),

@@ -71,7 +71,7 @@ def write_nf4(name: str, weight: Nf4, dtype: str) -> dict[str, np.ndarray]:
     """Returns the tensors by name that bitsandbytes loads as this matrix; their order and bytes are those of `nf4_layout`.
 
     Args:
-      dtype: of the numbers that it opens, such as bfloat16.
+      dtype: of the numbers that it dequantizes to, such as bfloat16.
     """
     shape = (weight.codes.shape[0], 2 * weight.codes.shape[1])
     state = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": dtype, "shape": shape, "nested_blocksize": NESTED_BLOCK,

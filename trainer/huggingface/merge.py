@@ -16,7 +16,7 @@ from model.quantized import input_axes, quantized_names
 
 
 class Dequantized:
-    """A stacked parameter's layers, quantized and opened again: the numbers that codes stand for, in float32."""
+    """A stacked parameter's layers, quantized and dequantized again: the numbers that codes stand for, in float32."""
 
     def __init__(self, stored: Any, shape: tuple[int, ...], inputs: int, kind: str) -> None:
         """`stored`: read when sliced, maybe padded to more than `shape`; `inputs`: its axes that a product sums over."""
@@ -25,10 +25,10 @@ class Dequantized:
     def __getitem__(self, layer: int) -> Float[np.ndarray, ...]:
         weight = np.asarray(self.stored[layer])[tuple(map(slice, self.shape[1:]))]
         if self.kind == "nf4" and hasattr(self.stored, "quantized"):
-            return weight  # of stored codes, opened already
+            return weight  # of stored codes, dequantized already
         matrix = weight.reshape(math.prod(weight.shape[:self.inputs]), -1).T
-        opened = (dequantize_nf4(quantize_nf4(matrix)) if self.kind == "nf4" else dequantize_int8(quantize_int8(matrix)))
-        return opened.T.reshape(weight.shape)
+        numbers = (dequantize_nf4(quantize_nf4(matrix)) if self.kind == "nf4" else dequantize_int8(quantize_int8(matrix)))
+        return numbers.T.reshape(weight.shape)
 
 
 def dequantized(base: Mapping[str, Any], config: LlamaConfig) -> dict[str, Any]:

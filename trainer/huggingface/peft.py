@@ -130,7 +130,7 @@ def read_config(folder: str | Path) -> tuple[AdapterConfig, str]:
     """Returns the adapter that a folder of PEFT's holds, and the path or name of its base.
 
     Raises:
-      ValueError: it is none, or of a kind that is not computed here; one line that names the field.
+      ValueError: it is none, or of a kind that is not supported; one line that names the field.
     """
     path = Path(folder).expanduser() / CONFIG
     try:

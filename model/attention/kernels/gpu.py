@@ -321,4 +321,4 @@ def _coords(tile: int | None, length: int = 0):
 
 def _check(mask: Mask) -> None:
     if mask.global_tokens:
-        raise ValueError("kernel gpu: global tokens are served by the kernel 'xla'")
+        raise ValueError(f"kernel: 'gpu' does not serve Mask.global_tokens = {mask.global_tokens}; 'auto' and 'xla' do")

@@ -27,6 +27,8 @@ from .tpu_options import LANES, Scores, TileOptions
 ONE_DOCUMENT = 3
 # Instead of -inf as the largest score of a row that has seen no key: -inf - -inf is NaN. Hidden scores themselves are -inf.
 LOWEST = -1e30
+
+
 class TileRanges(NamedTuple):
     """For each tile that a kernel writes ("own": of queries in the forward and dq kernels, of keys in dkv) the range of tiles
     that it reads ("other"), with the bounds of all tiles: the tables of the scalar prefetch, int32.

@@ -157,8 +157,8 @@ class XlaKernel(Kernel):
         kinds = _tile_kinds(q_coords, kv_coords, query_tile, key_tile, mask)
         lse = jnp.where(jnp.isneginf(lse), 0.0, lse)
         query_tiles = (_query_tiles(q, kv_heads, query_tile), _query_tiles(dout, kv_heads, query_tile),
-                   _statistic_tiles(lse, kv_heads, query_tile), _statistic_tiles(delta, kv_heads, query_tile),
-                   _coord_tiles(q_coords, query_tile, heads // kv_heads))
+                       _statistic_tiles(lse, kv_heads, query_tile), _statistic_tiles(delta, kv_heads, query_tile),
+                       _coord_tiles(q_coords, query_tile, heads // kv_heads))
         key_tiles = (_key_tiles(k, key_tile), _key_tiles(v, key_tile), _coord_tiles(kv_coords, key_tile), kinds.T)
 
         def add_key_tile(dq, tile):

@@ -59,6 +59,13 @@ def test_a_softcap_that_a_kernel_lacks_is_refused():
         get_kernel("gpu").with_softcap(50.0)
 
 
+def test_global_tokens_that_a_kernel_lacks_are_refused():
+    arrays, (index, segments) = inputs("8/2", LENGTH), documents("packed", LENGTH)
+    with pytest.raises(ValueError, match=r"'gpu' does not serve Mask\.global_tokens = 3; 'auto' and 'xla' do"):
+        compiled(2, mask=Mask(global_tokens=3), kernel=get_kernel("gpu"))(
+            *arrays, TokenCoords(index, segments, np.zeros_like(index)))
+
+
 def random_documents(data, most, gaps):
     """Any documents of two rows; with `gaps` padding may be anywhere between them."""
     index = np.tile(np.arange(LENGTH, dtype=np.int32), (2, 1))

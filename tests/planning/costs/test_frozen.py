@@ -1,4 +1,4 @@
-"""The cost model beside adapters: no gradients of frozen weights, gathers of codes, and what opens them."""
+"""The cost model beside adapters: no gradients of frozen weights, gathers of codes, and what dequantizes them."""
 import dataclasses
 
 import pytest
@@ -26,9 +26,9 @@ def test_a_frozen_weight_has_one_product_less_and_no_moments():
     assert frozen.mfu == pytest.approx(needed / frozen.seconds / hardware.peak)
 
 
-def test_codes_are_gathered_as_they_lie_and_opened_in_every_pass():
+def test_codes_are_gathered_as_they_are_and_dequantized_in_every_pass():
     """Eight GPUs that overlap nothing: a layer's gather takes 0.258 of bfloat16's time but for latencies, and three passes of a
-    layer with remat open it, each reading codes and writing bfloat16."""
+    layer with remat dequantize it, each reading codes and writing bfloat16."""
     plain = dataclasses.replace(ONE, sequence=8, schedule="ring", frozen=True, overlap=False)
     codes = dataclasses.replace(plain, weight_bytes=AdapterConfig(rank=1, quantize="nf4").number_bytes)
 
@@ -36,8 +36,8 @@ def test_codes_are_gathered_as_they_lie_and_opened_in_every_pass():
         return estimate(job).layer_forward.exposed - estimate(job).attention_forward.exposed
 
     assert 0.257 < gather(codes) / gather(plain) <= 0.30
-    opened = dataclasses.replace(ONE, frozen=True, weight_bytes=33 / 64, openings=2)
-    added = estimate(opened).seconds - estimate(dataclasses.replace(opened, openings=0)).seconds
+    dequantized = dataclasses.replace(ONE, frozen=True, weight_bytes=33 / 64, dequantizations=2)
+    added = estimate(dequantized).seconds - estimate(dataclasses.replace(dequantized, dequantizations=0)).seconds
     moved = 3 * 2 * SIZES.layers * SIZES.weights * (33 / 64 + 2)
     assert added == pytest.approx(moved / ONE.hardware.memory_bandwidth)
 
@@ -48,5 +48,5 @@ def test_a_plan_passes_the_adapter_on():
                                  adapter=AdapterConfig(rank=16, quantize=quantize)) for quantize in ("none", "nf4")}
     whole = PlanJob.of("llama-3.1-8b", "h100:8", 131072, mesh=MeshConfig(sequence=8))
     assert jobs["none"].estimate().seconds < whole.estimate().seconds
-    assert jobs["nf4"]._costs_job().weight_bytes == 33 / 64 and jobs["nf4"]._costs_job().openings > 0
-    assert jobs["none"]._costs_job().openings == 0 == whole._costs_job().openings
+    assert jobs["nf4"]._costs_job().weight_bytes == 33 / 64 and jobs["nf4"]._costs_job().dequantizations > 0
+    assert jobs["none"]._costs_job().dequantizations == 0 == whole._costs_job().dequantizations

@@ -1,0 +1,16 @@
+"""Advice about a job that does not fit as it is."""
+from planning import answer
+from planning.plan import Job
+
+
+def test_shorter_rows_are_not_looked_for_where_another_way_holds_the_job(monkeypatch):
+    job = Job.of("smollm2-135m", "v5e:2x2", 8192, memory={"remat": "everything"})
+    contexts, choose = [], answer.choose
+
+    def recorded(job):
+        contexts.append(job.context)
+        return choose(job)
+
+    monkeypatch.setattr(answer, "choose", recorded)
+    (line,) = answer.advice(job)
+    assert line.startswith("fits here with mesh") and contexts == [8192]
