@@ -1,4 +1,4 @@
-"""Says what a training step takes on a machine that is not here: memory, time and price at once, and with --compile the compiler's own plan.
+"""Says what a training step takes on a machine that is not here: memory, time, price; with --compile the compiler's own plan.
 
     python -m scripts.plan --model llama-3.1-8b --machine 8xH100 --context 128K
     python -m scripts.plan --model llama-3.1-8b --machine v5p-32 --context 1M --price-per-device-hour 4.2 --write my_recipe.yaml

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 def parser() -> entry.CommandParser:
     """The command's options; those that are not given are the recipe's, or train.py's defaults."""
     options = entry.CommandParser(prog="python -m scripts.plan", allow_abbrev=False, description=(
-        "Says what a training step takes on a machine that is not here: memory, time and price at once, and with --compile the compiler's "
-        "own plan."))
+        "Says what a training step takes on a machine that is not here: memory, time and price at once, and with "
+        "--compile the compiler's own plan."))
     options.add_argument("--config", help="a recipe")
     options.add_argument("--model", help="a preset such as llama-7b, a model's folder (its config.json is enough), or "
                          "org/name in the Hugging Face cache; the recipe's own unless given")
