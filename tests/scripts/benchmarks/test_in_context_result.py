@@ -19,7 +19,7 @@ def test_tasks_that_were_not_measured_keep_date_and_commit(tmp_path, monkeypatch
     in_context.save_result(longer, "command")
     rows = results.load(in_context.NAME, tmp_path).rows
     assert {task: row["commit"] for task, row in rows.items()} == {"walker_walk": "first", "cheetah_run": "second"}
-    assert rows["walker_walk"]["what"] == "walker_walk, last of 8 episodes, 500 steps"
+    assert rows["walker_walk"]["what"] == "walker_walk, episode 8, 500 steps"
     assert rows["cheetah_run"]["found"] == "BC-10% 70; DT 65; AT 8 73" and rows["cheetah_run"]["verdict"] == "held"
     lines = results.load(in_context.NAME, tmp_path).tables[in_context.SCORES]["rows"]
     assert [line[:3] for line in lines] == [["walker_walk", "DT", "500"], ["cheetah_run", "DT", "500"],
