@@ -125,7 +125,7 @@ def save_result(before: list[Score], after: list[Score], book: list[float], shor
         rows[task] = row(f"{task}, {new['cases']} questions", " -> ".join(texts), "within an interval",
                          old["low"] <= new["score"] <= old["high"])
     tables = {"right answers": {"columns": ["cases", "lines", "tokens", "before", "after"], "rows": lines}}
-    facts = [f"Trained for {took / 60:.0f} minutes beside other work, pauses included; the last stage's rows have 4,096 tokens.",
+    facts = [f"Trained for {took / 60:.0f} minutes beside other work, with pauses; the last stage's rows have 4,096 tokens.",
              "Generated cases have LongChat's wording; their pairs of key and number are in no training text. One seed.",
              "The short tasks are questions about the book that scripts.make_short_tasks makes."]
     save("retrieval", measured("SmolLM2-135M-Instruct before and after practising retrieval", rows,
