@@ -47,7 +47,7 @@ HEADLINES = (
     ("Killed with -9 and resumed", "exactness.resume"),
     ("Striped Attention's theoretical speed-ups", "papers.striped_bounds"),
     ("Quickstart: lines retrieved, 8 simulated devices", "quickstart.retrieval"),
-    ("SmolLM2-135M: one of 60 lines in LongChat's words, minutes of practice", "retrieval.lines_60"),
+    ("SmolLM2-135M: one of 60 lines in LongChat's words, after practising", "retrieval.lines_60"),
     ("From scratch to 16,384 tokens: one of 2,700 lines, keys and numbers never seen", "curriculum.lines_2700"),
 )
 # Heading -> results whose rows are shown, in order.
