@@ -15,6 +15,8 @@ SCHEDULES: dict[str, str | dict[str, Any]] = {
     **{name: name for name in NAMES}, "ring_bidirectional": {"name": "ring", "bidirectional": True},
     "balanced_split": {"name": "balanced", "split": True}, "attention2d_overlap": {"name": "attention2d", "overlap": True},
 }
+# The options that a comparison reads.
+READ = ("model", "topology", "hardware", "compare", "context", "batch", "schedule", "layout", "remat", "output", *MESH_AXES)
 
 
 def estimate_row(name: str, job: Any) -> dict[str, Any]:
@@ -52,6 +54,10 @@ def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
     from planning.plan import Job as PlannedJob
     from scripts.plan_options import named_model
 
+    for option, value in vars(args).items():
+        if option not in READ and value not in (None, False):
+            raise UserError(f"--{option.replace('_', '-')}: a comparison of schedules does not read it; leave it out, and give "
+                            f"axes as {', '.join(f'--{axis}' for axis in MESH_AXES)}")
     for option in ("model", "context"):
         if getattr(args, option) is None:
             raise UserError(f"--{option}: missing; a comparison of schedules needs it")

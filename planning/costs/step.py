@@ -228,7 +228,8 @@ def estimate(job: Job) -> Estimate:
     layer_forward = of_layers(1, gathers=1) + _dequantization(job, 1) + forward
     layer_backward = (of_layers(work - 1 - saved, gathers=1, scatters=scatters) + _dequantization(job, work - 2)
                       + forward * (attention_forwards - 1) + backward)
-    head = matrices(sizes.head_weights, (3 if job.remat == "everything" else 4) - saved, gathers=2, scatters=scatters)
+    # Under every policy the head's gradient is taken with its loss, so that its forward pass runs once.
+    head = matrices(sizes.head_weights, 3 - saved, gathers=2, scatters=scatters)
     shard = 0 if job.frozen else sizes.parameters / (job.tensor * (job.fsdp * job.sequence if job.zero else 1))
     update = OPTIMIZER_BYTES * shard / hardware.memory_bandwidth
     step = (layer_forward + layer_backward) * sizes.layers + head + Phase(update, update)

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from data.errors import UserError
+from scripts.benchmarks.results import ROOT
 
 
 def make_parser(name: str, docstring: str) -> argparse.ArgumentParser:
@@ -45,6 +46,18 @@ class ProcessFailed(UserError):
     def __init__(self, command: list[str], reason: str):
         super().__init__(f"{' '.join(command)} {reason}")
         self.reason = reason
+
+
+def python(*command: str) -> None:
+    """Prints and runs a command of this repository: what is given to Python, in the repository's folder.
+
+    Raises:
+      ProcessFailed: its exit status is not 0.
+    """
+    print("$ python " + " ".join(command), flush=True)
+    status = subprocess.run([sys.executable, *command], cwd=ROOT, check=False).returncode
+    if status:
+        raise ProcessFailed([*command], f"ended with {status}")
 
 
 def in_own_process(name: str, *arguments: str, environment: Mapping[str, str] | None = None) -> dict:

@@ -9,9 +9,9 @@ docs/results/curriculum.json and docs/curriculum.png.
 """
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -19,8 +19,10 @@ import yaml
 
 from eval.line_report import plot, read
 from eval.scoring import Score
+from scripts.benchmarks.commands import make_parser, python
 from scripts.benchmarks.results import ROOT, measured, row, save
-from scripts.benchmarks.retrieval import run, seconds
+from scripts.benchmarks.retrieval import seconds
+from trainer import entry
 
 RECIPE = "configs/extension/lines_16k.yaml"
 LIKE = "data/fixtures/line_cases.jsonl"
@@ -40,7 +42,7 @@ def recipe() -> dict:
 
 def train_staged(folder: Path) -> Path:
     """Trains the recipe, unless that is done; returns the run's folder."""
-    run("train.py", "--config", RECIPE, "--run_dir", str(folder))
+    python("train.py", "--config", RECIPE, "--run_dir", str(folder))
     return folder
 
 
@@ -49,8 +51,8 @@ def train_alone(folder: Path, staged: Path) -> Path:
     folder."""
     last = recipe()["stages"][-1]
     step = json.loads((staged / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])["wall_seconds"] / last["steps"]
-    run("train.py", "--config", RECIPE, "--run_dir", str(folder), "--stages", "[]", "--data.context_length",
-        str(last["context_length"]), "--train.steps", str(round(seconds(staged) / step)))
+    python("train.py", "--config", RECIPE, "--run_dir", str(folder), "--stages", "[]", "--data.context_length",
+           str(last["context_length"]), "--train.steps", str(round(seconds(staged) / step)))
     return folder
 
 
@@ -60,9 +62,9 @@ def evaluate(checkpoint: Path) -> list[Score]:
     for name, lines, cases, options in (("lines", LINES, CASES, ["--unseen"]), ("longer", LONGER, LONGER_CASES, [])):
         folder = checkpoint / name
         if not (folder / "results.json").exists():
-            run("-m", "eval.line_retrieval", "--checkpoint", str(checkpoint), "--output", str(folder), "--like", LIKE, *options,
-                "--lines", *map(str, lines), "--count", str(cases), "--questions", str(QUESTIONS), "--max-new-tokens",
-                str(NEW_TOKENS), "--compute-dtype", "float32")
+            python("-m", "eval.line_retrieval", "--checkpoint", str(checkpoint), "--output", str(folder), "--like", LIKE,
+                   *options, "--lines", *map(str, lines), "--count", str(cases), "--questions", str(QUESTIONS),
+                   "--max-new-tokens", str(NEW_TOKENS), "--compute-dtype", "float32")
         scores += sorted(read(folder), key=lambda score: score.num_lines)
     return [dataclasses.replace(score, family="lines") for score in scores]  # one curve in the plot
 
@@ -98,7 +100,7 @@ def save_result(staged: list[Score], alone: list[Score], took: float) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Trains both, evaluates both, and saves."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.curriculum", description=__doc__.splitlines()[0])
+    parser = make_parser("curriculum", __doc__)
     parser.add_argument("--output", default="runs/curriculum", help="folder of the runs (default runs/curriculum)")
     args = parser.parse_args(argv)
     staged = train_staged(Path(args.output) / "curriculum")
@@ -110,4 +112,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(entry.run(main))

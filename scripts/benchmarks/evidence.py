@@ -1,8 +1,9 @@
 """Makes the plans of docs/plans again with the installed compilers, and prints what moved: what `make evidence` runs.
 
     python -m scripts.benchmarks.evidence                  # every plan that other versions or flags made
-    python -m scripts.benchmarks.evidence --only h100 1m   # those whose path has one of these words
+    python -m scripts.benchmarks.evidence --only h100 1m   # those whose path has all of these words
     python -m scripts.benchmarks.evidence --list           # which plan was made with what; makes none
+    python -m scripts.benchmarks.evidence --times          # estimated times anew by today's cost model; compiles nothing
 
 A plan's own fields are its command, but for plans of recipes, which are made from the recipe. Each new plan replaces its file;
 one that no longer fits is printed, and its file stays. Table 3 has a command of its own (scripts.benchmarks.table3).
@@ -21,19 +22,21 @@ from planning.memory_options import MEMORY_OPTIONS
 from planning.plan import VARIABLES, made_with
 from scripts.benchmarks.commands import make_parser, read_json
 from scripts.benchmarks.results import ROOT
+from scripts.plan import estimates
+from scripts.plan_options import job_of, parser
 
 FOLDER = ROOT / "docs" / "plans"
 COMPARED = ("peak_gib", "host_gib", "temporaries_gib")
 
 
 def stored_plans(words: list[str]) -> dict[Path, dict[str, Any]]:
-    """Returns the plans by path whose path has one of the words; all of them without words."""
+    """Returns the plans by path whose path has all of the words."""
     plans = {}
     for path in sorted(FOLDER.rglob("*.json")):
         content = read_json(path)
         plan = content.get("longest", content)
         name = path.relative_to(FOLDER).as_posix()
-        if "peak_gib" in plan and (not words or any(word in name for word in words)):
+        if "peak_gib" in plan and all(word in name for word in words):
             plans[path] = plan
     return plans
 
@@ -86,6 +89,18 @@ def make(path: Path, plan: dict[str, Any]) -> str:
     return moved(plan, made)
 
 
+def estimate_again(path: Path, plan: dict[str, Any]) -> str:
+    """Replaces the estimated times of a stored plan by those of today's cost model; returns what moved, in one line."""
+    args = parser().parse_args(command_of(path, plan))
+    times = estimates(plan, job_of(args), args)
+    stored, name = read_json(path), "estimated_step_seconds"
+    content = {**stored, "longest": plan | times} if "longest" in stored else plan | times
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    if name not in times or plan.get(name) == times[name]:
+        return "nothing moved"
+    return f"{name} {plan.get(name, 0.0):.4g} -> {times[name]:.4g}"
+
+
 def moved(before: dict[str, Any], after: dict[str, Any]) -> str:
     """Returns the compared figures that differ in their second decimal, or that none does."""
     changes = [f"{name} {before.get(name, 0.0):.2f} -> {after[name]:.2f}" for name in COMPARED
@@ -95,15 +110,19 @@ def moved(before: dict[str, Any], after: dict[str, Any]) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Returns 0, or 1 if a plan could not be made."""
-    parser = make_parser("evidence", __doc__)
-    parser.add_argument("--only", nargs="+", default=[], metavar="WORD", help="plans whose path has one of these words")
-    parser.add_argument("--list", action="store_true", help="print what each plan was made with, and make none")
-    args = parser.parse_args(argv)
+    options = make_parser("evidence", __doc__)
+    options.add_argument("--only", nargs="+", default=[], metavar="WORD", help="plans whose path has all of these words")
+    options.add_argument("--list", action="store_true", help="print what each plan was made with, and make none")
+    options.add_argument("--times", action="store_true", help="estimate times anew by today's cost model, and compile nothing")
+    args = options.parse_args(argv)
     failed = False
     for path, plan in stored_plans(args.only).items():
         name = path.relative_to(FOLDER).as_posix()
         if args.list:
             print(f"{name}: {versions_of(plan)}")
+            continue
+        if args.times:
+            print(f"{name}: {estimate_again(path, plan)}")
             continue
         if plan.get("made_with") == {**made_with(plan["topology"]), "flags": flags_of(plan)}:
             print(f"{name}: made with these versions and flags")

@@ -12,13 +12,16 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
 
+from scripts.benchmarks.commands import make_parser, python
 from scripts.benchmarks.results import ROOT, measured, row, save
-from scripts.benchmarks.retrieval import run, seconds
+from scripts.benchmarks.retrieval import seconds
+from trainer import entry
 
 RECIPE = "configs/smollm2_16k.yaml"
 KNOWN, LENGTH = 8192, 16384  # tokens that the model was trained on by its makers; of a row here
@@ -33,8 +36,8 @@ def train(args: argparse.Namespace) -> Path:
     """Trains the recipe on the text, unless that is done; returns the run's folder."""
     folder = Path(args.output) / "run"
     source = yaml.safe_load((ROOT / RECIPE).read_text(encoding="utf-8"))["data"]["sources"][0]
-    run("train.py", "--config", RECIPE, "--model.path", args.model, "--run_dir", str(folder), "--data.sources",
-        json.dumps([{**source, "path": args.text}]))
+    python("train.py", "--config", RECIPE, "--model.path", args.model, "--run_dir", str(folder), "--data.sources",
+           json.dumps([{**source, "path": args.text}]))
     return folder
 
 
@@ -50,9 +53,9 @@ def losses(checkpoint: str, args: argparse.Namespace, name: str, *options: str) 
     """
     table = Path(args.output) / name / "loss_by_position.json"
     if not table.exists():
-        run("-m", "scripts.loss_by_position", "--config", RECIPE, "--checkpoint", checkpoint, "--output", str(table.parent),
-            "--batches", str(ROWS), "--split", "train", "--without-earlier", *map(str, PIECES), "--data.sources",
-            json.dumps([{"path": args.book, "format": "text"}]), *options)
+        python("-m", "scripts.loss_by_position", "--config", RECIPE, "--checkpoint", checkpoint, "--output",
+               str(table.parent), "--batches", str(ROWS), "--split", "train", "--without-earlier", *map(str, PIECES),
+               "--data.sources", json.dumps([{"path": args.book, "format": "text"}]), *options)
     result = json.loads(table.read_text(encoding="utf-8"))
     curves, gains = ([next(bucket for bucket in curve if bucket["tokens_before_from"] == KNOWN)
                       for curve in result[kind].values()] for kind in ("curves", "gains"))
@@ -99,7 +102,7 @@ def save_result(models: dict[str, dict], took: float, steps: int) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures the model as it is and rescaled, trains, measures again, and saves."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.extension", description=__doc__.splitlines()[0])
+    parser = make_parser("extension", __doc__)
     parser.add_argument("--model", required=True, help="SmolLM2's folder, such as scripts.make_smollm2 makes")
     parser.add_argument("--text", required=True, metavar="TEXT.txt", help="a text to train on")
     parser.add_argument("--book", required=True, metavar="BOOK.txt", help="another, to predict")
@@ -113,4 +116,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(entry.run(main))

@@ -11,12 +11,13 @@ matrix units and what the cost model says, or the slowest step that others measu
 """
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from scripts.benchmarks.commands import read_json
+from scripts.benchmarks.commands import make_parser, read_json
 from scripts.benchmarks.results import ROOT, measured, row, save
+from trainer import entry
 
 # Recipe -> GB of each GPU that TRL measured at the same length on the same machine (huggingface/trl#6845).
 TRL_GB = {"qwen3_8b_1m_h100": 56.2, "qwen3_32b_1m_h100": 60.8}
@@ -89,11 +90,11 @@ def save_result(name: str, recipes: Recipes) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Saves both results."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.family_plans", description=__doc__.splitlines()[0])
+    parser = make_parser("family_plans", __doc__)
     parser.parse_args(argv)
     for name, recipes in RESULTS.items():
         save_result(name, recipes)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(entry.run(main))

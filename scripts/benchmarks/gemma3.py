@@ -8,14 +8,16 @@ windows. Writes docs/results/gemma3.json.
 """
 from __future__ import annotations
 
-import argparse
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from jaxtyping import Float64
 
+from scripts.benchmarks.commands import make_parser
 from scripts.benchmarks.results import measured, row, save
+from trainer import entry
 
 QUESTION = "Question: What is the capital of France?\nAnswer:"
 NEW_TOKENS = 12
@@ -37,7 +39,7 @@ def by_transformers(folder: str, question: list[int], text: list[int]) -> tuple[
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and saves."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.gemma3", description=__doc__.splitlines()[0])
+    parser = make_parser("gemma3", __doc__)
     parser.add_argument("--model", required=True, help="the folder that scripts.make_gemma3 makes")
     parser.add_argument("--book", required=True, metavar="BOOK.txt", help="a text")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of the book (default 2048)")
@@ -84,4 +86,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(entry.run(main))

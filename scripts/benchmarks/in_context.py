@@ -15,14 +15,15 @@ import argparse
 import datetime
 import json
 import shutil
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from data.trajectories.tasks import TASKS, get_task
+from scripts.benchmarks.commands import make_parser, python
 from scripts.benchmarks.results import FOLDER, ROOT, commit, load, measured, row, save
 from scripts.benchmarks.retrieval import seconds
+from trainer import entry
 
 NAME = "in_context"
 EPISODES_IN_A_STEP = 16
@@ -66,7 +67,10 @@ DEPENDS_ON = ("data/trajectories/*.py", "model/agentic.py", "model/cache.py", "t
 
 
 def run_one(task: str, method: str, seed: int, args: argparse.Namespace) -> dict:
-    """Trains and evaluates one method on one task, unless that is done; returns what eval.in_context wrote."""
+    """Trains and evaluates one method on one task, unless that is done; returns what eval.in_context wrote.
+
+    A finished training is evaluated again where more seeds are asked for than it was evaluated with.
+    """
     options = METHODS[method]
     name = "".join(letter if letter.isalnum() else "_" for letter in method.lower())
     folder = Path(args.output) / f"{args.steps}_steps" / task / f"{name}_seed_{seed}"
@@ -74,18 +78,17 @@ def run_one(task: str, method: str, seed: int, args: argparse.Namespace) -> dict
     if not results.exists():
         in_context = int(options["in_context"])
         tokens = (4 if options.get("conditioning") is None else 2) * get_task(task).episode_steps // 5
-        train = ["train.py", "--config", f"configs/trajectories/{task}.yaml", "--run_dir", str(folder),
-                 "--trajectories.path", args.data, "--data.prepared", str(Path(args.output) / "prepared"),
-                 "--data.context_length", str(in_context * tokens), "--train.batch_size", str(EPISODES_IN_A_STEP // in_context),
-                 "--train.steps", str(args.steps), "--stages", json.dumps(stages(in_context, tokens, args.steps)),
-                 "--model.seed", str(seed), "--data.seed", str(seed),
-                 *(text for field, value in options.items() for text in (f"--trajectories.{field}", str(value)))]
         if in_context > 1:
             take_first_stage(folder, seed)
-        for command in (train, ["-m", "eval.in_context", "--checkpoint", str(folder), "--output", str(results.parent),
-                                "--seeds", str(args.seeds)]):
-            print("$ python " + " ".join(command), flush=True)
-            subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
+        python("train.py", "--config", f"configs/trajectories/{task}.yaml", "--run_dir", str(folder), "--trajectories.path",
+               args.data, "--data.prepared", str(Path(args.output) / "prepared"), "--data.context_length",
+               str(in_context * tokens), "--train.batch_size", str(EPISODES_IN_A_STEP // in_context), "--train.steps",
+               str(args.steps), "--stages", json.dumps(stages(in_context, tokens, args.steps)), "--model.seed", str(seed),
+               "--data.seed", str(seed),
+               *(text for field, value in options.items() for text in (f"--trajectories.{field}", str(value))))
+    if not results.exists() or len(json.loads(results.read_text(encoding="utf-8"))["returns"]) < args.seeds:
+        python("-m", "eval.in_context", "--checkpoint", str(folder), "--output", str(results.parent), "--seeds",
+               str(args.seeds))
     return json.loads(results.read_text(encoding="utf-8")) | {"minutes": seconds(folder) / 60}
 
 
@@ -207,7 +210,7 @@ def plot(path: Path) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures the tasks one after the other, and saves after each method."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.in_context", description=__doc__.splitlines()[0])
+    parser = make_parser("in_context", __doc__)
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD",
                         help=f"out of {', '.join(map(repr, METHODS))} (default all)".replace("%", "%%"))
@@ -229,4 +232,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(entry.run(main))

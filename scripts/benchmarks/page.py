@@ -53,7 +53,7 @@ HEADLINES = (
 # Heading -> results whose rows are shown, in order.
 SECTIONS = {
     "Exactness": ("exactness", "exactness_by_hand", "gemma3", "suite"),
-    "Speed on a CPU": ("step", "step_parts", "kernels"),
+    "Speed on a CPU": ("step", "step_parts", "kernels", "rings"),
     "Cycles of the TPU kernels, by the TPU's compiler": ("kernel_cycles",),
     "Registers of the kernels for GPUs, by the CUDA compiler": ("kernel_registers",),
     "Balance": ("balance", "balance_time"),

@@ -9,12 +9,14 @@ Writes docs/results/questions.json.
 """
 from __future__ import annotations
 
-import argparse
 import dataclasses
+import sys
 import time
 from collections.abc import Sequence
 
+from scripts.benchmarks.commands import make_parser
 from scripts.benchmarks.results import measured, row, save
+from trainer import entry
 
 QUESTION, ANSWER = 32, 16  # tokens
 DEPENDS_ON = ("model/decode.py", "model/cache.py", "model/attention/**/*.py", "scripts/benchmarks/questions.py")
@@ -22,7 +24,7 @@ DEPENDS_ON = ("model/decode.py", "model/cache.py", "model/attention/**/*.py", "s
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures and saves."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.questions", description=__doc__.splitlines()[0])
+    parser = make_parser("questions", __doc__)
     parser.add_argument("--context", type=int, default=16384, help="tokens of the context (default 16384)")
     parser.add_argument("--questions", type=int, default=100, help="number of questions (default 100)")
     parser.add_argument("--layers", type=int, default=6, help="layers of the model (default 6)")
@@ -80,4 +82,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(entry.run(main))

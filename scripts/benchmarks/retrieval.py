@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +21,9 @@ import yaml
 
 from eval.line_report import plot, read
 from eval.scoring import Score
+from scripts.benchmarks.commands import make_parser, python
 from scripts.benchmarks.results import ROOT, measured, row, save
+from trainer import entry
 
 RECIPE = "configs/extension/smollm2_lines_4k.yaml"
 LINES = (10, 20, 40, 60)
@@ -35,19 +36,13 @@ GENERATED, OWN = "generated", "LongChat's own"
 DEPENDS_ON = (RECIPE, "data/synthetic/*.py", "eval/line_*.py", "eval/runner.py", "model/decode.py", "model/cache.py")
 
 
-def run(*command: str) -> None:
-    """Runs a command of this repository, and prints it."""
-    print("$ python " + " ".join(command), flush=True)
-    subprocess.run([sys.executable, *command], cwd=ROOT, check=True)
-
-
 def evaluate(checkpoint: str, args: argparse.Namespace, name: str) -> Path:
     """Answers the generated and the file's cases, unless that is done; returns the folder with the results."""
     folder = Path(args.output) / name
     if not (folder / "results.json").exists():
-        run("-m", "eval.line_retrieval", "--checkpoint", checkpoint, "--output", str(folder), "--like", args.like, "--lines",
-            *map(str, LINES), "--count", str(CASES), "--questions", str(QUESTIONS), "--cases", args.like, "--limit",
-            str(args.limit), "--max-new-tokens", str(NEW_TOKENS), "--compute-dtype", "float32")
+        python("-m", "eval.line_retrieval", "--checkpoint", checkpoint, "--output", str(folder), "--like", args.like,
+               "--lines", *map(str, LINES), "--count", str(CASES), "--questions", str(QUESTIONS), "--cases", args.like,
+               "--limit", str(args.limit), "--max-new-tokens", str(NEW_TOKENS), "--compute-dtype", "float32")
     return folder
 
 
@@ -56,8 +51,8 @@ def train(args: argparse.Namespace) -> Path:
     folder, text = Path(args.output) / "run", Path(args.output) / "text.txt"
     text.write_text(Path(args.text).read_text(encoding="utf-8")[:LETTERS], encoding="utf-8")
     recipe = (ROOT / RECIPE).read_text(encoding="utf-8").replace("LINES.jsonl", args.like).replace("BOOK.txt", str(text))
-    run("train.py", "--config", RECIPE, "--model.path", args.model, "--run_dir", str(folder), "--data.sources",
-        json.dumps(yaml.safe_load(recipe)["data"]["sources"]))
+    python("train.py", "--config", RECIPE, "--model.path", args.model, "--run_dir", str(folder), "--data.sources",
+           json.dumps(yaml.safe_load(recipe)["data"]["sources"]))
     return folder
 
 
@@ -65,10 +60,10 @@ def book_losses(run_folder: Path, args: argparse.Namespace) -> list[float]:
     """Returns the mean loss on a book before and after, nats per token: whether the model forgot ordinary text."""
     table = Path(args.output) / "book" / "loss_by_position.json"
     if not table.exists():
-        run("-m", "scripts.loss_by_position", "--config", RECIPE, "--checkpoint", args.model, str(run_folder), "--output",
-            str(table.parent), "--batches", "8", "--split", "train", "--model.path", args.model, "--stages", "[]",
-            "--data.sources", json.dumps([{"path": args.book, "format": "text"}]), "--data.held_out_fraction", "0",
-            "--data.context_length", "1024", "--train.batch_size", "1", "--train.steps", "8")
+        python("-m", "scripts.loss_by_position", "--config", RECIPE, "--checkpoint", args.model, str(run_folder), "--output",
+               str(table.parent), "--batches", "8", "--split", "train", "--model.path", args.model, "--stages", "[]",
+               "--data.sources", json.dumps([{"path": args.book, "format": "text"}]), "--data.held_out_fraction", "0",
+               "--data.context_length", "1024", "--train.batch_size", "1", "--train.steps", "8")
     curves = json.loads(table.read_text(encoding="utf-8"))["curves"]
     totals = [sum(bucket["loss_nats_per_target"] * bucket["targets"] for bucket in curve) for curve in curves.values()]
     return [total / sum(bucket["targets"] for bucket in curve) for total, curve in zip(totals, curves.values(), strict=True)]
@@ -78,9 +73,9 @@ def short_tasks(checkpoint: str, args: argparse.Namespace, name: str) -> dict[st
     """Returns lm-eval's result of each short task of the book, which is made and answered unless that is done."""
     tasks, folder = Path(args.output) / "short_tasks", Path(args.output) / f"{name}_short"
     if not (folder / "results.json").exists():
-        run("-m", "scripts.make_short_tasks", args.book, "--output", str(tasks))
-        run("-m", "eval.harness", "--checkpoint", checkpoint, "--tasks", ",".join(SHORT_TASKS), "--include-path", str(tasks),
-            "--output", str(folder), "--length", "1024", "--max-new-tokens", "8", "--compute-dtype", "float32")
+        python("-m", "scripts.make_short_tasks", args.book, "--output", str(tasks))
+        python("-m", "eval.harness", "--checkpoint", checkpoint, "--tasks", ",".join(SHORT_TASKS), "--include-path",
+               str(tasks), "--output", str(folder), "--length", "1024", "--max-new-tokens", "8", "--compute-dtype", "float32")
     rows = json.loads((folder / "results.json").read_text(encoding="utf-8"))["results"]
     return {task: next(row for row in rows if row["task"] == f"{task} acc") for task in SHORT_TASKS}
 
@@ -136,7 +131,7 @@ def save_result(before: list[Score], after: list[Score], book: list[float], shor
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluates, trains, evaluates again, and saves."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.retrieval", description=__doc__.splitlines()[0])
+    parser = make_parser("retrieval", __doc__)
     parser.add_argument("--model", required=True, help="SmolLM2's folder, such as scripts.make_smollm2 makes")
     parser.add_argument("--like", required=True, metavar="FILE.jsonl", help="LongChat's file of 200 lines")
     parser.add_argument("--text", required=True, metavar="TEXT.txt", help="a text to train on beside the exercises")
@@ -154,4 +149,4 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(entry.run(main))

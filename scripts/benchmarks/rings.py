@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import sys
 import time
 import types
 from collections.abc import Callable, Sequence
@@ -19,7 +20,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from data.errors import UserError
+from scripts.benchmarks.commands import make_parser
 from scripts.benchmarks.results import measured, row, save
+from trainer import entry
 
 if TYPE_CHECKING:
     import jax
@@ -123,16 +126,14 @@ def measure(length: int, repeats: int, heads: int, head_dim: int) -> tuple[list[
     return rows, difference
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Measures, prints and saves; returns the exit status."""
-    from trainer import entry
-
-    parser = argparse.ArgumentParser(prog="python -m scripts.benchmarks.rings", description=__doc__.splitlines()[0])
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measures, prints and saves."""
+    parser = make_parser("rings", __doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384, 32768], help="tokens over both devices")
     parser.add_argument("--heads", type=int, default=4, help="number of heads (default 4)")
     parser.add_argument("--head-dim", type=int, default=64, help="size of a head (default 64)")
     parser.add_argument("--repeats", type=int, default=5, help="runs of each, of which the median counts (default 5)")
-    return entry.run(lambda: work(parser.parse_args(argv)))
+    work(parser.parse_args(argv))
 
 
 def work(args: argparse.Namespace) -> None:
@@ -163,4 +164,4 @@ def work(args: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    sys.exit(entry.run(main))

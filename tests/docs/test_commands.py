@@ -116,6 +116,7 @@ TESTED = {
         "kubectl apply -f scripts/kubernetes/jobset.yaml", "scripts/launch_tpu.sh", "scripts/launch_slurm.sbatch"],
     "tests/scripts/benchmarks/test_bench_kernels.py": ["python -m scripts.benchmarks.bench_kernels --lengths 8192 16384"],
     "tests/scripts/benchmarks/test_bench_schedules.py": ["python -m scripts.benchmarks.bench_schedules"],
+    "tests/scripts/benchmarks/test_evidence.py": ["python -m scripts.benchmarks.evidence --times"],
     "tests/scripts/benchmarks/test_table3.py": ["python -m scripts.benchmarks.table3"],
     "tests/scripts/test_plan_answers.py": ["python -m scripts.plan"],
 }

@@ -39,7 +39,10 @@ def test_one_schedule_shows_its_rounds(capsys):
     assert sum(line.startswith("backward") for line in lines) == 5  # the last one brings dK, dV home
 
 
-@pytest.mark.parametrize(("wrong", "told"), [(["--context", "65535"], "length: 65535"), (["--model", "llama-8b"], "llama-8b")])
+@pytest.mark.parametrize(("wrong", "told"), [
+    (["--context", "65535"], "length: 65535"), (["--model", "llama-8b"], "llama-8b"),
+    (["--mesh", "sequence=8"], "--mesh: a comparison of schedules does not read it; leave it out, and give axes as --data"),
+    (["--host-gib", "12"], "--host-gib: a comparison"), (["--moments-on-host"], "--moments-on-host: a comparison")])
 def test_errors_are_one_line(wrong, told, capsys):
     assert plan.main([*ARGUMENTS, *wrong]) == 2
     error = capsys.readouterr().err

@@ -16,7 +16,7 @@ from model.attention.layout import LAYOUTS, permutation
 from model.attention.schedules import Attention2D, Balanced, Ring, Ulysses, get_schedule, plan
 from model.config import LlamaConfig
 from planning.costs import HARDWARE, Job, Network, Sizes, estimate, rounds
-from planning.costs.step import FORWARD_PRODUCTS, ONE_BACKWARD_KERNEL, TWO_BACKWARD_KERNELS
+from planning.costs.step import FORWARD_PRODUCTS, ONE_BACKWARD_KERNEL, REMAT, TWO_BACKWARD_KERNELS
 from planning.costs.tiles import tile_counts
 from trainer.devices import peak_flops
 from trainer.flops import flops_per_step
@@ -211,6 +211,18 @@ def test_tensor_shards_share_work_and_pay_for_it():
     whole, split = (estimate(Job(SMALL, CHIP, 1 << 17, sequence=8, tensor=tensor)) for tensor in (1, 4))
     assert split.step.compute == pytest.approx(whole.step.compute / 4, rel=0.01)
     assert split.step.exposed > whole.step.exposed / 4
+
+
+@pytest.mark.parametrize("remat", REMAT)
+@pytest.mark.parametrize("frozen", [False, True])
+def test_the_head_runs_forward_once_under_every_remat_policy(remat, frozen):
+    """Logits, dx, and dW unless it is frozen: the products that tests/model/test_head.py counts in a training step."""
+    device = dataclasses.replace(CHIP.device, memory_bandwidth=math.inf)  # the optimizer's update takes no time
+    chip = dataclasses.replace(CHIP, device=device)
+    small, large = (estimate(Job(dataclasses.replace(SMALL, head_weights=weights), chip, 1 << 16, remat=remat, frozen=frozen))
+                    for weights in (1 << 20, 1 << 21))
+    product = 2 * (1 << 20) * (1 << 16) / (CHIP.peak * CHIP.matmul)
+    assert large.step.compute - small.step.compute == pytest.approx((2 if frozen else 3) * product, rel=1e-6)
 
 
 @pytest.mark.parametrize(("changes", "told"), [

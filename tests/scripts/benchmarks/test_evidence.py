@@ -27,6 +27,19 @@ def test_what_moved_is_printed_to_two_decimals():
     assert evidence.moved(before, before | {"peak_gib": 9.94}) == "peak_gib 10.07 -> 9.94"
 
 
+def test_times_are_estimated_anew_and_nothing_else_changes(tmp_path):
+    name = "llama_7b_1m_v4.json"
+    plan = evidence.read_json(evidence.FOLDER / name)
+    path = tmp_path / name
+    path.write_text(json.dumps(plan | {"estimated_step_seconds": 1.0, "estimated_mfu": 2.0}))
+    assert evidence.estimate_again(path, json.loads(path.read_text())).startswith("estimated_step_seconds 1 -> ")
+    again = json.loads(path.read_text())
+    assert 1.0 < again["estimated_step_seconds_low"] < again["estimated_step_seconds"] and 0 < again["estimated_mfu"] < 1
+    assert {field: value for field, value in again.items() if not field.startswith("estimated_")} == {
+        field: value for field, value in plan.items() if not field.startswith("estimated_")}
+    assert evidence.estimate_again(path, again) == "nothing moved"
+
+
 @pytest.mark.slow
 def test_a_plan_is_made_again_in_place_and_one_that_does_not_fit_stays(tmp_path, monkeypatch):
     plan = {**PLANS[next(iter(PLANS))], "topology": "v5e:2x2", "model": "tiny", "context": 1024, "batch": 1, "schedule": "ring",
