@@ -32,6 +32,11 @@ def _forwards(policy: RematPolicy) -> tuple[int, int]:
 
 
 REMAT = {name: _forwards(policy) for name, policy in POLICIES.items()}
+# Sums over `tensor` of hidden states: attention's and the feed-forward's output on the way forward, the gradients of what both
+# read on the way back. What the feed-forward reads is summed once more, whatever products are kept; where k layers are run
+# again from one input, the outputs of k - 1 of them are too.
+FORWARD_SUMS, BACKWARD_SUMS, EVERY_K_SUMS = 2, 3, 2
+OUTER_SUMS = 2  # of the embedding's result and of the gradient of what the head reads
 
 
 @dataclasses.dataclass(frozen=True)
@@ -225,11 +230,12 @@ def estimate(job: Job) -> Estimate:
     # Without gradients of weights a backward pass is one product, not two.
     matrices, saved, scatters = functools.partial(_matrices, job), int(job.frozen), int(not job.frozen)
     of_layers = functools.partial(matrices, sizes.weights, weight_bytes=job.weight_bytes)
-    layer_forward = of_layers(1, gathers=1) + _dequantization(job, 1) + forward
-    layer_backward = (of_layers(work - 1 - saved, gathers=1, scatters=scatters) + _dequantization(job, work - 2)
+    sums = BACKWARD_SUMS + EVERY_K_SUMS * POLICIES[job.remat].every_k
+    layer_forward = of_layers(1, FORWARD_SUMS, gathers=1) + _dequantization(job, 1) + forward
+    layer_backward = (of_layers(work - 1 - saved, sums, gathers=1, scatters=scatters) + _dequantization(job, work - 2)
                       + forward * (attention_forwards - 1) + backward)
     # Under every policy the head's gradient is taken with its loss, so that its forward pass runs once.
-    head = matrices(sizes.head_weights, 3 - saved, gathers=2, scatters=scatters)
+    head = matrices(sizes.head_weights, 3 - saved, OUTER_SUMS, gathers=2, scatters=scatters)
     shard = 0 if job.frozen else sizes.parameters / (job.tensor * (job.fsdp * job.sequence if job.zero else 1))
     update = OPTIMIZER_BYTES * shard / hardware.memory_bandwidth
     step = (layer_forward + layer_backward) * sizes.layers + head + Phase(update, update)
@@ -260,11 +266,13 @@ def _dequantization(job: Job, passes: int) -> Phase:
     return Phase(seconds, seconds)
 
 
-def _matrices(job: Job, weights: int, forwards: float, gathers: int = 0, scatters: int = 0, weight_bytes: float = 2) -> Phase:
+def _matrices(job: Job, weights: int, forwards: float, sums: int, gathers: int = 0, scatters: int = 0,
+              weight_bytes: float = 2) -> Phase:
     """Position-wise work: so many forward passes through matrices of `weights` parameters, whose transfers run beside it.
 
     Args:
       forwards: forward passes; a backward pass counts as two.
+      sums: of hidden states over the tensor axis.
       gathers, scatters: how often the parameters are gathered, and their gradients reduce-scattered (float32).
       weight_bytes: of each number as it is gathered.
     """
@@ -280,7 +288,7 @@ def _matrices(job: Job, weights: int, forwards: float, gathers: int = 0, scatter
     summed = 0.0
     if job.tensor > 1:
         part = Send("outputs", GATHER, job.tokens * job.sizes.hidden * 2 / job.tensor, _tensor_pairs(job))
-        summed = 2 * forwards * 2 * network.seconds((part,), job.devices)
+        summed = sums * 2 * network.seconds((part,), job.devices)
     return Phase((max(compute, transfer) if job.overlap else compute + transfer) + summed, compute)
 
 

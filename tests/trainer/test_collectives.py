@@ -13,6 +13,7 @@ from model.llama import Llama
 from model.sharding import STORAGE_AXES
 from planning.compiled.overlap import crossings
 from planning.compiled.transfers import COLLECTIVES
+from planning.costs.step import BACKWARD_SUMS, FORWARD_SUMS, OUTER_SUMS
 from planning.plan import compile_step
 from planning.topology import topology_devices
 from trainer.config.schema import MeshConfig
@@ -98,6 +99,13 @@ def test_gradients_are_summed_in_float32(step, parameters):
     for found in of(step, "all-reduce"):
         for dtype, elements in found.results:
             assert dtype == "f32" or (dtype == "bf16" and elements in (tokens * 512, tokens // 2 * 512)), found
+
+
+def test_hidden_states_are_summed_over_tensor_as_often_as_the_cost_model_counts(step):
+    sums = Counter((found.loops > 0, found.backward) for found in of(step, "all-reduce") for dtype, _ in found.results
+                   if dtype == "bf16")
+    assert (sums[True, False], sums[True, True]) == (FORWARD_SUMS, BACKWARD_SUMS)
+    assert sums[False, False] + sums[False, True] == OUTER_SUMS
 
 
 def test_the_ring_sends_keys_values_their_gradients_and_coordinates(step):
