@@ -21,9 +21,9 @@ from model.config import LlamaConfig
 from planning.machines import memory_gib
 from planning.plan import Job, changed, plan
 from scripts.benchmarks.commands import add_output_folder, make_parser, read_json, write_json
-from scripts.benchmarks.family_plans import two_digits
 from scripts.benchmarks.measurements import MODEL, PLANNING
 from scripts.benchmarks.results import ROOT, fingerprint, measured, row, save, versions
+from scripts.benchmarks.stored_plans import two_digits
 from trainer import entry
 from trainer.config.load import load
 from trainer.config.schema import RunConfig

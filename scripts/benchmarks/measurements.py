@@ -123,7 +123,8 @@ MEASUREMENTS = {
         (MODEL, "planning/compiled/*.py", "trainer/step.py"), summaries.overlap, "docs/notes/schedules.md"),
     "balance_time": Measurement(
         "Balance in seconds: speed-up over the contiguous ring on two one-thread devices",
-        (schedules("time", "--tiles", "32", "--lengths", "16384", file="time_32"), schedules("time")),
+        (schedules("time", "--tiles", "32", "--lengths", "16384", file="time_32"),
+         schedules("time", "--picture", "docs/balance_time.png")),
         (ATTENTION, HERE + "balance_time.py"), summaries.balance_time, "docs/notes/schedules.md"),
     "bytes": Measurement(
         "Bytes received per device and layer in units of its own q, from texts compiled for TPU pods", (schedules("bytes"),),

@@ -80,7 +80,7 @@ SELECTED = {
                   "import_export", "ten_kills"),
     "exactness_by_hand": ("one_two_four_processes", "axis_of_eight", "float32_text", "float32_random"),
     "bytes": ("ring", "all_gather", "balanced", "ulysses", "attention2d"),
-    "pods": ("ring_hidden", "gathers_prefetch", "llama_3_1_8b_1048576_v5e_16x16", "llama_3_1_8b_1048576_v5p_8x8x4",
+    "pods": ("ring_hidden", "llama_3_1_8b_1048576_v5e_16x16", "llama_3_1_8b_1048576_v5p_8x8x4",
              "llama_3_1_70b_1048576_v5e_16x16", "llama_3_1_70b_1048576_v5p_8x8x4", "llama_3_1_70b_8388608_v5p_8x8x4"),
 }
 
