@@ -1,6 +1,9 @@
 """Results of stored plans: every recipe's head gives the figures of its plan."""
+import re
+
 import pytest
 
+from scripts.benchmarks.commands import read_json
 from scripts.benchmarks.results import ROOT
 from scripts.benchmarks.stored_plans import RECIPES, line, memory_text, seconds_text, two_digits
 
@@ -26,3 +29,12 @@ def test_a_line_tells_a_plan_in_a_few_words():
 
 def test_two_digits_are_significant_ones():
     assert [two_digits(number) for number in (0.01234, 1.0, 98.7, 1234.0)] == ["0.012", "1", "99", "1,200"]
+
+
+def test_the_page_of_memory_gives_the_figures_of_its_plans():
+    page = (ROOT / "docs" / "meshes_and_memory.md").read_text(encoding="utf-8")
+    linked = re.findall(r"\]\(plans/(\S+\.json)\).*\| ([\d.]+ of [\d.]+) \|", page)
+    assert len(linked) >= 9
+    for name, figures in linked:
+        plan = read_json(ROOT / "docs" / "plans" / name)
+        assert figures == memory_text(plan.get("longest", plan)), name
