@@ -65,6 +65,7 @@ class AnswerForm:
         """Returns what the options of a request (a task's generation_kwargs) say.
 
         Args:
+          options: lm-eval's; `until`, a text or several, gives `ends`, one of LENGTHS `new_tokens`.
           is_greedy: whether the model takes the most likely tokens.
 
         Raises:

@@ -266,7 +266,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def write(args: argparse.Namespace) -> None:
-    """Writes the report."""
+    """Writes the report to `args.output` and prints its path; `args` are those of `parse`."""
     path = output_file(args.output)
     evaluations = [*args.evaluations, *([] for _ in args.runs)]
     runs = [read_run(folder, found) for folder, found in zip(args.runs, evaluations, strict=False)]

@@ -37,7 +37,7 @@ class Score:
 
     @property
     def key(self) -> tuple:
-        """By which rows of two runs are compared: evaluation, task, folder, length and depth."""
+        """By which rows of two runs are compared: (evaluation, task, folder, unit, size, depth)."""
         return self.evaluation, self.task, self.folder, self.unit, self.size, -1.0 if self.depth is None else self.depth
 
     @property

@@ -113,7 +113,8 @@ def input_axes(name: str) -> int:
 
 
 def is_quantized(name: str) -> bool:
-    """Whether weights of this name, as of `model.modules.declare`, are quantized if they are frozen."""
+    """Whether weights of this name, as of `model.modules.declare` or `declare_layer`, are quantized if they are frozen: those
+    of the layers' projections are, adapters and the parts of quantized weights are not."""
     return name.endswith("_proj.weight")
 
 
@@ -162,10 +163,14 @@ def assemble(name: str, parts: Mapping[str, Array], own: Parameter, padded: Mapp
              spec: PartitionSpec) -> FrozenWeight:
     """Returns a layer's weight from its gathered parts, all of this tensor rank, without the padding of its hidden axis.
 
+    It runs inside `shard_map` where `spec` names `tensor`.
+
     Args:
-      name: of the weight; parts: by the last parts of their names.
-      own: the weight without padding; padded: the shapes of the parts of all tensor ranks, in memory.
-      spec: of the codes.
+      name: of the weight.
+      parts: arrays by the last parts of their names (`PARTS`), without the axis of the layers.
+      own: one layer's weight without padding, as of `declare_layer`.
+      padded: the shapes of the same parts, by the same names, over all tensor ranks and with padding.
+      spec: of one layer's codes.
     """
     inputs = input_axes(name)
     block = BLOCK if "nested" in parts else 1

@@ -45,8 +45,8 @@ class Weights:
                 if "layers" in parameter.axes}
 
     def layer(self, shards: Shards) -> dict[str, Weight]:
-        """Returns one layer's weights whole, from its shards; both named as within the layer. They are gathered once for all
-        that the layer does in one direction."""
+        """Returns one layer's weights whole, from its shards, without the axis of the layers; both named as within the layer.
+        They are gathered once for all that the layer does in one direction."""
         return self.gathered_layer(self.gather_layer(shards))
 
     def gather_layer(self, shards: Shards) -> dict[str, jax.Array]:

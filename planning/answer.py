@@ -124,10 +124,15 @@ def verdict(memory: MemoryEstimate) -> str:
 
 
 def time_figures(job: Job, *, tokens: float | None = None, price: float | None = None) -> dict[str, tuple[float, float]]:
-    """Returns the ranges of a step's time and of what follows from it; empty where the cost model does not list the machine.
+    """Returns the ranges (low, high) of a step's time and of what follows from it, by the names that reports give them.
+
+    These are "seconds of a step", "tokens a second" of all devices, and "MFU", a share from 0 to 1; none where the cost model
+    does not list the machine.
 
     Args:
-      tokens: to train on, adds hours; price: of a device-hour, adds money to the hours.
+      tokens: to train on; adds "hours".
+      price: of a device-hour; adds what all devices cost: the "price" of training on `tokens`, or without `tokens` the
+        "price of 1,000 steps".
     """
     seconds = _time_range(job)
     estimate = job.estimate() if seconds else None

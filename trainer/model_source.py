@@ -144,7 +144,7 @@ class ModelSource:
           assets: the folder to write.
           tokenizer: the tokenizer that the run uses.
           chat_template: the jinja template that is exported, None for none.
-          resolved: the run's configuration as YAML.
+          resolved: the run's configuration as YAML, a mapping.
         """
         if self.folder is None:
             assets.mkdir(parents=True, exist_ok=True)
@@ -372,9 +372,10 @@ def scratch_config(config: ModelConfig, **defaults: Any) -> LlamaConfig:
 
 
 def for_templates(source: ModelSource, data: DataConfig) -> tuple[ModelSource, Tokenizer]:
-    """The model and its tokenizer, made ready for the chat templates of the data.
+    """Returns the model and its tokenizer, made ready for the chat templates of the data.
 
-    With `data.add_control_tokens`, the tokenizer gets every control token that the templates need and it lacks. The end-of-turn
+    With `data.add_control_tokens`, the tokenizer gets every control token that the templates need and it lacks, and the model's
+    vocabulary a row for each. The end-of-turn
     token of the template that is exported, that of the first conversations, is added to the model's eos ids; base models lack
     it.
     """

@@ -17,8 +17,8 @@ from data.conversation import Message
 from data.errors import UserError, nearest
 from data.templates.built_in import BUILT_IN, CONTROLS, NAMES
 from data.templates.encoder import ConversationEncoder
+from data.templates.errors import TemplateError
 from data.templates.rendering import Content, render_pieces
-from data.templates.sandbox import TemplateError
 from data.templates.tools import render_tool_pieces
 from data.tokenizer import Tokenizer
 

@@ -10,7 +10,8 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from data.errors import UserError
-from data.templates.sandbox import STEPS, STEPS_PER_TURN, TemplateError, compile_template
+from data.templates.errors import TemplateError
+from data.templates.sandbox import STEPS, STEPS_PER_TURN, compile_template
 
 
 class Content(NamedTuple):

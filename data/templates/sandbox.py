@@ -1,10 +1,6 @@
 """Jinja as transformers runs it, bounded in the work that a template may do."""
-
-import json
-import re
-from collections.abc import Iterable, Iterator
 from functools import lru_cache
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from data.errors import UserError
 
@@ -16,96 +12,21 @@ STEPS = 1_000_000
 STEPS_PER_TURN = 1_000
 
 
-class TemplateError(UserError):
-    """A conversation does not fit a template, such as one with a tool turn; `prepare` drops it."""
-
-
 @lru_cache(maxsize=32)
 def compile_template(source: str) -> "Template":
     """Compiles a template in the same Jinja environment as transformers', without strftime_now.
 
     Templates that would print today's date then print their fixed one.
+
+    Raises:
+      UserError: it is not Jinja, or too large to be compiled.
     """
-    from jinja2 import TemplateSyntaxError, nodes
-    from jinja2.ext import Extension
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
+    from jinja2 import TemplateSyntaxError
 
-    class Environment(ImmutableSandboxedEnvironment):
-        """Counts iterations, calls and the sizes of texts, so that no template runs for ever or fills the memory."""
+    from data.templates.environment import make_environment
 
-        intercepted_binops = frozenset(["+", "*", "**"])
-        steps_left = 0
-
-        def count(self, steps: int = 1) -> None:
-            self.steps_left -= steps
-            if self.steps_left < 0:
-                raise TemplateError("the chat template goes on and on: too many iterations")
-
-        def _parse(self, *arguments):
-            template = super()._parse(*arguments)
-            for loop in list(template.find_all(nodes.For)):
-                loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
-            for concat in list(template.find_all(nodes.Concat)):
-                concat.nodes = [nodes.Filter(node, "sized", [], [], None, None, lineno=node.lineno) for node in concat.nodes]
-            return template
-
-        def sized(self, value: object) -> object:
-            if isinstance(value, str | list | tuple):
-                self.count(len(value) // 100)
-            return value
-
-        def counted(self, values: Iterable[object]) -> Iterator[object]:
-            for value in values:
-                self.count()
-                yield value
-
-        def range(self, *arguments: int) -> range:
-            numbers = range(*arguments)
-            self.count(len(numbers))
-            return numbers
-
-        def call(self, context, function, *arguments, **options):
-            self.count(20)  # a macro's call takes as long as many iterations
-            return super().call(context, function, *arguments, **options)
-
-        def call_binop(self, context, operator, left, right):
-            both = isinstance(left, int) and isinstance(right, int)
-            if both and operator != "+" and left.bit_length() * (right if operator == "**" else 1) > 10_000:
-                raise TemplateError("the chat template computes a number of thousands of digits")
-            for text, number in ((left, right), (right, left)):
-                if operator == "*" and isinstance(text, str | list | tuple) and isinstance(number, int):
-                    self.count(len(text) * max(number, 0) // 100)
-            return self.sized(super().call_binop(context, operator, left, right))
-
-    class Generation(Extension):
-        """{% generation %}, which marks the assistant's text for transformers' masks, and has no effect here."""
-
-        tags = {"generation"}  # noqa: RUF012 - Jinja's own attribute
-
-        def parse(self, parser):
-            next(parser.stream)
-            return parser.parse_statements(["name:endgeneration"], drop_needle=True)
-
-    def raise_exception(message: str) -> NoReturn:
-        raise TemplateError(f"the chat template refuses: {message}")
-
-    def tojson(
-        value: object, ensure_ascii: bool = False, indent: int | None = None,
-        separators: tuple[str, str] | None = None, sort_keys: bool = False,
-    ) -> str:
-        text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-        # A mark in quotes becomes a mark that contains a quote; see rendered_parts.
-        return re.sub('"\ufdd0(\\d+)\ufdd1"', '\ufdd0\\1"\ufdd1', text)
-
-    environment = Environment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation]
-    )
-    environment.filters["tojson"] = tojson
-    environment.filters.update(counted=environment.counted, sized=environment.sized)
-    environment.globals["range"] = environment.range
-    environment.globals["raise_exception"] = raise_exception
     try:
-        return environment.from_string(source)
+        return make_environment().from_string(source)
     except TemplateSyntaxError as error:
         raise UserError(f"the tokenizer's chat template is not Jinja: line {error.lineno}: {error.message}") from None
     except (RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as error:  # of the compiler, or of constants

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 from data.conversation import Message
+from data.templates.errors import TemplateError
 from data.templates.rendering import Content, TemplateText, Written, rendered_parts
-from data.templates.sandbox import TemplateError
 from data.tokenizer import Tokenizer
 from data.tool_calls import map_texts
 

@@ -112,9 +112,10 @@ def _cast(gradients: Gradients, queries: Queries, keys: Keys) -> Gradients:
     return Gradients(*(g.astype(dtype) for g, dtype in zip(gradients, dtypes, strict=True)))
 
 
-def keep(out, lse):
-    """Names both, so that a remat policy can keep them: then the backward never runs attention's forward again
-    (DistFlashAttn, section 3.3)."""
+def keep(out: Float[Array, "B T Hq D"], lse: Float[Array, "B Hq T"]) -> tuple[
+        Float[Array, "B T Hq D"], Float[Array, "B Hq T"]]:
+    """Returns both unchanged, named "attention_out" and "attention_lse", so that a remat policy can keep them: then the
+    backward never runs attention's forward again (DistFlashAttn, section 3.3)."""
     return checkpoint_name(out, "attention_out"), checkpoint_name(lse, "attention_lse")
 
 

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -66,14 +67,16 @@ def source_dtype(assets: str | Path) -> tuple[str, dict[str, str]]:
 
 def trained_mask(assets: str | Path) -> Mask:
     """The attention mask that the model of a checkpoint's `assets` was trained with, by its run.yaml; full without one."""
-    recipe = Path(assets) / "run.yaml"
-    written = yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else {}
-    attention = written.get("attention", {})
+    attention = _recipe(assets).get("attention", {})
     return Mask(window=attention.get("window"), global_tokens=attention.get("global_tokens", 0))
 
 
 def trained_quantization(assets: str | Path) -> Quantization:
     """How the base was quantized that the adapters of a checkpoint's `assets` were trained beside, by its run.yaml."""
+    return _recipe(assets).get("adapter", {}).get("quantize", "none")
+
+
+def _recipe(assets: str | Path) -> dict[str, Any]:
+    """Returns the run's configuration that lies in `assets`; empty where none does."""
     recipe = Path(assets) / "run.yaml"
-    written = yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else {}
-    return written.get("adapter", {}).get("quantize", "none")
+    return (yaml.safe_load(recipe.read_text(encoding="utf-8")) if recipe.is_file() else None) or {}

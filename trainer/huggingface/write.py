@@ -37,7 +37,8 @@ def write_hf(
 
     Args:
       params: our flat dictionary of jax or numpy arrays, or arrays that are read from disk when sliced, of any float dtype.
-      assets: a checkpoint's folder of plain files.
+      assets: a checkpoint's folder of plain files, as `ModelSource.write_assets` or `copy_assets` makes it; its run.yaml, where
+        there is one, says which mask the model was trained with.
       max_shard_bytes: weights above this size are split into several files with an index.
       finish: called with the folder before it becomes `out`, to add files.
       nf4: write the layers' projections as codes of bitsandbytes' NF4 with double quantization.

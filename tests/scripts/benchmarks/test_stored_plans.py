@@ -1,0 +1,40 @@
+"""Results of stored plans: every recipe's head gives the figures of its plan."""
+import re
+
+import pytest
+
+from scripts.benchmarks.commands import read_json
+from scripts.benchmarks.results import ROOT
+from scripts.benchmarks.stored_plans import RECIPES, line, memory_text, seconds_text, two_digits
+
+PLANS = {ROOT / "configs" / recipes.folder / f"{name}.yaml": plan for recipes in RECIPES.values()
+         for name, plan in recipes.plans.items()}
+
+
+@pytest.mark.parametrize("recipe", PLANS, ids=lambda path: path.stem)
+def test_a_recipes_head_gives_the_figures_of_its_plan(recipe):
+    head, plan = recipe.read_text(encoding="utf-8").split("\n\n")[0], PLANS[recipe]
+    assert f"; {seconds_text(plan)} s a step, by the estimate" in head
+    assert f"; {memory_text(plan)} GiB on each " in head
+
+
+def test_a_line_tells_a_plan_in_a_few_words():
+    plan = {"topology": "v5e:2x2", "mesh": {"data": 1, "fsdp": 2, "sequence": 2, "order": []}, "context": 65536,
+            "schedule": "ring", "remat": "nothing", "prefetch": True, "peak_gib": 10.04, "device_gib": 15.75, "host_gib": 0.0,
+            "communication": {"collective-permute": {"received_gib": 2.0, "hidden": 0.975}}, "jax": "0.10.2",
+            "estimated_step_seconds_low": 1.234, "estimated_step_seconds_high": 1234.0}
+    assert line("small", plan) == ["small", "v5e:2x2", "fsdp 2, sequence 2", "65,536", "ring", "nothing, prefetch",
+                                   "10.0 of 15.8", "0.0", "97.5%", "", "1.2 to 1,200", "jax 0.10.2"]
+
+
+def test_two_digits_are_significant_ones():
+    assert [two_digits(number) for number in (0.01234, 1.0, 98.7, 1234.0)] == ["0.012", "1", "99", "1,200"]
+
+
+def test_the_page_of_memory_gives_the_figures_of_its_plans():
+    page = (ROOT / "docs" / "meshes_and_memory.md").read_text(encoding="utf-8")
+    linked = re.findall(r"\]\(plans/(\S+\.json)\).*\| ([\d.]+ of [\d.]+) \|", page)
+    assert len(linked) >= 9
+    for name, figures in linked:
+        plan = read_json(ROOT / "docs" / "plans" / name)
+        assert figures == memory_text(plan.get("longest", plan)), name
