@@ -275,11 +275,11 @@ class Generator:
         """Returns how many tokens a prompt may have for parameters, cache and the prefill of a chunk to fit in `limit` bytes of
         each device. Extrapolates linearly from the compiled memory of two prefills, one with half the cache."""
         half = self.capacity // 2
-        small, large = (self._prefill_bytes(dataclasses.replace(self.cached, capacity=size)) for size in (half, self.capacity))
+        small, large = (self.prefill_bytes(dataclasses.replace(self.cached, capacity=size)) for size in (half, self.capacity))
         per_token = max(large - small, 1) / (self.capacity - half)
         return max(int(self.capacity + (limit - large) / per_token) - self.new_tokens, 0)
 
-    def _prefill_bytes(self, cached: CachedModel) -> int:
+    def prefill_bytes(self, cached: CachedModel) -> int:
         """Returns the bytes that a prefill takes on each device: parameters, cache and what the compiler adds."""
         params = {name: jax.ShapeDtypeStruct(parameter.shape, parameter.dtype, sharding=self.model.shardings[name])
                   for name, parameter in self.model.parameters.items()}

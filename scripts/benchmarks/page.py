@@ -68,7 +68,7 @@ SECTIONS = {
     "SmolLM2-135M before and after practising retrieval": ("retrieval",),
     "SmolLM2-135M at twice the length it knows": ("extension",),
     "A curriculum of lengths, from scratch": ("curriculum",),
-    "Many questions to one context": ("questions",),
+    "Decoding, and many questions to one context": ("decoding", "questions"),
     "Attacks, an hour of training, a slow store": ("robustness", "hour", "slow_store"),
     "Training for real": ("quickstart", "identity", "data", "books"),
     "In-context reinforcement learning": ("in_context",),
