@@ -24,7 +24,7 @@ from .feedforward import RMSNorm, param, scaled_norm
 from .frozen import array
 from .loss import LossSums, global_sums
 from .memory.chunked import chunked, chunked_total, product
-from .modules import EndsModule
+from .modules import EndsFactory
 from .transformer import TOKENS, Batch, Transformer
 from .weights import Shards
 
@@ -105,7 +105,7 @@ class AgenticTransformer(Transformer):
                              "too small to be split")
 
     @property
-    def ends(self) -> EndsModule:
+    def ends(self) -> EndsFactory:
         """The embeddings, the final norm and the action head."""
         return functools.partial(TrajectoryEnds, sizes=self.sizes)
 

@@ -98,10 +98,27 @@ class LlamaConfig:
     adapter: AdapterConfig | None = None
 
     def __post_init__(self) -> None:
-        if self.output_bias is None:
-            object.__setattr__(self, "output_bias", self.attention_bias)
-        if self.num_key_value_heads is None:
-            object.__setattr__(self, "num_key_value_heads", self.num_attention_heads)
+        self._fill_in()
+        self._check_heads()
+        self._check_numbers()
+        self._check_layers()
+        self._check_token_ids()
+        self._check_rope()
+        self._check_family()
+        self._check_adapter()
+
+    def _fill_in(self) -> None:
+        """Replaces None by what it stands for, and lists by tuples, which can be hashed."""
+        derived: dict[str, Any] = {"output_bias": self.attention_bias, "num_key_value_heads": self.num_attention_heads}
+        derived = {name: value for name, value in derived.items() if getattr(self, name) is None}
+        for name in ("eos_token_id", "layer_types", "no_rope_layers"):
+            if isinstance(getattr(self, name), list):
+                derived[name] = tuple(getattr(self, name))
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    def _check_heads(self) -> None:
+        """Raises ValueError unless the sizes are whole and the heads fit them; derives a head's size where none is given."""
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
                      "num_key_value_heads", "max_position_embeddings"):
             require_int(name, getattr(self, name), at_least=1)
@@ -121,6 +138,9 @@ class LlamaConfig:
                 f"num_key_value_heads: {self.num_key_value_heads} does not divide num_attention_heads "
                 f"{self.num_attention_heads}; these do: {', '.join(map(str, good))}"
             )
+
+    def _check_numbers(self) -> None:
+        """Raises ValueError unless the scalars have the right types and ranges."""
         require_number("rms_norm_eps", self.rms_norm_eps, above=0)
         require_number("initializer_range", self.initializer_range, above=0, or_equal=True)
         for name in ("embedding_multiplier", "residual_multiplier", "logits_scaling"):
@@ -133,10 +153,9 @@ class LlamaConfig:
         for name in ("tie_word_embeddings", "attention_bias", "mlp_bias", "output_bias"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name}: {getattr(self, name)!r} is not true or false")
-        for name in ("eos_token_id", "layer_types", "no_rope_layers"):
-            if isinstance(getattr(self, name), list):
-                object.__setattr__(self, name, tuple(getattr(self, name)))
-        self._check_layers()
+
+    def _check_token_ids(self) -> None:
+        """Raises ValueError unless the special tokens are ids."""
         eos = self.eos_token_id if isinstance(self.eos_token_id, tuple) else (self.eos_token_id,)
         for name, values in (("bos_token_id", (self.bos_token_id,)), ("eos_token_id", eos),
                              ("pad_token_id", (self.pad_token_id,))):
@@ -144,18 +163,15 @@ class LlamaConfig:
                 # -1 is what some published configs say for "none"; it indexes nothing here, so it does no harm.
                 if value is not None and not (is_int(value) and value >= -1):
                     raise ValueError(f"{name}: {value!r} is not a token id")
+
+    def _check_rope(self) -> None:
+        """Raises ValueError unless rotary embedding fits a head; gives the dynamic rule the length it grows from."""
         if not isinstance(self.rope, RopeConfig):
             raise ValueError(f"rope: {self.rope!r} is not a RopeConfig")
         require_number("partial_rotary_factor", self.partial_rotary_factor, above=0)
         if self.partial_rotary_factor > 1 or self.rotary_dim % 2 or not self.rotary_dim:
             raise ValueError(f"partial_rotary_factor: {self.partial_rotary_factor} of head_dim {self.head_dim} makes "
                              f"{self.rotary_dim} channels; needs an even number of at most head_dim")
-        self._check_family()
-        if self.adapter is not None:
-            self.adapter.check_sizes({name: self.projection_sizes(name) for name in PROJECTIONS})
-            self.adapter.check_targets(self.family, FAMILIES[self.family].fused_projections.values())
-            self.adapter.check_blocks({"hidden_size": self.hidden_size, "head_dim": self.head_dim,
-                                       "intermediate_size": self.intermediate_size})
         if self.rope.rule == "dynamic":
             if self.head_dim < 4:
                 raise ValueError(f"head_dim: {self.head_dim} is too small for rope_type 'dynamic'; 4 or more would work")
@@ -166,6 +182,14 @@ class LlamaConfig:
             if numbers is not None and len(numbers) != self.rotary_dim // 2:
                 raise ValueError(f"rope_scaling.{name}: found {len(numbers)} numbers; {self.rotary_dim} rotated channels need "
                                  f"{self.rotary_dim // 2}")
+
+    def _check_adapter(self) -> None:
+        """Raises ValueError unless the adapter fits the projections."""
+        if self.adapter is not None:
+            self.adapter.check_sizes({name: self.projection_sizes(name) for name in PROJECTIONS})
+            self.adapter.check_targets(self.family, FAMILIES[self.family].fused_projections.values())
+            self.adapter.check_blocks({"hidden_size": self.hidden_size, "head_dim": self.head_dim,
+                                       "intermediate_size": self.intermediate_size})
 
     def _check_layers(self) -> None:
         """Raises ValueError unless the per-layer lists have one valid entry for each layer."""

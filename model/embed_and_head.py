@@ -18,7 +18,7 @@ from .feedforward import scaled_norm
 from .frozen import Weight, array, rows
 from .loss import token_losses
 from .memory.chunked import chunked, chunked_total, product
-from .sharding import Parallel
+from .sharding import TensorParallel
 
 Weights = dict[str, Weight]
 
@@ -33,7 +33,7 @@ class EmbedAndHead:
     """
 
     config: LlamaConfig
-    parallel: Parallel
+    parallel: TensorParallel
     dtype: Any
     loss_chunk: int
 

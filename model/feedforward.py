@@ -17,7 +17,7 @@ from .config import LlamaConfig
 from .dropout import kept
 from .frozen import FrozenWeight
 from .memory.chunked import letters, product
-from .sharding import Parallel
+from .sharding import TensorParallel
 
 Shape = tuple[int, ...]
 Axes = tuple[str, ...]
@@ -56,7 +56,7 @@ class Projection(nnx.Module):
             if adapter.use_dora:  # `Transformer.init_magnitudes` sets them
                 self.lora_magnitude_vector = nnx.Param(jnp.ones(shape[inputs:], jnp.float32), axes=axes[inputs:])
 
-    def __call__(self, x: Float[Array, ...], parallel: Parallel, dropout: DropoutKeys = None) -> Float[Array, ...]:
+    def __call__(self, x: Float[Array, ...], parallel: TensorParallel, dropout: DropoutKeys = None) -> Float[Array, ...]:
         """Returns the product with the weight, and the adapter's products beside it, without the bias.
 
         Args:
@@ -84,7 +84,7 @@ class Projection(nnx.Module):
         base = product(self.equation, adapter_x, self.weight.get_value())
         return (y + (factors - 1) / (1 - self.adapter.dropout_rate) * base + factors * added).astype(y.dtype)
 
-    def _dropped(self, x: Float[Array, ...], parallel: Parallel, dropout: UInt32[Array, "B T"]) -> Float[Array, ...]:
+    def _dropped(self, x: Float[Array, ...], parallel: TensorParallel, dropout: UInt32[Array, "B T"]) -> Float[Array, ...]:
         """Returns x with zeros where dropout drops it; a rank that has a part of the features drops those of one device."""
         assert self.adapter is not None
         axis = self.input_axes[0]
@@ -92,7 +92,7 @@ class Projection(nnx.Module):
         first = parallel.rank() * math.prod(x.shape[2:]) if split else 0
         return kept(x, dropout, self.adapter.dropout_rate, PROJECTIONS.index(self.name), first)
 
-    def norms(self, parallel: Parallel, dtype: Any) -> Float[Array, ...]:
+    def norms(self, parallel: TensorParallel, dtype: Any) -> Float[Array, ...]:
         """Returns the length of each output's column of W + s A B over all inputs, without gradient (Liu et al., DoRA, arXiv
         2402.09353, section 4.3), rounded to the compute dtype as the trained lengths are.
 
@@ -184,7 +184,7 @@ class AllHeadsNorm(nnx.Module):
         self.epsilon, self.axis = config.rms_norm_eps, axis
         self.weight = nnx.Param(jnp.ones((heads, config.head_dim), jnp.float32), axes=(axis, "head_dim"))
 
-    def __call__(self, x: Float[Array, "B T H D"], parallel: Parallel, heads: int) -> Float[Array, "B T H D"]:
+    def __call__(self, x: Float[Array, "B T H D"], parallel: TensorParallel, heads: int) -> Float[Array, "B T H D"]:
         """Returns this tensor rank's heads, normalised by those of all ranks; `heads` counts these without padding."""
         x32 = x.astype(jnp.float32)
         squares = parallel.sum_of_heads(jnp.sum(jnp.square(x32), (2, 3), keepdims=True), self.axis)
@@ -206,7 +206,8 @@ class FeedForward(nnx.Module):
         self.down_proj = Projection("btf,fe->bte", (width, hidden), ("mlp", "embed"), std, *hidden_bias,
                                     name="down_proj", config=config, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "B T E"], parallel: Parallel, dropout: DropoutKeys = None) -> Float[Array, "B T E"]:
+    def __call__(self, x: Float[Array, "B T E"], parallel: TensorParallel,
+                 dropout: DropoutKeys = None) -> Float[Array, "B T E"]:
         """Returns the feed-forward of normalised hidden states, summed over the tensor ranks; `dropout` as of `Projection`."""
         x = parallel.whole(x)
         gate = self.gate_proj.add_bias(self.gate_proj(x, parallel, dropout))

@@ -15,7 +15,7 @@ from .memory.chunked import chunked
 from .memory.options import MemoryConfig
 from .modules import bind, read_by
 from .rope_config import RopeConfig
-from .sharding import Parallel
+from .sharding import TensorParallel
 
 Heads = Float[Array, "B T H D"]
 Hidden = Float[Array, "B T E"]
@@ -33,7 +33,7 @@ class Layer:
     """
 
     config: LlamaConfig
-    parallel: Parallel
+    parallel: TensorParallel
     memory: MemoryConfig
     dtype: Any
     attention: AttentionOp

@@ -20,7 +20,7 @@ class Llama(Transformer):
     """A LLaMA on a mesh. A batch holds `tokens`, `targets` and `loss_weights` [B, L] beside the coordinates."""
 
     @property
-    def ends(self) -> modules.EndsModule:
+    def ends(self) -> modules.EndsFactory:
         """The embedding table, the final norm and the head."""
         return modules.EmbedAndHead
 

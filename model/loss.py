@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from .sharding import BATCH_AXES, Parallel
+from .sharding import BATCH_AXES, TensorParallel
 
 
 class SourceSums(NamedTuple):
@@ -31,7 +31,7 @@ class LossSums(NamedTuple):
     by_source: SourceSums
 
 
-def token_losses(logits: Float[Array, "B c V"], targets: Int[Array, "B c"], parallel: Parallel) -> Float[Array, "B c"]:
+def token_losses(logits: Float[Array, "B c V"], targets: Int[Array, "B c"], parallel: TensorParallel) -> Float[Array, "B c"]:
     """Returns -log p(target) of each token in nats, float32, the same on all tensor ranks. Runs inside `shard_map`.
 
     Args:

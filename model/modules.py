@@ -22,7 +22,7 @@ from .frozen import Weight, array
 from .quantized import declare_parts, is_quantized
 from .rope import apply_rope, attention_scaling, inverse_frequencies
 from .rope_config import RopeConfig
-from .sharding import Parallel, Parameter
+from .sharding import Parameter, TensorParallel
 
 T = TypeVar("T")
 # The layers' parameters are stacked, and stand in the flat dictionary under this prefix.
@@ -70,7 +70,7 @@ class SelfAttention(nnx.Module):
                 setattr(self, f"{name}_norm", norm)
 
     def project(self, x: Float[Array, "B T E"], labels: TokenLabels, rope: RopeConfig | None, length: int,
-                parallel: Parallel, stages: str = "qkv") -> tuple[Float[Array, "B T H D"], ...]:
+                parallel: TensorParallel, stages: str = "qkv") -> tuple[Float[Array, "B T H D"], ...]:
         """Returns those of q, k and v that `stages` names, with RoPE, if the layer has it, applied to q and k.
 
         Args:
@@ -91,7 +91,7 @@ class SelfAttention(nnx.Module):
 
         return tuple(heads(name) for name in stages)
 
-    def _normalised(self, name: str, heads: Float[Array, "B T H D"], parallel: Parallel) -> Float[Array, "B T H D"]:
+    def _normalised(self, name: str, heads: Float[Array, "B T H D"], parallel: TensorParallel) -> Float[Array, "B T H D"]:
         """The norm of queries ("q") or keys ("k") that precedes RoPE, if the model has one."""
         if self.config.qk_norm == "none":
             return heads
@@ -100,7 +100,7 @@ class SelfAttention(nnx.Module):
             return norm(heads)
         return norm(heads, parallel, self.config.num_attention_heads if name == "q" else self.config.num_key_value_heads)
 
-    def output(self, attended: Float[Array, "B T Hq D"], parallel: Parallel,
+    def output(self, attended: Float[Array, "B T Hq D"], parallel: TensorParallel,
                dropout: DropoutKeys = None) -> Float[Array, "B T E"]:
         """Returns the output projection, summed over the tensor ranks; `dropout` as of `Projection`."""
         return self.o_proj.add_bias(parallel.combine(self.o_proj(attended, parallel, dropout), "heads"))
@@ -135,7 +135,7 @@ class EmbedAndHead(nnx.Module):
 
 
 # Makes the module of the parameters before and after the layers, from the model's sizes and `rngs`.
-EndsModule = Callable[..., nnx.Module]
+EndsFactory = Callable[..., nnx.Module]
 
 
 def _flat(state: Any) -> dict[str, Any]:
@@ -156,7 +156,7 @@ def declare_layer(config: LlamaConfig) -> dict[str, Parameter]:
     return _declared(_layer_module(config)[1])
 
 
-def declare(config: LlamaConfig, ends: EndsModule = EmbedAndHead) -> dict[str, Parameter]:
+def declare(config: LlamaConfig, ends: EndsFactory = EmbedAndHead) -> dict[str, Parameter]:
     """Returns every parameter, by name; those of the layers are stacked on a leading axis.
 
     Args:
@@ -174,12 +174,12 @@ def declare(config: LlamaConfig, ends: EndsModule = EmbedAndHead) -> dict[str, P
     return dict(sorted(parameters.items()))
 
 
-def own_shapes(config: LlamaConfig, ends: EndsModule = EmbedAndHead) -> dict[str, tuple[int, ...]]:
+def own_shapes(config: LlamaConfig, ends: EndsFactory = EmbedAndHead) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every parameter without the padding that a mesh may add in memory."""
     return {name: tuple(parameter.shape) for name, parameter in declare(config, ends).items()}
 
 
-def init(config: LlamaConfig, key: jax.Array, ends: EndsModule = EmbedAndHead) -> dict[str, Float[Array, ...]]:
+def init(config: LlamaConfig, key: jax.Array, ends: EndsFactory = EmbedAndHead) -> dict[str, Float[Array, ...]]:
     """Returns fresh float32 parameters: normal with `initializer_range`, norms 1, biases 0, adapters as of `init_adapters`. To
     be jitted with output shardings."""
     ends_key, layers_key = jax.random.split(key)

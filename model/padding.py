@@ -21,7 +21,7 @@ from .config import LlamaConfig
 from .families import FAMILIES
 from .frozen import FrozenWeight, Plain
 from .modules import declare
-from .sharding import HIDDEN, Parallel, Sharding
+from .sharding import HIDDEN, Sharding, TensorParallel
 
 # The logical axes that may be longer in memory than in the model.
 PADDED = (*HIDDEN, "vocab", "heads", "kv_heads")
@@ -46,7 +46,7 @@ def pad(array: Float[Array, ...], shape: tuple[int, ...]) -> Float[Array, ...]:
     return jnp.pad(array, [(0, after - before) for after, before in zip(shape, array.shape, strict=True)])
 
 
-def trim(whole: Float[Array, ...], axes: tuple[str, ...], config: LlamaConfig, parallel: Parallel) -> Float[Array, ...]:
+def trim(whole: Float[Array, ...], axes: tuple[str, ...], config: LlamaConfig, parallel: TensorParallel) -> Float[Array, ...]:
     """Returns a gathered weight without the padding of its hidden axis, as products take it. Runs inside `shard_map`.
 
     Of key/value heads that `tensor` does not split, it is the one head that this rank's query heads share.
@@ -60,7 +60,7 @@ def trim(whole: Float[Array, ...], axes: tuple[str, ...], config: LlamaConfig, p
     return weight.value
 
 
-def own_key_head(weight: FrozenWeight, axes: tuple[str, ...], parallel: Parallel) -> FrozenWeight:
+def own_key_head(weight: FrozenWeight, axes: tuple[str, ...], parallel: TensorParallel) -> FrozenWeight:
     """Returns of a weight with key/value heads that `tensor` does not split the one head that this rank's query heads share;
     any other weight itself. Runs inside `shard_map`."""
     if "kv_heads" not in axes or not parallel.heads or parallel.kv_heads:
@@ -69,7 +69,7 @@ def own_key_head(weight: FrozenWeight, axes: tuple[str, ...], parallel: Parallel
     return weight.part(head, parallel.key_heads, axes.index("kv_heads"))
 
 
-def whole_heads(vector: Float[Array, ...], axes: tuple[str, ...], parallel: Parallel) -> Float[Array, ...]:
+def whole_heads(vector: Float[Array, ...], axes: tuple[str, ...], parallel: TensorParallel) -> Float[Array, ...]:
     """Returns the key/value heads of all ranks where `own_key_head` has left one, from this rank's; otherwise the array itself.
     Runs inside `shard_map`."""
     if "kv_heads" not in axes or not parallel.heads or parallel.kv_heads:

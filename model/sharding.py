@@ -29,7 +29,7 @@ class AxisRule(NamedTuple):
     """What a logical axis may be split over.
 
     Attributes:
-      tensor: whether `tensor` splits it, where `Parallel` says so under the axis's name.
+      tensor: whether `tensor` splits it, where `TensorParallel` says so under the axis's name.
       storage: when the storage axes are tried on it: 0 first, 1 where they do not divide any of the former, None never.
     """
 
@@ -72,7 +72,7 @@ class Parameter:
 
 
 @dataclasses.dataclass(frozen=True)
-class Parallel:
+class TensorParallel:
     """What the tensor axis splits for a model. The vocabulary, and heads that it does not divide, are padded in memory
     (`model.padding`); a feed-forward width that it does not divide is replicated.
 
@@ -104,7 +104,7 @@ class Parallel:
     vocab = True
 
     @classmethod
-    def of(cls, config: LlamaConfig, tensor: int) -> Parallel:
+    def of(cls, config: LlamaConfig, tensor: int) -> TensorParallel:
         """Returns the splits that the model's sizes allow, and the padding that allows them."""
         query, key = config.num_attention_heads, config.num_key_value_heads
         shared = query % tensor == 0 and tensor % key == 0
@@ -169,9 +169,9 @@ class Sharding:
     storage_axes: tuple[str, ...] = STORAGE_AXES
 
     @property
-    def parallel(self) -> Parallel:
+    def parallel(self) -> TensorParallel:
         """What the mesh's tensor axis splits."""
-        return Parallel.of(self.config, self.mesh.shape["tensor"])
+        return TensorParallel.of(self.config, self.mesh.shape["tensor"])
 
     def spec(self, name: str, parameter: Parameter) -> PartitionSpec:
         """Returns the mesh axes of each axis of a parameter. JAX refuses uneven shards, so a mesh axis is only used where it

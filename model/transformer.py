@@ -25,11 +25,11 @@ from .dropout import TokenLabels
 from .layer import Layer
 from .memory.options import MemoryConfig, check_combination
 from .memory.runners import layer_runner
-from .modules import LAYERS, EndsModule, bind, declare, declare_layer, init, init_adapters, module_of, own_shapes
+from .modules import LAYERS, EndsFactory, bind, declare, declare_layer, init, init_adapters, module_of, own_shapes
 from .padding import pad, sizes_in_memory, whole_heads
 from .quantized import quantized, weight_of
-from .sharding import BATCH_AXES, STORAGE_AXES, Parallel, Parameter, Sharding, without_storage
-from .weights import Shards, Weights
+from .sharding import BATCH_AXES, STORAGE_AXES, Parameter, Sharding, TensorParallel, without_storage
+from .weights import Shards, WeightGatherer
 
 # How arrays [B, L, ...] of a batch are split.
 TOKENS = PartitionSpec(BATCH_AXES, "sequence")
@@ -48,8 +48,8 @@ class Transformer(abc.ABC):
       dtype: the compute dtype; parameters that are trained stay float32.
       memory: what is kept for the backward pass, and in what pieces the rest is computed.
       storage_axes: mesh axes that the storage of parameters is split over.
-      sequence_parallel: Megatron's (`Parallel.split_tokens`): hidden states are split over `tensor` too, along the length.
-        Layers are then not computed in chunks of tokens, the loss still is.
+      sequence_parallel: Megatron's (`TensorParallel.split_tokens`): hidden states are split over `tensor` too, along the
+        length. Layers are then not computed in chunks of tokens, the loss still is.
 
     Raises:
       ValueError: a schedule that cannot serve the sequence axis; `sequence_parallel` where `tensor` does not split the heads
@@ -87,7 +87,7 @@ class Transformer(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def ends(self) -> EndsModule:
+    def ends(self) -> EndsFactory:
         """Makes the module that declares the parameters before and after the layers."""
 
     @functools.cached_property
@@ -96,7 +96,7 @@ class Transformer(abc.ABC):
         return Sharding(self.mesh, self.config, self.storage_axes)
 
     @property
-    def parallel(self) -> Parallel:
+    def parallel(self) -> TensorParallel:
         """What the tensor axis splits."""
         return dataclasses.replace(self.sharding.parallel,
                                    split_tokens=self.sequence_parallel and self.mesh.shape["tensor"] > 1)
@@ -134,9 +134,9 @@ class Transformer(abc.ABC):
         return self.sharding.shardings(self.parameters)
 
     @property
-    def weights(self) -> Weights:
+    def weights(self) -> WeightGatherer:
         """How shards become whole weights."""
-        return Weights(self.config, self.parallel, self.parameters, self.specs, self.dtype)
+        return WeightGatherer(self.config, self.parallel, self.parameters, self.specs, self.dtype)
 
     def attention(self, window: int | None = None) -> AttentionOp:
         """Returns attention over the shards of the sequence axis, within a layer's own window too."""

@@ -13,13 +13,13 @@ from .frozen import FrozenWeight, Plain, Weight
 from .modules import LAYERS, declare_layer
 from .padding import own_key_head, trim
 from .quantized import assemble, quantized_names, weight_of
-from .sharding import OnHost, Parallel, Parameter, gather, gather_frozen, to_device
+from .sharding import OnHost, Parameter, TensorParallel, gather, gather_frozen, to_device
 
 Shards = dict[str, jax.Array | OnHost]
 
 
 @dataclasses.dataclass(frozen=True)
-class Weights:
+class WeightGatherer:
     """Gathers parameters; its methods run inside `shard_map`.
 
     Attributes:
@@ -28,7 +28,7 @@ class Weights:
     """
 
     config: LlamaConfig
-    parallel: Parallel
+    parallel: TensorParallel
     parameters: dict[str, Parameter]
     specs: dict[str, PartitionSpec]
     dtype: Any

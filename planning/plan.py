@@ -11,8 +11,10 @@ import importlib.metadata
 import math
 import os
 import platform
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,7 +26,7 @@ from model.attention.kernels import Kernel
 from model.attention.schedules import Schedule, get_schedule
 from model.config import LlamaConfig
 from model.llama import Llama
-from model.sharding import MESH_AXES, Parallel
+from model.sharding import MESH_AXES, TensorParallel
 from trainer.build import build_agentic, build_llama
 from trainer.config.checks import check
 from trainer.config.schema import DataConfig, MemoryConfig, MeshConfig, ModelConfig, RunConfig, SourceConfig
@@ -38,6 +40,7 @@ from trainer.trajectories import trajectory_batch
 from . import costs
 from .compiled import memory
 from .compiled.communication import communication
+from .compiled.dump import dump_flags, dumped_text
 from .compiled.refusal import refused_gib
 from .machines import device_count, is_gpu, memory_gib, split_topology
 from .memory_options import MEMORY_OPTIONS
@@ -134,12 +137,20 @@ class Job:
         """The memory options, with as many groups of heads as `group_per_key_head` asks for."""
         if not self.group_per_key_head:
             return self.run.memory
-        groups = Parallel.of(self.model, self.run.mesh.tensor).local_key_heads
+        groups = TensorParallel.of(self.model, self.run.mesh.tensor).local_key_heads
         return dataclasses.replace(self.run.memory, attention_groups=groups)
 
-    def compile(self) -> jax.stages.Compiled:
-        """The compiled step. Raises what `compile_run` raises."""
-        return compile_run(changed(self.run, memory=self.memory), self.model, topology_devices(self.topology))
+    def compile(self, flags: dict[str, str | bool] | None = None) -> jax.stages.Compiled:
+        """The compiled step; `flags` and errors are those of `compile_run`."""
+        return compile_run(changed(self.run, memory=self.memory), self.model, topology_devices(self.topology), flags=flags)
+
+    def compile_to_text(self) -> tuple[jax.stages.Compiled, str | None]:
+        """The compiled step, and its text where the compiler gives it. Raises what `compile_run` raises."""
+        if is_gpu(self.topology):
+            compiled = self.compile()
+            return compiled, compiled.as_text()
+        with tempfile.TemporaryDirectory() as folder:
+            return self.compile(dump_flags(Path(folder))), dumped_text(Path(folder))
 
     @property
     def policy(self) -> str:
@@ -286,7 +297,7 @@ def plan(job: Job) -> dict[str, Any]:
         mesh: the fields of MeshConfig; remat, attention_groups, query_chunks, prefetch, ...: the memory options.
         compile_seconds, and the compiler's figures: arguments_gib, outputs_gib, temporaries_gib, peak_gib, host_gib, ...
         device_gib, left_gib: what the device has, and what of it the step leaves; of_it_..._gib: parts of peak_gib.
-        communication: {kind of collective: {times, received_gib, hidden}}, `hidden` a share from 0 to 1.
+        communication: {kind of collective: {times, received_gib, hidden}}, `hidden` a share from 0 to 1; None without a text.
 
     Raises:
       DoesNotFit: the device's or the host's memory is too small.
@@ -296,7 +307,7 @@ def plan(job: Job) -> dict[str, Any]:
     start = time.perf_counter()
     parts = parts_gib(job.run, job.model)
     try:
-        compiled = job.compile()
+        compiled, text = job.compile_to_text()
     except DoesNotFit as error:
         raise DoesNotFit(error.needs_gib, error.has_gib, parts) from None
     seconds = time.perf_counter() - start
@@ -308,7 +319,7 @@ def plan(job: Job) -> dict[str, Any]:
         "compile_seconds": seconds, **{f"{name}_gib": size for name, size in sizes.items()},
         **{f"of_it_{name.replace(' ', '_')}_gib": size for name, size in parts.items()}, "device_gib": device_gib,
         "left_gib": None if device_gib is None else device_gib - sizes["peak"],
-        "communication": communication(compiled, devices)}
+        "communication": communication(text, devices) if text else None}
 
 
 def check_fits(job: Job, sizes: dict[str, float], parts: dict[str, float]) -> None:

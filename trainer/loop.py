@@ -69,7 +69,7 @@ def train(config: RunConfig, make_objective: Callable[[RunConfig, Mesh], Objecti
         training.compile()
 
         def open_and_lock(message: str | None) -> RunDirectory:
-            return open_run(config, write=message is None, lock=lock)
+            return open_run(config, process_zero=message is None, lock=lock)
 
         # The folder is claimed only now: if the data, the model or the step is refused, another attempt may use it.
         with named_errors(folder):

@@ -13,7 +13,7 @@ from jaxtyping import Array, Float
 from model.attention import TokenCoords
 from model.dropout import TokenLabels
 from model.layer import Layer
-from model.weights import Shards, Weights
+from model.weights import Shards, WeightGatherer
 
 from .remat import scan_layers
 
@@ -30,7 +30,7 @@ class LayerRunner(abc.ABC):
     """
 
     layers: tuple[Layer, ...]
-    weights: Weights
+    weights: WeightGatherer
 
     @abc.abstractmethod
     def run(self, shards: Shards, x: Float[Array, "B T E"], labels: TokenLabels, coords: TokenCoords) -> Float[Array, "B T E"]:

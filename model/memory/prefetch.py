@@ -22,7 +22,7 @@ from model.frozen import Weight, split
 from model.layer import Layer
 from model.modules import read_by
 from model.sharding import gather_frozen, reduce_scatter
-from model.weights import Shards, Weights
+from model.weights import Shards, WeightGatherer
 
 from .chunked import vjp
 from .layer_runner import LayerRunner
@@ -61,7 +61,7 @@ class _PrefetchedLayers:
     """
 
     layers: tuple[Layer, ...]
-    weights: Weights
+    weights: WeightGatherer
     packed: PackedShards
     count: int
 

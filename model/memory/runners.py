@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 from model.layer import Layer
-from model.weights import Weights
+from model.weights import WeightGatherer
 
 from .head_groups import HeadGroupRunner
 from .layer_runner import LayerRunner, ScanRunner
@@ -10,7 +10,7 @@ from .prefetch import PrefetchRunner
 from .query_chunks import QueryChunkRunner
 
 
-def layer_runner(layers: tuple[Layer, ...], weights: Weights) -> LayerRunner:
+def layer_runner(layers: tuple[Layer, ...], weights: WeightGatherer) -> LayerRunner:
     """Returns what runs all layers as their memory options say; `options.check_combination` has let them pass.
 
     Args:

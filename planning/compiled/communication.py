@@ -1,27 +1,21 @@
 """What a compiled step sends, in a few figures: bytes by kind of collective, and the share that arrives beside compute."""
 from __future__ import annotations
 
-import jax
-
 from . import GIB
 from .overlap import Crossing, crossings
 from .transfers import received, transfers
 
 
-def communication(compiled: jax.stages.Compiled, devices: int) -> dict[str, dict[str, float]] | None:
+def communication(text: str, devices: int) -> dict[str, dict[str, float]]:
     """The figures of each kind of collective, for one step and the device that receives most.
+
+    Args:
+      text: the compiled step, as `compiled.as_text()` gives it.
 
     Returns:
       kind -> `times` that a collective of this kind runs, `received_gib`, and `hidden`: the share of the results' bytes that
-      arrive while a kernel or a matrix product runs. None where the text cannot be had: jaxlib 0.10 does not read all that
-      libtpu writes for v5p and v6e (0.12 does).
+      arrive while a kernel or a matrix product runs.
     """
-    try:
-        text = compiled.as_text()
-    except jax.errors.JaxRuntimeError:
-        return None
-    if text is None:
-        return None
     moved, under_way = transfers(text, devices), crossings(text)
     return {kind: {"times": sum(transfer.times for transfer in moved if transfer.kind == kind),
                    "received_gib": float(received(moved, kind).max()) / GIB,

@@ -68,66 +68,95 @@ def vectors(*shape: int) -> np.ndarray:
     return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
 
 
-def parts_of_ours(config: LlamaConfig, length: int) -> dict[str, float]:
-    """Returns the seconds that a step spends in each part, compiled by XLA as our step's are."""
+def seconds_compiled(function: Callable, *arrays: object, donated: tuple[int, ...] = ()) -> float:
+    """Returns the seconds of a function of pytrees of arrays, compiled by XLA.
+
+    Args:
+      donated: indices of the arguments that it may overwrite; its results, as many, are the next run's.
+    """
     import jax
     import jax.numpy as jnp
-    import optax
 
-    from model.attention import AttentionOp, Keys, Queries, TokenCoords, attend, get_kernel
-    from model.feedforward import rms_norm
-    from model.loss import token_losses
-    from model.rope import apply_rope, inverse_frequencies
-    from model.sharding import Parallel
-    from trainer.config.schema import OptimizerConfig
-    from trainer.optimizer import clipping, make_optimizer
+    arguments = [jax.tree.map(jnp.asarray, x) for x in arrays]
+    compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
 
-    def timed(function: Callable, *arrays: np.ndarray, donated: tuple[int, ...] = ()) -> float:
-        arguments = [jax.tree.map(jnp.asarray, x) for x in arrays]
-        compiled = jax.jit(function, donate_argnums=donated).lower(*arguments).compile()
+    def run():
+        nonlocal arguments
+        results = jax.block_until_ready(compiled(*arguments))
+        if donated:
+            arguments = [*results, *arguments[len(results):]]
 
-        def run():
-            nonlocal arguments
-            results = jax.block_until_ready(compiled(*arguments))
-            if donated:
-                arguments = [*results, *arguments[len(results):]]
+    return fastest(run)
 
-        return fastest(run)
 
-    def both_ways(function: Callable, *arrays: np.ndarray) -> float:
-        def run(dy, *arrays):
-            y, pull = jax.vjp(function, *arrays)
-            return y, pull(dy)
+def seconds_both_ways(function: Callable, *arrays: np.ndarray) -> float:
+    """Returns the seconds of a function and its gradient for all of its arguments, compiled by XLA."""
+    import jax
 
-        dy = np.ones(jax.eval_shape(function, *arrays).shape, np.float32)
-        return timed(run, dy, *arrays)
+    def run(dy, *arrays):
+        y, pull = jax.vjp(function, *arrays)
+        return y, pull(dy)
 
+    dy = np.ones(jax.eval_shape(function, *arrays).shape, np.float32)
+    return seconds_compiled(run, dy, *arrays)
+
+
+def parts_of_ours(config: LlamaConfig, length: int) -> dict[str, float]:
+    """Returns the seconds that a step spends in each part, compiled by XLA as our step's are."""
+    return {**_our_products(config, length), **_our_layer_parts(config, length), "clip, AdamW": _our_update(config)}
+
+
+def _our_products(config: LlamaConfig, length: int) -> dict[str, float]:
     seconds = {}
     for product in products(config):
         x, w, y = vectors(1, length, product.rows), vectors(product.rows, product.columns), vectors(1, length, product.columns)
         for direction, equation, operands in (("result", "bte,ef->btf", (x, w)), ("dx", "btf,ef->bte", (y, w)),
                                               ("dw", "bte,btf->ef", (x, y))):
-            run_einsum = _einsum(equation)
-            seconds[f"{product.name}: {direction}"] = product.count * timed(run_einsum, *operands)
+            seconds[f"{product.name}: {direction}"] = product.count * seconds_compiled(_einsum(equation), *operands)
+    return seconds
+
+
+def _our_layer_parts(config: LlamaConfig, length: int) -> dict[str, float]:
+    import jax
+    import jax.numpy as jnp
+
+    from model.attention import AttentionOp, Keys, Queries, TokenCoords, attend, get_kernel
+    from model.feedforward import rms_norm
+    from model.loss import token_losses
+    from model.rope import apply_rope, inverse_frequencies
+    from model.sharding import TensorParallel
+
+    seconds = {}
     heads, key_heads, size, layers = (config.num_attention_heads, config.num_key_value_heads, config.head_dim,
                                       config.num_hidden_layers)
     index = np.arange(length, dtype=np.int32)[None]
     coords = TokenCoords(jnp.asarray(index), jnp.ones_like(index))
     op = AttentionOp.create(size, schedule="local", kernel=get_kernel("auto"), axis="sequence", size=1)
     query, key = vectors(1, length, heads, size), vectors(1, length, key_heads, size)
-    seconds["attention"] = layers * both_ways(
+    seconds["attention"] = layers * seconds_both_ways(
         lambda q, k, v: attend(op, Queries(q, coords), Keys(k, v, coords)).out, query, key, key)
     frequencies = inverse_frequencies(config.rope, size)
-    seconds["rope"] = layers * both_ways(lambda q: apply_rope(q, jnp.asarray(index), frequencies),
-                                         vectors(1, length, heads + key_heads, size))
+    seconds["rope"] = layers * seconds_both_ways(lambda q: apply_rope(q, jnp.asarray(index), frequencies),
+                                             vectors(1, length, heads + key_heads, size))
     hidden = vectors(1, length, config.hidden_size)
-    seconds["norms"] = (2 * layers + 1) * both_ways(lambda x, w: rms_norm(x, w, config.rms_norm_eps), hidden,
-                                                    vectors(config.hidden_size))
+    seconds["norms"] = (2 * layers + 1) * seconds_both_ways(lambda x, w: rms_norm(x, w, config.rms_norm_eps), hidden,
+                                                        vectors(config.hidden_size))
     wide = vectors(1, length, config.intermediate_size)
-    seconds["silu(gate) up"] = layers * both_ways(lambda gate, up: jax.nn.silu(gate) * up, wide, wide)
-    targets, parallel = np.zeros((1, length), np.int32), Parallel.of(config, 1)
-    seconds["cross-entropy"] = both_ways(lambda logits: token_losses(logits, jnp.asarray(targets), parallel).sum(),
-                                         vectors(1, length, config.vocab_size))
+    seconds["silu(gate) up"] = layers * seconds_both_ways(lambda gate, up: jax.nn.silu(gate) * up, wide, wide)
+    targets, parallel = np.zeros((1, length), np.int32), TensorParallel.of(config, 1)
+    seconds["cross-entropy"] = seconds_both_ways(lambda logits: token_losses(logits, jnp.asarray(targets), parallel).sum(),
+                                             vectors(1, length, config.vocab_size))
+    return seconds
+
+
+def _our_update(config: LlamaConfig) -> float:
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    from trainer.config.schema import OptimizerConfig
+    from trainer.optimizer import clipping, make_optimizer
+
     options = OptimizerConfig()
     optimizer, clip = make_optimizer(options, 100), clipping(options)
     params = {name: vectors(*shape) for name, shape in _matrices(config).items()}
@@ -138,8 +167,7 @@ def parts_of_ours(config: LlamaConfig, length: int) -> dict[str, float]:
         updates, moments = optimizer.update(gradients, moments, params)
         return optax.apply_updates(params, updates), moments
 
-    seconds["clip, AdamW"] = timed(update, params, optimizer.init(jax.tree.map(jnp.asarray, params)), gradients, donated=(0, 1))
-    return seconds
+    return seconds_compiled(update, params, optimizer.init(jax.tree.map(jnp.asarray, params)), gradients, donated=(0, 1))
 
 
 def _einsum(equation: str) -> Callable:

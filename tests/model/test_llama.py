@@ -18,7 +18,7 @@ from model.attention.schedules import Attention2D, Balanced, Ring, Ulysses
 from model.config import LlamaConfig
 from model.memory.chunked import chunked, product
 from model.modules import declare
-from model.sharding import Parallel, Parameter, Sharding, gather
+from model.sharding import Parameter, Sharding, TensorParallel, gather
 from tests.smollm2 import smollm2_dir
 from trainer.huggingface.read import read_hf
 from trainer.model_source import open_model
@@ -390,5 +390,5 @@ def test_an_axis_without_a_rule_names_the_parameter():
     (9, 3, 2, (True, True), (12, 4)), (9, 3, 3, (True, True), (9, 3)), (33, 33, 8, (True, True), (40, 40)),
     (24, 8, 16, (True, True), (48, 16)), (9, 1, 2, (False, False), (9, 1))])
 def test_heads_are_split_and_padded_where_they_do_not_divide(query, key, tensor, split, padded):
-    parallel = Parallel.of(tiny(num_attention_heads=query, num_key_value_heads=key), tensor)
+    parallel = TensorParallel.of(tiny(num_attention_heads=query, num_key_value_heads=key), tensor)
     assert (parallel.heads, parallel.kv_heads) == split and (parallel.query_heads, parallel.key_heads) == padded

@@ -64,7 +64,7 @@ def test_the_ring_is_the_only_permute_and_no_activation_is_gathered(compiled):
 @pytest.mark.slow
 def test_what_the_step_sends_and_what_hides_it(compiled):
     """Each layer's ring runs forward twice (remat `nothing`) and backward once; all but the hops home are behind a kernel."""
-    found = communication(compiled, 64)
+    found = communication(compiled.as_text(), 64)
     block = Block(batch=1, tokens=CONTEXT // 64, query_heads=32, kv_heads=32, head_dim=128, itemsize=2)
     forward, backward = (received(rounds, 64).max() for rounds in get_schedule("ring", 64).plan(64, block))
     assert found["collective-permute"]["received_gib"] * GIB == pytest.approx(32 * (2 * forward + backward), rel=0.02)

@@ -9,7 +9,7 @@ from model.attention.kernels import KERNELS
 from model.attention.layout import LAYOUTS
 from model.attention.schedules import SCHEDULES
 from model.memory.policies import POLICIES, PREFETCH_POLICIES, QUERY_CHUNK_POLICIES
-from model.sharding import MESH_AXES, RULES, Parallel
+from model.sharding import MESH_AXES, RULES, TensorParallel
 from planning import search as plan_search
 from planning.costs.step import REMAT
 from planning.plan import Job
@@ -55,6 +55,6 @@ def test_policies_named_elsewhere_are_policies():
 
 
 def test_axes_split_over_tensor_are_decisions_of_parallel():
-    parallel = Parallel(2, True, False, True, 128, 8, 2)
+    parallel = TensorParallel(2, True, False, True, 128, 8, 2)
     assert {axis: getattr(parallel, axis) for axis, rule in RULES.items() if rule.tensor} == {
         "heads": True, "kv_heads": False, "mlp": True, "vocab": True}

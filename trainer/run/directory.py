@@ -130,11 +130,11 @@ def identity(config: RunConfig) -> dict[str, Any]:
     return _identity(configuration.resolved(config))
 
 
-def check_run(config: RunConfig, first: bool = True, steps_known: bool = True) -> RunDirectory:
+def check_run(config: RunConfig, process_zero: bool = True, steps_known: bool = True) -> RunDirectory:
     """Returns the run's folder, without writing to it, if this configuration may train there.
 
     Args:
-      first: this is process 0, which also looks for a lock and for files that belong to no run.
+      process_zero: whether this is process 0, which also looks for a lock and for files that belong to no run.
       steps_known: False while train.epochs has not become steps; then these are not compared.
 
     Raises:
@@ -145,33 +145,33 @@ def check_run(config: RunConfig, first: bool = True, steps_known: bool = True) -
     checkpoint_path(run.folder, "run_dir")
     if run.folder.exists() and not run.folder.is_dir():
         raise UserError(f"{run.folder}: is a file; give another --run_dir")
-    if first:
+    if process_zero:
         _require_writable(run)
     if run.config.exists():
         _require_same(run, config, steps_known)
-        if first:
+        if process_zero:
             require_free(run.lock)
-    elif first and _foreign_files(config):
+    elif process_zero and _foreign_files(config):
         raise UserError(
             f"{run.folder}: holds files but no config.yaml, so it is not a run; give another --run_dir, or delete it"
         )
     return run
 
 
-def open_run(config: RunConfig, write: bool = True, lock: contextlib.ExitStack | None = None) -> RunDirectory:
+def open_run(config: RunConfig, process_zero: bool = True, lock: contextlib.ExitStack | None = None) -> RunDirectory:
     """Returns the run's folder with `config` written to it, made if it does not exist.
 
     This makes the folder the run's own, so all other errors are best found before.
 
     Args:
-      write: this is process 0, which writes; the others wait until they see what it wrote.
+      process_zero: whether this is process 0, which writes; the others wait until they see what it wrote.
       lock: holds the run's lock from before the write on; without it the lock is released after the write.
 
     Raises:
       UserError: as in `check_run`; the folder cannot be written; or it is not on storage that all processes share.
     """
-    run = check_run(config, first=write)
-    if write:
+    run = check_run(config, process_zero)
+    if process_zero:
         try:
             run.folder.mkdir(parents=True, exist_ok=True)
             with contextlib.ExitStack() as own:

@@ -218,9 +218,9 @@ def test_only_the_first_process_writes_and_the_others_see_it(config, monkeypatch
     """On disks of their own they would train up to the first checkpoint, and lose it."""
     monkeypatch.setattr(run_directory, "VISIBLE_SECONDS", 0)
     with pytest.raises(UserError, match=r"run: not seen here, .* a --run_dir that all processes share would work"):
-        open_run(config, write=False)
+        open_run(config, process_zero=False)
     run = open_run(config)
-    assert open_run(config, write=False) == run
+    assert open_run(config, process_zero=False) == run
 
 
 def test_a_folder_may_lie_in_the_users_home(config, tmp_path, monkeypatch):
@@ -275,7 +275,7 @@ def test_a_folder_that_cannot_be_written_to_is_refused_before_the_work(config):
     nowhere = dataclasses.replace(config, run_dir="/proc/none/run")
     with pytest.raises(UserError, match=r"^/proc: cannot write there \(.*\); give another --run_dir$"):
         check_run(nowhere)
-    check_run(nowhere, first=False)
+    check_run(nowhere, process_zero=False)
     run = open_run(config)
     run.metrics.mkdir()
     with pytest.raises(UserError, match=rf"^{run.metrics}: cannot write there \(Is a directory\)"):

@@ -1,0 +1,20 @@
+"""A TPU step's text, as its compiler writes it to a file.
+
+`compiled.as_text()` translates libtpu's program to jaxlib's own representation first, and jaxlib 0.10 cannot represent all that
+libtpu compiles for v5p and v6e (asynchronous operations with several operands): it prints a stack trace and raises. The
+compiler's own dump is the same text, and needs no translation.
+"""
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def dump_flags(folder: Path) -> dict[str, str | bool]:
+    """Returns the compiler's flags that make it write what it compiles to files in this folder."""
+    return {"xla_dump_to": str(folder), "xla_dump_hlo_as_text": True}
+
+
+def dumped_text(folder: Path) -> str | None:
+    """Returns the text of the one step that was compiled with `dump_flags(folder)`; None where the compiler wrote none."""
+    paths = list(folder.glob("*.after_optimizations.txt"))
+    return paths[0].read_text(encoding="utf-8") if len(paths) == 1 else None

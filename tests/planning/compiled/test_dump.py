@@ -1,0 +1,27 @@
+import jax
+import pytest
+
+from model.config import LlamaConfig
+from planning.compiled.communication import communication
+from planning.compiled.dump import dump_flags, dumped_text
+from planning.plan import compile_step
+from planning.topology import topology_devices
+
+SMALL = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=2)
+
+
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v5p:2x2x1"])
+def test_the_compilers_dump_says_what_a_step_sends(tmp_path, topology):
+    compiled = compile_step(SMALL, topology_devices(topology), 2048, remat="nothing", flags=dump_flags(tmp_path))
+    sent = communication(dumped_text(tmp_path), 4)
+    assert sent["collective-permute"]["received_gib"] > 0 and sent["all-gather"]["times"] > 0
+    try:
+        text = compiled.as_text()
+    except jax.errors.JaxRuntimeError:  # what the dump is there for
+        assert topology.startswith("v5p")
+    else:
+        assert sent == communication(text, 4)
+
+
+def test_no_dump_is_no_text(tmp_path):
+    assert dumped_text(tmp_path) is None
