@@ -60,7 +60,6 @@ def schedules(table: str, *arguments: str, file: str = "") -> tuple[str, ...]:
     return benchmark("bench_schedules", table, *arguments, "--output", f"{{out}}/{file or table}.json")
 
 
-PLAN_1M = ("-m", "scripts.plan", "--compile", "--model", "llama-7b", "--topology", "v4:4x4x4", "--context", "1048576")
 OVERLAP = ("ring", "ring bidirectional", "attention2d overlap", "balanced", "balanced split")
 
 
@@ -93,11 +92,6 @@ TABLE3_FACTS = (
 )
 
 MEASUREMENTS = {
-    "memory_1m": Measurement(
-        "LLaMA-7B, full training step (AdamW), 1,048,576 tokens on v4:4x4x4, nothing offloaded",
-        tuple((*PLAN_1M, "--remat", remat, "--output", f"{{out}}/llama_7b_1m_{remat}.json")
-              for remat in ("nothing", "save_attention")),
-        (MODEL, PLANNING, "trainer/step.py"), summaries.memory_1m, "docs/notes/memory.md"),
     "step": Measurement(
         "One training step beside transformers + torch on the CPU", (benchmark("bench_step", "--output", "{out}"),),
         (MODEL, "trainer/step.py", HERE + "bench_step.py"), summaries.step, "docs/notes/cpu_speed.md"),

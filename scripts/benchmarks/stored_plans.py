@@ -1,4 +1,4 @@
-"""Collects the plans of docs/plans into results: those of recipes, of recipes with adapters, and of pods.
+"""Collects the plans of docs/plans into results: those of recipes, with and without adapters, of pods, and single ones.
 
     python -m scripts.plan --config configs/NAME.yaml --model PRESET --machine MACHINE --compile \\
         --output docs/plans/NAME/plan.json
@@ -6,8 +6,9 @@
 
 The first command makes one plan, by the real compiler of a machine that is absent, those of configs/adapters in
 docs/plans/adapters; `make evidence` makes those again that are there. The second writes docs/results/recipes.json,
-family_plans.json, adapter_plans.json and pods.json from the plans in docs/plans. Memory is the compiler's own figure; seconds
-are between the full rate of the matrix units and what the cost model says, or the slowest step that others measured.
+family_plans.json, adapter_plans.json, pods.json, contexts.json and memory_1m.json from the plans in docs/plans. Memory is the
+compiler's own figure; seconds are between the full rate of the matrix units and what the cost model says, or the slowest step
+that others measured.
 """
 from __future__ import annotations
 
@@ -64,6 +65,18 @@ RECIPES = {
                             ("qwen3", "mistral", "gemma")),
     "adapter_plans": Recipes("Recipes of LoRA and QLoRA, planned by the machines' compilers", "adapters", ("llama", "qwen3")),
 }
+
+# Row -> plan, GPUs, goal in tokens, goal in words. The 8M goal was set without query chunks; 16M had none of its own.
+CONTEXTS = {
+    "h100_8_16m": ("llama_3_1_8b_16m_h100_8.json", "8 x H100", 8 << 20, "8M (best known 5M)"),
+    "h100_8_8m": ("llama_3_1_8b_8m_h100_8.json", "8 x H100", 8 << 20, "8M (best known 5M)"),
+    "h200_1_2m": ("llama_3_1_8b_2m_h200_1.json", "1 x H200", 2 << 20, "2M (best known 1.2M)"),
+    "h100_8_4m": ("llama_3_1_8b_h100_8/plan.json", "8 x H100", 0, ""),
+}
+# Row -> plan of LLaMA-7B, 1,048,576 tokens on v4:4x4x4, nothing offloaded.
+MEMORY_1M = {"nothing": "llama_7b_1m_v4.json", "nothing_prefetch": "llama_7b_1m_v4_prefetch.json",
+             "save_attention": "llama_7b_1m_v4_save_attention.json"}
+MEMORY_1M_GIB = 14
 
 
 def two_digits(number: float) -> str:
@@ -122,18 +135,56 @@ def save_pods() -> None:
           ("docs/plans/pods/*.json", "scripts/benchmarks/stored_plans.py"))
 
 
-def _save(name: str, title: str, rows: dict[str, dict], plans: dict[str, dict[str, Any]], depends_on: tuple[str, ...]) -> None:
+def save_contexts() -> None:
+    """Reads the plans of the longest contexts on GPUs and saves the result."""
+    plans = {name: read_plan(file) for name, (file, *_) in CONTEXTS.items()}
+    rows = {}
+    for name, (_, gpus, goal, words) in CONTEXTS.items():
+        plan = plans[name]
+        rows[name] = row(f"8B, {gpus}, {policy(plan)}, {plan['host_gib']:.1f} GiB of host a GPU",
+                         f"{plan['context']:,}", words, plan["context"] >= goal if goal else None)
+    _save("contexts", "LLaMA-3.1-8B: the longest contexts on GPUs that are not there, by the CUDA compiler", rows, plans,
+          (*(f"docs/plans/{file}" for file, *_ in CONTEXTS.values()), "scripts/benchmarks/stored_plans.py"),
+          "docs/notes/contexts.md")
+
+
+def save_memory_1m() -> None:
+    """Reads the plans of LLaMA-7B at 1M tokens and saves the result."""
+    plans = {name: read_plan(file) for name, file in MEMORY_1M.items()}
+    rows = {name: row(f"LLaMA-7B at 1M tokens on 64 v4 chips, {policy(plan)}: GiB a chip", f"{plan['peak_gib']:.2f}",
+                      str(MEMORY_1M_GIB), plan["peak_gib"] <= MEMORY_1M_GIB) for name, plan in plans.items()}
+    _save("memory_1m", "LLaMA-7B, full training step (AdamW), 1,048,576 tokens on v4:4x4x4, nothing offloaded", rows, plans,
+          ("docs/plans/llama_7b_1m_v4*.json", "scripts/benchmarks/stored_plans.py"), "docs/notes/memory.md")
+
+
+def read_plan(file: str) -> dict[str, Any]:
+    """Returns a plan of docs/plans; of a search's plans the longest."""
+    content = read_json(ROOT / "docs/plans" / file)
+    return content.get("longest", content)
+
+
+def policy(plan: dict[str, Any]) -> str:
+    """Returns what a plan keeps for the backward pass, in a few words."""
+    words = plan["remat"] + (f" {plan['every_k']}" if plan.get("every_k") else "")
+    words += f", {plan['query_chunks']} query chunks" if plan["query_chunks"] > 1 else ""
+    return words + (", prefetch" if plan["prefetch"] else "")
+
+
+def _save(name: str, title: str, rows: dict[str, dict], plans: dict[str, dict[str, Any]], depends_on: tuple[str, ...],
+          note: str = "docs/notes/pods.md") -> None:
     table = {"columns": COLUMNS, "rows": [line(*named_plan) for named_plan in plans.items()]}
-    save(name, measured(title, rows, "python -m scripts.benchmarks.stored_plans", depends_on, tables={"plans": table},
-                        note="docs/notes/pods.md"))
+    command = "python -m scripts.benchmarks.stored_plans"
+    save(name, measured(title, rows, command, depends_on, tables={"plans": table}, note=note))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Saves all four results."""
+    """Saves all six results."""
     make_parser("stored_plans", __doc__).parse_args(argv)
     for name, recipes in RECIPES.items():
         save_recipes(name, recipes)
     save_pods()
+    save_contexts()
+    save_memory_1m()
 
 
 if __name__ == "__main__":

@@ -25,17 +25,6 @@ def identifier(text: str) -> str:
     return "".join(letter if letter.isalnum() else "_" for letter in text.lower())
 
 
-def memory_1m(out: Path) -> tuple[Rows, Tables]:
-    rows, plans = {}, []
-    for remat in ("nothing", "save_attention"):
-        plan = read_json(out / f"llama_7b_1m_{remat}.json")
-        rows[remat] = row(f"LLaMA-7B at 1M tokens on 64 v4 chips, {remat}: GiB a chip", f"{plan['peak_gib']:.2f}", "14",
-                          plan["peak_gib"] <= 14)
-        plans.append([remat, "14", f"{plan['peak_gib']:.2f}", f"{plan['temporaries_gib']:.2f}",
-                      f"{plan['compile_seconds']:.0f} s"])
-    return rows, {"plans": {"columns": ["remat", "goal GiB a chip", "found", "of it temporaries", "compile"], "rows": plans}}
-
-
 def step(out: Path) -> tuple[Rows, Tables]:
     measured = {(entry["side"], entry["length"]): entry for entry in read_json(out / "step.json")}
     rows: Rows = {}

@@ -94,9 +94,6 @@ RAW = {  # files of each measurement -> row, what it finds, its verdict
         for length in (8192, 16384) for name in ("forward", "forward+backward")
         for peer, seconds, peak in (("ours", 1.0, 200.0), ("torch-sdpa", 0.8, 100.0))]}},
         {"both_8192": ("0.80x", "short"), "memory_8192": ("200", "short")}),
-    "memory_1m": ({f"llama_7b_1m_{remat}.json": {"peak_gib": peak, "temporaries_gib": 8.0, "compile_seconds": 40.0}
-                   for remat, peak in (("nothing", 9.6), ("save_attention", 14.2))},
-                  {"nothing": ("9.60", "held"), "save_attention": ("14.20", "short")}),
     "memory_length": ({"memory/memory.json": {"rows": [{"length": 2048, "planned_mib": 25.0, "measured_mib": 34.0}],
                        "lines": {f"{kind}_mib": {"mib_at_0": 9.0, "bytes_per_token": 5862.0, "worst_residual": 0.013}
                                  for kind in ("planned", "measured")}}},

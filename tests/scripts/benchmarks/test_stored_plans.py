@@ -5,7 +5,17 @@ import pytest
 
 from scripts.benchmarks.commands import read_json
 from scripts.benchmarks.results import ROOT
-from scripts.benchmarks.stored_plans import RECIPES, line, memory_text, seconds_text, two_digits
+from scripts.benchmarks.stored_plans import (
+    CONTEXTS,
+    MEMORY_1M,
+    RECIPES,
+    line,
+    memory_text,
+    policy,
+    read_plan,
+    seconds_text,
+    two_digits,
+)
 
 PLANS = {ROOT / "configs" / recipes.folder / f"{name}.yaml": plan for recipes in RECIPES.values()
          for name, plan in recipes.plans.items()}
@@ -25,6 +35,18 @@ def test_a_line_tells_a_plan_in_a_few_words():
             "estimated_step_seconds_low": 1.234, "estimated_step_seconds_high": 1234.0}
     assert line("small", plan) == ["small", "v5e:2x2", "fsdp 2, sequence 2", "65,536", "ring", "nothing, prefetch",
                                    "10.0 of 15.8", "0.0", "97.5%", "", "1.2 to 1,200", "jax 0.10.2"]
+
+
+def test_a_policy_names_only_what_is_not_the_default():
+    plan = {"remat": "nothing", "query_chunks": 1, "prefetch": False}
+    assert policy(plan) == "nothing"
+    assert policy({**plan, "remat": "every_k", "every_k": 4, "query_chunks": 8, "prefetch": True}) == (
+        "every_k 4, 8 query chunks, prefetch")
+
+
+def test_every_plan_of_a_result_is_there_and_says_what_made_it():
+    for file in (*(file for file, *_ in CONTEXTS.values()), *MEMORY_1M.values()):
+        assert {"python", "jax", "jaxlib", "flags"} < set(read_plan(file)["made_with"]), file
 
 
 def test_two_digits_are_significant_ones():
