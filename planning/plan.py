@@ -38,9 +38,8 @@ from trainer.text import text_batch
 from trainer.trajectories import trajectory_batch
 
 from . import costs
-from .compiled import memory
+from .compiled import dump, memory
 from .compiled.communication import communication
-from .compiled.dump import dump_flags, dumped_text
 from .compiled.refusal import refused_gib
 from .machines import device_count, is_gpu, memory_gib, split_topology
 from .memory_options import MEMORY_OPTIONS
@@ -146,11 +145,11 @@ class Job:
 
     def compile_to_text(self) -> tuple[jax.stages.Compiled, str | None]:
         """The compiled step, and its text where the compiler gives it. Raises what `compile_run` raises."""
-        if is_gpu(self.topology):
+        if is_gpu(self.topology) or not dump.NEEDED:
             compiled = self.compile()
             return compiled, compiled.as_text()
         with tempfile.TemporaryDirectory() as folder:
-            return self.compile(dump_flags(Path(folder))), dumped_text(Path(folder))
+            return self.compile(dump.dump_flags(Path(folder))), dump.dumped_text(Path(folder))
 
     @property
     def policy(self) -> str:

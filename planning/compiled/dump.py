@@ -2,11 +2,15 @@
 
 `compiled.as_text()` translates libtpu's program to jaxlib's own representation first, and jaxlib 0.10 cannot represent all that
 libtpu compiles for v5p and v6e (asynchronous operations with several operands): it prints a stack trace and raises. The
-compiler's own dump is the same text, and needs no translation.
+compiler's own dump is the same text, and needs no translation. With jaxlib 0.12, which can, the dump is in a shorter notation.
 """
 from __future__ import annotations
 
 from pathlib import Path
+
+import jaxlib
+
+NEEDED = jaxlib.version.__version_info__ < (0, 12)
 
 
 def dump_flags(folder: Path) -> dict[str, str | bool]:

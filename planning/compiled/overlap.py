@@ -75,9 +75,14 @@ class _Reader:
     def __init__(self, module: Module):
         self.module = module
         self.contents = functools.cache(self._contents)
-        # Computations that are a wrapper's inside: the wrapper stands for what is in them.
-        self.fused = {called for instructions in module.computations.values() for instruction in instructions
-                      if instruction.opcode in WRAPPERS for called in instruction.called}
+        # Computations that are a wrapper's inside: the wrapper stands for what is in them, and in what they call.
+        self.fused: set[str] = set()
+        remaining = [called for instructions in module.computations.values() for instruction in instructions
+                     if instruction.opcode in WRAPPERS for called in instruction.called]
+        while remaining:
+            if (name := remaining.pop()) not in self.fused:
+                self.fused.add(name)
+                remaining += [called for instruction in module.computations.get(name, []) for called in instruction.called]
 
     def _contents(self, computation: str) -> frozenset[str]:
         """The opcodes in a computation and in all that it calls; for custom calls, their targets."""
@@ -121,7 +126,7 @@ class _Reader:
 
     def _results(self, start: Instruction) -> list[ArrayType]:
         """The arrays that arrive."""
-        if start.opcode == "custom-call-start":  # its own type is that of its queues
+        if start.opcode in ("async-start", "custom-call-start"):  # its own type may be that of a SparseCore's queues
             return arrays(self.module.computations[start.called[0]][-1].type)
         if start.opcode in WRAPPERS and "-start" in start.opcode + start.name:
             return arrays(start.type)[1:2]  # of (operand, result, flags)

@@ -164,6 +164,28 @@ def test_a_gather_within_fusions_is_found_where_it_starts():
     assert [(one.name, one.results, one.backward) for one in gathers] == [("async-collective-start", (("f32", 64),), True)]
 
 
+def test_a_gather_of_a_sparse_core_is_found_once_where_it_starts():
+    """Its start has the types of the core's queues, and what it calls calls the gather; a product stands before its end."""
+    inside = """%program (y: f32[2,8]) -> f32[8,8] {
+  %y = f32[2,8] parameter(0)
+  ROOT %g = f32[8,8] all-gather(%y), dimensions={0}
+}
+
+%queued (z: f32[2,8]) -> f32[8,8] {
+  %z = f32[2,8] parameter(0)
+  ROOT %c = f32[8,8] custom-call(%z), custom_call_target="sparsecore", called_computations={%program}
+}
+
+"""
+    gather = """%begin-start = ((), (), (s32[8192], s32[39], s32[0])) async-start(), calls=%queued
+  %begin-update = ((f32[2,8]), f32[8,8], (s32[8192])) async-update(%begin-start, %x)
+  %product = f32[2,2] dot(%x, %x)
+  %end-done = f32[8,8] async-done(%begin-update)"""
+    text = HAND.replace("BEFORE", gather).replace("AFTER", "").replace("%body (p", inside + "%body (p", 1)
+    (found,) = [crossing for crossing in crossings(text) if crossing.kind == "all-gather"]
+    assert (found.results, found.products, found.times) == ((("f32", 64),), ("product",), 7)
+
+
 def test_an_end_in_another_computation_hides_nothing():
     """Started in the loop's body, ended after the loop: whatever stands behind it there is no overlap."""
     text = HAND.replace("  %got = f32[2,8]{1,0} collective-permute-done(%send)\n", "").replace("%next, %got", "%next, %x")
