@@ -11,7 +11,7 @@ import functools
 import re
 
 from .text import ArrayType, Instruction, Module, arrays, parse
-from .transfers import COLLECTIVES, results
+from .transfers import COLLECTIVES, is_carried_on, results
 
 PRODUCTS = ("dot", "convolution")
 # What may wrap a collective: the TPU's async-collective fusions, a reduce-scatter as one instruction, SparseCore programs.
@@ -101,9 +101,7 @@ class _Reader:
     def kind(self, instruction: Instruction) -> str | None:
         """The collective that an instruction starts (or is); None for any other instruction."""
         if instruction.opcode in WRAPPERS:
-            called = instruction.called
-            # Fusions of the second name carry on a transfer that started before them.
-            if "-done" in instruction.name or not called or called[0].startswith("async_collective_fusion"):
+            if "-done" in instruction.name or not instruction.called or is_carried_on(instruction):
                 return None
             inside = {opcode.removesuffix("-start") for opcode in self._inside(instruction)} & set(COLLECTIVES)
             return min(inside) if inside else None

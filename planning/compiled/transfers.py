@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from .text import ArrayType, Instruction, arrays, parse
+from .text import ArrayType, Instruction, Module, arrays, parse
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "collective-permute", "all-to-all")
 # Instructions whose result is all or a part of their first operand.
@@ -43,8 +43,9 @@ def transfers(text: str, devices: int) -> list[Transfer]:
     moved = []
     # The TPU compiler writes a reduce-scatter as a fusion of this name around an all-reduce.
     scatters = {name for name in module.computations if "all-reduce-scatter" in name}
+    carried_on = _carried_on(module)
     for computation, instructions in module.computations.items():
-        times = module.runs[computation]
+        times = 0 if computation in carried_on else module.runs[computation]
         for instruction in instructions:
             kind = instruction.opcode.removesuffix("-start")
             if kind not in COLLECTIVES or times == 0:
@@ -59,6 +60,19 @@ def transfers(text: str, devices: int) -> list[Transfer]:
             if nbytes.any():
                 moved.append(Transfer(kind, instruction.name, nbytes, times))
     return moved
+
+
+def is_carried_on(instruction: Instruction) -> bool:
+    """Whether a fusion carries on, or ends, a transfer that another has started; the transfer is written in each of them."""
+    called = instruction.called
+    return instruction.opcode == "fusion" and bool(called) and (
+        "-done" in instruction.name or called[0].startswith("async_collective_fusion"))
+
+
+def _carried_on(module: Module) -> set[str]:
+    """The computations in fusions that carry on or end a transfer."""
+    return {called for instructions in module.computations.values() for instruction in instructions
+            if is_carried_on(instruction) for called in instruction.called}
 
 
 def collectives(text: str) -> collections.Counter[str]:

@@ -160,8 +160,10 @@ def test_a_gather_within_fusions_is_found_where_it_starts():
     text = HAND.replace("BEFORE", fusions).replace("AFTER", "")
     names = ("fused_computation", "async_collective_fusion.1", "fused_computation.2")
     inside = "".join(gather.format(name=name) for name in names)
-    gathers = [one for one in crossings(text.replace("%body (p", inside + "%body (p", 1)) if one.kind == "all-gather"]
+    text = text.replace("%body (p", inside + "%body (p", 1)
+    gathers = [one for one in crossings(text) if one.kind == "all-gather"]
     assert [(one.name, one.results, one.backward) for one in gathers] == [("async-collective-start", (("f32", 64),), True)]
+    assert received(transfers(text, 4), "all-gather").tolist() == [7 * 3 * 64] * 4  # once a round, of three others
 
 
 def test_a_gather_of_a_sparse_core_is_found_once_where_it_starts():
