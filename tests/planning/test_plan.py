@@ -82,7 +82,7 @@ def test_offload_keeps_the_layers_inputs_in_the_hosts_memory(monkeypatch, prefet
     job = Job.of(SMALL, "v5e:2x2", 4 * 4096, memory={"remat": "offload", "prefetch": prefetch})
     compiled, on_host = job.compile(), 8 * 4096 * 512 * 2
     assert memory(compiled)["host"] * GIB == on_host == pytest.approx(sum(host_parts_gib(job.run, SMALL).values()) * GIB)
-    monkeypatch.setattr(Job, "compile", lambda job: compiled)
+    monkeypatch.setattr(Job, "compile_to_text", lambda job: (compiled, compiled.as_text()))
     assert plan(dataclasses.replace(job, host_gib=on_host / GIB))["host_gib"] * GIB == on_host
     with pytest.raises(DoesNotFit, match=r"needs 0.03 GiB of 0.03 of the host's memory") as refusal:
         plan(dataclasses.replace(job, host_gib=0.99 * on_host / GIB))
