@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import jaxlib
+import jax
 
-NEEDED = jaxlib.version.__version_info__ < (0, 12)
+NEEDED = jax.__version_info__ < (0, 12)
 
 
 def dump_flags(folder: Path) -> dict[str, str | bool]:
