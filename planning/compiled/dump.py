@@ -11,6 +11,7 @@ from pathlib import Path
 import jax
 
 NEEDED = jax.__version_info__ < (0, 12)
+"""Whether `compiled.as_text()` may fail, so that the dump is to be read instead."""
 
 
 def dump_flags(folder: Path) -> dict[str, str | bool]:

@@ -101,7 +101,7 @@ class _Reader:
     def kind(self, instruction: Instruction) -> str | None:
         """The collective that an instruction starts (or is); None for any other instruction."""
         if instruction.opcode in WRAPPERS:
-            if "-done" in instruction.name or not instruction.called or is_carried_on(instruction):
+            if not instruction.called or is_carried_on(instruction):
                 return None
             inside = {opcode.removesuffix("-start") for opcode in self._inside(instruction)} & set(COLLECTIVES)
             return min(inside) if inside else None

@@ -137,15 +137,15 @@ def _our_layer_parts(config: LlamaConfig, length: int) -> dict[str, float]:
         lambda q, k, v: attend(op, Queries(q, coords), Keys(k, v, coords)).out, query, key, key)
     frequencies = inverse_frequencies(config.rope, size)
     seconds["rope"] = layers * seconds_both_ways(lambda q: apply_rope(q, jnp.asarray(index), frequencies),
-                                             vectors(1, length, heads + key_heads, size))
+                                                 vectors(1, length, heads + key_heads, size))
     hidden = vectors(1, length, config.hidden_size)
     seconds["norms"] = (2 * layers + 1) * seconds_both_ways(lambda x, w: rms_norm(x, w, config.rms_norm_eps), hidden,
-                                                        vectors(config.hidden_size))
+                                                            vectors(config.hidden_size))
     wide = vectors(1, length, config.intermediate_size)
     seconds["silu(gate) up"] = layers * seconds_both_ways(lambda gate, up: jax.nn.silu(gate) * up, wide, wide)
     targets, parallel = np.zeros((1, length), np.int32), TensorParallel.of(config, 1)
     seconds["cross-entropy"] = seconds_both_ways(lambda logits: token_losses(logits, jnp.asarray(targets), parallel).sum(),
-                                             vectors(1, length, config.vocab_size))
+                                                 vectors(1, length, config.vocab_size))
     return seconds
 
 

@@ -3,7 +3,6 @@ import re
 
 import pytest
 
-from scripts.benchmarks.commands import read_json
 from scripts.benchmarks.results import ROOT
 from scripts.benchmarks.stored_plans import (
     CONTEXTS,
@@ -58,5 +57,4 @@ def test_the_page_of_memory_gives_the_figures_of_its_plans():
     linked = re.findall(r"\]\(plans/(\S+\.json)\).*\| ([\d.]+ of [\d.]+) \|", page)
     assert len(linked) >= 9
     for name, figures in linked:
-        plan = read_json(ROOT / "docs" / "plans" / name)
-        assert figures == memory_text(plan.get("longest", plan)), name
+        assert figures == memory_text(read_plan(name)), name
