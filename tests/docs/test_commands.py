@@ -35,7 +35,7 @@ EXECUTED_SLOWLY = {
     "python -m scripts.draw_schedule": "",
     "python -m scripts.benchmarks.papers": "",
     "python -m scripts.launch_local --processes 4 --config configs/quickstart.yaml":
-        "--train.steps 2 --train.evaluate_every 2 --mesh.fsdp 1 --mesh.tensor 1 --mesh.sequence 4 --mesh.simulate 1",
+        "--train.steps 2 --train.evaluate_every 2 --mesh.fsdp 1 --mesh.tensor 1 --mesh.sequence 4 --mesh.simulate 4",
     "scripts/launch_tpu.sh --help": "",
 }
 
