@@ -71,22 +71,30 @@ def _generate(args: argparse.Namespace, lines: int) -> list[line_cases.LineCase]
     return line_cases.generate(lines, args.count, args.seed, args.keys, wording, args.questions, args.unseen)
 
 
-def lines_that_fill(tokens: int, args: argparse.Namespace, respondent: runner.Respondent) -> int:
-    """Returns how many lines a generated case may have so that prompt and answer take at most `tokens` tokens.
+def cases_that_fill(tokens: int, args: argparse.Namespace, respondent: runner.Respondent) -> list[line_cases.LineCase]:
+    """Returns generated cases whose prompts take at most `tokens` tokens with their answers, all with the same number of lines.
 
     Raises:
         UserError: not even one line fits.
     """
-    def length(lines: int) -> int:
-        case, = line_cases.generate(max(lines, 1), 1, args.seed, args.keys, wording)
+    def length(case: line_cases.LineCase) -> int:
         return respondent.length(runner.Prompt(case.prompt, args.max_new_tokens)) + args.max_new_tokens
 
+    def first_length(lines: int) -> int:
+        case, = line_cases.generate(max(lines, 1), 1, args.seed, args.keys, wording)
+        return length(case)
+
     wording = line_cases.wording_like(args.like) if args.like else None
-    lines = suite.largest(length, tokens, len(line_cases.SHORT_KEYS) if args.keys == "short" else line_cases.MOST_LINES)
-    if not lines:
-        raise UserError(f"--tokens: a case of one line takes {length(1)} tokens with its answer, found {tokens}; {length(1)} "
-                        "or more would work")
-    return lines
+    most = len(line_cases.SHORT_KEYS) if args.keys == "short" else line_cases.MOST_LINES
+    lines = suite.largest(first_length, tokens, most)
+    while lines:
+        cases = _generate(args, lines)
+        longest = max(map(length, cases))
+        if longest <= tokens:
+            return cases
+        lines -= max(1, lines * (longest - tokens) // longest)
+    raise UserError(f"--tokens: a case of one line takes {first_length(1)} tokens with its answer, found {tokens}; more "
+                    "would work")
 
 
 def evaluate(args: argparse.Namespace) -> list[scoring.Score]:
@@ -102,7 +110,7 @@ def evaluate(args: argparse.Namespace) -> list[scoring.Score]:
     output_folder(args.output)
     opened = runner.open_respondent(args)
     respondent = opened.respondent
-    cases += [case for tokens in args.tokens for case in _generate(args, lines_that_fill(tokens, args, respondent))]
+    cases += [case for tokens in args.tokens for case in cases_that_fill(tokens, args, respondent)]
     answers = opened.answer([runner.Prompt(case.prompt, args.max_new_tokens) for case in cases], args.output)
     outcomes = [scoring.outcome(case, answer.generated, answer.prompt_tokens, respondent.trained_length, args.max_new_tokens)
                 for case, answer in zip(cases, answers, strict=True)]

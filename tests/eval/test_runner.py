@@ -2,6 +2,7 @@
 import collections
 import dataclasses
 import json
+import types
 
 import jax
 import pytest
@@ -128,6 +129,17 @@ def test_line_retrieval_end_to_end(hf_model, tmp_path, monkeypatch, capsys):
     assert "4 of 4 answers are there already" in capsys.readouterr().out
     assert line_retrieval.main(arguments(hf_model, tmp_path / "a", "--temperature", "1")) == 2
     assert "has answers with sampling" in capsys.readouterr().err
+
+
+def test_every_case_fits_the_tokens_asked_for():
+    """A case of so many lines is longer than the first one where its keys are; a token a letter shows it."""
+    respondent = types.SimpleNamespace(length=lambda prompt: len(prompt.text))
+    for tokens in (900, 1000, 1700):
+        args = line_retrieval.parse(["--checkpoint", "c", "--output", "o", "--tokens", str(tokens), "--count", "20"])
+        lengths = [len(case.prompt) + args.max_new_tokens for case in line_retrieval.cases_that_fill(tokens, args, respondent)]
+        assert len(lengths) == 20 and 0.9 * tokens < max(lengths) <= tokens
+    with pytest.raises(UserError, match="--tokens: a case of one line takes"):
+        line_retrieval.cases_that_fill(200, args, respondent)
 
 
 def test_beside_needs_results(tmp_path):
