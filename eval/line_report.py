@@ -1,6 +1,7 @@
 """The report of a line-retrieval evaluation: a table, result files, and plots against lines, tokens and depth."""
 
 import dataclasses
+import hashlib
 import itertools
 import json
 import pathlib
@@ -207,9 +208,10 @@ def _plot_panel(
 
 
 def _outcome_json(outcome: Outcome) -> dict[str, Any]:
-    """Returns a line of cases.jsonl."""
+    """Returns a line of cases.jsonl, where a hash stands for the prompt: eval.compare pairs the answers to equal ones."""
     return {
         "source": outcome.case.source,
+        "prompt": hashlib.sha256(outcome.case.prompt.encode()).hexdigest()[:32],
         "num_lines": outcome.case.num_lines,
         "correct_line": outcome.case.correct_line,
         "depth": outcome.case.depth,

@@ -12,6 +12,10 @@ import yaml
 
 from data.errors import UserError
 from trainer.reporting.rows import read_rows
+from trainer.run.directory import EARLIER_STAGES
+
+CONFIG = "config.yaml"
+COUNTS = ("step", "tokens_seen", "compile_seconds")  # in rows of metrics, since the beginning of the run or of the stage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,7 +65,8 @@ class Run:
     """What a run's folder holds.
 
     Attributes:
-      logs: the rows of each JSONL file of metrics, by name.
+      config: of the run; of one with stages that of the last stage that has begun.
+      logs: the rows of each JSONL file of metrics, by name; of a run with stages those of all stages, one after the other.
       curves: losses by position, by the checkpoint's name.
     """
 
@@ -88,14 +93,12 @@ def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
     Raises:
       UserError: it is no run, or a file in it cannot be read.
     """
-    config = folder / "config.yaml"
-    if not config.is_file():
+    stages = _stage_folders(folder)
+    if not stages:
         raise UserError(f"{folder}: holds no run (config.yaml is missing); a folder that train.py wrote would work")
     for path in evaluations:
         if not path.is_dir():
             raise UserError(f"--evaluations: {path} is no folder")
-    every = {path.stem: [row for row in read_rows(path) if "step" in row] for path in sorted(folder.glob("*.jsonl"))}
-    logs = {name: rows for name, rows in every.items() if rows}
     # By where it really is, since --evaluations may name folders of the run.
     found = sorted({path.resolve(): path for root in (*evaluations, folder) for path in root.rglob("results.json")}.values())
     results = [evaluation for path in found if (evaluation := _evaluation(path))]
@@ -103,7 +106,30 @@ def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
     for root in (folder, *evaluations):
         for path in sorted(root.rglob("loss_by_position.json")):
             curves |= _json(path).get("curves", {})
-    return Run(folder, yaml.safe_load(config.read_text(encoding="utf-8")) or {}, logs, results, curves)
+    config = yaml.safe_load((stages[-1] / CONFIG).read_text(encoding="utf-8")) or {}
+    return Run(folder, config, _logs(stages), results, curves)
+
+
+def _stage_folders(folder: Path) -> list[Path]:
+    """Returns the folders of a run's stages that have begun, in order; of a run without stages its own, if it is one."""
+    earlier = sorted((folder / EARLIER_STAGES).glob("*"), key=lambda path: (len(path.name), path.name))
+    return [stage for stage in (*earlier, folder) if (stage / CONFIG).is_file()]
+
+
+def _logs(stages: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
+    """Returns the rows of each JSONL file of metrics over all stages, with the counts of a stage added to those before it."""
+    logs: dict[str, list[dict[str, Any]]] = collections.defaultdict(list)
+    before: dict[str, float] = dict.fromkeys(COUNTS, 0)
+    for stage in stages:
+        ended = dict(before)
+        for path in sorted(stage.glob("*.jsonl")):
+            rows = [row | {name: row[name] + before[name] for name in COUNTS if isinstance(row.get(name), int | float)}
+                    for row in read_rows(path) if "step" in row]
+            ended |= {name: max(ended[name], row[name]) for row in rows for name in COUNTS if name in row}
+            if rows:
+                logs[path.stem] += rows
+        before = ended
+    return dict(logs)
 
 
 def _json(path: Path) -> dict[str, Any]:

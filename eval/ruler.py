@@ -89,7 +89,7 @@ def qa_cases(path: str, count: Callable[[runner.Prompt], int], lengths: Sequence
             row = json.loads(line)
             fields = row["question"], row["answers"], row["documents"]
             if not (isinstance(fields[0], str) and all(fields)
-                    and all(isinstance(text, str) for part in fields[1:] for text in part)):
+                    and all(isinstance(part, list) and all(isinstance(entry, str) for entry in part) for part in fields[1:])):
                 raise TypeError
         except (ValueError, KeyError, TypeError):
             raise UserError(f"{path}:{number}: not a question; the form is {QA_FORM}") from None

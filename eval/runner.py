@@ -228,9 +228,10 @@ class Respondent:
         if self.limit is not None and 2 * needed > self.limit:  # else there is no doubt, and no need to compile for it
             fitting = generator.longest_prompt(self.limit)
             if fitting + new_tokens < capacity:
-                raise UserError(f"prompts: the longest has {longest:,} tokens; in the {self.limit / 2**30:.1f} GiB of a device "
-                                f"{fitting:,} tokens would fit, with {self.rows} rows at a time; fewer --rows, a smaller "
-                                "--chunk or more devices along --sequence make room")
+                rows = "" if self.rows == 1 else "fewer --rows, "
+                raise UserError(f"prompts: the longest may have {longest:,} tokens; in the {self.limit / 2**30:.1f} GiB of a device "
+                                f"{fitting:,} tokens fit, with {self.rows} rows at a time; {rows}a smaller --chunk or more "
+                                "devices along --sequence make room")
         self.generators[capacity, new_tokens] = generator
         return generator
 

@@ -213,8 +213,9 @@ def run(name: str, opened: Opened, cases: Sequence[Case], output: str | Path, op
     (folder / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     with open(folder / "cases.jsonl", "w", encoding="utf-8") as file:
         for case, answer in zip(cases, answers, strict=True):
-            row = {"task": case.task, "tokens": case.tokens, "depth": case.depth, "expected": case.expected,
-                   "generated": answer.generated, "score": score_of(case, answer), "prompt_tokens": answer.prompt_tokens}
+            row = {"task": case.task, "tokens": case.tokens, "depth": case.depth, "prompt": case.prompt.key,
+                   "expected": case.expected, "generated": answer.generated, "score": score_of(case, answer),
+                   "prompt_tokens": answer.prompt_tokens}
             file.write(json.dumps(row) + "\n")
     picture(results, str(opened.about.get("checkpoint", ""))).savefig(folder / f"{name}.png", dpi=120)
     print_table(results)

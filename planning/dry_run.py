@@ -24,7 +24,7 @@ from trainer.trajectories import trajectory_model
 
 from . import answer
 from .compiled import GIB
-from .machines import ANY_GPU, device_count, host_gib, topology_of
+from .machines import ANY_GPU, device_count, gpu_gib, host_gib, topology_of
 from .memory_estimate import estimate_memory
 from .parts import checkpoint_bytes
 from .plan import Job
@@ -44,7 +44,7 @@ def dry_run(config: RunConfig, machine: str = "", gpu_memory: str | None = None)
     if device_count(topology) != config.mesh.devices:
         raise UserError(f"--dry-run: {machine} has {device_count(topology)} devices, the mesh takes {config.mesh.product}; "
                         "python -m scripts.plan finds a mesh")
-    usable_gib = None if gpu_memory is None else GPU_MEMORY_SHARE * _gib(gpu_memory)
+    usable_gib = None if gpu_memory is None else GPU_MEMORY_SHARE * gpu_gib(gpu_memory)
     stages, fits = stages_of(config), True
     for number, stage in enumerate(stages, 1):
         if len(stages) > 1:
@@ -55,17 +55,6 @@ def dry_run(config: RunConfig, machine: str = "", gpu_memory: str | None = None)
         fits &= _report(stage, topology, bool(machine), usable_gib)
     print("nothing was trained: without --dry-run the same command trains")
     return fits
-
-
-def _gib(typed: str) -> float:
-    """Returns the GiB that a user typed; raises UserError where that is no positive number."""
-    try:
-        gib = float(typed)
-    except ValueError:
-        gib = 0
-    if not 0 < gib < math.inf:
-        raise UserError(f"--gpu-memory: found {typed!r}; the GiB of a GPU, such as 24, would work")
-    return gib
 
 
 def _report(config: RunConfig, topology: str, named: bool, usable_gib: float | None) -> bool:
@@ -121,8 +110,8 @@ def _disk_lines(config: RunConfig, model: LlamaConfig) -> Iterator[str]:
     parameters, moments = checkpoint_bytes(config, model)
     every, steps = config.checkpoint.every or config.train.steps, config.train.steps
     saved = math.ceil(steps / every)
-    # A new checkpoint is whole before the oldest one goes.
-    most = min(saved, config.checkpoint.keep + 1)
+    # A new checkpoint is whole before the oldest one goes, and the best one stays.
+    most = min(saved, config.checkpoint.keep + 1 + bool(config.checkpoint.best))
     total = most * (parameters + moments)
     yield (f"disk: {'1 checkpoint' if saved == 1 else f'{saved:,} checkpoints'} of {_size(parameters + moments)} (parameters "
            f"{_size(parameters)}, moments {_size(moments)}), at most {most} at a time: {_size(total)} in {config.folder}")

@@ -57,6 +57,9 @@ def topology_of(name: str) -> str:
         raise ValueError(f"--machine: found {name!r}; a slice of TPUs is written {chip}-8, as Cloud TPU names it, or "
                          f"{chip}:{_SLICES[chip][4]}")
     hosts, count = _counts(name, first or "1", second) if second else _counts(name, "1", first or "1")
+    if count > 8 and count % 8 == 0:
+        raise ValueError(f"--machine: found {name!r}, one host of {count} GPUs; {hosts * count // 8}x8x{chip.upper()} is hosts of 8, "
+                         f"{chip}:{hosts}x{count} hosts of {count}")
     return f"{chip}:{hosts}x{count}" if hosts > 1 else f"{chip}:{count}"
 
 
@@ -146,6 +149,21 @@ def memory_gib(topology: str) -> float | None:
     """The memory of a device that a program may use, in GiB; None for devices that the table does not list."""
     device = device_of(topology)
     return None if device is None else device.usable_gib
+
+
+def gpu_gib(text: str) -> float:
+    """Returns the memory of a GPU that a user gave, in GiB.
+
+    Raises:
+      ValueError: no positive number.
+    """
+    try:
+        gib = float(text)
+    except ValueError:
+        gib = 0
+    if not 0 < gib < math.inf:
+        raise ValueError(f"--gpu-memory: found {text!r}; the GiB of a GPU, such as 24, would work")
+    return gib
 
 
 def gpus_per_host(topology: str) -> int:

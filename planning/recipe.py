@@ -49,6 +49,7 @@ def recipe_of(job: Job, base: Mapping[str, Any], model_path: str | None) -> dict
     run, default = job.run, RunConfig()
     mesh = {axis: getattr(run.mesh, axis) for axis in MESH_AXES if getattr(run.mesh, axis) > 1}
     mesh |= {name: getattr(run.mesh, name) for name in ("sequence_parallel", "dcn") if getattr(run.mesh, name)}
+    mesh |= {"order": list(run.mesh.order)} if run.mesh.order else {}
     memory = {field.name: getattr(job.memory, field.name) for field in dataclasses.fields(MemoryConfig)
               if field.name == "remat" or getattr(job.memory, field.name) != field.default}
     recipe = {"config_version": VERSION, **base}

@@ -83,7 +83,7 @@ class Talk:
                             f"{needed - 7 * (new_tokens + 64)} tokens")
         if capacity > self.respondent.trained_length:
             print(f"note: conversations of more than {self.respondent.trained_length:,} tokens are beyond the trained length")
-        self.generator: Generator = self.respondent.generator(opened.params, capacity, new_tokens, needed)
+        self.generator: Generator = self.respondent.generator(opened.params, capacity, new_tokens, capacity - new_tokens)
 
     def _user(self, question: str) -> Message:
         """Returns the user's turn; the first one has the document."""

@@ -75,7 +75,7 @@ def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
         if not any(getattr(args, axis) for axis in MESH_AXES):
             axes["sequence"] = device_count(args.topology)
     job = Job(Sizes.of(model), hardware, args.context, args.batch or 1, **axes, remat=args.remat or "save_attention")
-    if args.schedule is not None and args.schedule not in SCHEDULES:
+    if args.schedule is not None and not (isinstance(args.schedule, str) and args.schedule in SCHEDULES):
         raise UserError(f"--schedule: found {args.schedule!r}; compared are {', '.join(SCHEDULES)}")
     return [(name, dataclasses.replace(job, schedule=SCHEDULES[name], layout=layout))
             for name in ([args.schedule] if args.schedule else SCHEDULES)

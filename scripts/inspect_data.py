@@ -1,6 +1,6 @@
 """Shows what a recipe trains on.
 
-    python -m scripts.inspect_data CONFIG.yaml [--rows N] [--tokens N] [--section.field value ...]
+    python -m scripts.inspect_data CONFIG.yaml [--rows N] [--tokens N] [--stage N] [--section.field value ...]
 
 Prints the first packed rows as text, with the tokens that are trained on in colour (without colours, in ⟦ ⟧), the numbers of
 used and dropped records, the documents' lengths, and the share of padding.
@@ -104,12 +104,14 @@ def show(argv: list[str]) -> None:
     parser.add_argument("config", metavar="CONFIG.yaml", help="a recipe; its fields may follow as --section.field value")
     parser.add_argument("--rows", type=int, default=2, help="number of rows to show (default 2)")
     parser.add_argument("--tokens", type=int, default=600, help="number of tokens to show of each row (default 600)")
+    parser.add_argument("--stage", type=int, help="of a recipe with stages, from 1 (default: the last)")
     args, flags = parser.parse_known_args(argv)
     from trainer.config.load import load
     from trainer.model_source import choose_model, for_templates
+    from trainer.stages import choose_stage
     from trainer.text import prepare_text
 
-    config = load(["--config", args.config, *flags], own=vars(args))
+    config = choose_stage(load(["--config", args.config, *flags], own=vars(args)), args.stage)
     _, tokenizer = for_templates(choose_model(config.model), config.data)
     prepared = prepare_text(config, tokenizer)
     loader = Loader(prepared, config.data.context_length, config.train.batch_size, config.data.seed)

@@ -106,6 +106,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
                         "(default 8)")
     parser.add_argument("--without-earlier", type=entry.at_least_one, nargs="+", default=[], metavar="W", help="also measure "
                         "with documents cut into pieces of W tokens, in a curve of its own for each W")
+    parser.add_argument("--stage", type=int, help="whose rows are measured, of a recipe with stages, from 1 (default: the last)")
     return parser.parse_known_args(argv)
 
 
@@ -137,9 +138,11 @@ def measure(checkpoint: str, args: argparse.Namespace, flags: list[str]) -> Meas
     from data.loader import Loader
     from trainer.config import load as configuration
     from trainer.mesh import make_mesh, place_batch, simulate
+    from trainer.stages import choose_stage
     from trainer.text import TextObjective, text_batch
 
     config = configuration.load(["--config", args.config, *flags, "--model.path", checkpoint], own=vars(args))
+    config = choose_stage(config, args.stage)
     if config.mesh.simulate:
         simulate(config.mesh.simulate)
     objective = TextObjective(config, make_mesh(config.mesh, schedule=config.attention.schedule))

@@ -109,8 +109,9 @@ def work(args: argparse.Namespace) -> None:
     for number, (name, make) in enumerate({"book_next_sentence": next_sentences, "book_last_word": last_words}.items()):
         questions = make(sentences, args.count, np.random.default_rng([args.seed, number]))
         if len(questions) < args.count:
+            fewer = f", or --count {len(questions)}," if questions else ""
             raise UserError(f"{args.book}: has {len(questions)} questions for {name}, of {args.count} that are needed; a "
-                            f"longer book, or --count {len(questions)}, would work")
+                            f"longer book{fewer} would work")
         write(folder, name, questions)
         print(f"{folder / name}.yaml: {args.count} questions of {args.book.name}")
 

@@ -124,10 +124,13 @@ def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
     if memory.fits == "no":
         print(*(f"  {line}" for line in answer.advice(job)), sep="\n")
     print(flush=True)
+    if args.compile:
+        compiled = compile_job(job, args, suffix)
+        if compiled is not None and args.write:
+            write(compiled, args)
+        return int(compiled is None)
     if args.write:
         write(job, args)
-    if args.compile:
-        return prove(job, args, suffix)
     print("this is an estimate; --compile asks the machine's compiler")
     if args.output:
         _write_json(_with_suffix(args.output, suffix), {
@@ -153,18 +156,22 @@ def write(job: Job, args: argparse.Namespace) -> None:
     print(f"wrote {args.write}, whose head has the commands", "", sep="\n")
 
 
-def prove(job: Job, args: argparse.Namespace, suffix: str) -> int:
-    """Lets the compiler say what the job takes, prints and writes its plan; returns 1 where it refuses the job."""
+def compile_job(job: Job, args: argparse.Namespace, suffix: str) -> Job | None:
+    """Lets the compiler say what the job takes, prints its plan and writes it to --output.
+
+    Returns:
+      The job that was compiled, with --search and --best the one that was chosen; None where nothing fits.
+    """
     from planning.plan import DoesNotFit, plan
     from planning.topology import compiling
 
     print(f"compiling {job.name}, {job.context:,} tokens, {job.axes} of {job.topology} (minutes for a pod)", file=sys.stderr)
     try:
         with compiling():
-            job, result, rest = searched(job, args) if args.search or args.best else (job, plan(job), {})
+            job, result, rest = search_compiled(job, args) if args.search or args.best else (job, plan(job), {})
     except DoesNotFit as error:
         print(f"does not fit, says the compiler: {error}", file=sys.stderr)
-        return 1
+        return None
     result |= estimates(result, job, args)
     show(result)
     if args.output and args.search:
@@ -174,7 +181,7 @@ def prove(job: Job, args: argparse.Namespace, suffix: str) -> int:
         draw(rest["tries"], result, folder / "plan.png")
     elif args.output:
         _write_json(_with_suffix(args.output, suffix), result)
-    return 0
+    return job
 
 
 def _with_suffix(path: str, suffix: str) -> Path:
@@ -187,7 +194,7 @@ def _write_json(path: Path, content: dict[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def searched(job: Job, args: argparse.Namespace) -> tuple[Job, dict[str, Any], dict[str, Any]]:
+def search_compiled(job: Job, args: argparse.Namespace) -> tuple[Job, dict[str, Any], dict[str, Any]]:
     """The longest job that fits (with --best alone the best one of its context), its plan, and what was tried on the way.
 
     Raises:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from model.memory.options import MemoryConfig
-from planning.machines import EXAMPLES, topology_of
+from planning.machines import EXAMPLES, gpu_gib, is_gpu, topology_of
 from planning.memory_options import MEMORY_OPTIONS
 from trainer import entry
 from trainer.config.schema import MESH_AXES, AttentionConfig
@@ -32,7 +32,7 @@ def parser() -> entry.CommandParser:
                          "org/name in the Hugging Face cache; the recipe's own unless given")
     options.add_argument("--machine", "--topology", dest="topology", type=_checked(topology_of), metavar="MACHINE",
                          help=f"such as {EXAMPLES}")
-    options.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of a GPU, in place of the table's; with "
+    options.add_argument("--gpu-memory", type=_checked(gpu_gib), metavar="GIB", help="memory of a GPU, in place of the table's; with "
                          "--machine gpu, 4xgpu of any GPU")
     options.add_argument("--context", type=_checked(tokens_of), help="tokens in a row, such as 64K or 1M; with --search the "
                          "first one tried")
@@ -68,12 +68,12 @@ def _checked(convert: Callable[[str], Any]) -> Callable[[str], Any]:
         try:
             return convert(text)
         except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error).removeprefix("--machine: ")) from None
+            raise argparse.ArgumentTypeError(str(error).removeprefix("--machine: ").removeprefix("--gpu-memory: ")) from None
     return checked
 
 
 def tokens_of(text: str) -> int:
-    """Returns a number of tokens: 4096, 64K, 1M, 1_048_576. K and M are powers of two where the number before them is whole.
+    """Returns a number of tokens: 4096, 64K, 1M, 1_048_576. K and M are 2^10 and 2^20.
 
     Raises:
       ValueError: no number of at least 1.
@@ -118,6 +118,8 @@ def jobs_of(args: argparse.Namespace) -> list[Job]:
 
     if not args.topology:
         raise UserError(f"--machine: missing; write {EXAMPLES}")
+    if args.gpu_memory is not None and not is_gpu(args.topology):
+        raise UserError(f"--gpu-memory: {args.topology} has TPUs, whose memory is known; leave it out")
     recipe = _recipe(args)
     model = _model(args, recipe)
     if not recipe.stages:
@@ -160,7 +162,7 @@ def _job(args: argparse.Namespace, recipe: RunConfig, model: LlamaConfig, staged
     name = args.model or recipe.model.path or recipe.model.preset or recipe.name
     return Job(check(run, "plan"), model, args.topology, name, group_per_key_head,
                host_gib(args.topology) if args.host_gib is None else args.host_gib,
-               args.gpu_memory and GPU_MEMORY_SHARE * args.gpu_memory)
+               None if args.gpu_memory is None else GPU_MEMORY_SHARE * args.gpu_memory)
 
 
 def _mesh(args: argparse.Namespace) -> MeshConfig | None:

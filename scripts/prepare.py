@@ -3,7 +3,8 @@
     python -m scripts.prepare --config RECIPE.yaml [--section.field value ...]
 
 The result is written to a folder under `data.prepared`, whose name is a hash of the data, templates, tokenizer and rules. All
-runs with the same of these use it, on any mesh and on any machine that can read that path (a folder, gs:// or s3://).
+runs with the same of these use it, on any mesh and on any machine that can read that path (a folder, gs:// or s3://). Of a
+recipe with stages every stage's data are prepared.
 """
 from __future__ import annotations
 
@@ -27,16 +28,19 @@ def prepare(recipe: str, flags: list[str]) -> None:
     from scripts.inspect_data import describe
     from trainer.config.load import load
     from trainer.model_source import choose_model, for_templates
+    from trainer.stages import choose_stage
     from trainer.text import prepare_text
 
     config = load(["--config", recipe, *flags])
     _, tokenizer = for_templates(choose_model(config.model), config.data)
-    prepared = prepare_text(config, tokenizer)
-    print(prepared.report.summary())
-    for documents in (prepared.train, prepared.held_out):
-        if len(documents):
-            print(describe(documents, Loader(documents, config.data.context_length, 1, config.data.seed)))
-    print(f"prepared in {prepared.folder}")
+    for number in range(1, max(len(config.stages), 1) + 1):
+        data = choose_stage(config, number)
+        prepared = prepare_text(data, tokenizer)
+        print(prepared.report.summary())
+        for documents in (prepared.train, prepared.held_out):
+            if len(documents):
+                print(describe(documents, Loader(documents, data.data.context_length, 1, data.data.seed)))
+        print(f"prepared in {prepared.folder}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -60,6 +60,24 @@ def stages_of(config: RunConfig) -> list[RunConfig]:
     return configs
 
 
+def choose_stage(config: RunConfig, number: int | None = None) -> RunConfig:
+    """Returns the configuration of a stage as its data are read: with the recipe's own model, from whose folder the tokenizer
+    can be had before the stages in front of it have run. Without stages it is `config` itself.
+
+    Args:
+      number: of the stage, from 1; the last one unless given.
+
+    Raises:
+      UserError: there is no stage of this number; or see `stages_of`.
+    """
+    stages = stages_of(config)
+    if number is not None and not 1 <= number <= len(stages):
+        raise UserError(f"--stage: found {number}; the recipe has {len(stages)}, counted from 1")
+    if config.stages:
+        _announce(stages, (number or len(stages)) - 1)
+    return dataclasses.replace(stages[(number or len(stages)) - 1], model=config.model)
+
+
 def train_stages(config: RunConfig, train: Callable[[RunConfig], Path]) -> Path:
     """Trains each stage that is not finished, in order, and returns the last checkpoint.
 

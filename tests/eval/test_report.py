@@ -167,6 +167,23 @@ def test_the_cost_is_the_sum_over_the_steps(runs):
     assert found["steps"] == str(rows[-1]["step"]) and "simulated devices" in found["device hours"]
 
 
+def test_a_run_with_stages_is_all_of_them(runs):
+    """Curves and cost go on counting from stage to stage; a run whose last stage has not begun is one too."""
+    one_stage = report.cost(report.read_run(runs / "after"))
+    shutil.copytree(runs / "before", runs / "staged" / "stages" / "1")
+    assert report.cost(report.read_run(runs / "staged")) == one_stage
+    for stage in ("2", "10"):
+        shutil.copytree(runs / "before", runs / "staged" / "stages" / stage)
+    for path in (runs / "before").iterdir():
+        if path.is_file():
+            shutil.copy(path, runs / "staged")
+    run = report.read_run(runs / "staged")
+    steps, total = int(one_stage["steps"]), report.cost(run)
+    assert [row["step"] for row in run.logs["metrics"]] == list(range(1, 4 * steps + 1))
+    assert total["steps"] == str(4 * steps)
+    assert float(total["device hours"].split()[0]) == pytest.approx(4 * float(one_stage["device hours"].split()[0]), abs=0.02)
+
+
 def test_curves_have_each_logged_point(runs):
     rows = report.read_run(runs / "before").logs["metrics"]
     drawn = report.chart({"loss": [(row["step"], row["loss_nats_per_target"]) for row in rows]}, "step", "loss")

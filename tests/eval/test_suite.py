@@ -198,6 +198,15 @@ def test_questions_about_documents(tmp_path):
         ruler.qa_cases(str(path), count, [300], 4, 0)
 
 
+def test_questions_about_documents_take_lists(tmp_path):
+    """A text in place of a list would be taken for a list of its letters."""
+    good = {"question": "Which city?", "answers": ["Paris"], "documents": ["The city is Paris."]}
+    for name, text in (("answers", "Paris"), ("documents", "The city is Paris.")):
+        (tmp_path / "qa.jsonl").write_text(json.dumps(good | {name: text}))
+        with pytest.raises(UserError, match="qa.jsonl:1: not a question"):
+            ruler.qa_cases(str(tmp_path / "qa.jsonl"), count, [700], 1, 0)
+
+
 def test_texts_that_cannot_be_used(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         needle.read_haystack(str(tmp_path / "gone.txt"))
@@ -222,6 +231,7 @@ def test_commands_write_results_and_go_on(hf_model, tmp_path, monkeypatch, capsy
     assert results["evaluation"] == name and sum(row["cases"] for row in results["results"]) == 4 - 2 * (name == "coreference")
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     rows = [json.loads(line) for line in (tmp_path / "cases.jsonl").read_text().splitlines()]
+    assert len({row["prompt"] for row in rows}) == len(rows)  # by which eval.compare pairs them
     assert all(row["score"] == 0 for row in rows) and len(rows) == sum(row["cases"] for row in results["results"])
     before = (tmp_path / "answers.jsonl").read_bytes()
     assert command.main([*shared, *flags]) == 0

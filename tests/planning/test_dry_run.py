@@ -37,6 +37,9 @@ def test_the_disk_is_that_of_the_run(recipe, whole_run, capsys):
     count, size, most, total = re.search(r"disk: (\d+) checkpoints of ([\d.]+) MiB .* at most (\d+) at a time: ([\d.]+) MiB",
                                          said).groups()
     assert (count, most) == ("6", "3") and float(total) == pytest.approx(3 * float(size), abs=0.2)
+    # The best one, by the loss of the held-out data, stays beside them.
+    best = said_by(capsys, "--config", recipe, "--checkpoint.best", "held_out_loss_nats_per_target", "--dry-run")[1]
+    assert "at most 4 at a time" in best
     newest = max((whole_run / "checkpoints").iterdir(), key=lambda folder: int(folder.name))
     files = [file for part in ("model", "optimizer") for file in (newest / part).rglob("*") if file.is_file()]
     stored = sum(file.stat().st_size for file in files)

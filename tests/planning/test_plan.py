@@ -239,6 +239,25 @@ def test_the_search_ends_at_the_longest_context_that_fits(monkeypatch):
                      (8000, "nothing"), (16000, "nothing")]
 
 
+def test_the_recipe_is_that_of_the_plan_that_the_compiler_chose(monkeypatch, tmp_path, capsys):
+    import planning.plan
+
+    def plan(job):
+        if job.context > 32768:
+            raise DoesNotFit(16.0, 15.75)
+        return {"model": job.name, "topology": job.topology, "devices": 4, "device_gib": 15.75, "host_gib": 0.0, "mesh": {},
+                "context": job.context, "peak_gib": 8.0, "communication": None}
+
+    monkeypatch.setattr(planning.plan, "plan", plan)
+    recipe = tmp_path / "mine.yaml"
+    assert main(["--model", "smollm2-135m", "--machine", "v5e-4", "--context", "8K", "--search", "--compile", "--write",
+                 str(recipe)]) == 0
+    assert yaml.safe_load(recipe.read_text(encoding="utf-8"))["data"]["context_length"] == 32768
+    recipe.unlink()
+    assert main(["--model", "smollm2-135m", "--machine", "v5e-4", "--context", "64K", "--compile", "--write", str(recipe)]) == 1
+    assert not recipe.exists() and "does not fit, says the compiler" in capsys.readouterr().err
+
+
 def test_the_ways_of_a_job():
     """Llama 3.1 8B, four rows on 16 chips: every way has all chips, rows go to fsdp first, none is slower than the next."""
     job = Job.of("llama-3.1-8b", "v5e:4x4", 8192, batch=4)

@@ -4,6 +4,7 @@ import yaml
 
 from planning.plan import Job
 from planning.recipe import recipe_of, recipe_text
+from trainer.config.schema import MeshConfig
 
 
 @pytest.mark.parametrize(("topology", "command"), [
@@ -22,3 +23,9 @@ def test_a_command_that_each_host_has_to_run_says_so(topology, command):
     for line, beginning in zip(lines[start:], [*command, "# Check "], strict=False):
         assert line.startswith(beginning), line
     assert yaml.safe_load(text) == recipe
+
+
+def test_a_mesh_is_written_with_its_order():
+    mesh = MeshConfig(fsdp=2, sequence=4, order=("sequence", "data", "fsdp", "tensor"))
+    recipe = recipe_of(Job.of("llama-3.1-8b", "h100:8", 8192, mesh=mesh), {}, None)
+    assert MeshConfig(**yaml.safe_load(yaml.safe_dump(recipe))["mesh"]) == MeshConfig(fsdp=2, sequence=4, order=list(mesh.order))

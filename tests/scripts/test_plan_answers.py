@@ -129,6 +129,10 @@ def test_every_stage_of_a_recipe_is_planned(repository, capsys):
     (["--machine", "8xH100", "--context", "64K", "--layout", "stripped"], "did you mean striped?"),
     (["--context", "64K"], "--machine: missing"),
     (["--machine", "8xH100"], "--context: missing, such as --context 128K"),
+    (["--machine", "16xH100", "--context", "64K"], "2x8xH100 is hosts of 8"),
+    (["--machine", "8xH100", "--context", "64K", "--gpu-memory", "0"], "the GiB of a GPU, such as 24, would work"),
+    (["--machine", "v5p-32", "--context", "64K", "--gpu-memory", "40"], "--gpu-memory: v5p:2x2x4 has TPUs"),
+    (["--machine", "8xH100", "--context", "64K", "--compare", "--schedule", "{name: ring}"], "compared are "),
     (["--machine", "8xH100", "--context", "64K", "--mesh", "sequence=4"], "= 4 devices, but h100:8 has 8"),
     (["--machine", "8xH100", "--context", "64K", "--model", "llama-3.1-8"], "did you mean llama-3.1-8b?"),
     (["--machine", "8xH100", "--context", "64K", "--model", "meta/none"], "hf download meta/none")])
