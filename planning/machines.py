@@ -58,8 +58,8 @@ def topology_of(name: str) -> str:
                          f"{chip}:{_SLICES[chip][4]}")
     hosts, count = _counts(name, first or "1", second) if second else _counts(name, "1", first or "1")
     if count > 8 and count % 8 == 0:
-        raise ValueError(f"--machine: found {name!r}, one host of {count} GPUs; {hosts * count // 8}x8x{chip.upper()} is hosts of 8, "
-                         f"{chip}:{hosts}x{count} hosts of {count}")
+        raise ValueError(f"--machine: found {name!r}, one host of {count} GPUs; "
+                         f"{hosts * count // 8}x8x{chip.upper()} is hosts of 8, {chip}:{hosts}x{count} hosts of {count}")
     return f"{chip}:{hosts}x{count}" if hosts > 1 else f"{chip}:{count}"
 
 

@@ -70,12 +70,20 @@ create() {
   done
 }
 
-# The workers get the files that git tracks: a recipe just written would be missed there, once the slice is paid for.
+# The workers get the files that git tracks: a recipe just written would be missed there, once the slice is paid for. An
+# absolute path may be on a file system that --setup mounts.
 check_recipe() {
-  local recipe root
-  [[ ${train[0]:-} == --config ]] || return 0
-  recipe=${train[1]:-} root=$(dirname "${BASH_SOURCE[0]}")/..
-  [[ ! -e $root/$recipe ]] || git -C "$root" ls-files --error-unmatch -- "$recipe" > /dev/null 2>&1 ||
+  local recipe='' root index
+  root=$(dirname "${BASH_SOURCE[0]}")/..
+  for index in "${!train[@]}"; do
+    case ${train[index]} in
+      --config) recipe=${train[index + 1]:-} ;;
+      --config=*) recipe=${train[index]#--config=} ;;
+    esac
+  done
+  [[ -n $recipe && $recipe != /* ]] || return 0
+  [[ -e $root/$recipe ]] || fail "--config: there is no $recipe in $(cd "$root" && pwd)"
+  git -C "$root" ls-files --error-unmatch -- "$recipe" > /dev/null 2>&1 ||
     fail "$recipe is not tracked by git and would not reach the workers: git add $recipe"
 }
 

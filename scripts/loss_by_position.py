@@ -106,7 +106,7 @@ def parse(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[s
                         "(default 8)")
     parser.add_argument("--without-earlier", type=entry.at_least_one, nargs="+", default=[], metavar="W", help="also measure "
                         "with documents cut into pieces of W tokens, in a curve of its own for each W")
-    parser.add_argument("--stage", type=int, help="whose rows are measured, of a recipe with stages, from 1 (default: the last)")
+    parser.add_argument("--stage", type=int, help="of a recipe with stages, whose rows are measured, from 1 (default: last)")
     return parser.parse_known_args(argv)
 
 

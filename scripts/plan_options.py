@@ -32,8 +32,8 @@ def parser() -> entry.CommandParser:
                          "org/name in the Hugging Face cache; the recipe's own unless given")
     options.add_argument("--machine", "--topology", dest="topology", type=_checked(topology_of), metavar="MACHINE",
                          help=f"such as {EXAMPLES}")
-    options.add_argument("--gpu-memory", type=_checked(gpu_gib), metavar="GIB", help="memory of a GPU, in place of the table's; with "
-                         "--machine gpu, 4xgpu of any GPU")
+    options.add_argument("--gpu-memory", type=_checked(gpu_gib), metavar="GIB", help="memory of a GPU, in place of the "
+                         "table's; with --machine gpu, 4xgpu of any GPU")
     options.add_argument("--context", type=_checked(tokens_of), help="tokens in a row, such as 64K or 1M; with --search the "
                          "first one tried")
     options.add_argument("--mesh", help="such as fsdp=8,sequence=8 or tensor=8,sequence_parallel=1")

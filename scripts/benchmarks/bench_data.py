@@ -138,7 +138,8 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser("bench_data", __doc__)
     parser.add_argument("--tokenizer", type=Path, help="folder or file of a tokenizer with a chat template")
-    parser.add_argument("--context_lengths", type=int, nargs="+", default=[16384, 131072], help="(default 16384 131072)")
+    parser.add_argument("--context-lengths", "--context_lengths", type=int, nargs="+", default=[16384, 131072],
+                        help="(default 16384 131072)")
     add_output_folder(parser, "runs/bench_data")
     args = parser.parse_args(argv)
     return entry.run(lambda: work(args))

@@ -145,22 +145,27 @@ def work(args: argparse.Namespace) -> None:
     plot(rows, args.output / "bench_kernels.png", title)
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code."""
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Returns the options of the command line."""
     parser = make_parser("bench_kernels", __doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192, 16384], help="tokens of a block (4096..131072)")
     parser.add_argument("--blocks", nargs="+", choices=BLOCKS, default=list(BLOCKS), help="kinds of block (default: all)")
     parser.add_argument("--peers", nargs="+", choices=PEERS, help="default: all that this kind of device can run")
     parser.add_argument("--heads", type=int, default=8, help="query heads (default 8)")
-    parser.add_argument("--kv_heads", type=int, help="key and value heads (default: as many as query heads)")
-    parser.add_argument("--head_dim", type=int, default=64, help="(default 64)")
+    parser.add_argument("--kv-heads", "--kv_heads", type=int, help="key and value heads (default: as many as query heads)")
+    parser.add_argument("--head-dim", "--head_dim", type=int, default=64, help="(default 64)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="(default float32)")
     parser.add_argument("--kernel", default="auto", help="our kernel (default auto)")
-    parser.add_argument("--tile", type=int, default=512, help="our tiles' length (default 512)")
+    parser.add_argument("--tile", type=int, default=0, help="our tiles' length (default: the kernel's own, as in training)")
     parser.add_argument("--repeats", type=int, default=3, help="runs in each process (default 3)")
     parser.add_argument("--rounds", type=int, default=2, help="processes for each peer, taking turns (default 2)")
     add_output_folder(parser, "runs/bench_kernels")
-    args = parser.parse_args(argv)
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    args = parse(argv)
     return entry.run(lambda: work(args))
 
 

@@ -30,7 +30,7 @@ class Case:
         `packed`: as diagonal, with DOCUMENTS documents of random lengths.
       length: tokens of the block of queries and of the block of keys.
       backward: whether the gradients are computed as well.
-      kernel, tile: our kernel's name and the tokens on its tiles' sides.
+      kernel, tile: our kernel's name and the tokens on its tiles' sides, 0 for its own.
       repeats: runs, of which the fastest counts.
     """
 
@@ -43,7 +43,7 @@ class Case:
     head_dim: int = 64
     dtype: str = "float32"
     kernel: str = "auto"
-    tile: int = 512
+    tile: int = 0
     repeats: int = 3
 
     def document_lengths(self) -> Int[np.ndarray, " documents"]:

@@ -17,18 +17,25 @@ INTRODUCTION = """\
 # Benchmarks
 
 Made by `python -m scripts.benchmarks.page` from the files in [docs/results](docs/results); do not edit it by hand.
-`make bench` measures what is not fresh, writes its result files and makes this page again;
+`make bench` measures again what takes minutes and whose code has changed, writes its result files and makes this page anew;
 `python -m scripts.benchmarks --stale` lists the results whose code has changed since they were measured.
 
 Every row names its result file, which holds all figures, the command, the machine, versions and commit.
 [docs/notes](docs/notes) says what was tried and why. No figure here is a speed on a TPU or GPU:
 memory, transfers and overlap on those were read from what their compilers make, on a machine with 2 CPU cores.
+
+- met, **missed**: whether the measured figure reaches the goal.
+- bundle: the instructions that a TPU core issues in one cycle; a program of fewer bundles takes fewer cycles.
+- 2 a core: two thread blocks of the kernel fit on a streaming multiprocessor of the GPU at a time.
+- bytes off the formula: by how much what a rank receives differs from the paper's formula, at most.
+- AT 8, DT, BC-10%: Agentic Transformer with 8 episodes in a context, Decision Transformer, behaviour cloning of the best tenth.
 """
 PROVENANCE = """\
 ## When, at which commit, by which command
 
-Commands that are cut short stand whole in the result files. `carried`: taken over from the hand-written page of
-before, with the commit that recorded the figures. `inputs`: a digest of the files that the result depends on.
+Commands that are cut short stand whole in the result files, as do the dates and commits of single rows. `carried`: taken over
+from the hand-written page of before, with the commit that recorded the figures. `inputs`:
+a digest of the files that the result depends on.
 """
 # What users ask first: question, and the NAME.ROW that answers it.
 HEADLINES = (
@@ -111,7 +118,7 @@ def note(result: Result) -> str:
 
 def verdict(row: Mapping[str, str]) -> str:
     """Returns a row's verdict as the page shows it."""
-    return {"short": "**fell short**", "no goal": ""}.get(row["verdict"], row["verdict"])
+    return {"held": "met", "short": "**missed**", "no goal": ""}.get(row["verdict"], row["verdict"])
 
 
 def step_times(results: Mapping[str, Result]) -> str:
@@ -131,7 +138,7 @@ def headlines(results: Mapping[str, Result]) -> str:
         name, row_id = reference.split(".")
         row = results[name].rows[row_id]
         rows.append((question, row["found"], row["goal"], verdict(row), f"[{name}]"))
-    return table(("question", "found", "goal", "", "source"), rows)
+    return table(("question", "measured", "goal", "verdict", "source"), rows)
 
 
 def section(heading: str, names: Iterable[str], results: Mapping[str, Result]) -> str:
@@ -142,7 +149,7 @@ def section(heading: str, names: Iterable[str], results: Mapping[str, Result]) -
             if row_id in SELECTED.get(name, results[name].rows) and not row_id.startswith("ours_")]
     notes = list(dict.fromkeys(note(results[name]) for name in names if results[name].note))
     more = f"\nWhat was tried and why: {', '.join(notes)}.\n" if notes else ""
-    return f"## {heading}\n\n{table(('what', 'goal', 'found', '', 'source'), rows)}{more}"
+    return f"## {heading}\n\n{table(('what', 'goal', 'measured', 'verdict', 'source'), rows)}{more}"
 
 
 def selected(wanted: str, results: Mapping[str, Result]) -> list[tuple[str, str, Mapping[str, str]]]:
@@ -153,9 +160,9 @@ def selected(wanted: str, results: Mapping[str, Result]) -> list[tuple[str, str,
 
 def fell_short(results: Mapping[str, Result]) -> str:
     """Returns the section of rows that missed their goal."""
-    rows = [(row["what"], row["goal"], row["found"], f"[{name}], {note(results[name])}")
+    rows = [(row["what"], row["goal"], row["found"], ", ".join(filter(None, (f"[{name}]", note(results[name])))))
             for name, _, row in selected("short", results)]
-    return ("## Fell short\n\n" + table(("what", "goal", "found", "source"), rows)
+    return ("## Goals missed\n\n" + table(("what", "goal", "measured", "source"), rows)
             + "\nKnown limits that are no figures: [docs/notes/limits.md](docs/notes/limits.md)\n")
 
 
@@ -179,8 +186,11 @@ def provenance(results: Mapping[str, Result]) -> str:
     for name, result in results.items():
         if result.date:
             digest = combine(sorted(result.depends_on.items()))[:8]
-            commit = f"{result.commit}{', carried' if result.carried else ''}"
-            rows.append((f"[{name}]", result.date, commit, digest, short(result.command)))
+            dates = sorted({result.date, *(row["date"] for row in result.rows.values() if "date" in row)})
+            commits = {result.commit, *(row["commit"] for row in result.rows.values() if "commit" in row)}
+            commit = result.commit if len(commits) == 1 else f"{len(commits)} commits"
+            rows.append((f"[{name}]", " to ".join(dict.fromkeys((dates[0], dates[-1]))),
+                         f"{commit}{', carried' if result.carried else ''}", digest, short(result.command)))
     return f"{PROVENANCE}\n{table(('result', 'date', 'commit', 'inputs', 'command'), rows)}"
 
 

@@ -105,13 +105,13 @@ TESTED = {
     "tests/data/trajectories/test_archives.py": [
         "python -m scripts.download_trajectories --domain walker --algorithm proto rnd --output trajectories/exorl"],
     "tests/scripts/test_inspect_trajectories.py": [
-        "python -m scripts.inspect_trajectories PATH --task ...",
         "python -m scripts.inspect_trajectories trajectories/exorl --task walker_walk --plot returns.png --json returns.json"],
     "tests/trainer/test_processes.py": ["python -m scripts.launch_local --processes 4 ..."],
     "tests/scripts/test_launchers.py": [
         "eval \"$(python -m trainer.xla_flags tpu)\"", "eval \"$(python -m trainer.xla_flags gpu)\"",
         "scripts/launch_tpu.sh run NAME --zone Z --type v5p-128 --version V --spot -- --config ...",
-        "scripts/launch_tpu.sh run NAME --zone ZONE --type v5p-32 --version v2-alpha-tpuv5 --spot -- --config my_recipe.yaml",
+        "scripts/launch_tpu.sh run NAME --zone ZONE --type v5p-32 --version v2-alpha-tpuv5 --spot -- --config my_recipe.yaml "
+        "--model.path HF_DIR --data.path FILE.json --run_dir SHARED/run --data.prepared SHARED/prepared",
         "sbatch --nodes 4 --gpus-per-node 8 scripts/launch_slurm.sbatch --config ...",
         "kubectl apply -f scripts/kubernetes/jobset.yaml", "scripts/launch_tpu.sh", "scripts/launch_slurm.sbatch"],
     "tests/scripts/benchmarks/test_bench_kernels.py": ["python -m scripts.benchmarks.bench_kernels --lengths 8192 16384"],
@@ -140,7 +140,8 @@ NOT_RUN = {
     "python train.py --config configs/trajectories/walker_walk.yaml --trajectories.in_context 128 --trajectories.action_repeat 1 "
     "--data.context_length 512000 --mesh.sequence 64 --attention.layout striped": "needs 64 devices",
     "docker build -f scripts/kubernetes/Dockerfile --build-arg PLATFORM=cuda -t longstripe .": DOCKER,
-    "docker run --rm --gpus all --ipc host -v \"$PWD/runs:/longstripe/runs\" -v \"$HOME/models:/models\" longstripe --config "
+    "docker run --rm --gpus all --ipc host -v \"$PWD/runs:/longstripe/runs\" -v \"$PWD/prepared:/longstripe/prepared\" "
+    "-v \"$HOME/.cache/longstripe:/root/.cache/longstripe\" -v \"$HOME/models:/models\" longstripe --config "
     "configs/qwen3_8b_128k_h100.yaml --model.path /models/Qwen3-8B --data.path /models/chats.json": DOCKER,
     "gcloud compute tpus tpu-vm create NAME --zone ZONE --accelerator-type v6e-8 --version v2-alpha-tpuv6e": CLOUD,
     "git add my_recipe.yaml": "is git's own",

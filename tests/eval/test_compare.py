@@ -94,7 +94,8 @@ def test_the_table_pairs_cases_whatever_their_order(tmp_path, capsys):
 @pytest.mark.parametrize(("rows", "words"), [
     ([], "is empty"), ([{"episode": 1}], "no cases of an evaluation (KeyError"),
     ([line_case(1, 30, True)], "have no case in common"),
-    ([line_case(1, 20, True) | {"prompt": "of another text"}], "have no case in common"), (None, "no cases of an evaluation (FileNotFoundError")])
+    ([line_case(1, 20, True) | {"prompt": "of another text"}], "have no case in common"),
+    (None, "no cases of an evaluation (FileNotFoundError")])
 def test_folders_that_cannot_be_compared_are_refused_in_one_line(tmp_path, capsys, rows, words):
     first = write(tmp_path / "before", [line_case(1, 20, True)])
     second = tmp_path / "after" if rows is None else write(tmp_path / "after", rows)

@@ -203,7 +203,7 @@ def test_questions_about_documents_take_lists(tmp_path):
     good = {"question": "Which city?", "answers": ["Paris"], "documents": ["The city is Paris."]}
     for name, text in (("answers", "Paris"), ("documents", "The city is Paris.")):
         (tmp_path / "qa.jsonl").write_text(json.dumps(good | {name: text}))
-        with pytest.raises(UserError, match="qa.jsonl:1: not a question"):
+        with pytest.raises(UserError, match=r"qa\.jsonl:1: not a question"):
             ruler.qa_cases(str(tmp_path / "qa.jsonl"), count, [700], 1, 0)
 
 

@@ -68,6 +68,7 @@ def launch(tmp_path):
     return run
 
 
+RECIPE = "configs/quickstart.yaml"
 SLICE = ("--zone", "z", "--type", "v5p-64", "--version", "v2", "--poll", "0")
 
 
@@ -101,13 +102,13 @@ def test_run_creates_installs_starts_and_follows(launch):
 
 
 def test_an_existing_slice_is_used_and_a_failure_of_training_ends_the_command(launch):
-    done, calls = launch("run", "pod", *SLICE, "--", "--config", "c", states=["ACTIVE"], codes=["2"])
+    done, calls = launch("run", "pod", *SLICE, "--", "--config", RECIPE, states=["ACTIVE"], codes=["2"])
     assert done.returncode == 2 and verbs(calls) == ["scp", "install", "start", "follow"]
 
 
 def test_it_restarts_after_a_preemption(launch):
     # Preempted twice during training: noticed by the slice's state, then by the exit status.
-    done, calls = launch("run", "pod", *SLICE, "--spot", "--", "--config", "c",
+    done, calls = launch("run", "pod", *SLICE, "--spot", "--", "--config", RECIPE,
                          states=["ACTIVE", "ACTIVE", "SUSPENDED", "SUSPENDED", "SUSPENDED", "ABSENT", "ACTIVE", "ACTIVE",
                                  "ACTIVE", "ACTIVE"],
                          codes=["", "143", "0"])
@@ -118,12 +119,12 @@ def test_it_restarts_after_a_preemption(launch):
 
 
 def test_training_that_is_killed_three_times_is_not_restarted(launch):
-    done, calls = launch("run", "pod", *SLICE, "--", "--config", "c", states=["ACTIVE"], codes=["137"])
+    done, calls = launch("run", "pod", *SLICE, "--", "--config", RECIPE, states=["ACTIVE"], codes=["137"])
     assert done.returncode == 137 and verbs(calls).count("start") == 3
 
 
 def test_training_that_saves_on_every_preemption_is_restarted(launch):
-    done, calls = launch("run", "pod", *SLICE, "--", "--config", "c", states=["ACTIVE"], codes=["143"] * 4 + ["0"])
+    done, calls = launch("run", "pod", *SLICE, "--", "--config", RECIPE, states=["ACTIVE"], codes=["143"] * 4 + ["0"])
     assert done.returncode == 0 and verbs(calls).count("start") == 5
 
 
@@ -147,6 +148,18 @@ def test_a_recipe_that_git_does_not_track_is_refused_before_a_slice_is_created(l
         recipe.unlink()
     assert done.returncode == 2 and not verbs(calls)
     assert f"{recipe.name} is not tracked by git and would not reach the workers: git add {recipe.name}" in done.stderr
+
+
+@pytest.mark.parametrize("words", [("--config", "configs/quickstat.yaml"),
+                                   ("--run_dir", "r", "--config=configs/quickstat.yaml")])
+def test_a_recipe_that_is_not_there_creates_no_slice(launch, words):
+    done, calls = launch("run", "s", *SLICE, "--", *words, states=["ABSENT", "ACTIVE"])
+    assert done.returncode == 2 and not verbs(calls) and "--config: there is no configs/quickstat.yaml in /" in done.stderr
+
+
+def test_a_recipe_on_a_mounted_file_system_is_the_workers_own(launch):
+    done, calls = launch("run", "s", *SLICE, "--", "--config", "/mnt/shared/mine.yaml", states=["ABSENT", "ACTIVE"])
+    assert done.returncode == 0 and "create" in verbs(calls)
 
 
 def test_the_workers_commands_train_stop_and_store_the_exit_status(launch, tmp_path):

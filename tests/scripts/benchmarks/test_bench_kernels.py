@@ -1,6 +1,7 @@
 """The kernels' benchmark: every peer computes the same attention, work is counted as the mask has it, files are written."""
 import functools
 import json
+import shlex
 import sys
 import types
 
@@ -11,7 +12,7 @@ import torch
 from jax._src.cudnn import fused_attention_stablehlo
 
 from model.attention.kernels import device
-from scripts.benchmarks.bench_kernels import main
+from scripts.benchmarks.bench_kernels import main, parse
 from scripts.benchmarks.kernel_block import BLOCKS, Case, LeftOut, make_block
 from scripts.benchmarks.kernel_peers import ON_DEVICE, PEERS, splash
 
@@ -58,6 +59,13 @@ def test_every_peer_computes_the_same(peer, kind):
 
 
 @pytest.mark.slow
+def test_the_commands_that_accelerators_wait_for_are_its_own(repository):
+    rows = json.loads((repository / "docs/results/accelerators.json").read_text(encoding="utf-8"))["rows"]
+    commands = [words for row in rows.values()
+                if "scripts.benchmarks.bench_kernels" in (words := shlex.split(row.get("command", "")))]
+    assert len(commands) == 2 and all(parse(words[3:]).dtype == "bfloat16" for words in commands)
+
+
 def test_the_table_the_figures_and_the_plot(tmp_path, capsys):
     arguments = ["--lengths", "64", "--blocks", "diagonal", "--peers", "ours", "jax-cudnn", "--heads", "2", "--head_dim", "8",
                  "--rounds", "1", "--repeats", "1", "--output", str(tmp_path)]  # fmt: skip
