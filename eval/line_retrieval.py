@@ -35,8 +35,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=0, help="use only the first so many cases of each file; 0 uses all")
     parser.add_argument("--keys", default="adjective_noun", choices=line_cases.KEY_STYLES,
                         help="style of the keys of generated cases")
-    parser.add_argument("--unseen", action="store_true", help="generate keys and numbers that no generated training text has "
-                        "in any pair (by default, only their pairs are in none)")
+    parser.add_argument("--unseen", action="store_true", help="use only keys and numbers that are reserved for evaluation; by "
+                        "default both may occur in generated training data, but never together")
     parser.add_argument("--like", metavar="FILE.jsonl", help="word generated cases as this file does: its header, lines and "
                         "question")
     parser.add_argument("--seed", type=int, default=0, help="seed of the generated cases")
@@ -52,7 +52,7 @@ def gather_cases(args: argparse.Namespace) -> list[line_cases.LineCase]:
         UserError: an option is wrong, as far as can be known without the model.
     """
     if not args.cases and not args.lines and not args.tokens:
-        raise UserError("nothing to evaluate: give --cases FILE.jsonl or --lines 20 50")
+        raise UserError("nothing to evaluate: give --cases FILE.jsonl, --lines 20 50 or --tokens 4096")
     runner.check_flags(args)
     if args.count < 1:
         raise UserError(f"--count: {args.count} cases of each length; 1 or more would work")

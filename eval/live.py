@@ -37,7 +37,7 @@ def _answers(respondent: runner.Respondent, params: Params, prompts: list[runner
 
 
 class LiveEvaluation:
-    """An `Evaluation` of the trainer that asks questions. Its metrics are the mean scores, called NAME/TASK/TOKENS, of needles
+    """An `Evaluation` of the trainer that asks questions. It returns mean scores by NAME/TASK/TOKENS, for needles by
     NAME/TASK/TOKENS/DEPTH."""
 
     def __init__(self, config: LiveEvaluationConfig, run: RunConfig) -> None:

@@ -119,7 +119,7 @@ HARDWARE: dict[str, Hardware] = {
     "a100-infiniband": _gpu(
         "a100", _A100_RATES, 3.4 * MICRO,
         {"flow": "HDR100 InfiniBand, 100 Gbit/s; one card a GPU as in a DGX A100 (assumed)"},
-        node=8, flow=12.5 * GIGA, uplink=100 * GIGA, far_latency=9.6 * MICRO),
+        flow=12.5 * GIGA, uplink=100 * GIGA, **_INFINIBAND),
     # Attention2D, section 4.1: nodes of four A100 over PCIe, Ethernet of unnamed speed.
     "a100-ethernet": _gpu(
         "a100-pcie", _A100_RATES, 5.7 * MICRO,
@@ -130,7 +130,7 @@ HARDWARE: dict[str, Hardware] = {
     "h100-infiniband": _gpu(
         "h100", _H100_RATES, 3.4 * MICRO,
         {"attention": _FA2_H100, "flow": "NVIDIA DGX H100 user guide: NDR 400 Gbit/s, one card a GPU"},
-        node=8, flow=50 * GIGA, uplink=400 * GIGA, far_latency=9.6 * MICRO),
+        flow=50 * GIGA, uplink=400 * GIGA, **_INFINIBAND),
     "a100-40gb-nvlink": _gpu("a100-40gb", _A100_RATES, 3.4 * MICRO, {}),
     "a100-40gb-infiniband": _gpu(
         "a100-40gb", _A100_RATES, 3.4 * MICRO, {"flow": "HDR100 InfiniBand, as of a100-infiniband"},
