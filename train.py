@@ -63,13 +63,14 @@ def main(argv: list[str] | None = None) -> int:
             return
         entry.keep_compiled(config.compile_cache)
 
-        def train_run(config: "RunConfig") -> Path:
+        def train_run(config: "RunConfig", stage_follows: bool) -> Path:
             live: list[Evaluation] = []
             if config.evaluations or config.samples.prompts:
                 from eval.live import evaluations_of
 
                 live = evaluations_of(config)
-            return train(config, objective_class(config), [HeldOutLoss(every=config.train.evaluate_every), *live])
+            return train(config, objective_class(config), [HeldOutLoss(every=config.train.evaluate_every), *live],
+                         stage_follows)
 
         train_stages(config, train_run)
 

@@ -25,12 +25,12 @@ from .checkpoint.store import CheckpointStore
 from .config.load import resolved
 from .config.schema import RunConfig
 from .evaluation import Evaluation
-from .mesh import make_mesh, simulate
+from .mesh import make_mesh, start_devices
 from .objective import BY_SOURCE, DeviceBatch, HostBatch, Objective, Params
 from .reporting.boards import import_wandb
 from .reporting.metrics import Meter, MetricsLog
 from .reporting.profiling import Profiler
-from .run.cluster import barrier, first_then_others, join
+from .run.cluster import barrier, first_then_others
 from .run.directory import RunDirectory, check_run, open_run
 from .run.preemption import Preempted, notices
 from .step import StepBuilder, StepMetrics
@@ -40,12 +40,14 @@ LONG_WAIT = 1.0  # seconds that a save waits for the one before until the log sa
 
 
 def train(config: RunConfig, make_objective: Callable[[RunConfig, Mesh], Objective],
-          evaluations: Sequence[Evaluation] = ()) -> Path:
+          evaluations: Sequence[Evaluation] = (), stage_follows: bool = False) -> Path:
     """Trains the run that `config` describes to its last step, from its newest checkpoint if it has one.
 
     Args:
       make_objective: creates the objective, once the devices are known.
       evaluations: measured during training, in this order.
+      stage_follows: another run will begin when this one returns; a notice to end, which comes in the last step or later, then
+        ends this one by Preempted all the same.
 
     Returns:
       The folder of the last checkpoint.
@@ -54,9 +56,7 @@ def train(config: RunConfig, make_objective: Callable[[RunConfig, Mesh], Objecti
       UserError, ValueError: an error that the user can correct, in one line.
       Preempted: SIGTERM or Ctrl-C ended training; its last step is saved.
     """
-    processes = join(config.distributed, simulated=bool(config.mesh.simulate))
-    if config.mesh.simulate:
-        simulate(config.mesh.simulate, processes)
+    start_devices(config)
     if config.logging.wandb:
         import_wandb()  # a missing package is reported now, not after an hour of preparing data
     mesh = make_mesh(config.mesh, schedule=config.attention.schedule)
@@ -75,7 +75,7 @@ def train(config: RunConfig, make_objective: Callable[[RunConfig, Mesh], Objecti
         with named_errors(folder):
             run = first_then_others(open_and_lock, lambda run: "")
             training.catch_up()
-            return training.run(run)
+            return training.run(run, stage_follows)
 
 
 class _Training:
@@ -201,7 +201,7 @@ class _Training:
             self._initialize()
             self.compile()
 
-    def run(self, run: RunDirectory) -> Path:
+    def run(self, run: RunDirectory, stage_follows: bool) -> Path:
         """Trains to the last step and returns its checkpoint's folder.
 
         Raises:
@@ -212,13 +212,15 @@ class _Training:
             return self.store.path(self.step)
         with (self._open_log(run) as log,
               Profiler(run.profile, logging.profile_steps, self.meter.paused) as profiler,
-              notices() as notice_after):
+              notices() as asked_to_end):
             if jax.process_index() == 0:  # now, since the files of the initial model may be gone when a checkpoint is saved
                 shutil.rmtree(run.assets, ignore_errors=True)
                 self.objective.write_assets(run.assets)
             self._evaluate_before_training(log)
+            notice = None
             for _ in () if self.best.exhausted else self._steps(profiler, log):
-                self._after_step(run, log, notice_after(self.step))
+                notice = asked_to_end()
+                self._after_step(run, log, notice)
                 if self.best.exhausted:
                     break
             if self.best.exhausted:
@@ -227,6 +229,8 @@ class _Training:
             log.say(f"saved {self.store.path(self.step)}")
             if self.best.step not in (None, self.step):
                 log.say(f"best: {self.store.path(self.best.step)} ({self.config.checkpoint.best} {self.best.value:.6g})")
+            if stage_follows and (notice := notice or asked_to_end()):
+                raise Preempted(notice, self.store.path(self.step))
         return self.store.path(self.step)
 
     def _evaluate_before_training(self, log: MetricsLog) -> None:

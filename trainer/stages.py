@@ -11,6 +11,8 @@ from data.errors import UserError
 
 from .config.checks import check
 from .config.schema import MESH_AXES, RunConfig
+from .mesh import start_devices
+from .run.cluster import first_then_others
 from .run.directory import EARLIER_STAGES, RunDirectory, check_run
 
 
@@ -60,25 +62,39 @@ def stages_of(config: RunConfig) -> list[RunConfig]:
     return configs
 
 
-def train_stages(config: RunConfig, train: Callable[[RunConfig], Path]) -> Path:
+def train_stages(config: RunConfig, train: Callable[[RunConfig, bool], Path]) -> Path:
     """Trains each stage that is not finished, in order, and returns the last checkpoint.
 
     Args:
-      train: trains a run to its end, from its newest checkpoint if it has one.
+      train: trains a run to its end, from its newest checkpoint if it has one; it is told whether another stage follows.
 
     Raises:
       UserError: see `stages_of`; or a stage's folder holds another run.
     """
     stages = stages_of(config)
-    for index, (stage, following) in enumerate(itertools.pairwise(stages)):
-        if RunDirectory(following.folder).config.exists():
-            check_run(stage)  # the next one has begun, so that this one is finished, if it is the same
-            continue
+    if len(stages) == 1:
+        return train(config, False)
+    start_devices(config)
+    # One process looks for all: they would find each other's locks, or a folder that the others do not see yet.
+    first = first_then_others(lambda index: _first_unfinished(stages) if index is None else int(index), str)
+    for index in range(first, len(stages) - 1):
         _announce(stages, index)
-        train(stage)
-    if len(stages) > 1:
-        _announce(stages, len(stages) - 1)
-    return train(stages[-1])
+        train(stages[index], True)
+    _announce(stages, len(stages) - 1)
+    return train(stages[-1], False)
+
+
+def _first_unfinished(stages: list[RunConfig]) -> int:
+    """Returns the index of the first stage after which none has begun.
+
+    Raises:
+      UserError: the folder of a stage before it holds another run.
+    """
+    for index, (stage, following) in enumerate(itertools.pairwise(stages)):
+        if not RunDirectory(following.folder).config.exists():
+            return index
+        check_run(stage)  # the next one has begun, so that this one is finished, if it is the same
+    return len(stages) - 1
 
 
 def _announce(stages: list[RunConfig], index: int) -> None:

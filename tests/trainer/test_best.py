@@ -1,5 +1,6 @@
 """The best checkpoint is kept and found, and a run ends where it no longer becomes better; also over several starts."""
 import contextlib
+import itertools
 import signal
 
 import numpy as np
@@ -82,7 +83,8 @@ def test_a_metric_that_nothing_measures_is_refused_where_a_run_goes_on_with_it(s
 
 def test_patience_that_ends_in_the_evaluation_after_a_preemption_ends_the_run(start, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "notices", lambda: contextlib.nullcontext(lambda step: signal.SIGTERM if step == 14 else None))
+        steps = itertools.count(1)
+        patched.setattr(loop, "notices", lambda: contextlib.nullcontext(lambda: signal.SIGTERM if next(steps) == 14 else None))
         code, _ = start("--checkpoint.patience", "3")
     assert code == 128 + signal.SIGTERM and saved(tmp_path) == [8, 14]
     code, said = start("--checkpoint.patience", "3")

@@ -39,32 +39,28 @@ _leaving = threading.Event()
 T = TypeVar("T")
 
 
-def join(config: DistributedConfig, simulated: bool) -> int:
+def join(config: DistributedConfig, simulated: bool) -> None:
     """Joins the cluster that the configuration names, or else the one that JAX detects (Cloud TPU, Slurm, GKE, Open MPI).
 
     Must be called before JAX starts its backend.
 
     Args:
       simulated: devices are simulated on this machine's CPU, for which no cluster is looked for.
-
-    Returns:
-      The number of processes that the configuration names; 1 if it names none.
     """
     if config.num_processes is not None:
         if jax.distributed.is_initialized():  # for an earlier stage
-            return config.num_processes
+            return
         meet(cast(str, config.coordinator), cast(int, config.process_id), config.num_processes)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         with _at_most(JOIN_SECONDS, f"process {config.process_id}: not all {config.num_processes} processes joined within "
                       f"{JOIN_SECONDS} s, though all had come to {config.coordinator}; one was lost, start them again"):
             _initialize(coordinator_address=config.coordinator, process_id=config.process_id,
                         num_processes=config.num_processes, cluster_detection_method="deactivate")
-        return config.num_processes
+        return
     # A second training in one process, or one in a notebook that has used JAX, cannot join again.
     if not (simulated or jax.distributed.is_initialized() or xla_bridge.backends_are_initialized()):
         with contextlib.suppress(ValueError):  # no cluster is detected: this process is alone
             _initialize()
-    return 1
 
 
 def client() -> Any:
