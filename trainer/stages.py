@@ -42,12 +42,14 @@ def stages_of(config: RunConfig) -> list[RunConfig]:
             raise UserError(f"{field}.mesh: found {mesh.product} devices, needs {config.mesh.devices} as in the section mesh; "
                             "all stages run on the same devices")
         last = index == len(config.stages) - 1
-        model = config.model
-        if configs:
+        model, adapter = config.model, config.adapter
+        if configs and adapter.rank:  # its checkpoints hold the adapter alone, with the positions that the base had there
+            model, adapter = configs[-1].model, dataclasses.replace(adapter, path=str(configs[-1].folder))
+        elif configs:
             model = dataclasses.replace(model, path=str(configs[-1].folder), preset=None, tokenizer=None, overrides={})
         train, optimizer = config.train, config.optimizer
         staged = dataclasses.replace(
-            config, stages=(), mesh=mesh,
+            config, stages=(), mesh=mesh, adapter=adapter,
             model=dataclasses.replace(model, overrides={**model.overrides, **stage.rope}),
             trajectories=dataclasses.replace(
                 config.trajectories, in_context=stage.in_context or config.trajectories.in_context),

@@ -55,6 +55,16 @@ def test_each_stage_is_a_run_that_begins_with_the_one_before(recipe):
     assert stages_of(plain) == [plain]
 
 
+def test_stages_of_adapters_keep_the_base_and_its_positions(recipe):
+    config = load(["--config", str(recipe), "--run_dir", "runs/x", "--model.path", "hf", "--adapter.rank", "8"])
+    given = dataclasses.replace(config.stages[0], rope={"rope_theta": 7.0, "max_position_embeddings": 256})
+    config = dataclasses.replace(config, stages=(given, *config.stages[1:]))
+    assert [stage.model.path for stage in stages_of(config)] == ["hf"] * 3
+    assert [stage.adapter.path for stage in stages_of(config)] == [None, "runs/x/stages/1", "runs/x/stages/2"]
+    assert [stage.model.overrides for stage in stages_of(config)] == [
+        given.rope, given.rope, given.rope | {"rope_theta": 50000.0}]
+
+
 def test_finished_stages_are_not_trained_again(recipe, tmp_path, capsys):
     config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
     trained = []
