@@ -54,7 +54,7 @@ def stages_of(config: RunConfig) -> list[RunConfig]:
             trajectories=dataclasses.replace(
                 config.trajectories, in_context=stage.in_context or config.trajectories.in_context),
             data=dataclasses.replace(config.data, context_length=stage.context_length, seed=config.data.seed + index),
-            train=dataclasses.replace(train, steps=stage.steps, batch_size=stage.batch_size or train.batch_size,
+            train=dataclasses.replace(train, steps=stage.steps or train.steps, batch_size=stage.batch_size or train.batch_size,
                                       accumulation=stage.accumulation or train.accumulation),
             optimizer=dataclasses.replace(
                 optimizer, learning_rate=stage.learning_rate or optimizer.learning_rate,

@@ -89,7 +89,8 @@ class DataConfig:
     """What the model is trained on."""
 
     path: str | None = None
-    """One source, shorthand for a list of one; on the command line it replaces the recipe's sources."""
+    """One source, shorthand for a list of one; on the command line it replaces the recipe's sources, of a single one the path
+    alone."""
     template: str = "vicuna_v1.1"
     """Chat template: vicuna_v1.1, koala, llama-2, llama-3, chatml, alpaca, plain, or tokenizer for the tokenizer's own."""
     add_control_tokens: bool = False
@@ -358,8 +359,8 @@ class StageConfig:
 
     context_length: int
     """Tokens in a row; replaces data.context_length."""
-    steps: int = 100
-    """Optimizer steps; replaces train.steps."""
+    steps: int = 0
+    """Optimizer steps; train.steps where 0."""
     batch_size: int = 0
     """Rows in a step; train.batch_size where 0."""
     in_context: int = 0
@@ -376,9 +377,19 @@ class StageConfig:
     """Fields rope_theta, rope_scaling and max_position_embeddings from this stage on, as in model.overrides."""
 
     def __post_init__(self) -> None:
-        _require_at_least(self, "stages", 1, "context_length", "steps")
-        _require_at_least(self, "stages", 0, "batch_size", "in_context", "accumulation", "learning_rate")
+        _require_at_least(self, "stages", 1, "context_length")
+        _require_at_least(self, "stages", 0, "steps", "batch_size", "in_context", "accumulation", "learning_rate")
         require(set(self.rope) <= set(POSITIONS), "stages.rope", self.rope, f"fields out of {', '.join(POSITIONS)}")
+
+    def replaces(self, name: str) -> bool:
+        """Returns whether the stage has a value of its own for its field `name`, where others are as in another section."""
+        return getattr(self, name) != getattr(StageConfig, name, None)
+
+
+# The fields of other sections that a stage may replace -> its own names of them.
+STAGED = {"data.context_length": "context_length", "train.steps": "steps", "train.batch_size": "batch_size",
+          "train.accumulation": "accumulation", "trajectories.in_context": "in_context",
+          "optimizer.learning_rate": "learning_rate", "optimizer.warmup_steps": "warmup_steps"}
 
 
 @dataclasses.dataclass(frozen=True)
