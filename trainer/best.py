@@ -57,14 +57,14 @@ class BestCheckpoint:
     def update(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Takes the metrics after a step, without effect where the metric is not among them; returns whether it is the best.
 
-        A step that was measured already is not counted twice, and what is not a number is never the best.
+        The best step itself is not counted again, and what is not a finite number is never the best.
         """
         if self.config.best is None or self.config.best not in metrics or step == self.step:
             return False
         self.is_measured = True
         value = float(metrics[self.config.best])
         sign = 1 if self.config.best_is == "lowest" else -1
-        if math.isnan(value) or (self.value is not None and sign * value >= sign * self.value):
+        if not math.isfinite(value) or (self.value is not None and sign * value >= sign * self.value):
             self.waited += 1
             return False
         self.step, self.value, self.waited = step, value, 0

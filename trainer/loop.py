@@ -154,6 +154,8 @@ class _Training:
     @property
     def _best_words(self) -> str:
         config = self.config.checkpoint
+        if self.best.value is None:
+            return f"{config.best} was never a finite number in {self.best.waited} measurements"
         return (f"{config.best} was {config.best_is} at step {self.best.step} ({self.best.value:.6g}), "
                 f"{self.best.waited} measurements ago")
 

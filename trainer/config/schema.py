@@ -489,7 +489,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         require(self.config_version == VERSION, "config_version", self.config_version, str(VERSION))
         names = [evaluation.file for evaluation in self.evaluations]
-        taken = ("metrics", "held_out", "samples")
+        taken = ("train", "metrics", "held_out", "samples")
         require(len({*names, *taken}) == len(names) + len(taken) and all(re.fullmatch(r"[\w-]+", name) for name in names),
                 "evaluations.name", names,
                 f"different names of letters, digits, _ and -, none of them {', '.join(taken[:-1])} or {taken[-1]}")

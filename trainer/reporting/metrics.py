@@ -224,7 +224,13 @@ class MetricsLog:
             self._bar.update(row, seconds_left)
 
     def evaluation(self, name: str, row: dict[str, Any]) -> None:
-        """Writes one row of an evaluation's metrics, {"step", ...}, to NAME.jsonl and the boards; texts are also printed."""
+        """Writes one row of an evaluation's metrics, {"step", ...}, to NAME.jsonl and the boards; texts are also printed.
+
+        A step that has been measured again, as when a run is resumed with another `checkpoint.best`, has its row already.
+        """
+        written = self._written.get(f"{name}.jsonl")
+        if written is not None and written.last_step == row["step"]:
+            return
         self._write(name, row)
         for prompt, answer in row.items():
             if isinstance(answer, str):

@@ -206,10 +206,12 @@ def _require_writable(run: RunDirectory) -> None:
 
 def _foreign_files(config: RunConfig) -> list[pathlib.Path]:
     """The files in a run's folder that no start of this run made before it could write config.yaml."""
-    prepared = pathlib.Path(config.data.prepared).expanduser().resolve()  # may be kept in the run's folder
+    # Both may be kept in the run's folder.
+    kept = [pathlib.Path(path).expanduser().resolve() for path in (config.data.prepared, config.compile_cache) if path]
     ours = (EARLIER_STAGES, RunDirectory(config.folder).lock.name)
     files = [path for path in config.folder.iterdir() if path.name not in ours] if config.folder.is_dir() else []
-    return [path for path in files if not path.name.endswith(".tmp") and not prepared.is_relative_to(path.resolve())]
+    return [path for path in files if not path.name.endswith(".tmp")
+            and not any(folder.is_relative_to(path.resolve()) for folder in kept)]
 
 
 def _require_same(run: RunDirectory, config: RunConfig, steps_known: bool) -> None:
