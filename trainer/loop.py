@@ -30,8 +30,8 @@ from .objective import BY_SOURCE, DeviceBatch, HostBatch, Objective, Params
 from .reporting.boards import import_wandb
 from .reporting.metrics import Meter, MetricsLog
 from .reporting.profiling import Profiler
-from .run.cluster import barrier, first_then_others
-from .run.directory import RunDirectory, check_run, open_run
+from .run.cluster import barrier, first_then_others, require_same
+from .run.directory import RunDirectory, check_run, open_run, shared_fields
 from .run.preemption import Preempted, notices
 from .step import StepBuilder, StepMetrics
 
@@ -63,6 +63,8 @@ def train(config: RunConfig, make_objective: Callable[[RunConfig, Mesh], Objecti
     folder = check_run(config, jax.process_index() == 0, steps_known=config.train.epochs is None).folder
     objective = make_objective(config, mesh)
     config = dataclasses.replace(config, train=config.train.for_epochs(objective.rows_per_epoch))
+    require_same({"the model's fingerprint": objective.origin, "the data's fingerprint": objective.fingerprint,
+                  **shared_fields(config)})
     # The lock is released last: leaving the store waits for a save to finish.
     with contextlib.ExitStack() as lock, CheckpointStore(folder, keep=config.checkpoint.keep) as store:
         training = _Training(config, objective, evaluations, store)

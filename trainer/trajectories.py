@@ -145,7 +145,7 @@ class TrajectoryObjective(Objective):
         self.model = build_agentic(config, trajectory_model(config), mesh, self.sizes)
         show = config.logging.console
         self.prepared = first_then_others(
-            lambda key: prepare_trajectories(path, options.task, config.data.prepared, progress=show and key is None),
+            lambda key: prepare_trajectories(path, options.task, config.data.prepared, show and key is None, key),
             lambda prepared: prepared.key)
         if jax.process_index() == 0:
             print(self.prepared.report, flush=True)

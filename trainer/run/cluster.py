@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import jax
@@ -115,6 +115,22 @@ def first_then_others(work: Callable[[str | None], T], encode: Callable[[T], str
     for _, failure in client().key_value_dir_get(f"{key} failed"):
         raise UserError(failure)
     return result
+
+
+def require_same(values: Mapping[str, Any]) -> None:
+    """Returns if all processes have called this with the same values, which JSON must express, by name.
+
+    Raises:
+      UserError: in every process; names a process and the first value in which it differs from process 0.
+    """
+    def compare(told: str | None) -> None:
+        first, own = json.loads(told or "{}"), json.loads(json.dumps(values))
+        for name in {**first, **own} if told else ():
+            if own.get(name) != first.get(name):
+                raise UserError(f"process {jax.process_index()}: {name} is {own.get(name)!r} there and {first.get(name)!r} in "
+                                "process 0; all processes need the same recipe, flags, model and data")
+
+    first_then_others(compare, lambda _: json.dumps(values))
 
 
 def _message(error: BaseException) -> str:

@@ -130,6 +130,13 @@ def identity(config: RunConfig) -> dict[str, Any]:
     return _identity(configuration.resolved(config))
 
 
+def shared_fields(config: RunConfig) -> dict[str, Any]:
+    """The fields that all processes of a run must have alike: its identity, and by what they compute and save together."""
+    written = configuration.resolved(config)
+    together = ("mesh", "attention", "memory", "train", "checkpoint")
+    return identity(config) | {f"{section}.{name}": value for section in together for name, value in written[section].items()}
+
+
 def check_run(config: RunConfig, process_zero: bool = True, steps_known: bool = True) -> RunDirectory:
     """Returns the run's folder, without writing to it, if this configuration may train there.
 
