@@ -9,6 +9,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -268,8 +269,9 @@ class _Training:
                 batch = self._train_step(batch, batches, log)
             yield
 
-    def _next_batch(self, batches: Iterator[HostBatch]) -> DeviceBatch:
-        with self.meter.waiting_for_data():
+    def _next_batch(self, batches: Iterator[HostBatch], computed: Future[float] | None = None) -> DeviceBatch:
+        """Fetches a batch; what comes after `computed`, the end of the running step, is a wait."""
+        with self.meter.waiting_for_data(computed):
             batch = next(batches)
         return self.objective.to_device(batch)
 
@@ -278,7 +280,8 @@ class _Training:
         assert self.compiled_step is not None
         self.trainable, self.optimizer_state, metrics = self.compiled_step(
             self.trainable, self.frozen, self.optimizer_state, batch, np.int32(self.step))
-        next_batch = self._next_batch(batches) if self.step + 1 < self.config.train.steps else None
+        computed = self.meter.when_computed(metrics)
+        next_batch = self._next_batch(batches, computed) if self.step + 1 < self.config.train.steps else None
         metrics = jax.device_get(metrics)  # waits for the step
         self._check_finite(metrics)
         lengths = self.objective.lengths(self.step)
