@@ -13,7 +13,7 @@ from .config.schema import CheckpointConfig
 
 @dataclasses.dataclass
 class BestCheckpoint:
-    """The best measurement so far. Checkpoints hold it, so that a run that was stopped goes on with it.
+    """The best measurement so far. Checkpoints hold it, so that a run that was stopped resumes with it.
 
     Attributes:
       config: names the metric, whether lower or higher values are better, and the patience.
@@ -51,7 +51,7 @@ class BestCheckpoint:
 
     @property
     def to_be_checked(self) -> bool:
-        """Whether a metric is named that no evaluation has measured yet, as in a run that goes on with another metric."""
+        """Whether a metric is named that no evaluation has measured yet, as in a run that is resumed with another metric."""
         return self.config.best is not None and not self.is_measured
 
     def update(self, step: int, metrics: Mapping[str, float]) -> bool:

@@ -144,7 +144,8 @@ class _Training:
         self.best = BestCheckpoint.restored(self.config.checkpoint, data)
         self.store.protected = self.best.step
         if self.best.exhausted:
-            self._print(f"already stopped at step {checkpoint_step}: {self._best_words}; a higher checkpoint.patience goes on")
+            self._print(f"already stopped at step {checkpoint_step}: {self._best_words}; a higher checkpoint.patience "
+                        "continues it")
         else:
             self._print(f"already trained to step {checkpoint_step}" if self.finished
                         else f"going on from step {checkpoint_step} ({path})")

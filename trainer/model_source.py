@@ -379,9 +379,8 @@ def for_templates(source: ModelSource, data: DataConfig) -> tuple[ModelSource, T
     """Returns the model and its tokenizer, made ready for the chat templates of the data.
 
     With `data.add_control_tokens`, the tokenizer gets every control token that the templates need and it lacks, and the model's
-    vocabulary a row for each. The end-of-turn
-    token of the template that is exported, that of the first conversations, is added to the model's eos ids; base models lack
-    it.
+    vocabulary a row for each. The end-of-turn token of the template that is exported, that of the first conversations, is added
+    to the model's eos ids; base models lack it.
     """
     tokenizer, templates = source.tokenizer(), chat_templates(data)
     if data.add_control_tokens:

@@ -94,7 +94,7 @@ def source_names(config: RunConfig) -> tuple[str, ...]:
     return tuple(names)
 
 
-class _LocalPart(TypedDict):
+class _ReadPart(TypedDict):
     """What this process reads of a batch: numbers of its rows, and indices within a row."""
 
     rows: list[int]
@@ -164,7 +164,7 @@ class TextObjective(Objective):
         self.part = local_part(self.mesh, rows, data.context_length)
         layout = permutation(data.context_length, self.mesh.shape["sequence"], self.config.attention.layout)
         indices, self.order = local_order(self.part, layout)
-        self._local: _LocalPart = {"rows": self.part.rows.tolist(), "indices": indices}
+        self._local: _ReadPart = {"rows": self.part.rows.tolist(), "indices": indices}
 
     def _report_data(self) -> None:
         """Prints what became of the records, at the run's first start alone, and a warning if none of them was held out."""

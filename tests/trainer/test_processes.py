@@ -83,7 +83,7 @@ def test_ctrl_c_to_one_process_saves_the_same_step_on_all(whole_run, small_recip
     finally:
         launch_local.end(running)
     saved = max(int(path.name) for path in (run / "checkpoints").iterdir())
-    said = f"stopped (Ctrl-C): saved {run / 'checkpoints' / str(saved)}; the same command goes on"
+    said = f"stopped (Ctrl-C): saved {run / 'checkpoints' / str(saved)}; the same command resumes the run"
     assert capfd.readouterr().err.count(said) == 1 and small_run.steps_logged(run) == saved < small_run.STEPS
     assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
     agree(small_run.rows(run / "metrics.jsonl"), small_run.rows(whole_run / "metrics.jsonl"))

@@ -122,7 +122,7 @@ def test_a_notice_at_the_end_of_a_stage_ends_the_run_before_the_next(recipe, tmp
         patched.setattr(TextObjective, "lengths", notified)
         patched.setattr(HeldOutLoss, "run", measure)
         assert train.main(words) == 128 + signal.SIGTERM
-    said = f"preempted (SIGTERM): saved {run / 'stages/1/checkpoints/2'}; the same command goes on"
+    said = f"preempted (SIGTERM): saved {run / 'stages/1/checkpoints/2'}; the same command resumes the run"
     assert said in capfd.readouterr().err and not (run / "config.yaml").exists()
     assert train.main(words) == 0
     assert (run / "checkpoints/2").exists()

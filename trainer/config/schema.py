@@ -198,12 +198,12 @@ class OptimizerConfig:
 
     name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
     """AdamW; Lion, with one moment; Adafactor, with a row and a column of the second moment; or Muon, which orthogonalises the
-    updates of the layers' matrices, and leaves all other parameters to AdamW with Nesterov's
-    momentum and without weight decay."""
+    updates of the layers' matrices, and leaves all other parameters to AdamW with Nesterov's momentum and without weight
+    decay."""
     learning_rate: float = 2e-5
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """How the learning rate goes on after the warm-up: a cosine or a line down to its final share, no decay, or no decay but
+    """What the learning rate does after the warm-up: a cosine or a line down to its final share, no decay, or no decay but
     for the last steps (warm-up, stable, decay). A run of the last two can be made longer."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly to its peak."""
@@ -311,7 +311,7 @@ class CheckpointConfig:
     best_is: Literal["lowest", "highest"] = "lowest"
     """Which value of that metric is the best."""
     patience: int = 0
-    """Measurements of that metric without a better one after which the run ends; 0 goes on to the last step."""
+    """Measurements of that metric without a better one after which the run ends; 0 trains to the last step."""
 
     def __post_init__(self) -> None:
         _require_at_least(self, "checkpoint", 0, "every", "patience")

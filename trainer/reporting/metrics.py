@@ -288,7 +288,7 @@ class MetricsLog:
             self._files.pop(name)
             with contextlib.suppress(OSError):  # closing tries to write once more
                 file.close()
-            raise UserError(f"{file.name}: cannot be written ({error.strerror}); once it can, the same command goes on from "
+            raise UserError(f"{file.name}: cannot be written ({error.strerror}); once it can, the same command resumes from "
                             "the last checkpoint") from error
         for board in self._boards:
             board.add(name, row)

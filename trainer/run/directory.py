@@ -3,7 +3,9 @@
     RUN/config.yaml           the resolved configuration, as last run
     RUN/metrics.jsonl         one line of training metrics every train.log_every steps
     RUN/held_out.jsonl        one line for every held-out loss
-    RUN/*.jsonl.unreadable    lines of these two files that could not be read when the run was continued
+    RUN/NAME.jsonl            one line for every measurement of a test in `evaluations`
+    RUN/samples.jsonl         one line of answers to samples.prompts every samples.every steps
+    RUN/*.jsonl.unreadable    lines of these files that could not be read when the run was continued
     RUN/tensorboard/          the same figures for TensorBoard
     RUN/wandb/                the same for Weights & Biases, if logging.wandb asks for it
     RUN/profile/              a profile of logging.profile_steps
@@ -95,11 +97,6 @@ class RunDirectory:
     def checkpoints(self) -> pathlib.Path:
         """Checkpoints, each in a folder named by its step."""
         return self.folder / "checkpoints"
-
-    @property
-    def evaluation(self) -> pathlib.Path:
-        """Results of line retrieval."""
-        return self.folder / "evaluation"
 
     @property
     def lock(self) -> pathlib.Path:

@@ -29,7 +29,7 @@ class Preempted(Exception):
 
     def __init__(self, notice: signal.Signals, checkpoint: Path) -> None:
         reason = "stopped (Ctrl-C)" if notice == SIGINT else "preempted (SIGTERM)"
-        super().__init__(f"{reason}: saved {checkpoint}; the same command goes on")
+        super().__init__(f"{reason}: saved {checkpoint}; the same command resumes the run")
         # The code that a shell reports for a process ended by the signal: launchers start again after SIGTERM, whether the
         # process could save or not.
         self.exit_code = 128 + notice
