@@ -7,7 +7,6 @@ import math
 import shutil
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -109,11 +108,7 @@ class _Training:
         self.frozen: Params = {}
         self.optimizer_state: Any = None
         self.steps_seen = self.store.steps_for_all()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            newest = self.store.latest_good()
-        for warning in caught:
-            print(f"warning: {warning.message}", file=sys.stderr)
+        newest = self.store.latest_good()
         if newest is None:
             self._begin()
         else:

@@ -10,7 +10,7 @@ from typing import Any
 from data.errors import UserError
 
 from .config.checks import check
-from .config.schema import MESH_AXES, RunConfig
+from .config.schema import MESH_AXES, MeshConfig, RunConfig
 from .mesh import start_devices
 from .run.cluster import first_then_others
 from .run.directory import EARLIER_STAGES, RunDirectory, check_run
@@ -41,27 +41,31 @@ def stages_of(config: RunConfig) -> list[RunConfig]:
         if mesh.devices != config.mesh.devices:
             raise UserError(f"{field}.mesh: found {mesh.product} devices, needs {config.mesh.devices} as in the section mesh; "
                             "all stages run on the same devices")
-        last = index == len(config.stages) - 1
-        model, adapter = config.model, config.adapter
-        if configs and adapter.rank:  # its checkpoints hold the adapter alone, with the positions that the base had there
-            model, adapter = configs[-1].model, dataclasses.replace(adapter, path=str(configs[-1].folder))
-        elif configs:
-            model = dataclasses.replace(model, path=str(configs[-1].folder), preset=None, tokenizer=None, overrides={})
-        train, optimizer = config.train, config.optimizer
-        staged = dataclasses.replace(
-            config, stages=(), mesh=mesh, adapter=adapter,
-            model=dataclasses.replace(model, overrides={**model.overrides, **stage.rope}),
-            trajectories=dataclasses.replace(
-                config.trajectories, in_context=stage.in_context or config.trajectories.in_context),
-            data=dataclasses.replace(config.data, context_length=stage.context_length, seed=config.data.seed + index),
-            train=dataclasses.replace(train, steps=stage.steps or train.steps, batch_size=stage.batch_size or train.batch_size,
-                                      accumulation=stage.accumulation or train.accumulation),
-            optimizer=dataclasses.replace(
-                optimizer, learning_rate=stage.learning_rate or optimizer.learning_rate,
-                warmup_steps=optimizer.warmup_steps if stage.warmup_steps is None else stage.warmup_steps),
-            run_dir=str(config.folder if last else config.folder / EARLIER_STAGES / str(index + 1)))
-        configs.append(check(staged, field))
+        configs.append(check(_staged(config, index, mesh, configs[-1] if configs else None), field))
     return configs
+
+
+def _staged(config: RunConfig, index: int, mesh: MeshConfig, previous: RunConfig | None) -> RunConfig:
+    """Returns the configuration of a stage, which begins with what the stage before it, if there is one, has trained."""
+    stage, last = config.stages[index], index == len(config.stages) - 1
+    model, adapter = config.model, config.adapter
+    if previous is not None and adapter.rank:  # its checkpoints hold the adapter alone: the base and its positions stay
+        model, adapter = previous.model, dataclasses.replace(adapter, path=str(previous.folder))
+    elif previous is not None:
+        model = dataclasses.replace(model, path=str(previous.folder), preset=None, tokenizer=None, overrides={})
+    train, optimizer = config.train, config.optimizer
+    return dataclasses.replace(
+        config, stages=(), mesh=mesh, adapter=adapter,
+        model=dataclasses.replace(model, overrides={**model.overrides, **stage.rope}),
+        trajectories=dataclasses.replace(
+            config.trajectories, in_context=stage.in_context or config.trajectories.in_context),
+        data=dataclasses.replace(config.data, context_length=stage.context_length, seed=config.data.seed + index),
+        train=dataclasses.replace(train, steps=stage.steps or train.steps, batch_size=stage.batch_size or train.batch_size,
+                                  accumulation=stage.accumulation or train.accumulation),
+        optimizer=dataclasses.replace(
+            optimizer, learning_rate=stage.learning_rate or optimizer.learning_rate,
+            warmup_steps=optimizer.warmup_steps if stage.warmup_steps is None else stage.warmup_steps),
+        run_dir=str(config.folder if last else config.folder / EARLIER_STAGES / str(index + 1)))
 
 
 def train_stages(config: RunConfig, train: Callable[[RunConfig, bool], Path]) -> Path:
@@ -75,7 +79,7 @@ def train_stages(config: RunConfig, train: Callable[[RunConfig, bool], Path]) ->
     """
     stages = stages_of(config)
     if len(stages) == 1:
-        return train(config, False)
+        return train(stages[0], False)
     start_devices(config)
     # One process looks for all: they would find each other's locks, or a folder that the others do not see yet.
     first = first_then_others(lambda index: _first_unfinished(stages) if index is None else int(index), str)

@@ -88,6 +88,13 @@ def test_finished_stages_are_not_trained_again(recipe, tmp_path, capsys):
         train_stages(dataclasses.replace(config, stages=(changed, *config.stages[1:])), remember)
 
 
+def test_a_single_stage_is_trained_as_the_stage_says(recipe, tmp_path):
+    config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run"), "--stages", json.dumps(STAGES[2:])])
+    trained = []
+    train_stages(config, lambda *run: trained.append(run))
+    assert trained == [(stages_of(config)[0], False)] and trained[0][0].data.context_length == 512
+
+
 @pytest.mark.parametrize("process", [0, 1])
 def test_one_process_says_for_all_which_stage_is_next(recipe, tmp_path, monkeypatch, process):
     """Process 1 takes its word, though it does not see the first stage's folder yet, and asks for no lock."""
