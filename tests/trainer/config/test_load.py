@@ -168,6 +168,7 @@ def test_a_pretrained_model_may_get_other_positions_and_nothing_else(tmp_path):
         ("--model.trainable (", ["model.trainable", "regular expression"]),
         ("--optimizer.learning_rate 0", ["optimizer.learning_rate", "positive"]),
         ('--evaluations [{"test":"lines","name":"train"}]', ["evaluations.name: found ['train']", "them train, metrics"]),
+        ("--data.train_on first", ["data.train_on: found first", "one of all, last"]),
         ("--config_version 1", ["config_version: found 1"]),
     ],
 )
