@@ -142,8 +142,9 @@ class CheckpointStore:
             except (DamagedError, ForeignError) as error:
                 self._damaged.add(step)
                 problems.append(error)
-                print(f"warning: {error}; using the checkpoint before", file=sys.stderr)
             else:
+                for problem in problems:
+                    print(f"warning: {problem}; using the checkpoint before", file=sys.stderr)
                 return step
         if problems and all(isinstance(problem, ForeignError) for problem in problems):
             raise problems[0]
