@@ -1,9 +1,9 @@
-"""Train: python train.py --config configs/NAME.yaml [--section.field value ...]; the same command again goes on.
+"""Train: python train.py --config configs/NAME.yaml [--section.field value ...]; the same command again resumes it.
 
 With --dry-run [MACHINE [--gpu-memory GIB]] it says what the run would take, and stops. Alone, it lists the recipes. Every field
 is described by --help, or those of a section by --help SECTION. LONGSTRIPE_TRACEBACK=1 shows where an error comes from.
 Exit codes: 0 trained; 1 a dry run that does not fit; 2 an error in one line that you can fix; 130 stopped by Ctrl-C, 143 by
-SIGTERM: the running step is finished and saved, and the same command goes on; a second Ctrl-C ends at once.
+SIGTERM: the running step is finished and saved, and the same command resumes the run; a second Ctrl-C ends at once.
 """
 import sys
 from pathlib import Path
@@ -63,13 +63,14 @@ def main(argv: list[str] | None = None) -> int:
             return
         entry.keep_compiled(config.compile_cache)
 
-        def train_run(config: "RunConfig") -> Path:
+        def train_run(config: "RunConfig", stage_follows: bool) -> Path:
             live: list[Evaluation] = []
             if config.evaluations or config.samples.prompts:
                 from eval.live import evaluations_of
 
                 live = evaluations_of(config)
-            return train(config, objective_class(config), [HeldOutLoss(every=config.train.evaluate_every), *live])
+            return train(config, objective_class(config), [HeldOutLoss(every=config.train.evaluate_every), *live],
+                         stage_follows)
 
         train_stages(config, train_run)
 

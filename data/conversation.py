@@ -1,6 +1,7 @@
 """The three kinds of records that sources produce: conversations, plain texts and token ids."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,12 @@ class Message:
     def __post_init__(self):
         if self.role not in ROLES:
             raise ValueError(f"role {self.role!r} is none of {', '.join(ROLES)}")
+
+
+def with_last_answer_trained(messages: Sequence[Message]) -> list[Message]:
+    """Returns the turns with the last one of the assistant alone in the loss, unless its own `train` is False."""
+    last = max(index for index, message in enumerate(messages) if message.role == "assistant")
+    return [replace(message, train=message.train and index == last) for index, message in enumerate(messages)]
 
 
 @dataclass(frozen=True)

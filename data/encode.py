@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Int32, UInt8
 
 from data.clean import SPLIT, TOOLS_LEFT_OUT
-from data.conversation import Conversation, Message, Record, Text
+from data.conversation import Conversation, Message, Record, Text, with_last_answer_trained
 from data.splitting import split
 from data.templates import TemplateError, render, writes_tools
 from data.tokenizer import Tokenizer
@@ -100,8 +100,7 @@ class Encoder:
     ) -> list[TokenDocument]:
         """Returns the conversation, or its parts if it is split; a part of one exchange may exceed context_length."""
         if self.train_on == "last":
-            last = max(index for index, message in enumerate(messages) if message.role == "assistant")
-            messages = [replace(message, train=message.train and index == last) for index, message in enumerate(messages)]
+            messages = with_last_answer_trained(messages)
         if not self.split:
             return [self._render(messages, template, tools)]
         render = partial(self._render, template=template, tools=tools)

@@ -225,7 +225,7 @@ def _read_npy(file: File, source: Source) -> Iterator[Int[np.ndarray, " n"]]:
     except Exception as error:  # numpy raises ValueError, EOFError, SyntaxError and others of its own, and those of zipfile
         raise UserError(f"{file}: cannot be read as .npy ({first_line(error)}); {source.would_work}") from None
     if not isinstance(array, np.ndarray):
-        raise UserError(f"{file}: is an .npz with several arrays; {source.would_work}")
+        raise UserError(f"{file}: is an .npz archive, not a single array; {source.would_work}")
     if array.ndim not in (1, 2):
         raise UserError(f"{file}: has shape {list(array.shape)}; [tokens] or [documents, tokens] would work")
     yield from (array,) if array.ndim == 1 else array

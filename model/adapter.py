@@ -45,7 +45,8 @@ class AdapterConfig:
     """Probability that an adapter, in training, reads 0 in place of a number of its input; the others are divided by
     1 - dropout. None: the dropout of the adapter at `path`, or 0 if there is none."""
     path: str | None = None
-    """Folder of a PEFT adapter to continue training; its rank, alpha and targets must equal this section's."""
+    """Adapter to continue training, a PEFT folder or a run or checkpoint with adapters; its rank, alpha and targets must equal
+    this section's."""
 
     def __post_init__(self) -> None:
         if self.rank < 0:

@@ -13,7 +13,7 @@ from .config.schema import CheckpointConfig
 
 @dataclasses.dataclass
 class BestCheckpoint:
-    """The best measurement so far. Checkpoints hold it, so that a run that was stopped goes on with it.
+    """The best measurement so far. Checkpoints hold it, so that a run that was stopped resumes with it.
 
     Attributes:
       config: names the metric, whether lower or higher values are better, and the patience.
@@ -51,20 +51,20 @@ class BestCheckpoint:
 
     @property
     def to_be_checked(self) -> bool:
-        """Whether a metric is named that no evaluation has measured yet, as in a run that goes on with another metric."""
+        """Whether a metric is named that no evaluation has measured yet, as in a run that is resumed with another metric."""
         return self.config.best is not None and not self.is_measured
 
     def update(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Takes the metrics after a step, without effect where the metric is not among them; returns whether it is the best.
 
-        A step that was measured already is not counted twice, and what is not a number is never the best.
+        The best step itself is not counted again, and what is not a finite number is never the best.
         """
         if self.config.best is None or self.config.best not in metrics or step == self.step:
             return False
         self.is_measured = True
         value = float(metrics[self.config.best])
         sign = 1 if self.config.best_is == "lowest" else -1
-        if math.isnan(value) or (self.value is not None and sign * value >= sign * self.value):
+        if not math.isfinite(value) or (self.value is not None and sign * value >= sign * self.value):
             self.waited += 1
             return False
         self.step, self.value, self.waited = step, value, 0

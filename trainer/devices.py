@@ -91,9 +91,8 @@ def _ada(sheet: str, **facts) -> Gpu:
     """A GPU of the Ada generation. The figures of its cores are those of NVIDIA's Ada architecture whitepaper, and of the CUDA
     C++ Programming Guide for compute capability 8.9."""
     return Gpu(**facts, compute_capability=(8, 9), fpus_per_core=128, clock_ghz=2.52, link=32e9,
-                        shared_memory_per_core=100 << 10, threads_per_core=1536, sources={
-                            "peak_flops, memory_bandwidth": sheet, "memory_gib": _TORCH,
-                            "link": "PCIe 4.0 x16: 32 GB/s one way"})
+               shared_memory_per_core=100 << 10, threads_per_core=1536, sources={
+                   "peak_flops, memory_bandwidth": sheet, "memory_gib": _TORCH, "link": "PCIe 4.0 x16: 32 GB/s one way"})
 
 
 # By the names that topologies use (v4:4x4x4, a100:8).

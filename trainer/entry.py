@@ -101,7 +101,7 @@ def _lost_connection(error: RuntimeError) -> str | None:
     if cluster is None or cluster.client() is None or "Gloo" not in str(error):
         return None
     return (f"the connection to another process was lost ({str(error).splitlines()[0]}); once all processes are started again, "
-            "the same command goes on from the last checkpoint")
+            "the same command resumes from the last checkpoint")
 
 
 def _gpu_advice() -> str:
@@ -159,9 +159,7 @@ def run(work: Callable[[], object], output: str | Path | None = None) -> int:
     except Exception as error:
         if _wraps_an_interrupt(error):
             return _stopped()
-        if not isinstance(error, (UserError, ValueError, OSError, RuntimeError)):
-            raise
-        message = _out_of_memory(error) or _lost_connection(error) if isinstance(error, RuntimeError) else error
+        message = _message_for_the_user(error)
         if message is None or os.environ.get("LONGSTRIPE_TRACEBACK"):
             _leave_others(error, 1)
             raise
@@ -171,6 +169,16 @@ def run(work: Callable[[], object], output: str | Path | None = None) -> int:
     finally:
         sys.unraisablehook = unraisable
     return 0
+
+
+def _message_for_the_user(error: Exception) -> object:
+    """What says in one line what the user can mend; None for an error of another kind, whose traceback is needed."""
+    if isinstance(error, MemoryError):
+        return (f"out of memory: {str(error) or 'the host has no more'}; a host with more memory, or fewer programs beside "
+                "this one, would work")
+    if isinstance(error, RuntimeError):
+        return _out_of_memory(error) or _lost_connection(error)
+    return error if isinstance(error, (UserError, ValueError, OSError)) else None
 
 
 def _wraps_an_interrupt(error: BaseException | None) -> bool:

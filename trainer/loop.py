@@ -7,8 +7,8 @@ import math
 import shutil
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +25,13 @@ from .checkpoint.store import CheckpointStore
 from .config.load import resolved
 from .config.schema import RunConfig
 from .evaluation import Evaluation
-from .mesh import make_mesh, simulate
+from .mesh import make_mesh, start_devices
 from .objective import BY_SOURCE, DeviceBatch, HostBatch, Objective, Params
 from .reporting.boards import import_wandb
 from .reporting.metrics import Meter, MetricsLog
 from .reporting.profiling import Profiler
-from .run.cluster import barrier, first_then_others, join
-from .run.directory import RunDirectory, check_run, open_run
+from .run.cluster import barrier, first_then_others, require_same
+from .run.directory import RunDirectory, check_run, open_run, shared_fields
 from .run.preemption import Preempted, notices
 from .step import StepBuilder, StepMetrics
 
@@ -40,12 +40,14 @@ LONG_WAIT = 1.0  # seconds that a save waits for the one before until the log sa
 
 
 def train(config: RunConfig, make_objective: Callable[[RunConfig, Mesh], Objective],
-          evaluations: Sequence[Evaluation] = ()) -> Path:
+          evaluations: Sequence[Evaluation] = (), stage_follows: bool = False) -> Path:
     """Trains the run that `config` describes to its last step, from its newest checkpoint if it has one.
 
     Args:
       make_objective: creates the objective, once the devices are known.
       evaluations: measured during training, in this order.
+      stage_follows: another run will begin when this one returns; a notice to end, which comes in the last step or later, then
+        ends this one by Preempted all the same.
 
     Returns:
       The folder of the last checkpoint.
@@ -54,15 +56,15 @@ def train(config: RunConfig, make_objective: Callable[[RunConfig, Mesh], Objecti
       UserError, ValueError: an error that the user can correct, in one line.
       Preempted: SIGTERM or Ctrl-C ended training; its last step is saved.
     """
-    processes = join(config.distributed, simulated=bool(config.mesh.simulate))
-    if config.mesh.simulate:
-        simulate(config.mesh.simulate, processes)
+    start_devices(config)
     if config.logging.wandb:
         import_wandb()  # a missing package is reported now, not after an hour of preparing data
     mesh = make_mesh(config.mesh, schedule=config.attention.schedule)
     folder = check_run(config, jax.process_index() == 0, steps_known=config.train.epochs is None).folder
     objective = make_objective(config, mesh)
     config = dataclasses.replace(config, train=config.train.for_epochs(objective.rows_per_epoch))
+    require_same({"the model's fingerprint": objective.origin, "the data's fingerprint": objective.fingerprint,
+                  **shared_fields(config)})
     # The lock is released last: leaving the store waits for a save to finish.
     with contextlib.ExitStack() as lock, CheckpointStore(folder, keep=config.checkpoint.keep) as store:
         training = _Training(config, objective, evaluations, store)
@@ -75,7 +77,7 @@ def train(config: RunConfig, make_objective: Callable[[RunConfig, Mesh], Objecti
         with named_errors(folder):
             run = first_then_others(open_and_lock, lambda run: "")
             training.catch_up()
-            return training.run(run)
+            return training.run(run, stage_follows)
 
 
 class _Training:
@@ -106,11 +108,7 @@ class _Training:
         self.frozen: Params = {}
         self.optimizer_state: Any = None
         self.steps_seen = self.store.steps_for_all()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            newest = self.store.latest_good()
-        for warning in caught:
-            print(f"warning: {warning.message}", file=sys.stderr)
+        newest = self.store.latest_good()
         if newest is None:
             self._begin()
         else:
@@ -141,7 +139,8 @@ class _Training:
         self.best = BestCheckpoint.restored(self.config.checkpoint, data)
         self.store.protected = self.best.step
         if self.best.exhausted:
-            self._print(f"already stopped at step {checkpoint_step}: {self._best_words}; a higher checkpoint.patience goes on")
+            self._print(f"already stopped at step {checkpoint_step}: {self._best_words}; a higher checkpoint.patience "
+                        "continues it")
         else:
             self._print(f"already trained to step {checkpoint_step}" if self.finished
                         else f"going on from step {checkpoint_step} ({path})")
@@ -154,6 +153,8 @@ class _Training:
     @property
     def _best_words(self) -> str:
         config = self.config.checkpoint
+        if self.best.value is None:
+            return f"{config.best} was never a finite number in {self.best.waited} measurements"
         return (f"{config.best} was {config.best_is} at step {self.best.step} ({self.best.value:.6g}), "
                 f"{self.best.waited} measurements ago")
 
@@ -201,7 +202,7 @@ class _Training:
             self._initialize()
             self.compile()
 
-    def run(self, run: RunDirectory) -> Path:
+    def run(self, run: RunDirectory, stage_follows: bool) -> Path:
         """Trains to the last step and returns its checkpoint's folder.
 
         Raises:
@@ -212,13 +213,15 @@ class _Training:
             return self.store.path(self.step)
         with (self._open_log(run) as log,
               Profiler(run.profile, logging.profile_steps, self.meter.paused) as profiler,
-              notices() as notice_after):
+              notices() as asked_to_end):
             if jax.process_index() == 0:  # now, since the files of the initial model may be gone when a checkpoint is saved
                 shutil.rmtree(run.assets, ignore_errors=True)
                 self.objective.write_assets(run.assets)
             self._evaluate_before_training(log)
+            notice = None
             for _ in () if self.best.exhausted else self._steps(profiler, log):
-                self._after_step(run, log, notice_after(self.step))
+                notice = asked_to_end()
+                self._after_step(run, log, notice)
                 if self.best.exhausted:
                     break
             if self.best.exhausted:
@@ -227,6 +230,8 @@ class _Training:
             log.say(f"saved {self.store.path(self.step)}")
             if self.best.step not in (None, self.step):
                 log.say(f"best: {self.store.path(self.best.step)} ({self.config.checkpoint.best} {self.best.value:.6g})")
+            if stage_follows and (notice := notice or asked_to_end()):
+                raise Preempted(notice, self.store.path(self.step))
         return self.store.path(self.step)
 
     def _evaluate_before_training(self, log: MetricsLog) -> None:
@@ -260,8 +265,9 @@ class _Training:
                 batch = self._train_step(batch, batches, log)
             yield
 
-    def _next_batch(self, batches: Iterator[HostBatch]) -> DeviceBatch:
-        with self.meter.waiting_for_data():
+    def _next_batch(self, batches: Iterator[HostBatch], computed: Future[float] | None = None) -> DeviceBatch:
+        """Fetches a batch; what comes after `computed`, the end of the running step, is a wait."""
+        with self.meter.waiting_for_data(computed):
             batch = next(batches)
         return self.objective.to_device(batch)
 
@@ -270,7 +276,8 @@ class _Training:
         assert self.compiled_step is not None
         self.trainable, self.optimizer_state, metrics = self.compiled_step(
             self.trainable, self.frozen, self.optimizer_state, batch, np.int32(self.step))
-        next_batch = self._next_batch(batches) if self.step + 1 < self.config.train.steps else None
+        computed = self.meter.when_computed(metrics)
+        next_batch = self._next_batch(batches, computed) if self.step + 1 < self.config.train.steps else None
         metrics = jax.device_get(metrics)  # waits for the step
         self._check_finite(metrics)
         lengths = self.objective.lengths(self.step)

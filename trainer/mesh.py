@@ -18,13 +18,27 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from data.errors import UserError
 from model.sharding import BATCH_AXES, MESH_AXES
 
-from .config.schema import MeshConfig
+from .config.schema import MeshConfig, RunConfig
 from .placement import ring_placed
+from .run.cluster import join
 
 # Nothing hides the sums over tensor, so tensor gets the nearest devices; the ring along the sequence runs beside the kernels.
 ORDER = ("data", "fsdp", "sequence", "tensor")
 # Schedules that split the sequence axis into lines of ranks.
 IN_LINES = ("ulysses", "attention2d")
+
+
+def start_devices(config: RunConfig) -> None:
+    """Joins the other processes and simulates devices, as the configuration says; to be called before JAX starts its backend.
+
+    Another call, for a further stage, changes nothing.
+
+    Raises:
+      UserError: see `join` and `simulate`.
+    """
+    join(config.distributed, simulated=bool(config.mesh.simulate))
+    if config.mesh.simulate:
+        simulate(config.mesh.simulate, config.distributed.num_processes or 1)
 
 
 def simulate(devices: int, processes: int = 1) -> None:

@@ -330,17 +330,20 @@ def _generation_ends(folder: Path) -> list[int]:
     return [id for id in (ends if isinstance(ends, list) else [ends]) if is_int(id) and id >= 0]
 
 
-def choose_model(config: ModelConfig) -> ModelSource:
-    """The model that a recipe's section `model` names.
+def choose_model(config: ModelConfig, adapter_path: str | None = None) -> ModelSource:
+    """The model that a recipe's section `model` names, with the adapter at `adapter_path` beside it if that is given.
+
+    `overrides` and `tokenizer` hold for the adapter too: they take the place of what its checkpoint was trained with.
 
     Raises:
-      UserError, ValueError: neither a path nor a shape, no tokenizer, or a shape that no model has.
+      UserError, ValueError: neither a path nor a shape, no tokenizer, or a shape that no model has; or see `with_adapter`.
     """
     if config.path:
         source = open_model(config.path)
         if source.adapter is not None:
             raise UserError(f"model.path: {config.path} is an adapter; --adapter.path goes on with it, and python -m "
                             "scripts.export_hf --merge makes a whole model of it")
+        source = with_adapter(source, adapter_path) if adapter_path else source
         return dataclasses.replace(source, config=source.config.with_positions(**config.overrides),
                                    tokenizer_path=Path(config.tokenizer or source.tokenizer_path))
     if not config.preset and not config.overrides:
@@ -350,7 +353,8 @@ def choose_model(config: ModelConfig) -> ModelSource:
         raise UserError("model.tokenizer: a model from scratch needs a tokenizer; give its folder or .model file")
     tokenizer = Tokenizer.load(config.tokenizer)
     shape = scratch_config(config, bos_token_id=tokenizer.bos_id, eos_token_id=tokenizer.eos_id, pad_token_id=tokenizer.pad_id)
-    return ModelSource(shape, "scratch", None, Path(config.tokenizer))
+    source = ModelSource(shape, "scratch", None, Path(config.tokenizer))
+    return with_adapter(source, adapter_path) if adapter_path else source  # refused: it needs a pretrained base
 
 
 def scratch_config(config: ModelConfig, **defaults: Any) -> LlamaConfig:
@@ -375,9 +379,8 @@ def for_templates(source: ModelSource, data: DataConfig) -> tuple[ModelSource, T
     """Returns the model and its tokenizer, made ready for the chat templates of the data.
 
     With `data.add_control_tokens`, the tokenizer gets every control token that the templates need and it lacks, and the model's
-    vocabulary a row for each. The end-of-turn
-    token of the template that is exported, that of the first conversations, is added to the model's eos ids; base models lack
-    it.
+    vocabulary a row for each. The end-of-turn token of the template that is exported, that of the first conversations, is added
+    to the model's eos ids; base models lack it.
     """
     tokenizer, templates = source.tokenizer(), chat_templates(data)
     if data.add_control_tokens:

@@ -17,7 +17,7 @@ from model.loss import LossSums
 from model.sharding import OnHost, Parameter
 
 Params = dict[str, jax.Array]
-"""Parameters by name, float32."""
+"""Parameters by name: float32 where they are trained; frozen ones in the compute dtype, or as codes."""
 LossParams = dict[str, jax.Array | OnHost]
 """Parameters by name as the loss takes them: those in the host's memory may come with a placeholder for their gradient."""
 HostBatch = Mapping[str, np.ndarray]

@@ -10,7 +10,9 @@ from typing import Any
 from data.errors import UserError
 
 from .config.checks import check
-from .config.schema import MESH_AXES, RunConfig
+from .config.schema import MESH_AXES, MeshConfig, RunConfig
+from .mesh import start_devices
+from .run.cluster import first_then_others
 from .run.directory import EARLIER_STAGES, RunDirectory, check_run
 
 
@@ -39,25 +41,31 @@ def stages_of(config: RunConfig) -> list[RunConfig]:
         if mesh.devices != config.mesh.devices:
             raise UserError(f"{field}.mesh: found {mesh.product} devices, needs {config.mesh.devices} as in the section mesh; "
                             "all stages run on the same devices")
-        last = index == len(config.stages) - 1
-        model = config.model
-        if configs:
-            model = dataclasses.replace(model, path=str(configs[-1].folder), preset=None, tokenizer=None, overrides={})
-        train, optimizer = config.train, config.optimizer
-        staged = dataclasses.replace(
-            config, stages=(), mesh=mesh,
-            model=dataclasses.replace(model, overrides={**model.overrides, **stage.rope}),
-            trajectories=dataclasses.replace(
-                config.trajectories, in_context=stage.in_context or config.trajectories.in_context),
-            data=dataclasses.replace(config.data, context_length=stage.context_length, seed=config.data.seed + index),
-            train=dataclasses.replace(train, steps=stage.steps, batch_size=stage.batch_size or train.batch_size,
-                                      accumulation=stage.accumulation or train.accumulation),
-            optimizer=dataclasses.replace(
-                optimizer, learning_rate=stage.learning_rate or optimizer.learning_rate,
-                warmup_steps=optimizer.warmup_steps if stage.warmup_steps is None else stage.warmup_steps),
-            run_dir=str(config.folder if last else config.folder / EARLIER_STAGES / str(index + 1)))
-        configs.append(check(staged, field))
+        configs.append(check(_staged(config, index, mesh, configs[-1] if configs else None), field))
     return configs
+
+
+def _staged(config: RunConfig, index: int, mesh: MeshConfig, previous: RunConfig | None) -> RunConfig:
+    """Returns the configuration of a stage, which begins with what the stage before it, if there is one, has trained."""
+    stage, last = config.stages[index], index == len(config.stages) - 1
+    model, adapter = config.model, config.adapter
+    if previous is not None and adapter.rank:  # its checkpoints hold the adapter alone: the base and its positions stay
+        model, adapter = previous.model, dataclasses.replace(adapter, path=str(previous.folder))
+    elif previous is not None:
+        model = dataclasses.replace(model, path=str(previous.folder), preset=None, tokenizer=None, overrides={})
+    train, optimizer = config.train, config.optimizer
+    return dataclasses.replace(
+        config, stages=(), mesh=mesh, adapter=adapter,
+        model=dataclasses.replace(model, overrides={**model.overrides, **stage.rope}),
+        trajectories=dataclasses.replace(
+            config.trajectories, in_context=stage.in_context or config.trajectories.in_context),
+        data=dataclasses.replace(config.data, context_length=stage.context_length, seed=config.data.seed + index),
+        train=dataclasses.replace(train, steps=stage.steps or train.steps, batch_size=stage.batch_size or train.batch_size,
+                                  accumulation=stage.accumulation or train.accumulation),
+        optimizer=dataclasses.replace(
+            optimizer, learning_rate=stage.learning_rate or optimizer.learning_rate,
+            warmup_steps=optimizer.warmup_steps if stage.warmup_steps is None else stage.warmup_steps),
+        run_dir=str(config.folder if last else config.folder / EARLIER_STAGES / str(index + 1)))
 
 
 def choose_stage(config: RunConfig, number: int | None = None) -> RunConfig:
@@ -78,25 +86,39 @@ def choose_stage(config: RunConfig, number: int | None = None) -> RunConfig:
     return dataclasses.replace(stages[(number or len(stages)) - 1], model=config.model)
 
 
-def train_stages(config: RunConfig, train: Callable[[RunConfig], Path]) -> Path:
+def train_stages(config: RunConfig, train: Callable[[RunConfig, bool], Path]) -> Path:
     """Trains each stage that is not finished, in order, and returns the last checkpoint.
 
     Args:
-      train: trains a run to its end, from its newest checkpoint if it has one.
+      train: trains a run to its end, from its newest checkpoint if it has one; it is told whether another stage follows.
 
     Raises:
       UserError: see `stages_of`; or a stage's folder holds another run.
     """
     stages = stages_of(config)
-    for index, (stage, following) in enumerate(itertools.pairwise(stages)):
-        if RunDirectory(following.folder).config.exists():
-            check_run(stage)  # the next one has begun, so that this one is finished, if it is the same
-            continue
+    if len(stages) == 1:
+        return train(stages[0], False)
+    start_devices(config)
+    # One process looks for all: they would find each other's locks, or a folder that the others do not see yet.
+    first = first_then_others(lambda index: _first_unfinished(stages) if index is None else int(index), str)
+    for index in range(first, len(stages) - 1):
         _announce(stages, index)
-        train(stage)
-    if len(stages) > 1:
-        _announce(stages, len(stages) - 1)
-    return train(stages[-1])
+        train(stages[index], True)
+    _announce(stages, len(stages) - 1)
+    return train(stages[-1], False)
+
+
+def _first_unfinished(stages: list[RunConfig]) -> int:
+    """Returns the index of the first stage after which none has begun.
+
+    Raises:
+      UserError: the folder of a stage before it holds another run.
+    """
+    for index, (stage, following) in enumerate(itertools.pairwise(stages)):
+        if not RunDirectory(following.folder).config.exists():
+            return index
+        check_run(stage)  # the next one has begun, so that this one is finished, if it is the same
+    return len(stages) - 1
 
 
 def _announce(stages: list[RunConfig], index: int) -> None:

@@ -109,7 +109,7 @@ class StepBuilder:
 
     @property
     def saves_trainable_only(self) -> bool:
-        """Whether checkpoints hold the trained parameters alone: adapters, without the base beside which they stand."""
+        """Whether checkpoints hold the trained parameters alone: adapters only, without their base model."""
         return any(parameter.frozen for parameter in self.model.parameters.values())
 
     @property

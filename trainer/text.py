@@ -33,7 +33,7 @@ from .config import load as configuration
 from .config.schema import RunConfig, SourceConfig
 from .huggingface import peft
 from .mesh import batch_sharding, local_order, local_part, place_batch
-from .model_source import ModelSource, chat_templates, choose_model, for_templates, with_adapter
+from .model_source import ModelSource, chat_templates, choose_model, for_templates
 from .objective import DeviceBatch, HostBatch, LossParams, Objective, Params
 from .run.cluster import first_then_others
 from .run.directory import RunDirectory
@@ -94,7 +94,7 @@ def source_names(config: RunConfig) -> tuple[str, ...]:
     return tuple(names)
 
 
-class _LocalPart(TypedDict):
+class _ReadPart(TypedDict):
     """What this process reads of a batch: numbers of its rows, and indices within a row."""
 
     rows: list[int]
@@ -129,11 +129,12 @@ class TextObjective(Objective):
 
     def _open_model(self) -> None:
         data = self.config.data
-        source, self.tokenizer = for_templates(choose_model(self.config.model), data)
-        if self.config.adapter.path:
-            source = with_adapter(source, self.config.adapter.path)
+        chosen = choose_model(self.config.model, self.config.adapter.path)
+        source, self.tokenizer = for_templates(chosen, data)
+        if source.adapter is not None:
+            _check_vocabulary(source, chosen.config.vocab_size)
             _check_same(self.config.adapter, source)
-            if self.config.adapter.dropout is None and source.adapter is not None:
+            if self.config.adapter.dropout is None:
                 adapter = dataclasses.replace(self.config.adapter, dropout=source.adapter.config.dropout)
                 self.config = dataclasses.replace(self.config, adapter=adapter)
         # Exports and evaluation take the trained length for the length that the model can use.
@@ -163,7 +164,7 @@ class TextObjective(Objective):
         self.part = local_part(self.mesh, rows, data.context_length)
         layout = permutation(data.context_length, self.mesh.shape["sequence"], self.config.attention.layout)
         indices, self.order = local_order(self.part, layout)
-        self._local: _LocalPart = {"rows": self.part.rows.tolist(), "indices": indices}
+        self._local: _ReadPart = {"rows": self.part.rows.tolist(), "indices": indices}
 
     def _report_data(self) -> None:
         """Prints what became of the records, at the run's first start alone, and a warning if none of them was held out."""
@@ -220,6 +221,16 @@ class TextObjective(Objective):
         self.source.write_assets(folder, self.tokenizer, template, configuration.dump(self.config))
         if self.config.adapter.rank:
             peft.write_config(self.config.adapter, self.source.config.family, self.source.name, folder)
+
+
+def _check_vocabulary(source: ModelSource, rows: int) -> None:
+    """Raises UserError if the templates add rows to the `rows` of an adapter's checkpoint, whose trained or drawn ones would
+    not be those of a larger vocabulary."""
+    assert source.adapter is not None
+    if source.adapter.is_checkpoint and source.config.vocab_size > rows:
+        raise UserError(f"data.add_control_tokens: the templates need {source.config.vocab_size - rows} tokens that the run of "
+                        f"{source.adapter.folder} did not have; python -m scripts.export_hf --merge makes a whole model of it, "
+                        "which gets them as model.path")
 
 
 def _check_same(section: AdapterConfig, source: ModelSource) -> None:

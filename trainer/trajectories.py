@@ -145,7 +145,7 @@ class TrajectoryObjective(Objective):
         self.model = build_agentic(config, trajectory_model(config), mesh, self.sizes)
         show = config.logging.console
         self.prepared = first_then_others(
-            lambda key: prepare_trajectories(path, options.task, config.data.prepared, progress=show and key is None),
+            lambda key: prepare_trajectories(path, options.task, config.data.prepared, show and key is None, key),
             lambda prepared: prepared.key)
         if jax.process_index() == 0:
             print(self.prepared.report, flush=True)
@@ -196,10 +196,11 @@ class TrajectoryObjective(Objective):
             raise UserError(f"trajectories.action_repeat: found {options.action_repeat}, but the shortest episode of "
                             f"{options.path} has {lengths.min()} steps; at most {lengths.min()} would work")
         counts = lengths // options.action_repeat
-        longest = int(min(counts.max(), options.decisions or counts.max())) * options.in_context * options.tokens_per_decision
+        most = int(min(counts.max(), options.decisions or counts.max()))
+        longest = most * options.in_context * options.tokens_per_decision
         if longest > data.context_length:
             raise UserError(f"data.context_length: found {data.context_length}, needs at least {longest} for "
-                            f"{options.in_context} episodes of {counts.max()} decisions; a larger action_repeat, fewer "
+                            f"{options.in_context} episodes of {most} decisions; a larger action_repeat, fewer "
                             "decisions or fewer episodes would work too")
         if not self.has_held_out and data.held_out_fraction and jax.process_index() == 0:
             print(f"warning: there is no held-out loss: data.held_out_fraction {data.held_out_fraction:g} of {len(chosen)} "
@@ -207,7 +208,10 @@ class TrajectoryObjective(Objective):
                   "give one", file=sys.stderr, flush=True)
 
     def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:
-        """Returns the sums of the actions' squared errors and of their weights; see `AgenticTransformer.loss`."""
+        """Returns the sums of the actions' losses (squared errors, or nats of a mixture) and of their weights.
+
+        See `AgenticTransformer.loss`.
+        """
         return self.model.loss(params, batch)
 
     def abstract_batch(self) -> dict[str, jax.ShapeDtypeStruct]:

@@ -147,7 +147,7 @@ def read_plan(path: str) -> dict[str, Any]:
     """Returns a plan of `python -m scripts.plan --compile --output`, or the longest one of its --search.
 
     Raises:
-      UserError: the file is none.
+      UserError: the file is not a plan.
     """
     try:
         plan = json.loads(Path(path).read_text(encoding="utf-8"))

@@ -22,7 +22,6 @@ from data.templates.rendering import Content, render_pieces
 from data.templates.tools import render_tool_pieces
 from data.tokenizer import Tokenizer
 
-TRAIN_ON = ("all", "last")
 _FIELD = "data.template, or the template of one of data.sources"  # for messages
 
 
@@ -80,7 +79,6 @@ def render(
     template: str,
     tokenizer: Tokenizer,
     add_generation_prompt: bool = False,
-    train_on: str = "all",
     tools: Sequence[dict[str, Any]] = (),
 ) -> list[Segment]:
     """Returns the ids of a conversation, in segments that are trained on or not.
@@ -98,19 +96,15 @@ def render(
         template: the name of a chat template, one of NAMES.
         tokenizer: the tokenizer.
         add_generation_prompt: whether the heading of an assistant's turn follows the conversation.
-        train_on: `all` turns of the assistant, or only its `last` one.
         tools: descriptions of tools for the template; see `writes_tools`.
 
     Raises:
         TemplateError: the conversation does not fit the template, such as one with tool calls that it does not write.
-        UserError: see `jinja_template`; or `train_on` is unknown.
+        UserError: see `jinja_template`.
     """
-    if train_on not in TRAIN_ON:
-        raise UserError(f"data.train_on: found {train_on!r}; {', '.join(TRAIN_ON)} would work")
     source = jinja_template(template, tokenizer)
     roles = tuple(message.role for message in messages)
-    answers = [number for number, role in enumerate(roles) if role == "assistant"]
-    trained_turns = {number for number in (answers if train_on == "all" else answers[-1:]) if messages[number].train}
+    trained_turns = {number for number, role in enumerate(roles) if role == "assistant" and messages[number].train}
     specials = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
     encoder = ConversationEncoder(tokenizer)
     if tools or any(message.tool_calls for message in messages):

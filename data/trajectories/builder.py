@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool, Float64, Int64
 
+from data import paths
 from data.errors import UserError
 from data.folders import building, check_files, record_files
 from data.record_store import open_records, readable, write_records
@@ -77,27 +78,47 @@ class PreparedTrajectories:
 
 
 def prepare_trajectories(path: str | Path, task_name: str, prepared: str | Path, progress: bool = False,
-                         ) -> PreparedTrajectories:
+                         key: str | None = None) -> PreparedTrajectories:
     """Returns the episodes below `path`, prepared into a folder in `prepared` unless they are there already.
 
     Rewards are those of the task: computed anew from the stored states unless the folder says that they are the task's own.
 
     Args:
+      prepared: parent of the prepared folders. If it is in a store (gs://, s3://), the folder is made and read in the cache on
+        this machine, and copied to or from the store.
       progress: shows a progress bar.
+      key: the folder's name, if another process has prepared it: then no episode is read.
 
     Raises:
-      UserError: no task of this name, no episode, or none that can be used.
+      UserError: no task of this name, no episode, or none that can be used; or there is no folder of the name `key`.
     """
     task = get_task(task_name)
-    files = episode_files(Path(path).expanduser(), task)
-    folder = Path(prepared).expanduser() / f"trajectories-{_key(files, task)}"
-    if (folder / INDEX).exists():
-        try:
-            return _read(folder)
-        except UserError as error:
-            print(f"warning: {error}; it is made again", file=sys.stderr)
-    _build(files, task, folder, progress)
-    return _read(folder)
+    files = [] if key else episode_files(Path(path).expanduser(), task)
+    name = key or f"trajectories-{_key(files, task)}"
+    folder, shared = paths.local_folder(prepared) / name, f"{str(prepared).rstrip('/')}/{name}"
+    stored = _read_or_warn(folder)
+    if stored is None and paths.is_remote(prepared):
+        paths.download(shared, folder, INDEX, _is_whole)
+        stored = _read_or_warn(folder)
+    if stored is None and key:
+        raise UserError(f"{shared}: not found on this machine, but another process has prepared it; a data.prepared that all "
+                        "processes share would work")
+    if stored is None:
+        _build(files, task, folder, progress)
+        if paths.is_remote(prepared):
+            paths.upload(folder, shared, INDEX)
+    return stored or _read(folder)
+
+
+def _read_or_warn(folder: Path) -> PreparedTrajectories | None:
+    """Reads a prepared folder; returns None where there is none, or with a warning where it is damaged."""
+    if not (folder / INDEX).exists():
+        return None
+    try:
+        return _read(folder)
+    except UserError as error:
+        print(f"warning: {error}; it is made again", file=sys.stderr)
+        return None
 
 
 def _read(folder: Path) -> PreparedTrajectories:

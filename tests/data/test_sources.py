@@ -366,7 +366,7 @@ def test_a_dropped_record_nested_as_deeply_as_python_reads_is_reported():
 def test_an_npz_is_no_npy(tmp_path):
     np.savez(tmp_path / "a.npz", a=np.arange(3))
     (tmp_path / "a.npz").rename(tmp_path / "a.npy")
-    with pytest.raises(UserError, match=r"a\.npy: is an \.npz with several arrays; a \.npy array of integers, or"):
+    with pytest.raises(UserError, match=r"a\.npy: is an \.npz archive, not a single array; a \.npy array of integers, or"):
         _read(tmp_path / "a.npy", format="tokens")
 
 

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.conversation import Message
+from data.conversation import Message, with_last_answer_trained
 from data.errors import UserError
 from data.templates import (
     NAMES,
@@ -207,7 +207,7 @@ def test_ids_and_mask_are_sentencepieces(template, file):
 def test_loss_on_the_last_answer_and_on_flagged_ones(pair, template):
     ours, _ = pair
     whole = render(_messages(TALK), template, ours)
-    last = render(_messages(TALK), template, ours, train_on="last")
+    last = render(with_last_answer_trained(_messages(TALK)), template, ours)
     assert _ids(last) == _ids(whole)
     muted = [Message(role, text, train=number != 1) for number, (role, text) in enumerate(TALK)]
     assert render(muted, template, ours) == last  # the second answer alone, either way
@@ -215,9 +215,7 @@ def test_loss_on_the_last_answer_and_on_flagged_ones(pair, template):
     assert "Pim" in first and "Pim" not in second and "You too!" in second and "fine" not in second
     assert first.endswith(second)
     silent = [Message(role, text, train=number != 3) for number, (role, text) in enumerate(TALK)]
-    assert not any(segment.train for segment in render(silent, template, ours, train_on="last"))
-    with pytest.raises(UserError, match="all, last would work"):
-        render(_messages(TALK), template, ours, train_on="first")
+    assert not any(segment.train for segment in render(with_last_answer_trained(silent), template, ours))
 
 
 @pytest.mark.parametrize("folder", [TINY, MODEL], ids=["tiny", "sentencepiece"])

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from data.clean import Cleaner, Drop
-from data.conversation import Conversation, Message, Text
+from data.conversation import Conversation, Message, Text, with_last_answer_trained
 from data.encode import Encoder
 from data.report import Report
 from data.sources import Source, read
@@ -163,7 +163,7 @@ def test_only_the_last_answer_or_marked_turns_are_trained_on(family):
     _, ours, _ = family
     messages = list(Cleaner().clean({"messages": _talk(False, False)}).messages)
     ids, all_turns = _ids_and_mask(render(messages, "tokenizer", ours))
-    again, last = _ids_and_mask(render(messages, "tokenizer", ours, train_on="last"))
+    again, last = _ids_and_mask(render(with_last_answer_trained(messages), "tokenizer", ours))
     assert ids == again and sum(last) < sum(all_turns)
     assert ours.decode([token for token, train in zip(ids, last, strict=True) if train]).strip() == "Three."
 

@@ -11,11 +11,17 @@ import yaml
 from safetensors.numpy import load_file
 
 import train
+from model.config import LlamaConfig
 from scripts import export_hf
 from tests.model.build import llama
 from trainer.checkpoint.store import restore_model, stored_arrays, stored_average
+from trainer.config.load import load
+from trainer.config.schema import DataConfig, ModelConfig, SourceConfig
 from trainer.huggingface import peft
-from trainer.model_source import open_adapter, open_model
+from trainer.mesh import make_mesh
+from trainer.model_source import choose_model, for_templates, open_adapter, open_model
+from trainer.stages import stages_of
+from trainer.text import TextObjective
 
 STEPS = 4
 DECAY = 0.3  # of the average of the weights
@@ -163,3 +169,40 @@ def test_a_run_goes_on_from_a_peft_adapter(run, command, tmp_path, capfd):
     assert "adapter.rank: found 4; the adapter in" in capfd.readouterr().err
     assert train.main(command("more", model=run)) == 2
     assert "is an adapter; --adapter.path goes on with it" in capfd.readouterr().err
+
+
+def test_what_the_recipe_says_of_the_model_holds_beside_a_run_s_adapter_too(run, hf_model):
+    """Its positions, and where answers end; what it leaves out is as the run was trained."""
+    plain = choose_model(ModelConfig(path=str(hf_model)), str(run))
+    trained = LlamaConfig.from_hf(run / f"checkpoints/{STEPS}/assets")
+    assert plain.config == trained and plain.adapter.folder.parent.parent == run
+    assert plain.tokenizer().fingerprint == choose_model(ModelConfig(path=str(hf_model))).tokenizer().fingerprint
+    data = DataConfig(template="vicuna_v1.1", sources=(SourceConfig("a.json"),))
+    section = ModelConfig(path=str(hf_model), overrides={"rope_theta": 5e4})
+    source, _ = for_templates(choose_model(section, str(run)).ending_at([7]), data)
+    assert source.config.rope.theta == 5e4 and 7 in source.config.eos_token_id
+    for name in ("lora_A", "lora_B"):
+        module = f"layers.mlp.down_proj.{name}"
+        assert np.array_equal(parameters(source)[module], parameters(plain)[module])
+
+
+def test_tokens_that_a_run_s_adapter_lacks_are_refused(run, command, capfd):
+    """Rows that were trained, or drawn, would not be those of a larger vocabulary."""
+    capfd.readouterr()
+    flags = ["--adapter.path", str(run), "--data.template", "chatml", "--data.add_control_tokens", "true"]
+    assert train.main(command("larger", *flags)) == 2
+    assert "data.add_control_tokens: the templates need 2 tokens that the run of" in capfd.readouterr().err
+
+
+def test_stages_train_the_same_adapters_one_after_the_other(command, hf_model):
+    """The second begins with those of the first, at its positions and beside the same base."""
+    stages = [{"context_length": 128, "steps": 2, "rope": {"rope_theta": 5e4}}, {"context_length": 128, "steps": 1}]
+    arguments = command("staged", "--stages", json.dumps(stages))
+    assert train.main(arguments) == 0
+    first, second = stages_of(load(arguments))
+    begun = TextObjective(second, make_mesh(second.mesh)).read_params()
+    for name, x in restore_model(first.folder / "checkpoints/2").items():
+        assert np.array_equal(x, begun[name]), name
+    ended = open_model(str(second.folder))
+    assert ended.folder == hf_model and ended.config.rope.theta == 5e4
+    assert train.main(arguments) == 0  # finds both finished

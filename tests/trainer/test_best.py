@@ -1,5 +1,6 @@
 """The best checkpoint is kept and found, and a run ends where it no longer becomes better; also over several starts."""
 import contextlib
+import itertools
 import signal
 
 import numpy as np
@@ -77,17 +78,28 @@ def test_a_metric_that_nothing_measures_is_refused_where_a_run_goes_on_with_it(s
     code, said = start("--checkpoint.best", "accuracy", steps=4)
     assert code == 2 and "checkpoint.best: found 'accuracy', which no evaluation measures" in said
     code, said = start(steps=4)
-    assert code == 0 and saved(tmp_path) == [2, 4]
+    assert code == 0 and saved(tmp_path) == [2, 4] and "have been changed" not in said
+    assert [row["step"] for row in small_run.rows(tmp_path / "run/held_out.jsonl")] == [0, 2, 4]
 
 
 def test_patience_that_ends_in_the_evaluation_after_a_preemption_ends_the_run(start, tmp_path, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(loop, "notices", lambda: contextlib.nullcontext(lambda step: signal.SIGTERM if step == 14 else None))
+        steps = itertools.count(1)
+        patched.setattr(loop, "notices", lambda: contextlib.nullcontext(lambda: signal.SIGTERM if next(steps) == 14 else None))
         code, _ = start("--checkpoint.patience", "3")
     assert code == 128 + signal.SIGTERM and saved(tmp_path) == [8, 14]
     code, said = start("--checkpoint.patience", "3")
     assert code == 0 and f"stopped at step 14: {LOSS} was lowest at step 8 (2.5), 3 measurements ago" in said
     assert len(small_run.rows(tmp_path / "run" / "metrics.jsonl")) == 14
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_run_that_never_measures_a_finite_number_stops_and_says_so(start, tmp_path, monkeypatch, loss):
+    monkeypatch.setattr(HeldOutLoss, "run", lambda self, params, step: {LOSS: loss})
+    for words in ("stopped at step 4", "already stopped at step 4"):
+        code, said = start("--checkpoint.patience", "2", steps=6)
+        assert code == 0 and saved(tmp_path) == [4], said
+        assert f"{words}: {LOSS} was never a finite number in 2 measurements" in said
 
 
 def test_patience_needs_a_metric(small_recipe):

@@ -67,6 +67,30 @@ def test_other_errors_keep_their_traceback():
         entry.run(broken)
 
 
+def test_the_other_processes_are_told_of_every_error(monkeypatch):
+    def broken():
+        raise KeyError("a mistake of ours")
+
+    told = []
+    monkeypatch.setattr(cluster, "client", lambda: object())
+    monkeypatch.setattr(cluster, "leave_others", lambda error, code: told.append((type(error), code)))
+    with pytest.raises(KeyError):
+        entry.run(broken)
+    assert told == [(KeyError, 1)]
+
+
+@pytest.mark.parametrize(("words", "said"), [
+    (["Unable to allocate 9 TiB"], "error: out of memory: Unable to allocate 9 TiB; a host with more memory"),
+    ([], "error: out of memory: the host has no more; a host with more memory"),
+])
+def test_a_host_without_memory_is_one_line(words, said, capsys):
+    def work():
+        raise MemoryError(*words)
+
+    assert entry.run(work) == 2
+    assert capsys.readouterr().err.startswith(said)
+
+
 @pytest.mark.parametrize("command", ["scripts.inspect_data", "eval.line_retrieval", "scripts.loss_by_position"])
 def test_ctrl_c_during_a_commands_imports_is_one_line(command, tmp_path, repository):
     """A numpy that sends it stands before the real one."""

@@ -83,7 +83,7 @@ def test_ctrl_c_to_one_process_saves_the_same_step_on_all(whole_run, small_recip
     finally:
         launch_local.end(running)
     saved = max(int(path.name) for path in (run / "checkpoints").iterdir())
-    said = f"stopped (Ctrl-C): saved {run / 'checkpoints' / str(saved)}; the same command goes on"
+    said = f"stopped (Ctrl-C): saved {run / 'checkpoints' / str(saved)}; the same command resumes the run"
     assert capfd.readouterr().err.count(said) == 1 and small_run.steps_logged(run) == saved < small_run.STEPS
     assert train.main(["--config", str(small_recipe), "--run_dir", str(run)]) == 0
     agree(small_run.rows(run / "metrics.jsonl"), small_run.rows(whole_run / "metrics.jsonl"))
@@ -324,6 +324,31 @@ def test_an_error_of_another_process_is_all_processes(as_two):
         first.result()
     with pytest.raises(OSError, match="a folder: not here"):
         other.result()
+
+
+def test_processes_that_are_alike_go_on(as_two):
+    assert [future.result() for future in as_two(lambda number: cluster.require_same({"a": (1, 2), "b": None}))] == [None, None]
+
+
+def test_processes_that_differ_are_named(as_two):
+    """All of them stop: by the difference, or by the words of the one that found it."""
+    said = r"process 1: data is 'x1' there and 'x0' in process 0; all processes need the same recipe, flags, model and data"
+    for future in as_two(lambda number: cluster.require_same({"same": 1, "data": f"x{number}"})):
+        with pytest.raises(UserError, match=said):
+            future.result()
+
+
+def test_training_begins_with_the_comparison(small_recipe, tmp_path, monkeypatch, capsys):
+    """Of fingerprints, and of fields that other machines or places may not have otherwise."""
+    def differ(values):
+        assert values["the data's fingerprint"] and values["the model's fingerprint"] == ""
+        assert {"optimizer.learning_rate", "mesh.fsdp", "memory.remat", "train.steps", "checkpoint.every"} <= values.keys()
+        assert not {"run_dir", "data.prepared", "distributed", "model.path"} & values.keys()
+        raise UserError("compared")
+
+    monkeypatch.setattr("trainer.loop.require_same", differ)
+    assert train.main(["--config", str(small_recipe), "--run_dir", str(tmp_path / "run")]) == 2
+    assert capsys.readouterr().err.endswith("error: compared\n") and not (tmp_path / "run").exists()
 
 
 # Stands in for train.py: what it does with its first Ctrl-C, and as what number it says the error that it ends by.

@@ -110,7 +110,7 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_goes_on_wit
     command = ["--config", str(small_recipe), "--run_dir", str(run)]
     for step, (how, number, code) in stops.items():  # noqa: B007 - `told` reads them
         assert train.main(command) == code
-        assert f"{how}: saved {run / 'checkpoints' / str(step)}; the same command goes on" in capfd.readouterr().err
+        assert f"{how}: saved {run / 'checkpoints' / str(step)}; the same command resumes the run" in capfd.readouterr().err
         assert small_run.steps_logged(run) == step
     assert [signal.getsignal(told) for _, told, _ in stops.values()] == handlers
     assert train.main(command) == 0

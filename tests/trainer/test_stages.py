@@ -1,5 +1,8 @@
 """A curriculum in one run: each stage goes on from the one before, and the same command goes on in any stage, bitwise."""
 import dataclasses
+import json
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -11,9 +14,11 @@ from eval import line_cases
 from model.llama import Llama
 from tests import small_run
 from tests.model.build import mesh_of
-from trainer.config.load import load
+from trainer.config.load import dump, load
+from trainer.evaluation import HeldOutLoss
 from trainer.model_source import open_model
 from trainer.stages import stages_of, train_stages
+from trainer.text import TextObjective
 
 STAGES = [{"context_length": 128, "steps": 9, "batch_size": 8, "learning_rate": 3e-3},
           {"context_length": 256, "steps": 8, "mesh": {"fsdp": 1, "sequence": 4}},
@@ -50,22 +55,84 @@ def test_each_stage_is_a_run_that_begins_with_the_one_before(recipe):
     assert stages_of(plain) == [plain]
 
 
+def test_stages_of_adapters_keep_the_base_and_its_positions(recipe):
+    config = load(["--config", str(recipe), "--run_dir", "runs/x", "--model.path", "hf", "--adapter.rank", "8"])
+    given = dataclasses.replace(config.stages[0], rope={"rope_theta": 7.0, "max_position_embeddings": 256})
+    config = dataclasses.replace(config, stages=(given, *config.stages[1:]))
+    assert [stage.model.path for stage in stages_of(config)] == ["hf"] * 3
+    assert [stage.adapter.path for stage in stages_of(config)] == [None, "runs/x/stages/1", "runs/x/stages/2"]
+    assert [stage.model.overrides for stage in stages_of(config)] == [
+        given.rope, given.rope, given.rope | {"rope_theta": 50000.0}]
+
+
 def test_finished_stages_are_not_trained_again(recipe, tmp_path, capsys):
     config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
     trained = []
-    train_stages(config, lambda stage: trained.append(stage.data.context_length))
-    assert trained == [128, 256, 512] and "stage 2 of 3: 256 tokens, 8 steps" in capsys.readouterr().out
-    from trainer.config.load import dump
+    follows = []
 
+    def remember(stage, stage_follows):
+        trained.append(stage.data.context_length)
+        follows.append(stage_follows)
+
+    train_stages(config, remember)
+    assert follows == [True, True, False]
+    assert trained == [128, 256, 512] and "stage 2 of 3: 256 tokens, 8 steps" in capsys.readouterr().out
     for stage in stages_of(config)[:2]:
         stage.folder.mkdir(parents=True)
         (stage.folder / "config.yaml").write_text(dump(stage))
     trained.clear()
-    train_stages(config, lambda stage: trained.append(stage.data.context_length))
+    train_stages(config, remember)
     assert trained == [256, 512]
     changed = dataclasses.replace(config.stages[0], steps=10)
     with pytest.raises(UserError, match=r"stages/1.*train.steps"):
-        train_stages(dataclasses.replace(config, stages=(changed, *config.stages[1:])), trained.append)
+        train_stages(dataclasses.replace(config, stages=(changed, *config.stages[1:])), remember)
+
+
+def test_a_single_stage_is_trained_as_the_stage_says(recipe, tmp_path):
+    config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run"), "--stages", json.dumps(STAGES[2:])])
+    trained = []
+    train_stages(config, lambda *run: trained.append(run))
+    assert trained == [(stages_of(config)[0], False)] and trained[0][0].data.context_length == 512
+
+
+@pytest.mark.parametrize("process", [0, 1])
+def test_one_process_says_for_all_which_stage_is_next(recipe, tmp_path, monkeypatch, process):
+    """Process 1 takes its word, though it does not see the first stage's folder yet, and asks for no lock."""
+    config = load(["--config", str(recipe), "--run_dir", str(tmp_path / "run")])
+    for stage in stages_of(config)[:2] if process == 0 else []:
+        stage.folder.mkdir(parents=True)
+        (stage.folder / "config.yaml").write_text(dump(stage))
+    monkeypatch.setattr("trainer.stages.first_then_others", lambda work, encode: (
+        work(None) if process == 0 else work(encode(1))))
+    trained = []
+    train_stages(config, lambda stage, stage_follows: trained.append(stage.data.context_length))
+    assert trained == [256, 512]
+
+
+@pytest.mark.parametrize("during", ["its last step", "its last evaluation"])
+def test_a_notice_at_the_end_of_a_stage_ends_the_run_before_the_next(recipe, tmp_path, monkeypatch, capfd, during):
+    lengths = TextObjective.lengths
+
+    def notified(objective, step):
+        if during == "its last step" and step == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return lengths(objective, step)
+
+    def measure(evaluation, params, step):
+        if during == "its last evaluation" and step == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return {}
+
+    run = tmp_path / "run"
+    words = ["--config", str(recipe), "--run_dir", str(run), "--stages", json.dumps([{"context_length": 128, "steps": 2}] * 2)]
+    with monkeypatch.context() as patched:
+        patched.setattr(TextObjective, "lengths", notified)
+        patched.setattr(HeldOutLoss, "run", measure)
+        assert train.main(words) == 128 + signal.SIGTERM
+    said = f"preempted (SIGTERM): saved {run / 'stages/1/checkpoints/2'}; the same command resumes the run"
+    assert said in capfd.readouterr().err and not (run / "config.yaml").exists()
+    assert train.main(words) == 0
+    assert (run / "checkpoints/2").exists()
 
 
 @pytest.mark.parametrize(("stage", "words"), [

@@ -111,6 +111,13 @@ def test_what_does_not_go_together_is_named(episodes, tmp_path, changes, message
         objective_of(run_config(episodes, tmp_path, **changes))
 
 
+def test_the_shortest_row_that_would_do_is_that_of_the_decisions_taken(episodes, tmp_path):
+    config = run_config(episodes, tmp_path, decisions=5)
+    config = dataclasses.replace(config, data=dataclasses.replace(config.data, context_length=24))
+    with pytest.raises(UserError, match=r"found 24, needs at least 40 for 2 episodes of 5 decisions"):
+        objective_of(config)
+
+
 def test_too_few_held_out_episodes_are_a_warning(episodes, tmp_path, capfd):
     assert objective_of(run_config(episodes, tmp_path)).has_held_out and "warning" not in capfd.readouterr().err
     assert not objective_of(run_config(episodes, tmp_path, in_context=4)).has_held_out

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,7 +125,7 @@ class CheckpointStore:
     def latest_good(self) -> int | None:
         """The newest step whose files are all as they were written; None if there is no checkpoint at all.
 
-        A damaged checkpoint is named by a warning, and the one before is tried.
+        A damaged checkpoint is named by a warning on standard error, and the one before is tried.
 
         Raises:
           ValueError: there are checkpoints, and none is good.
@@ -142,8 +142,9 @@ class CheckpointStore:
             except (DamagedError, ForeignError) as error:
                 self._damaged.add(step)
                 problems.append(error)
-                warnings.warn(f"{error}; using the checkpoint before", stacklevel=3)
             else:
+                for problem in problems:
+                    print(f"warning: {problem}; using the checkpoint before", file=sys.stderr)
                 return step
         if problems and all(isinstance(problem, ForeignError) for problem in problems):
             raise problems[0]

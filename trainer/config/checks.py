@@ -23,6 +23,7 @@ def check(config: RunConfig, source: str = "configuration") -> RunConfig:
         _check_sequence(config)
         _check_batch(config)
         _check_profile(config)
+        _check_stages(config)
         _check_optimizer(config)
         _check_adapter(config)
     except ValueError as error:
@@ -97,9 +98,14 @@ def _check_batch(config: RunConfig) -> None:
             f"{-(-batch_size // rows) * rows}")
 
 
-def _check_profile(config: RunConfig) -> None:
+def _check_stages(config: RunConfig) -> None:
+    """The fields of each stage are checked with it, in trainer.stages."""
     require(config.train.epochs is None or not config.stages, "train.epochs", config.train.epochs,
             "to be left out with stages, each of which has its steps")
+
+
+def _check_profile(config: RunConfig) -> None:
+    """A profile ends before the run does."""
     steps = config.logging.profile_steps
     require(not steps or config.train.epochs is not None or steps[1] <= config.train.steps, "logging.profile_steps", steps,
             f"a last step of at most train.steps = {config.train.steps}")

@@ -14,7 +14,7 @@ from model.config import POSITIONS
 from . import command_line
 from .checks import check
 from .fields import check_names
-from .schema import VERSION, RunConfig, SourceConfig
+from .schema import STAGED, VERSION, RunConfig, SourceConfig
 from .yaml_text import parse
 
 
@@ -38,6 +38,7 @@ def load(argv: list[str] | None = None, own: Iterable[str] = ()) -> RunConfig:
     words = command_line.split(argv, own)
     recipe = _without_replaced(_read(words.recipe), {flag.name for flag in words.flags})
     config = _with_one_source(parsing.build(recipe, words))
+    _refuse_without_effect({flag.name for flag in words.flags}, config)
     if not config.name:
         config = dataclasses.replace(config, name=pathlib.Path(words.recipe).stem)
     return check(config, f"{words.recipe} with the command line" if words.flags else words.recipe)
@@ -80,31 +81,45 @@ def _read(recipe: str) -> dict[str, Any]:
 def _without_replaced(recipe: Mapping[str, Any], flags: set[str]) -> dict[str, Any]:
     """The recipe without the fields that a flag replaces by another field.
 
-    --data.path and --data.sources replace each other. --model.path replaces a model from scratch: its preset, its tokenizer,
-    and overrides that make a shape rather than change the positions of a pretrained model.
+    --data.path and --data.sources replace each other, but for a single source, of which --data.path replaces the path alone.
+    --train.steps and --train.epochs replace each other; a run's own configuration has both. --model.path replaces a model from
+    scratch: its preset, its tokenizer, and overrides that make a shape rather than change the positions of a pretrained model.
     """
-    if {"data.path", "data.sources"} <= flags:
-        raise UserError("command line: --data.path and --data.sources exclude each other; give one")
-    model, data = dict(recipe.get("model", {})), dict(recipe.get("data", {}))
-    if "data.path" in flags:
+    for pair in (("data.path", "data.sources"), ("train.steps", "train.epochs")):
+        if set(pair) <= flags:
+            raise UserError(f"command line: --{pair[0]} and --{pair[1]} exclude each other; give one")
+    model, data, train = (dict(recipe.get(section, {})) for section in ("model", "data", "train"))
+    if "data.path" in flags and len(data.get("sources") or []) != 1:
         data.pop("sources", None)
     if "data.sources" in flags:
         data.pop("path", None)
+    if "train.steps" in flags:
+        train.pop("epochs", None)
     if "model.path" in flags:
         overrides = model.get("overrides")
         if model.pop("preset", None) or not isinstance(overrides, dict) or not set(overrides) <= set(POSITIONS):
             model.pop("overrides", None)
         if "model.tokenizer" not in flags:
             model.pop("tokenizer", None)
-    return {**recipe, "model": model, "data": data}
+    return {**recipe, "model": model, "data": data, "train": train}
 
 
 def _with_one_source(config: RunConfig) -> RunConfig:
-    """The configuration with data.path written out as the one source."""
+    """The configuration with data.path written out as the one source, with the other fields of the recipe's if it has one."""
     if not config.data.path:
         return config
-    sources = (SourceConfig(path=config.data.path),)
+    source, = config.data.sources or (SourceConfig(path=""),)
+    sources = (dataclasses.replace(source, path=config.data.path),)
     return dataclasses.replace(config, data=dataclasses.replace(config.data, path=None, sources=sources))
+
+
+def _refuse_without_effect(flags: set[str], config: RunConfig) -> None:
+    """Raises UserError for a flag whose field every stage of the recipe replaces by one of its own."""
+    stages = () if "stages" in flags else config.stages
+    for field, name in STAGED.items():
+        if field in flags and stages and all(stage.replaces(name) for stage in stages):
+            raise UserError(f"command line: --{field} has no effect, since each of the recipe's stages has its own {name}; "
+                            "change them in the recipe, or give them as --stages")
 
 
 def _plain(value: Any) -> Any:

@@ -89,7 +89,8 @@ class DataConfig:
     """What the model is trained on."""
 
     path: str | None = None
-    """One source, shorthand for a list of one; on the command line it replaces the recipe's sources."""
+    """One source, shorthand for a list of one; on the command line it replaces the recipe's sources, of a single one the path
+    alone."""
     template: str = "vicuna_v1.1"
     """Chat template: vicuna_v1.1, koala, llama-2, llama-3, chatml, alpaca, plain, or tokenizer for the tokenizer's own."""
     add_control_tokens: bool = False
@@ -197,12 +198,12 @@ class OptimizerConfig:
 
     name: Literal["adamw", "lion", "adafactor", "muon"] = "adamw"
     """AdamW; Lion, with one moment; Adafactor, with a row and a column of the second moment; or Muon, which orthogonalises the
-    updates of the layers' matrices, and leaves all other parameters to AdamW with Nesterov's
-    momentum and without weight decay."""
+    updates of the layers' matrices, and leaves all other parameters to AdamW with Nesterov's momentum and without weight
+    decay."""
     learning_rate: float = 2e-5
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
-    """How the learning rate goes on after the warm-up: a cosine or a line down to its final share, no decay, or no decay but
+    """What the learning rate does after the warm-up: a cosine or a line down to its final share, no decay, or no decay but
     for the last steps (warm-up, stable, decay). A run of the last two can be made longer."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly to its peak."""
@@ -310,7 +311,7 @@ class CheckpointConfig:
     best_is: Literal["lowest", "highest"] = "lowest"
     """Which value of that metric is the best."""
     patience: int = 0
-    """Measurements of that metric without a better one after which the run ends; 0 goes on to the last step."""
+    """Measurements of that metric without a better one after which the run ends; 0 trains to the last step."""
 
     def __post_init__(self) -> None:
         _require_at_least(self, "checkpoint", 0, "every", "patience")
@@ -358,8 +359,8 @@ class StageConfig:
 
     context_length: int
     """Tokens in a row; replaces data.context_length."""
-    steps: int = 100
-    """Optimizer steps; replaces train.steps."""
+    steps: int = 0
+    """Optimizer steps; train.steps where 0."""
     batch_size: int = 0
     """Rows in a step; train.batch_size where 0."""
     in_context: int = 0
@@ -376,9 +377,19 @@ class StageConfig:
     """Fields rope_theta, rope_scaling and max_position_embeddings from this stage on, as in model.overrides."""
 
     def __post_init__(self) -> None:
-        _require_at_least(self, "stages", 1, "context_length", "steps")
-        _require_at_least(self, "stages", 0, "batch_size", "in_context", "accumulation", "learning_rate")
+        _require_at_least(self, "stages", 1, "context_length")
+        _require_at_least(self, "stages", 0, "steps", "batch_size", "in_context", "accumulation", "learning_rate")
         require(set(self.rope) <= set(POSITIONS), "stages.rope", self.rope, f"fields out of {', '.join(POSITIONS)}")
+
+    def replaces(self, name: str) -> bool:
+        """Returns whether the stage has a value of its own for its field `name`, where others are as in another section."""
+        return getattr(self, name) != getattr(StageConfig, name, None)
+
+
+# The fields of other sections that a stage may replace -> its own names of them.
+STAGED = {"data.context_length": "context_length", "train.steps": "steps", "train.batch_size": "batch_size",
+          "train.accumulation": "accumulation", "trajectories.in_context": "in_context",
+          "optimizer.learning_rate": "learning_rate", "optimizer.warmup_steps": "warmup_steps"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -478,7 +489,7 @@ class RunConfig:
     def __post_init__(self) -> None:
         require(self.config_version == VERSION, "config_version", self.config_version, str(VERSION))
         names = [evaluation.file for evaluation in self.evaluations]
-        taken = ("metrics", "held_out", "samples")
+        taken = ("train", "metrics", "held_out", "samples")
         require(len({*names, *taken}) == len(names) + len(taken) and all(re.fullmatch(r"[\w-]+", name) for name in names),
                 "evaluations.name", names,
                 f"different names of letters, digits, _ and -, none of them {', '.join(taken[:-1])} or {taken[-1]}")

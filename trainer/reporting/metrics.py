@@ -2,8 +2,9 @@
 
 A line of metrics.jsonl is {"step": ..., NAMES...}, and with several sources `loss_by_source/NAME` of each that has a target in
 the step. Losses, target_tokens, grad_norm and learning_rate are those of the step itself. Times and rates are means over the
-steps since the line before. compile_seconds and the peaks cover the process so far; epoch, tokens_seen (without padding) and
-wall_seconds (of training, evaluations and saves included) the whole run, over all its starts.
+steps since the line before; data_wait_seconds is the time in which the devices had nothing to compute for want of data.
+compile_seconds and the peaks cover the process so far; epoch, tokens_seen (without padding) and wall_seconds (of training,
+evaluations and saves included) the whole run, over all its starts.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ import resource
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -64,8 +66,10 @@ class Meter:
         with meter.compiling(): ...                 # before or between steps; not part of a step
         meter.start()
         for step in ...:
-            with meter.waiting_for_data(): batch = ...
-            loss = ...                              # wait for it: a dispatched step has not been computed
+            loss = ...                              # dispatched
+            computed = meter.when_computed(loss)
+            with meter.waiting_for_data(computed): batch = ...
+            wait for the loss
             meter.count(lengths, batch_tokens)
             if time to log: row = meter.read(step, loss_nats_per_target=..., target_tokens=..., ...)
             with meter.paused(): save, evaluate     # not part of a step
@@ -87,12 +91,14 @@ class Meter:
         self.compile_seconds = 0.0
         self.seconds_per_step: float | None = None
         self._start = clock()
+        self._watcher = ThreadPoolExecutor(1, "when_computed")
         self._reset()
 
     def _reset(self) -> None:
         self._steps = self._tokens = self._batch_tokens = 0
         self._pairs = 0.0
-        self._data_wait = self._not_counted = 0.0
+        self._not_counted = 0.0
+        self._data_waits: list[tuple[float, float, Future[float] | None]] = []  # begin, end, when the devices were idle
         self._start = self._clock()
 
     def start(self) -> None:
@@ -108,11 +114,30 @@ class Meter:
         self.compile_seconds += self._clock() - before
 
     @contextlib.contextmanager
-    def waiting_for_data(self) -> Iterator[None]:
-        """The context of a wait for data: its time is added to data_wait_seconds and is part of the step."""
+    def waiting_for_data(self, computed: Future[float] | None = None) -> Iterator[None]:
+        """The context of a wait for data, which is part of the step.
+
+        Its time is added to data_wait_seconds; with `computed`, of `when_computed`, only the time after that, since before it
+        the devices were busy.
+        """
         before = self._clock()
         yield
-        self._data_wait += self._clock() - before
+        self._data_waits.append((before, self._clock(), computed))
+
+    def when_computed(self, arrays: Any) -> Future[float]:
+        """Returns the time at which the devices have computed these arrays, to be asked for once they have."""
+        def wait() -> float:
+            import jax
+
+            jax.block_until_ready(arrays)
+            return self._clock()
+
+        return self._watcher.submit(wait)
+
+    def _data_wait(self) -> float:
+        """Returns the seconds since the last reading in which the devices had nothing to compute for want of data."""
+        return sum(max(0.0, end - (max(begin, computed.result()) if computed else begin))
+                   for begin, end, computed in self._data_waits)
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -145,7 +170,7 @@ class Meter:
             "tokens_per_second": rate,
             "tokens_per_second_per_device": rate / len(self._devices),
             "mfu": flops / seconds / self._peak if self._peak else None,
-            "data_wait_seconds": self._data_wait / steps,
+            "data_wait_seconds": self._data_wait() / steps,
             "step_seconds": self.seconds_per_step,
             "compile_seconds": self.compile_seconds,
             "peak_device_gib": peak_device_gib(_local(self._devices)),
@@ -224,7 +249,13 @@ class MetricsLog:
             self._bar.update(row, seconds_left)
 
     def evaluation(self, name: str, row: dict[str, Any]) -> None:
-        """Writes one row of an evaluation's metrics, {"step", ...}, to NAME.jsonl and the boards; texts are also printed."""
+        """Writes one row of an evaluation's metrics, {"step", ...}, to NAME.jsonl and the boards; texts are also printed.
+
+        A step that has been measured again, as when a run is resumed with another `checkpoint.best`, has its row already.
+        """
+        written = self._written.get(f"{name}.jsonl")
+        if written is not None and written.last_step == row["step"]:
+            return
         self._write(name, row)
         for prompt, answer in row.items():
             if isinstance(answer, str):
@@ -257,7 +288,7 @@ class MetricsLog:
             self._files.pop(name)
             with contextlib.suppress(OSError):  # closing tries to write once more
                 file.close()
-            raise UserError(f"{file.name}: cannot be written ({error.strerror}); once it can, the same command goes on from "
+            raise UserError(f"{file.name}: cannot be written ({error.strerror}); once it can, the same command resumes from "
                             "the last checkpoint") from error
         for board in self._boards:
             board.add(name, row)

@@ -8,7 +8,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
 import jax
@@ -39,32 +39,28 @@ _leaving = threading.Event()
 T = TypeVar("T")
 
 
-def join(config: DistributedConfig, simulated: bool) -> int:
+def join(config: DistributedConfig, simulated: bool) -> None:
     """Joins the cluster that the configuration names, or else the one that JAX detects (Cloud TPU, Slurm, GKE, Open MPI).
 
     Must be called before JAX starts its backend.
 
     Args:
       simulated: devices are simulated on this machine's CPU, for which no cluster is looked for.
-
-    Returns:
-      The number of processes that the configuration names; 1 if it names none.
     """
     if config.num_processes is not None:
         if jax.distributed.is_initialized():  # for an earlier stage
-            return config.num_processes
+            return
         meet(cast(str, config.coordinator), cast(int, config.process_id), config.num_processes)
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         with _at_most(JOIN_SECONDS, f"process {config.process_id}: not all {config.num_processes} processes joined within "
                       f"{JOIN_SECONDS} s, though all had come to {config.coordinator}; one was lost, start them again"):
             _initialize(coordinator_address=config.coordinator, process_id=config.process_id,
                         num_processes=config.num_processes, cluster_detection_method="deactivate")
-        return config.num_processes
+        return
     # A second training in one process, or one in a notebook that has used JAX, cannot join again.
     if not (simulated or jax.distributed.is_initialized() or xla_bridge.backends_are_initialized()):
         with contextlib.suppress(ValueError):  # no cluster is detected: this process is alone
             _initialize()
-    return 1
 
 
 def client() -> Any:
@@ -119,6 +115,22 @@ def first_then_others(work: Callable[[str | None], T], encode: Callable[[T], str
     for _, failure in client().key_value_dir_get(f"{key} failed"):
         raise UserError(failure)
     return result
+
+
+def require_same(values: Mapping[str, Any]) -> None:
+    """Returns if all processes have called this with the same values, which JSON must express, by name.
+
+    Raises:
+      UserError: in every process; names a process and the first value in which it differs from process 0.
+    """
+    def compare(told: str | None) -> None:
+        first, own = json.loads(told or "{}"), json.loads(json.dumps(values))
+        for name in {**first, **own} if told else ():
+            if own.get(name) != first.get(name):
+                raise UserError(f"process {jax.process_index()}: {name} is {own.get(name)!r} there and {first.get(name)!r} in "
+                                "process 0; all processes need the same recipe, flags, model and data")
+
+    first_then_others(compare, lambda _: json.dumps(values))
 
 
 def _message(error: BaseException) -> str:

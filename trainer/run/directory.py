@@ -3,7 +3,9 @@
     RUN/config.yaml           the resolved configuration, as last run
     RUN/metrics.jsonl         one line of training metrics every train.log_every steps
     RUN/held_out.jsonl        one line for every held-out loss
-    RUN/*.jsonl.unreadable    lines of these two files that could not be read when the run was continued
+    RUN/NAME.jsonl            one line for every measurement of a test in `evaluations`
+    RUN/samples.jsonl         one line of answers to samples.prompts every samples.every steps
+    RUN/*.jsonl.unreadable    lines of these files that could not be read when the run was continued
     RUN/tensorboard/          the same figures for TensorBoard
     RUN/wandb/                the same for Weights & Biases, if logging.wandb asks for it
     RUN/profile/              a profile of logging.profile_steps
@@ -97,11 +99,6 @@ class RunDirectory:
         return self.folder / "checkpoints"
 
     @property
-    def evaluation(self) -> pathlib.Path:
-        """Results of line retrieval."""
-        return self.folder / "evaluation"
-
-    @property
     def lock(self) -> pathlib.Path:
         """The file that the training process locks."""
         return self.folder / "lock"
@@ -128,6 +125,13 @@ class RunDirectory:
 def identity(config: RunConfig) -> dict[str, Any]:
     """The fields that make a run this run and no other: `section.field` -> value, without PLACEMENT."""
     return _identity(configuration.resolved(config))
+
+
+def shared_fields(config: RunConfig) -> dict[str, Any]:
+    """The fields that all processes of a run must have alike: its identity, and by what they compute and save together."""
+    written = configuration.resolved(config)
+    together = ("mesh", "attention", "memory", "train", "checkpoint")
+    return identity(config) | {f"{section}.{name}": value for section in together for name, value in written[section].items()}
 
 
 def check_run(config: RunConfig, process_zero: bool = True, steps_known: bool = True) -> RunDirectory:
@@ -206,10 +210,12 @@ def _require_writable(run: RunDirectory) -> None:
 
 def _foreign_files(config: RunConfig) -> list[pathlib.Path]:
     """The files in a run's folder that no start of this run made before it could write config.yaml."""
-    prepared = pathlib.Path(config.data.prepared).expanduser().resolve()  # may be kept in the run's folder
+    # Both may be kept in the run's folder.
+    kept = [pathlib.Path(path).expanduser().resolve() for path in (config.data.prepared, config.compile_cache) if path]
     ours = (EARLIER_STAGES, RunDirectory(config.folder).lock.name)
     files = [path for path in config.folder.iterdir() if path.name not in ours] if config.folder.is_dir() else []
-    return [path for path in files if not path.name.endswith(".tmp") and not prepared.is_relative_to(path.resolve())]
+    return [path for path in files if not path.name.endswith(".tmp")
+            and not any(folder.is_relative_to(path.resolve()) for folder in kept)]
 
 
 def _require_same(run: RunDirectory, config: RunConfig, steps_known: bool) -> None:

@@ -19,10 +19,11 @@ from data.folders import sync
 
 @dataclasses.dataclass
 class Written:
-    """How many lines have been written to a log, and their SHA-256."""
+    """How many lines have been written to a log, their SHA-256, and the step of the last one (None without lines)."""
 
     lines: int
     sha256: Any
+    last_step: int | None = None
 
     @classmethod
     def of(cls, lines: Iterable[bytes]) -> Written:
@@ -36,6 +37,7 @@ class Written:
         """Counts a line that has been written."""
         self.lines += 1
         self.sha256.update(line)
+        self.last_step = _logged_step(line)
 
     @property
     def data(self) -> dict[str, Any]:

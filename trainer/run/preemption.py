@@ -7,6 +7,7 @@ finished yet, and save that one. A process that is alone saves the running step.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import signal
 import sys
@@ -17,6 +18,10 @@ from signal import SIGINT, SIGTERM
 
 # The folder of the cluster's key-value store that has an entry once a SIGTERM was meant as Ctrl-C.
 _CTRL_C = "longstripe/ctrl_c"
+# Numbers the questions to JAX's preemption service, alike in every process. The service begins to count at 0, names the number
+# after the highest that a process has asked with, and then waits for exactly that number. Numbers of steps would not do: those
+# of a run that was resumed begin later, and a notice before its first step would name a number that never comes.
+_questions = itertools.count(1)
 
 
 class Preempted(Exception):
@@ -24,21 +29,21 @@ class Preempted(Exception):
 
     def __init__(self, notice: signal.Signals, checkpoint: Path) -> None:
         reason = "stopped (Ctrl-C)" if notice == SIGINT else "preempted (SIGTERM)"
-        super().__init__(f"{reason}: saved {checkpoint}; the same command goes on")
+        super().__init__(f"{reason}: saved {checkpoint}; the same command resumes the run")
         # The code that a shell reports for a process ended by the signal: launchers start again after SIGTERM, whether the
         # process could save or not.
         self.exit_code = 128 + notice
 
 
 @contextlib.contextmanager
-def notices() -> Iterator[Callable[[int], signal.Signals | None]]:
+def notices() -> Iterator[Callable[[], signal.Signals | None]]:
     """Catches SIGTERM and Ctrl-C while the context lasts.
 
     Before the context, a signal ends a process that is alone at once, since there is nothing to save.
 
     Yields:
-      A function that every process calls after each step with the number of finished steps. It returns the signal if this is
-      the step to save and end after, else None.
+      A function that every process calls after each step. It returns the signal if this is the step to save and end after,
+      else None.
     """
     import jax
     from jax.experimental import multihost_utils
@@ -61,10 +66,10 @@ def notices() -> Iterator[Callable[[int], signal.Signals | None]]:
             client().key_value_set(f"{_CTRL_C}/told", "", allow_overwrite=True)
             os.kill(os.getpid(), SIGTERM)
 
-    def notice_after(step: int) -> signal.Signals | None:
+    def notice() -> signal.Signals | None:
         if not several_processes:
             return received[0] if received else None
-        if not multihost_utils.reached_preemption_sync_point(step):
+        if not multihost_utils.reached_preemption_sync_point(next(_questions)):
             return None
         return SIGINT if client().key_value_dir_get(_CTRL_C) else SIGTERM
 
@@ -74,7 +79,7 @@ def notices() -> Iterator[Callable[[int], signal.Signals | None]]:
     earlier = {number: signal.signal(number, lambda number, _: received.append(signal.Signals(number))) for number in caught}
     try:
         with _on_arrival(on_arrival):
-            yield notice_after
+            yield notice
     finally:
         for number, handler in earlier.items():
             signal.signal(number, handler)

@@ -46,24 +46,14 @@ def _split(address: str) -> tuple[str, int]:
 
 def _gather(address: str, port: int, processes: int, deadline: float, seconds: float) -> None:
     """Process 0 waits for all others, and tells them to go on or why not."""
-    try:
-        if socket.has_dualstack_ipv6():
-            server = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        else:
-            server = socket.create_server(("", port))
-    except OSError as error:
-        raise UserError(f"process 0: cannot listen at distributed.coordinator {address} ({error.strerror}); another port would "
-                        "work, the same for all processes") from None
     arrived: dict[int, socket.socket] = {}
-    with server:
-        problem = None
+    refused: list[socket.socket] = []
+    problem = None
+    with _listening(address, port) as server:
         while len(arrived) < processes - 1 and problem is None:
             server.settimeout(max(deadline - time.monotonic(), 0.01))
             try:
-                connection, _ = server.accept()
-                connection.settimeout(5)
-                message = json.loads(_receive(connection))
-                number, count = message["process"], message["of"]
+                connection, number, count = _accept_one(server)
             except TimeoutError:
                 missing = [number for number in range(1, processes) if number not in arrived]
                 if time.monotonic() >= deadline:
@@ -77,14 +67,41 @@ def _gather(address: str, port: int, processes: int, deadline: float, seconds: f
                 problem = f"process {number} was started with distributed.num_processes {count}, process 0 with {processes}"
             elif number in arrived:
                 problem = f"two processes at {address} have distributed.process_id {number}; each needs a number of its own"
-            arrived[number if number not in arrived else -1] = connection
-    for connection in arrived.values():
-        with contextlib.suppress(OSError):
-            connection.sendall(f"{problem or _GO}\n".encode())
-            _receive(connection)  # the other side closes first, so that the port is not kept for a while
-        connection.close()
+            if problem:
+                refused.append(connection)
+            else:
+                arrived[number] = connection
+    _answer([*arrived.values(), *refused], problem or _GO)
     if problem:
         raise UserError(problem)
+
+
+def _listening(address: str, port: int) -> socket.socket:
+    """Returns a socket that listens at a port of this machine, by IPv6 too where there is any."""
+    try:
+        if socket.has_dualstack_ipv6():
+            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+        return socket.create_server(("", port))
+    except OSError as error:
+        raise UserError(f"process 0: cannot listen at distributed.coordinator {address} ({error.strerror}); another port would "
+                        "work, the same for all processes") from None
+
+
+def _accept_one(server: socket.socket) -> tuple[socket.socket, int, int]:
+    """Returns the next connection, with the number of its process and the number of processes that it was started with."""
+    connection, _ = server.accept()
+    connection.settimeout(5)
+    message = json.loads(_receive(connection))
+    return connection, message["process"], message["of"]
+
+
+def _answer(connections: list[socket.socket], answer: str) -> None:
+    """Sends a line to each, and closes them."""
+    for connection in connections:
+        with contextlib.suppress(OSError):
+            connection.sendall(f"{answer}\n".encode())
+            _receive(connection)  # the other side closes first, so that the port is not kept for a while
+        connection.close()
 
 
 def _report(

@@ -85,6 +85,26 @@ def test_they_are_prepared_once_until_a_file_changes(tmp_path):
     assert prepare_trajectories(buffer, TASK.name, tmp_path / "prepared").key != first.key
 
 
+def test_a_store_keeps_them_for_other_machines(tmp_path, monkeypatch):
+    """Each machine reads the copy in its own cache; nothing is made in a folder named like the store."""
+    monkeypatch.chdir(tmp_path)
+    buffer = folder_of(tmp_path / "data", count=2)
+    for machine in ("one", "other"):
+        monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / machine))
+        prepared = prepare_trajectories(buffer, TASK.name, "memory://trajectories/prepared/")
+        assert prepared.folder.is_relative_to(tmp_path / machine) and len(prepared) == 2
+        monkeypatch.setattr("data.trajectories.builder._build", lambda *_: pytest.fail("made again"))
+    assert not list(tmp_path.glob("memory*"))
+
+
+def test_another_process_opens_what_the_first_has_prepared(tmp_path):
+    first = prepare_trajectories(folder_of(tmp_path / "data", count=2), TASK.name, tmp_path / "prepared")
+    second = prepare_trajectories("nowhere", TASK.name, tmp_path / "prepared", key=first.key)
+    assert second.folder == first.folder and len(second) == 2
+    with pytest.raises(UserError, match=rf"elsewhere/{first.key}: not found on this machine, .* all processes share"):
+        prepare_trajectories(tmp_path / "data", TASK.name, tmp_path / "elsewhere", key=first.key)
+
+
 def test_rewards_are_the_tasks_unless_the_folder_says_that_they_are(tmp_path):
     buffer = folder_of(tmp_path / "data", count=1)
     (buffer.parent / "collected.json").unlink()

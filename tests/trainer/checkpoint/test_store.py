@@ -1,7 +1,9 @@
 """Checkpoints: bitwise, atomic, verified, restored onto other meshes."""
 
+import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -58,6 +60,20 @@ def same_bits(a, b) -> bool:
 
 
 @pytest.fixture
+def warned(capsys):
+    """Gives a context that ends with a warning, of the words that it is given, that an earlier checkpoint is used."""
+    @contextlib.contextmanager
+    def context(words):
+        capsys.readouterr()
+        try:
+            yield
+        finally:
+            assert re.search(rf"(?m)^warning: .*(?:{words}).*; using the checkpoint before$", capsys.readouterr().err)
+
+    return context
+
+
+@pytest.fixture
 def assets(tmp_path) -> Path:
     folder = tmp_path / "assets"
     (folder / "deep").mkdir(parents=True)
@@ -106,7 +122,7 @@ def test_donated_while_saving(tmp_path, assets):
     np.testing.assert_array_equal(found["big"], np.arange(2**22, dtype=np.float32))
 
 
-def test_one_flipped_bit_in_any_file_is_found(run):
+def test_one_flipped_bit_in_any_file_is_found(run, warned):
     newest = run / "checkpoints/20"
     files = [path for path in sorted(newest.rglob("*")) if path.is_file()]
     assert len(files) > 10
@@ -116,13 +132,13 @@ def test_one_flipped_bit_in_any_file_is_found(run):
             continue
         for place in {0, len(original) // 2, len(original) - 1}:
             file.write_bytes(original[:place] + bytes([original[place] ^ 4]) + original[place + 1:])
-            with pytest.warns(UserWarning, match=file.name):
+            with warned(file.name):
                 assert CheckpointStore(run).latest_good() == 10
         file.write_bytes(original[:-1])
-        with pytest.warns(UserWarning, match=file.name):
+        with warned(file.name):
             assert CheckpointStore(run).latest_good() == 10
         file.unlink()
-        with pytest.warns(UserWarning, match=f"{file.name} is missing|no {file.name}"):
+        with warned(f"{file.name} is missing|no {file.name}"):
             assert CheckpointStore(run).latest_good() == 10
         file.write_bytes(original)
     assert CheckpointStore(run).latest_good() == 20
@@ -164,29 +180,30 @@ def test_all_processes_go_by_the_steps_that_the_first_sees(tmp_path, run, monkey
     assert CheckpointStore(run).steps_for_all() == [10]
 
 
-def test_damaged_by_path_and_all_damaged(run):
+def test_damaged_by_path_and_all_damaged(run, capsys):
     for step in (10, 20):
         (run / f"checkpoints/{step}/data/data.json").write_text('{"step": 11}')
     with pytest.raises(DamagedError, match=r"data/data\.json"):
         restore(run / "checkpoints/10", abstract(placed((2, 4), values())))
-    with pytest.raises(ValueError, match="every checkpoint is damaged"), pytest.warns(UserWarning):
+    with pytest.raises(ValueError, match="every checkpoint is damaged"):
         CheckpointStore(run).latest_good()
+    assert capsys.readouterr().err == "", "there is none that would be used"
     restore_model(run / "checkpoints/10")  # what it does not read may be damaged
 
 
-def test_a_folder_in_place_of_the_manifest_is_damage(run):
+def test_a_folder_in_place_of_the_manifest_is_damage(run, warned):
     manifest = run / "checkpoints/20/manifest.json"
     manifest.unlink()
     manifest.mkdir()
-    with pytest.warns(UserWarning, match=r"checkpoints/20: manifest.json cannot be read \(Is a directory\); using the"):
+    with warned(r"checkpoints/20: manifest.json cannot be read \(Is a directory\)"):
         assert CheckpointStore(run).latest_good() == 10
 
 
-def test_a_damaged_one_is_replaced_and_not_counted(run, assets):
+def test_a_damaged_one_is_replaced_and_not_counted(run, assets, warned):
     model = placed((2, 4), values())
     (run / "checkpoints/20/assets/config.json").write_text("{ }")
     store = CheckpointStore(run, keep=2)
-    with pytest.warns(UserWarning):
+    with warned(""):
         assert store.latest_good() == 10
     store.save(15, model=model, assets=assets)
     store.wait()
@@ -212,7 +229,7 @@ def test_foreign_and_absent(tmp_path, run, assets):
     with pytest.raises(ForeignError, match="Hugging Face folder"):
         restore_model(assets)
     (tmp_path / "foreign/checkpoints/7/params").mkdir(parents=True)
-    with pytest.raises(ForeignError, match="not a checkpoint of this project"), pytest.warns(UserWarning):
+    with pytest.raises(ForeignError, match="not a checkpoint of this project"):
         CheckpointStore(tmp_path / "foreign").latest_good()
     (tmp_path / "web").mkdir()
     (tmp_path / "web/manifest.json").write_text(json.dumps({"name": "a web page"}))

@@ -13,6 +13,7 @@ from data.errors import UserError
 from trainer.config import fields, parsing
 from trainer.config.load import dump, load, resolved
 from trainer.config.schema import SourceConfig
+from trainer.stages import stages_of
 
 RECIPE = {
     "model": {"preset": "tiny", "tokenizer": "somewhere", "overrides": {"vocab_size": 512}},
@@ -62,6 +63,31 @@ def test_data_path_replaces_sources(tmp_path):
     assert [source.path for source in config.data.sources] == ["mine.json"] and config.data.path is None
     config = load(["--config", write(tmp_path), "--data.sources", '[{"path": "other.json", "template": "tokenizer"}]'])
     assert [(source.path, source.template) for source in config.data.sources] == [("other.json", "tokenizer")]
+    one = {"path": "a.txt", "format": "text", "template": "koala", "weight": 0.5}
+    config = load(["--config", write(tmp_path, {"data": {"sources": [one]}}), "--data.path", "mine.txt"])
+    assert resolved(config)["data"]["sources"] == [one | {"path": "mine.txt"}]
+
+
+def test_steps_and_epochs_replace_each_other(tmp_path):
+    recipe = write(tmp_path, {"train": {"epochs": 3, "steps": 7}})
+    train = load(["--config", recipe, "--train.steps", "5"]).train
+    assert (train.steps, train.epochs) == (5, None)
+    assert load(["--config", write(tmp_path, {"train": {"steps": 7}}, "other.yaml"), "--train.epochs", "2"]).train.epochs == 2
+    assert again(tmp_path, load(["--config", recipe])).train.epochs == 3, "a run's own configuration has both"
+
+
+def test_flags_that_every_stage_replaces_are_refused(tmp_path):
+    stages = [{"context_length": 64, "steps": 3, "warmup_steps": 0}, {"context_length": 128, "steps": 2, "learning_rate": 0.1}]
+    recipe = write(tmp_path, {"stages": stages})
+    for field in ("train.steps", "data.context_length"):
+        with pytest.raises(UserError, match=rf"--{field} has no effect, since each of the recipe's stages has its own"):
+            load(["--config", recipe, f"--{field}", "64"])
+    load(["--config", recipe, "--optimizer.learning_rate", "1", "--optimizer.warmup_steps", "2", "--train.batch_size", "2"])
+    for given in ("[]", '[{"context_length": 64, "steps": 3}]'):
+        load(["--config", recipe, "--data.context_length", "64", "--stages", given])
+    del stages[0]["steps"]
+    config = load(["--config", write(tmp_path, {"stages": stages}), "--train.steps", "9"])
+    assert [stage.train.steps for stage in stages_of(config)] == [9, 2]
 
 
 def test_cleaning_is_asked_for_field_by_field(tmp_path):
@@ -117,6 +143,7 @@ def test_a_pretrained_model_may_get_other_positions_and_nothing_else(tmp_path):
         ("--attention.global_tokens -1 --attention.window 8", ["attention.global_tokens is -1"]),
         ("--attention.global_tokens 4 --attention.window 8 --attention.kernel tpu", ["attention.kernel is 'tpu'", "xla"]),
         ("--data.path x --data.sources []", ["--data.path and --data.sources"]),
+        ("--train.steps 4 --train.epochs 1", ["--train.steps and --train.epochs"]),
         ("--data.sources.path x", ["--data.sources.path", "--data.path FILE"]),
         ("--data.sources []", ["no data", "--data.path FILE"]),
         ("--data.sources [{\"pth\":\"x\"}]", ["data.sources", "pth", "weight"]),
@@ -140,6 +167,8 @@ def test_a_pretrained_model_may_get_other_positions_and_nothing_else(tmp_path):
         ("--model.path hf --model.preset tiny", ["model.preset", "model.path"]),
         ("--model.trainable (", ["model.trainable", "regular expression"]),
         ("--optimizer.learning_rate 0", ["optimizer.learning_rate", "positive"]),
+        ('--evaluations [{"test":"lines","name":"train"}]', ["evaluations.name: found ['train']", "them train, metrics"]),
+        ("--data.train_on first", ["data.train_on: found first", "one of all, last"]),
         ("--config_version 1", ["config_version: found 1"]),
     ],
 )

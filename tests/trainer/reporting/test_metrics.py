@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from concurrent.futures import Future
 
 import jax
 import numpy as np
@@ -75,6 +76,23 @@ def test_meter_counts_only_steps():
     assert row["mfu"] == pytest.approx(flops / 4 / (2 * 275e12))
     assert meter.seconds_left(2, 7) == 10
     assert set(MEASURED) - {"wall_seconds"} < set(NAMES)  # which the loop measures, over all starts
+
+
+@pytest.mark.parametrize(("computed", "waited"), [(99.0, 2.0), (100.5, 1.5), (103.0, 0.0)])
+def test_data_that_came_while_the_devices_computed_were_not_waited_for(computed, waited):
+    """They are fetched from 100 to 102 seconds, by a step that began before and ended at `computed`."""
+    clock, ended = Clock(), Future()
+    meter = Meter(LlamaConfig.preset("llama-7b"), [Chip()], clock)
+    with meter.waiting_for_data(ended):
+        clock.tick(2)
+    ended.set_result(computed)
+    assert meter.read(1)["data_wait_seconds"] == waited
+    assert meter.read(2)["data_wait_seconds"] == 0, "of the steps since the line before"
+
+
+def test_the_end_of_a_step_is_when_its_arrays_are_there():
+    meter = Meter(LlamaConfig.preset("llama-7b"), [Chip()], Clock())
+    assert meter.when_computed({"loss": jax.numpy.ones(3) + 1}).result(60) == 100.0
 
 
 def test_unknown_hardware_is_null():

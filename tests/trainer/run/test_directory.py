@@ -50,6 +50,15 @@ def test_same_run_goes_on_after_its_files_have_moved_and_however_often_it_saves(
     assert "evaluate_every: 3" in run.config.read_text()
 
 
+def test_compiled_programs_may_be_kept_in_the_runs_folder(config, tmp_path):
+    config = dataclasses.replace(config, compile_cache=str(tmp_path / "run/compiled/xla"))
+    (tmp_path / "run/compiled/xla").mkdir(parents=True)
+    open_run(config)
+    with pytest.raises(UserError, match="holds files but no config"):
+        (tmp_path / "run/config.yaml").unlink()
+        check_run(dataclasses.replace(config, compile_cache=None))
+
+
 def test_same_run_goes_on_whatever_the_hardware(config):
     run = open_run(config)
     elsewhere = dataclasses.replace(

@@ -1,5 +1,6 @@
 """Tests of trainer/run/preemption.py where a process would not outlive them."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -10,10 +11,31 @@ from trainer.run.preemption import notices
 
 with notices() as last:
     os.kill(os.getpid(), 2)
-    assert last(1).name == "SIGINT"
+    assert last().name == "SIGINT"
     threading.Timer(0.2, os.kill, (os.getpid(), 2)).start()
     hashlib.pbkdf2_hmac("sha256", b"", b"", 10**9)  # minutes in which no handler of Python's runs, as in a step
 """
+
+# A process of a cluster is told to end while it restores or compiles; the run that it resumes has finished 500 steps.
+BEFORE_THE_FIRST_STEP = """
+import os, signal, socket, time
+import jax
+from trainer.run.preemption import notices
+
+with socket.create_server(("localhost", 0)) as server:
+    address = f"localhost:{server.getsockname()[1]}"
+jax.distributed.initialize(address, num_processes=1, process_id=0, cluster_detection_method="deactivate")
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(3)  # until JAX's preemption service has agreed on a step
+with notices() as asked_to_end:
+    print([asked_to_end() for step in range(501, 504)])
+"""
+
+
+def test_a_notice_before_the_first_step_of_a_process_of_several_ends_after_that_step(repository):
+    done = subprocess.run([sys.executable, "-c", BEFORE_THE_FIRST_STEP], cwd=repository, capture_output=True, text=True,
+                          timeout=120, check=False, env={**os.environ, "JAX_PLATFORMS": "cpu"})
+    assert done.stdout == f"{[signal.SIGTERM, None, None]}\n", done.stderr
 
 
 def test_a_second_ctrl_c_ends_at_once_while_a_step_is_computed(repository):
