@@ -20,7 +20,7 @@ round a rank has the two halves, of two different ranks, as one block of keys.
 
 Sliding windows (DistFlashAttn, Appendix D): if the shards are runs of tokens in the order of the ranks (`ordered`), a block
 visits only the ranks within the window's reach: `reach` hops onwards if causal, otherwise `reach` hops either way. Global
-tokens beyond it are replicated (`replica.py`), unless arrays ride along, which have to visit all ranks.
+tokens beyond it are replicated (`replica.py`). If other arrays ride along, all blocks visit all ranks, because those have to.
 """
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ class Ring(Schedule):
     def _routes(self, ranks: Ranks, mask: Mask, tokens: int, rides: bool = False) -> tuple[_Routes, Replica | None]:
         """The routes of blocks, and of global tokens where blocks do not visit all ranks."""
         routes = _Routes.choose(ranks, mask, tokens, self.bidirectional, self.ordered)
-        if not mask.global_tokens or routes.hops == ranks.size - 1:
+        if routes.hops == ranks.size - 1 or not (rides or mask.global_tokens):
             return routes, None
         replica = None if rides else Replica.choose(ranks, mask, tokens, routes.hops, routes.directions)
         return (routes, replica) if replica else (_Routes.choose(ranks, mask, tokens, self.bidirectional, False), None)
@@ -193,24 +193,19 @@ class Ring(Schedule):
 
 
 def _ring_pass(routes: _Routes, own: StackedKeys, visit, payload: Payload):
-    """The ring pass of this rank's block `own`, with other arrays riding along.
+    """The ring pass of this rank's block `own`, with other arrays riding along: then the routes visit all ranks.
 
     Args:
       visit: as of `ring_pass`.
 
     Returns:
       The last carry; what all ranks contributed for `own`; the shards of all ranks [P, ...]; the sum of this rank's shares.
-
-    Raises:
-      ValueError: arrays ride along, but the blocks do not visit all ranks, because of a window.
     """
     shard, shares = payload
     if shard is None and shares is None:
         carry, returned, _ = ring_pass(routes.divide(own), routes.hops, routes.send, routes.send_home, visit)
         return carry, returned, None, None
     ranks, direction = routes.ranks, routes.directions[0]
-    if routes.hops + 1 < ranks.size:
-        raise ValueError(f"ring: what rides along must visit all {ranks.size} ranks, and these blocks visit {routes.hops + 1}")
     empty = jax.tree.map(lambda x: jnp.zeros((ranks.size, *x.shape), x.dtype), shard)
 
     def visit_with_payload(carry, block):
