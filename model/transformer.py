@@ -44,7 +44,8 @@ class Transformer(abc.ABC):
     on a device's shards.
 
     Attributes:
-      schedule, kernel, mask: see `model.attention`. Layers that have a window of their own see what both windows show.
+      schedule, kernel, mask: see `model.attention`; the mask is the model's common window unless given. Layers that have a
+        window of their own see what both windows show.
       dtype: the compute dtype; parameters that are trained stay float32.
       memory: what is kept for the backward pass, and in what pieces the rest is computed.
       storage_axes: mesh axes that the storage of parameters is split over.
@@ -64,9 +65,12 @@ class Transformer(abc.ABC):
     memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
     storage_axes: tuple[str, ...] = STORAGE_AXES
     sequence_parallel: bool = False
-    mask: Mask = Mask()
+    # None until __post_init__ fills it in.
+    mask: Mask = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        if self.mask is None:
+            object.__setattr__(self, "mask", Mask(window=self.config.common_window))
         parallel = self.parallel
         check_combination(
             self.memory, layers=self.config.num_hidden_layers, period=len(self.config.layer_kinds),
