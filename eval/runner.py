@@ -100,6 +100,12 @@ class Prompt:
         turns = [("user", self.text)] if isinstance(self.text, str) else [(turn.role, turn.content) for turn in self.text]
         return hashlib.sha256(json.dumps([turns, self.new_tokens, self.prefix]).encode()).hexdigest()[:32]
 
+    @property
+    def draw(self) -> int:
+        """The number that tells its sampling from other prompts', 28 bits of its key: whatever was asked before, and in
+        whatever order, its answer is the same."""
+        return int(self.key[:7], 16)
+
 
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, template: str | None) -> list[int]:
     """Returns the ids of a prompt: its turns in the chat template, or plain text without a template."""
@@ -185,7 +191,8 @@ class Respondent:
                 if generator:
                     generator.forget()  # there is memory for one cache
                 generator = self.generator(params, capacity, new_tokens, max(map(len, ids.values())))
-            for key, generated in zip(keys, generator(params, [ids[key] for key in keys]), strict=True):
+            generated_ids = generator(params, [ids[key] for key in keys], [waiting[key].draw for key in keys])
+            for key, generated in zip(keys, generated_ids, strict=True):
                 answers[key] = Answer(self.tokenizer.decode(generated), len(ids[key]))
                 if journal:
                     journal.add(key, answers[key])

@@ -86,6 +86,17 @@ def test_an_interrupted_evaluation_goes_on_and_counts_nothing_twice(tmp_path, mo
         Journal(path, {**ABOUT, "model": "def"})
 
 
+def test_a_sampled_answer_does_not_depend_on_what_was_asked_before():
+    """So that an evaluation which goes on gives the answers of one that was never interrupted."""
+    asked, params = respondent(rows=1, sampling=Sampling(temperature=1.0, seed=3))
+    prompts = [runner.Prompt(f"question {number}?", new_tokens) for number in range(2) for new_tokens in (8, 9)]
+    expected = asked.answer(params, prompts)
+    asked.generators.clear()
+    assert asked.answer(params, prompts[::-3]) == expected[::-3]
+    assert asked.answer(params, prompts) == expected
+    assert len({answer.generated[:8] for answer in expected}) == 4
+
+
 def test_prompts_beyond_memory_are_refused_with_the_longest_that_fits():
     asked, params = respondent(rows=1)
     prompt = runner.Prompt("a" * 3000, 4)
