@@ -52,8 +52,13 @@ def _options(config: RunConfig, model_config: LlamaConfig, mesh: Mesh) -> dict[s
 
 
 def _mask(config: RunConfig, model_config: LlamaConfig) -> Mask:
+    """Returns the mask of all layers. Raises ValueError for global tokens of a model none of whose layers has a window."""
     attention = config.attention
-    return Mask(window=attention.window or model_config.common_window, global_tokens=attention.global_tokens)
+    mask = Mask(window=attention.window or model_config.common_window, global_tokens=attention.global_tokens)
+    if mask.global_tokens and all(mask.within(kind.window).window is None for kind in model_config.layer_kinds):
+        raise ValueError(f"attention.global_tokens is {mask.global_tokens}; without attention.window every token is seen already, "
+                         "and the model has no window of its own; give a window, or 0")
+    return mask
 
 
 def window_notes(config: RunConfig, model_config: LlamaConfig) -> list[str]:

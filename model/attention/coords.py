@@ -50,7 +50,8 @@ class Mask:
     Attributes:
       causal: only itself and earlier tokens.
       window: only keys fewer than this many tokens away (sliding window; DistFlashAttn, Appendix D); None for no window.
-      global_tokens: leading tokens of each document that every later query of it sees also beyond the window.
+      global_tokens: leading tokens of each document that every later query of it sees also beyond the window; without a window
+        they change nothing.
 
     Raises:
       ValueError: the window is not positive, or global tokens are negative.

@@ -59,6 +59,8 @@ class AttentionOp:
           ValueError: a schedule that is unknown or cannot serve `size` ranks.
         """
         scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+        if mask.window is None:  # then all tokens are seen already, and no starts of documents are needed
+            mask = dataclasses.replace(mask, global_tokens=0)
         return cls(get_schedule(schedule, size, layout), kernel, Ranks(axis, size), mask, scale)
 
     @property

@@ -62,8 +62,15 @@ def test_a_softcap_that_a_kernel_lacks_is_refused():
 def test_global_tokens_that_a_kernel_lacks_are_refused():
     arrays, (index, segments) = inputs("8/2", LENGTH), documents("packed", LENGTH)
     with pytest.raises(ValueError, match=r"'gpu' does not serve Mask\.global_tokens = 3; 'auto' and 'xla' do"):
-        compiled(2, mask=Mask(global_tokens=3), kernel=get_kernel("gpu"))(
+        compiled(2, mask=Mask(window=17, global_tokens=3), kernel=get_kernel("gpu"))(
             *arrays, TokenCoords(index, segments, np.zeros_like(index)))
+
+
+def test_global_tokens_without_a_window_change_nothing_and_need_no_starts():
+    order = permutation(LENGTH, 2, "striped")
+    arrays = (x[:, order] for x in inputs("8/2", LENGTH))
+    coords = TokenCoords(*(x[:, order] for x in documents("packed", LENGTH)))
+    check(compiled(2, mask=Mask(global_tokens=3))(*arrays, coords), truth("8/2", "packed", Mask(), LENGTH), order)
 
 
 def random_documents(data, most, gaps):
