@@ -185,8 +185,8 @@ class LlamaConfig:
         for numbers_name in PER_CHANNEL:
             numbers = getattr(rope, numbers_name)
             if numbers is not None and len(numbers) != self.rotary_dim // 2:
-                raise ValueError(f"{numbers_of}.{numbers_name}: found {len(numbers)} numbers; {self.rotary_dim} rotated channels "
-                                 f"need {self.rotary_dim // 2}")
+                raise ValueError(f"{numbers_of}.{numbers_name}: found {len(numbers)} numbers; {self.rotary_dim} rotated "
+                                 f"channels need {self.rotary_dim // 2}")
         if rope.rule != "dynamic":
             return rope
         if self.head_dim < 4:
@@ -339,7 +339,8 @@ class LlamaConfig:
     def with_positions(self, **changes: Any) -> LlamaConfig:
         """This model with other POSITIONS, written as Hugging Face writes them: `rope_scaling` is a dict or None.
 
-        They are those of `rope`; `local_rope` stays as it is. Where `rope_scaling` does not name the original length, it is this model's own. Errors as from_hf_dict's.
+        They are those of `rope`; `local_rope` stays as it is. Where `rope_scaling` does not name the original length, it is
+        this model's own. Errors as from_hf_dict's.
         """
         if isinstance(scaling := changes.get("rope_scaling"), dict):
             own = self.rope.original_max_position_embeddings or self.max_position_embeddings

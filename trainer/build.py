@@ -56,8 +56,8 @@ def _mask(config: RunConfig, model_config: LlamaConfig) -> Mask:
     attention = config.attention
     mask = Mask(window=attention.window or model_config.common_window, global_tokens=attention.global_tokens)
     if mask.global_tokens and all(mask.within(kind.window).window is None for kind in model_config.layer_kinds):
-        raise ValueError(f"attention.global_tokens is {mask.global_tokens}; without attention.window every token is seen already, "
-                         "and the model has no window of its own; give a window, or 0")
+        raise ValueError(f"attention.global_tokens is {mask.global_tokens}; without attention.window every token is seen "
+                         "already, as the model has no window of its own; give a window, or 0")
     return mask
 
 

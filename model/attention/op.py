@@ -165,7 +165,7 @@ def attention(q: Float[Array, "B L Hq D"], k: Float[Array, "B Lk Hkv D"], v: Flo
     """Exact attention of global arrays on a mesh, already permuted for `layout`.
 
     Args:
-      q: [B, L, Hq, D]; k, v: [B, L, Hkv, D], Hq a multiple of Hkv.
+      q: [B, L, Hq, D]; k, v: [B, Lk, Hkv, D], Hq a multiple of Hkv.
       coords: TokenCoords (or a pair; a third, `start`, for global tokens) of int32 [B, L], permuted as the tokens are;
         `kv_coords` the same for k and v, if they are not the queries' own.
       mesh: axes out of data, fsdp (batch), tensor (heads), sequence (length); a missing one has size 1, and another name is
@@ -186,13 +186,13 @@ def attention(q: Float[Array, "B L Hq D"], k: Float[Array, "B Lk Hkv D"], v: Flo
     own_coords = kv_coords is None
     kv_coords = coords if kv_coords is None else TokenCoords(*kv_coords)
     _check_mesh(mesh)
+    _check_shapes(q, k, v)
     _check_coords("coords", coords, q.shape[:2])
     _check_coords("kv_coords", kv_coords, k.shape[:2])
     size = mesh.shape.get("sequence", 1)
     batch = tuple(axis for axis in ("data", "fsdp") if axis in mesh.shape)
-    _check(q, k, v, mesh, size, batch, layout)
-    tensor = mesh.shape.get("tensor", 1)
-    heads = "tensor" if tensor > 1 and k.shape[2] % tensor == 0 else None
+    _check_shards(q, k, mesh, size, batch, layout)
+    heads = "tensor" if "tensor" in mesh.shape else None
     sequence = "sequence" if "sequence" in mesh.shape else None
     tokens = PartitionSpec(batch, sequence)
     vectors = PartitionSpec(batch, sequence, heads)
@@ -228,14 +228,25 @@ def _check_coords(name: str, coords: TokenCoords, shape: tuple[int, ...]) -> Non
             raise ValueError(f"{name}.{field}: found dtype {jnp.result_type(values)}; needs integers, such as int32")
 
 
-def _check(q, k, v, mesh, size, batch, layout):
-    """Refuses shapes that cannot be sharded, with the ones that could."""
+def _check_shapes(q, k, v):
+    """Refuses shapes that do not fit each other."""
     if k.shape != v.shape:
         raise ValueError(f"k and v: found shapes {k.shape} and {v.shape}; they must be equal")
+    for axis, name in ((0, "B, the rows"), (3, "D, the size of a head")):
+        if q.shape[axis] != k.shape[axis]:
+            raise ValueError(f"q and k: found shapes {q.shape} and {k.shape}; {name}, must be equal")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"heads: {q.shape[2]} query heads are no multiple of {k.shape[2]} key/value heads")
+
+
+def _check_shards(q, k, mesh, size, batch, layout):
+    """Refuses sizes that the mesh cannot shard, with the ones that it could."""
     for name, length in (("q", q.shape[1]), ("k", k.shape[1])):
         check_length(length, size, layout, f"length of {name}")
     rows = math.prod(mesh.shape[axis] for axis in batch)
     if q.shape[0] % rows:
         raise ValueError(f"batch: {q.shape[0]} rows are not divisible by data x fsdp = {rows}; use a multiple of {rows}")
+    tensor = mesh.shape.get("tensor", 1)
+    if k.shape[2] % tensor:
+        raise ValueError(f"heads: {k.shape[2]} key/value heads are not divisible by tensor = {tensor}; its devices would "
+                         "compute the same")

@@ -245,3 +245,17 @@ def test_meshes_and_coordinates_that_cannot_be_meant_are_refused(axes, change, m
     with pytest.raises(ValueError) as error:
         attention(q, k, v, coords, mesh=mesh, kernel="reference")
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("axis", "q", "k", "message"), [
+    ("sequence", (1, LENGTH, 2, 8), (1, LENGTH, 2, 4), "q and k: found shapes (1, 240, 2, 8) and (1, 240, 2, 4); D, the size"),
+    ("sequence", (2, LENGTH, 2, 8), (4, LENGTH, 2, 8), "q and k: found shapes (2, 240, 2, 8) and (4, 240, 2, 8); B, the"),
+    ("sequence", (2, LENGTH, 2, 8), (1, LENGTH, 2, 8), "B, the rows, must be equal"),
+    ("sequence", (1, LENGTH, 3, 8), (1, LENGTH, 2, 8), "heads: 3 query heads are no multiple of 2 key/value heads"),
+    ("tensor", (1, LENGTH, 2, 8), (1, LENGTH, 1, 8), "heads: 1 key/value heads are not divisible by tensor = 2")])
+def test_shapes_that_do_not_fit_each_other_or_the_mesh_are_refused(axis, q, k, message):
+    coords, kv_coords = (TokenCoords(jnp.tile(jnp.arange(LENGTH), (x[0], 1)), jnp.ones(x[:2], int)) for x in (q, k))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), (axis,))
+    with pytest.raises(ValueError) as error:
+        attention(jnp.ones(q), jnp.ones(k), jnp.ones(k), coords, kv_coords=kv_coords, mesh=mesh, kernel="reference")
+    assert message in str(error.value) and "\n" not in str(error.value)
