@@ -83,9 +83,9 @@ def check_combination(memory: MemoryConfig, *, layers: int, period: int = 1, key
         _check_query_chunks(memory, sequence_parallel, resolved)
     if not memory.prefetch:
         return
-    carries = sequence > 1 and resolved.carries
     for works, found, needed in (
-            (carries, f"schedule {schedule} on sequence {sequence}", "ring on several devices"),
+            (sequence > 1, f"mesh.sequence {sequence}", "2 or more"),
+            (resolved.carries, f"attention.schedule {resolved.name}", "ring"),
             (memory.remat in PREFETCH_POLICIES, f"memory.remat {memory.remat}", " or ".join(PREFETCH_POLICIES)),
             (memory.attention_groups == 1, f"memory.attention_groups {memory.attention_groups}", "1"),
             (memory.query_chunks == 1, f"memory.query_chunks {memory.query_chunks}", "1"),

@@ -68,6 +68,11 @@ class Schedule(abc.ABC):
     carries: ClassVar[bool] = False
     """Whether other arrays can ride along: whether there are `carry_forward` and `carry_backward`."""
 
+    @property
+    def name(self) -> str:
+        """The schedule as a recipe names it: by its file."""
+        return type(self).__module__.rpartition(".")[2]
+
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
             value, (fits, needed) = getattr(self, option.name), OPTION_TYPES[str(option.type)]
@@ -118,5 +123,5 @@ class Schedule(abc.ABC):
             raise ValueError(f"{self._option(option)}: {value} does not divide {size} sequence shards; those do: {divisors}")
 
     def _option(self, name: str) -> str:
-        """An option as a recipe names it: a schedule has the name of its file."""
-        return f"{type(self).__module__.rpartition('.')[2]}.{name}"
+        """An option as a recipe names it."""
+        return f"{self.name}.{name}"
