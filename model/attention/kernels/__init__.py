@@ -98,7 +98,7 @@ def get_kernel(name: str = "auto", *, query_tile: int = 0, key_tile: int = 0) ->
     Args:
       name: `auto` is `tpu` on TPUs, `gpu` on NVIDIA GPUs, and `xla` elsewhere and for global tokens; never `mosaic`, until that
         has been timed on a GPU.
-      query_tile, key_tile: tokens in a tile; 0 leaves the choice to the kernel.
+      query_tile, key_tile: tokens in a tile; 0 leaves the choice to the kernel. `reference` has no tiles and reads neither.
 
     Raises:
       ValueError: an unknown name; a tile's size for `mosaic`, whose tiles follow from the head size.
