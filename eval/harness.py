@@ -120,8 +120,7 @@ class Harness:
     def _generator(self, new_tokens: int) -> Generator:
         """Returns what writes answers of at most so many tokens, 0 to score texts. The one before it frees its cache."""
         respondent = self.opened.respondent
-        capacity = runner.padded_length(self.length, 64 * respondent.model.mesh.shape["sequence"])
-        generator = respondent.generator(self.opened.params, capacity, new_tokens, self.length)
+        generator = respondent.generator(self.opened.params, respondent.capacity(self.length), new_tokens, self.length)
         if self._last is not None and self._last is not generator:
             self._last.forget()  # there is memory for one cache
         self._last = generator
