@@ -170,9 +170,9 @@ def attention(q: Float[Array, "B L Hq D"], k: Float[Array, "B Lk Hkv D"], v: Flo
         `kv_coords` the same for k and v, if they are not the queries' own.
       mesh: axes out of data, fsdp (batch), tensor (heads), sequence (length); a missing one has size 1, and another name is
         refused, since its devices would all compute the same.
-      layout: name of the layout that the arrays are in; it does not change the result, only the balance (and in a
-        contiguous one `ring` and `balanced` leave out the ranks of which nothing can be visible: with global tokens, `ring`
-        takes each document for a run of tokens).
+      layout: the layout that the arrays are really in. Every layout gives the same result, but naming the wrong one gives wrong
+        results: for `contiguous`, `ring` and `balanced` leave out the ranks of which nothing can be visible (with global
+        tokens, `ring` takes each document for a run of tokens).
       schedule: a name, or a schedule with options. kernel: a name, or a Kernel.
       mask: see `Mask`; scale: multiplies the scores, D ** -0.5 unless given.
 

@@ -8,7 +8,7 @@ round t = 1, 2, ...,
   and sends (out, lse) back, which r merges by rescale (lines 8 to 18).
 
 So round t does the distances t and P - t at once, and for odd P nobody idles. For even P the last round has the single distance
-P / 2: its owners work alone, as in the paper, or with `split` owner and helper take half of the queries each.
+P / 2: its owners work alone, as in the paper, or with `split` owner and helper take half of an even number of queries each.
 
 Traffic (Appendix C: 3 N d): forward, K and V to owners, Q to helpers, and a partial result in float32 back. Backward, q, dout,
 lse and delta take the place of Q; dQ goes back to the helped workers, and dK and dV to where K and V came from.
@@ -48,7 +48,8 @@ class Balanced(Schedule):
     """DistFlashAttn's owners and helpers.
 
     Attributes:
-      split: for even P, owner and helper share the last round.
+      split: for even P, `ordered` shards of an even number of tokens and a causal mask, owner and helper share the last round.
+        Over other layouts and masks both work in it anyway, and it has no effect.
       ordered: shards are runs of tokens in the order of the ranks, as `get_schedule` finds out from the layout.
     """
 

@@ -98,7 +98,8 @@ class Ring(Schedule):
     """Passes K and V round the ring.
 
     Attributes:
-      bidirectional: half of each block travels in either direction.
+      bidirectional: half of each block travels in either direction; without effect where a window cuts the hops of `ordered`
+        shards.
       ordered: shards are runs of tokens in the order of the ranks, as `get_schedule` finds out from the layout.
     """
 
