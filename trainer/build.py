@@ -66,7 +66,8 @@ def window_notes(config: RunConfig, model_config: LlamaConfig) -> list[str]:
     """Returns what a sliding window does not save with the run's schedule and layout; see `window_lines`."""
     masks = [_mask(config, model_config).within(kind.window) for kind in model_config.layer_kinds]
     attention, size, tensor = config.attention, config.mesh.sequence, config.mesh.tensor
-    block = Block(batch=1, tokens=config.data.context_length // size, query_heads=-(-model_config.num_attention_heads // tensor),
+    block = Block(batch=1, tokens=config.data.context_length // size,
+                  query_heads=-(-model_config.num_attention_heads // tensor),
                   kv_heads=-(-model_config.num_key_value_heads // tensor), head_dim=model_config.head_dim,
                   itemsize=jnp.dtype(config.model.compute_dtype).itemsize, coordinates=3 if attention.global_tokens else 2)
     return window_lines(attention.schedule, attention.layout, size, block, masks)

@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
-from .blocks import Gradients, Keys, Queries, Saved
+from .blocks import BackwardInputs, Gradients, Keys, Queries
 from .coords import Mask, TokenCoords, check_starts
 from .kernels import Kernel, get_kernel
 from .layout import check_length
@@ -80,7 +80,7 @@ class AttentionOp:
     def gradients(self, queries: Queries, keys: Keys, result: AttentionPartial, dout: Float[Array, "B T Hq D"],
                   dlse: Float[Array, "B Hq T"] | float = 0.0) -> Gradients:
         """The gradients of `backward` in float32."""
-        saved = Saved(dout, result.lse, _delta(result, dout, dlse))
+        saved = BackwardInputs(dout, result.lse, _delta(result, dout, dlse))
         return self.schedule.backward(self.kernel, queries, keys, saved, self._context)
 
     def carry_forward(self, queries: Queries, keys: Keys, shard) -> tuple[AttentionPartial, PyTree[Array]]:
@@ -91,7 +91,7 @@ class AttentionOp:
     def carry_backward(self, queries: Queries, keys: Keys, result: AttentionPartial, dout: Float[Array, "B T Hq D"],
                        payload: Payload) -> tuple[Gradients, PyTree[Array], PyTree[Array]]:
         """`backward`, which also all-gathers `payload.shard` and reduce-scatters `payload.shares`; each is a tree or None."""
-        saved = Saved(dout, result.lse, _delta(result, dout))
+        saved = BackwardInputs(dout, result.lse, _delta(result, dout))
         gradients, gathered, share = self.schedule.carry_backward(self.kernel, queries, keys, saved, payload, self._context)
         return _cast(gradients, queries, keys), gathered, share
 

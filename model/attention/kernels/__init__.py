@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from ..blocks import Gradients, Keys, Queries, Saved, StackedKeys
+from ..blocks import BackwardInputs, Gradients, Keys, Queries, StackedKeys
 from ..coords import Mask
 from ..names import KERNELS
 from ..partial import AttentionPartial
@@ -55,14 +55,14 @@ class PlatformKernel(Kernel):
     def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
         return self._call("forward", queries, keys, mask=mask, scale=scale)
 
-    def backward(self, queries: Queries, keys: Keys, saved: Saved, *, mask: Mask, scale: float) -> Gradients:
+    def backward(self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float) -> Gradients:
         return self._call("backward", queries, keys, saved, mask=mask, scale=scale)
 
     def extend(self, carry: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
                scale: float) -> AttentionPartial:
         return self._call("extend", carry, queries, keys, mask=mask, scale=scale)
 
-    def gradients(self, carry, queries: Queries, keys: Keys | StackedKeys, saved: Saved, *, mask: Mask, scale: float):
+    def gradients(self, carry, queries: Queries, keys: Keys | StackedKeys, saved: BackwardInputs, *, mask: Mask, scale: float):
         return self._call("gradients", carry, queries, keys, saved, mask=mask, scale=scale)
 
     def _call(self, method: str, *blocks: Any, mask: Mask, scale: float) -> Any:

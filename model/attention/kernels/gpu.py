@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from ..blocks import Gradients, Keys, Queries, Saved
+from ..blocks import BackwardInputs, Gradients, Keys, Queries
 from ..coords import FULL, SKIP, Mask, TokenCoords, tile_bounds, tile_kind, visible
 from ..partial import AttentionPartial
 from .device import HOPPER, device_kind
@@ -246,7 +246,7 @@ class GpuKernel(Kernel):
             [query, pl.BlockSpec((None, None, tile), lambda i, b, h: (b, h, i))], tuning)
         return AttentionPartial(out[:, :length, :, :size], lse[:, :, :length])
 
-    def backward(self, queries: Queries, keys: Keys, saved: Saved, *, mask: Mask, scale: float) -> Gradients:
+    def backward(self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float) -> Gradients:
         _check(mask)
         (q, q_coords), (k, v, kv_coords), (dout, lse, delta) = queries, keys, saved
         length, kv_tokens, size = q.shape[1], k.shape[1], q.shape[3]

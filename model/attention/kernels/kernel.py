@@ -7,7 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..blocks import Gradients, Keys, Queries, Saved, StackedKeys
+from ..blocks import BackwardInputs, Gradients, Keys, Queries, StackedKeys
 from ..coords import Mask
 from ..partial import AttentionPartial, merge
 
@@ -54,7 +54,7 @@ class Kernel(abc.ABC):
         """Attention of the queries over these keys alone."""
 
     @abc.abstractmethod
-    def backward(self, queries: Queries, keys: Keys, saved: Saved, *, mask: Mask, scale: float) -> Gradients:
+    def backward(self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float) -> Gradients:
         """The gradients of q, k and v that these queries and keys contribute."""
 
     def extend(self, carry: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
@@ -63,8 +63,9 @@ class Kernel(abc.ABC):
         partial = self.forward(queries, separate(keys), mask=mask, scale=scale)
         return partial if carry is None else merge(carry, partial)
 
-    def gradients(self, carry: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys, saved: Saved, *,
-                  mask: Mask, scale: float) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
+    def gradients(self, carry: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys,
+                  saved: BackwardInputs, *, mask: Mask, scale: float,
+                  ) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
         """The gradients of `backward`: dq, added to `carry` (None: zero), and dk and dv of this block, stacked."""
         dq, dk, dv = self.backward(queries, separate(keys), saved, mask=mask, scale=scale)
         return dq if carry is None else carry + dq, jnp.stack([dk, dv])
@@ -77,7 +78,7 @@ class AccumulatingKernel(Kernel):
     def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
         return self.extend(None, queries, keys, mask=mask, scale=scale)
 
-    def backward(self, queries: Queries, keys: Keys, saved: Saved, *, mask: Mask, scale: float) -> Gradients:
+    def backward(self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float) -> Gradients:
         dq, dkv = self.gradients(None, queries, keys, saved, mask=mask, scale=scale)
         return Gradients(dq, *dkv)
 
@@ -87,8 +88,9 @@ class AccumulatingKernel(Kernel):
         """As of Kernel; the result takes the carry's memory."""
 
     @abc.abstractmethod
-    def gradients(self, carry: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys, saved: Saved, *,
-                  mask: Mask, scale: float) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
+    def gradients(self, carry: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys,
+                  saved: BackwardInputs, *, mask: Mask, scale: float,
+                  ) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
         """As of Kernel; dq takes the carry's memory."""
 
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from ..blocks import Keys, Queries, Saved, StackedKeys
+from ..blocks import BackwardInputs, Keys, Queries, StackedKeys
 from ..coords import Mask, TokenCoords
 from ..partial import AttentionPartial
 from . import mosaic_backward, mosaic_forward
@@ -63,13 +63,14 @@ class MosaicKernel(AccumulatingKernel):
         options: dict[str, Any] = {"mask": mask, "scale": scale}
         return self._call(self._extend, self.other.extend, carry, queries, keys, **options)
 
-    def gradients(self, carry: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys, saved: Saved, *,
-                  mask: Mask, scale: float) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
+    def gradients(self, carry: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys,
+                  saved: BackwardInputs, *, mask: Mask, scale: float,
+                  ) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
         options: dict[str, Any] = {"mask": mask, "scale": scale}
         return self._call(self._gradients, self.other.gradients, carry, queries, keys, saved, **options)
 
     def _call(self, ours: Callable[..., Any], others: Callable[..., Any], carry: Any, queries: Queries,
-              keys: Keys | StackedKeys, *saved: Saved, mask: Mask, scale: float) -> Any:
+              keys: Keys | StackedKeys, *saved: BackwardInputs, mask: Mask, scale: float) -> Any:
         """Ours, or the other kernel's for what this one does not serve."""
         blocks = carry, queries, keys, *saved
         if self._refused(queries.q, mask):
@@ -96,11 +97,12 @@ class MosaicKernel(AccumulatingKernel):
         return AttentionPartial(q_side.back(out, queries.q.shape), q_side.statistics_back(lse, queries.q.shape[1]))
 
     def _gradients(self, q_side: _Side, kv_side: _Side, mask: Mask, scale: float, carry: jax.Array | None, queries: Queries,
-                   keys: Keys | StackedKeys, saved: Saved) -> tuple[jax.Array, jax.Array]:
+                   keys: Keys | StackedKeys, saved: BackwardInputs) -> tuple[jax.Array, jax.Array]:
         q, arrays = q_side.tokens(queries.q), kv_side.arrays(keys)
         # Where a query sees nothing the mask hides all of its weights; a finite number keeps them from being NaN before.
         lse = jnp.where(jnp.isneginf(saved.lse), 0.0, saved.lse)
-        saved = Saved(q_side.tokens(saved.dout.astype(q.dtype)), q_side.statistics(lse), q_side.statistics(saved.delta))
+        saved = BackwardInputs(q_side.tokens(saved.dout.astype(q.dtype)), q_side.statistics(lse),
+                               q_side.statistics(saved.delta))
         carry = None if carry is None else q_side.tokens(carry)
         options: dict[str, Any] = {"scale": scale, "interpret": self.interpret}
         seen = intervals(q_side.coords, kv_side.coords, mask)

@@ -5,7 +5,7 @@ import dataclasses
 
 import jax
 
-from ..blocks import Keys, Queries, Saved, StackedKeys
+from ..blocks import BackwardInputs, Keys, Queries, StackedKeys
 from ..coords import Mask, TokenCoords
 from ..partial import AttentionPartial
 from . import tpu_backward, tpu_forward
@@ -44,12 +44,12 @@ class TpuKernel(AccumulatingKernel):
                                        _coords(keys.coords, kv_tile), options)
         return AttentionPartial(_heads_last(out, q.shape[1]), lse[:, :, :q.shape[1]])
 
-    def gradients(self, carry, queries: Queries, keys: Keys | StackedKeys, saved: Saved, *, mask: Mask, scale: float):
+    def gradients(self, carry, queries: Queries, keys: Keys | StackedKeys, saved: BackwardInputs, *, mask: Mask, scale: float):
         q, kv, (dout, lse, delta) = queries.q, _kv(keys), saved
         options = self._options(q, kv, mask, scale)
         q_tile, kv_tile = options.query_tile, options.key_tile
         q_first, kv_first = _heads_first(q, q_tile), _keys(kv, kv_tile)
-        saved = Saved(_heads_first(dout.astype(q.dtype), q_tile), pad(lse, q_tile, 2), pad(delta, q_tile, 2))
+        saved = BackwardInputs(_heads_first(dout.astype(q.dtype), q_tile), pad(lse, q_tile, 2), pad(delta, q_tile, 2))
         block = (q_first, kv_first, saved, _coords(queries.coords, q_tile), _coords(keys.coords, kv_tile), options)
         carry = None if carry is None else _heads_first(carry, q_tile)
         if _fused(q.shape[0] * kv[0].shape[2]) if self.fused is None else self.fused:

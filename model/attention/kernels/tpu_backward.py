@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..blocks import Saved
+from ..blocks import BackwardInputs
 from ..coords import FULL, MASKED, SKIP, TokenCoords
 from .tpu_options import LOG2_E, Scores, TileOptions, compiler_params, cost, nbytes, sub_tiles
 from .tpu_tiles import Columns, QueryTileGrid, TileRanges, column, coordinate_rows, hide, key_operands, spread
@@ -189,7 +189,7 @@ def _key_tile_kernel(*refs, compute: Scores, fused: bool):
         pl.when(last & (tile == pl.num_programs(2) - 1))(dq_tiles.finish)
 
 
-def dq(carry, q, kv, saved: Saved, q_coords: TokenCoords, kv_coords: TokenCoords, options: TileOptions) -> jax.Array:
+def dq(carry, q, kv, saved: BackwardInputs, q_coords: TokenCoords, kv_coords: TokenCoords, options: TileOptions) -> jax.Array:
     """The gradient of q in float32, [B, Hq, Tq, D], added to `carry`, whose memory it takes.
 
     Args:
@@ -221,7 +221,7 @@ def dq(carry, q, kv, saved: Saved, q_coords: TokenCoords, kv_coords: TokenCoords
     )(*inputs)
 
 
-def dkv(q, kv, saved: Saved, q_coords: TokenCoords, kv_coords: TokenCoords, options: TileOptions) -> jax.Array:
+def dkv(q, kv, saved: BackwardInputs, q_coords: TokenCoords, kv_coords: TokenCoords, options: TileOptions) -> jax.Array:
     """The gradients of k and v in float32, stacked, [2, B, Hkv, Tk, D], summed over the query heads that share a key head.
 
     Arguments as of `dq`.
@@ -229,7 +229,7 @@ def dkv(q, kv, saved: Saved, q_coords: TokenCoords, kv_coords: TokenCoords, opti
     return _by_key_tiles(None, q, kv, saved, q_coords, kv_coords, options)[0]
 
 
-def dq_dkv(carry, q, kv, saved: Saved, q_coords: TokenCoords, kv_coords: TokenCoords,
+def dq_dkv(carry, q, kv, saved: BackwardInputs, q_coords: TokenCoords, kv_coords: TokenCoords,
           options: TileOptions) -> tuple[jax.Array, jax.Array]:
     """The results of `dq` and `dkv` by one kernel: scores and weights are computed once for both.
 
@@ -240,7 +240,8 @@ def dq_dkv(carry, q, kv, saved: Saved, q_coords: TokenCoords, kv_coords: TokenCo
     return dq.reshape(q.shape), dkv
 
 
-def _by_key_tiles(carry, q, kv, saved: Saved, q_coords: TokenCoords, kv_coords: TokenCoords, options: TileOptions) -> list:
+def _by_key_tiles(carry, q, kv, saved: BackwardInputs, q_coords: TokenCoords, kv_coords: TokenCoords,
+                  options: TileOptions) -> list:
     """[dkv], or with a carry [dkv, dq], whose tiles have a dimension of their own.
 
     The grid is (batch row, key head, key tile, query head of the group, step).

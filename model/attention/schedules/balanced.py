@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..blocks import Gradients, Keys, Queries, Saved, StackedKeys
+from ..blocks import BackwardInputs, Gradients, Keys, Queries, StackedKeys
 from ..coords import Mask
 from ..kernels.kernel import Kernel
 from ..partial import AttentionPartial
@@ -62,10 +62,10 @@ class Balanced(Schedule):
 
         return self._all_rounds(context, tuple(queries), keys.stacked(), compute)[0]
 
-    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context) -> Gradients:
+    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context) -> Gradients:
         def compute(queries, keys):
             q, dout, lse, delta, coords = queries
-            return kernel.gradients(None, Queries(q, coords), keys, Saved(dout, lse, delta), **context.scores)
+            return kernel.gradients(None, Queries(q, coords), keys, BackwardInputs(dout, lse, delta), **context.scores)
 
         dq, dkv = self._all_rounds(context, (queries.q, *saved, queries.coords), keys.stacked(), compute)
         return Gradients(dq, *dkv)

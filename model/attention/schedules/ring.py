@@ -31,7 +31,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..blocks import Gradients, Keys, Queries, Saved, StackedKeys
+from ..blocks import BackwardInputs, Gradients, Keys, Queries, StackedKeys
 from ..coords import Mask
 from ..kernels.kernel import Kernel
 from ..partial import AttentionPartial
@@ -110,7 +110,7 @@ class Ring(Schedule):
     def forward(self, kernel: Kernel, queries: Queries, keys: Keys, context: Context) -> AttentionPartial:
         return self.carry_forward(kernel, queries, keys, None, context)[0]
 
-    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context) -> Gradients:
+    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context) -> Gradients:
         return self.carry_backward(kernel, queries, keys, saved, Payload(), context)[0]
 
     def carry_forward(self, kernel: Kernel, queries: Queries, keys: Keys, shard, context: Context):
@@ -129,7 +129,8 @@ class Ring(Schedule):
             partial = kernel.extend(partial, queries, replicated, **context.scores)
         return partial, gathered
 
-    def carry_backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, payload: Payload, context: Context):
+    def carry_backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, payload: Payload,
+                       context: Context):
         """As of Schedule: the shares are summed on their way one hop behind the block, with dK and dV."""
         rides = payload.shard is not None or payload.shares is not None
         routes, replica = self._routes(context.ranks, context.mask, keys.k.shape[1], rides)

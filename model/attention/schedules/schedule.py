@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from jaxtyping import Array, PyTree
 
-from ..blocks import Gradients, Keys, Queries, Saved
+from ..blocks import BackwardInputs, Gradients, Keys, Queries
 from ..coords import Mask
 from ..kernels.kernel import Kernel
 from ..partial import AttentionPartial
@@ -84,7 +84,7 @@ class Schedule(abc.ABC):
         """Attention of this rank's queries over the keys of all ranks, float32."""
 
     @abc.abstractmethod
-    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context) -> Gradients:
+    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context) -> Gradients:
         """The gradients of this rank's queries, and of its keys and values from the queries of all ranks, float32."""
 
     @abc.abstractmethod
@@ -99,7 +99,7 @@ class Schedule(abc.ABC):
         """`forward`, which also all-gathers `shard`, a tree of arrays, to [P, ...] behind the same kernels."""
         raise NotImplementedError(f"{type(self).__name__} carries no other arrays")
 
-    def carry_backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, payload: Payload,
+    def carry_backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, payload: Payload,
                        context: Context) -> tuple[Gradients, PyTree[Array] | None, PyTree[Array] | None]:
         """`backward`, which also all-gathers `payload.shard` and reduce-scatters `payload.shares`.
 

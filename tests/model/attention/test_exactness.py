@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.attention import Keys, Mask, Queries, Saved, TokenCoords, attention, document_starts, get_kernel
+from model.attention import BackwardInputs, Keys, Mask, Queries, TokenCoords, attention, document_starts, get_kernel
 from model.attention.layout import LAYOUTS, permutation
 
 from .cases import HEADS, MASKS, SCHEDULES, check, documents, inputs, mesh_of, out_and_gradients, truth
@@ -186,7 +186,7 @@ def test_results_are_float32_where_jax_defaults_to_float64(kernel):
     with jax.enable_x64(True):
         blocks = Queries(vectors, coords), Keys(vectors, vectors, coords)
         results = (jax.eval_shape(functools.partial(kernel.forward, **options), *blocks),
-                   jax.eval_shape(functools.partial(kernel.backward, **options), *blocks, Saved(vectors, rows, rows)))
+                   jax.eval_shape(functools.partial(kernel.backward, **options), *blocks, BackwardInputs(vectors, rows, rows)))
     assert {x.dtype for x in jax.tree.leaves(results)} == {jnp.dtype("float32")}
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from model.attention import Keys, Mask, Queries, Saved, StackedKeys, TokenCoords
+from model.attention import BackwardInputs, Keys, Mask, Queries, StackedKeys, TokenCoords
 from model.attention.kernels import tpu_options
 from model.attention.kernels.padding import tile_size
 from model.attention.kernels.tpu import TpuKernel
@@ -79,7 +79,7 @@ def attend(q, k, v, dout, coords, mask, kernel=KERNEL):
         delta = np.einsum("bthd,bthd->bht", partial.out, dout[:, s])
         dq = np.zeros_like(q[:, s])
         for j, block in enumerate(blocks):
-            dq, dkv = gradients(dq, queries, block, Saved(dout[:, s], partial.lse, delta))
+            dq, dkv = gradients(dq, queries, block, BackwardInputs(dout[:, s], partial.lse, delta))
             dkvs[j] = dkvs[j] + dkv
         dqs.append(dq)
     return (np.concatenate([part.out for part in parts], 1), np.concatenate([part.lse for part in parts], 2),
@@ -143,7 +143,7 @@ def check_nothing_to_see(kernel):
     blocks = Queries(q, q_coords), Keys(k, v, kv_coords)
     out, lse = jax.jit(functools.partial(kernel.forward, **options))(*blocks)
     assert (np.asarray(out) == 0).all() and np.isneginf(lse).all()
-    saved = Saved(dout, lse, np.zeros_like(lse))
+    saved = BackwardInputs(dout, lse, np.zeros_like(lse))
     for gradient in jax.jit(functools.partial(kernel.backward, **options))(*blocks, saved):
         assert (np.asarray(gradient) == 0).all()
 
