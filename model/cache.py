@@ -25,7 +25,7 @@ from .attention.kernels.reference import ReferenceKernel
 from .attention.layout import permutation
 from .attention.partial import per_row
 from .attention.schedules import in_any_layout
-from .dropout import TokenLabels
+from .dropout import TokenInfo
 from .memory.period import scan_periods
 from .sharding import BATCH_AXES
 from .transformer import TOKENS, Batch, Transformer
@@ -222,7 +222,7 @@ class CachedModel:
         slots = TokenCoords(write(cache.index, index), write(cache.segment_ids, segment_ids), before.start)
         coords = TokenCoords(index, segment_ids, jnp.zeros_like(index))
         # The same length for all tokens, so that cached keys stay valid under the RoPE rules `dynamic` and `longrope`.
-        layers, labels = model.layers(self.capacity), TokenLabels(index)
+        layers, labels = model.layers(self.capacity), TokenInfo(index)
 
         # The cache is in the carry, where it is changed in place; stacked anew it would be in memory twice.
         def run_layer(layer, carry, of_layer):

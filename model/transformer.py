@@ -21,7 +21,7 @@ from .adapter import MAGNITUDE
 from .attention import AttentionOp, Mask, TokenCoords, document_starts
 from .attention.kernels import Kernel, get_kernel
 from .config import LlamaConfig
-from .dropout import TokenLabels
+from .dropout import TokenInfo
 from .layer import Layer
 from .memory.options import MemoryConfig, check_combination
 from .memory.runners import layer_runner
@@ -248,7 +248,7 @@ class Transformer(abc.ABC):
 
     def local_hidden(self, params: Shards, batch: Batch) -> Float[Array, "B T E"]:
         """Returns the last layer's output."""
-        labels = TokenLabels(batch["positions"], batch.get("dropout"))
+        labels = TokenInfo(batch["positions"], batch.get("dropout"))
         runner = layer_runner(self.layers(labels.positions.shape[1] * self.mesh.shape["sequence"]), self.weights)
         x = self.local_embed(params, batch)
         x = runner.run(self.weights.of_layers(params), x, labels, self.local_coords(batch))

@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from model.attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords, keep
-from model.dropout import TokenLabels
+from model.dropout import TokenInfo
 from model.frozen import FrozenWeight, Weight, split
 from model.modules import declare_layer, read_by
 
@@ -119,7 +119,7 @@ class GroupedAttention:
     groups: HeadGroups
     dtype: Any
 
-    def __call__(self, weights: dict[str, Weight], x: Float[Array, "B T E"], labels: TokenLabels,
+    def __call__(self, weights: dict[str, Weight], x: Float[Array, "B T E"], labels: TokenInfo,
                  coords: TokenCoords) -> tuple[Float[Array, "B T E"], Float[Array, "B T Hq D"]]:
         """Returns x, and attention's output of all heads.
 
