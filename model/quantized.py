@@ -37,7 +37,7 @@ from .quantization import (
 from .sharding import HIDDEN, Parameter
 
 # The arrays that a weight becomes, by the kind of quantization.
-PARTS = {"nf4": ("codes", "absmax", "nested"), "int8": ("codes", "absmax")}
+QUANTIZED_PARTS = {"nf4": ("codes", "absmax", "nested"), "int8": ("codes", "absmax")}
 
 
 @jax.tree_util.register_dataclass
@@ -121,7 +121,7 @@ def is_quantized(name: str) -> bool:
 def weight_of(name: str) -> str:
     """Returns the name of the weight that a parameter is a part of; any other parameter's own name."""
     weight, _, part = name.rpartition(".")
-    return weight if is_quantized(weight) and part in {part for parts in PARTS.values() for part in parts} else name
+    return weight if is_quantized(weight) and part in {part for parts in QUANTIZED_PARTS.values() for part in parts} else name
 
 
 def weights_in(name: str, array: Any) -> int:
@@ -167,7 +167,7 @@ def assemble(name: str, parts: Mapping[str, Array], own: Parameter, padded: Mapp
 
     Args:
       name: of the weight.
-      parts: arrays by the last parts of their names (`PARTS`), without the axis of the layers.
+      parts: arrays by the last parts of their names (`QUANTIZED_PARTS`), without the axis of the layers.
       own: one layer's weight without padding, as of `declare_layer`.
       padded: the shapes of the same parts, by the same names, over all tensor ranks and with padding.
       spec: of one layer's codes.
@@ -218,7 +218,7 @@ def quantized(stored: Mapping[str, Any], kind: str, own_shapes: Mapping[str, tup
     arrays: dict[str, jax.Array] = {}
     for name, own in own_shapes.items():
         layers = [_quantize_layer(stored[name], i, own[1:], input_axes(name), kind) for i in range(own[0])]
-        for part in PARTS[kind]:
+        for part in QUANTIZED_PARTS[kind]:
             full = f"{name}.{part}"
             shape, dtype = parameters[full].shape, parameters[full].dtype
             fill = NF4_ZEROS if (part, kind) == ("codes", "nf4") else 0

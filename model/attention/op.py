@@ -114,7 +114,7 @@ def _cast(gradients: Gradients, queries: Queries, keys: Keys) -> Gradients:
     return Gradients(*(g.astype(dtype) for g, dtype in zip(gradients, dtypes, strict=True)))
 
 
-def keep(out: Float[Array, "B T Hq D"], lse: Float[Array, "B Hq T"]) -> tuple[
+def name_for_remat(out: Float[Array, "B T Hq D"], lse: Float[Array, "B Hq T"]) -> tuple[
         Float[Array, "B T Hq D"], Float[Array, "B Hq T"]]:
     """Returns both unchanged, named "attention_out" and "attention_lse", so that a remat policy can keep them: then the
     backward never runs attention's forward again (DistFlashAttn, section 3.3)."""
@@ -145,7 +145,7 @@ def _attend(op: AttentionOp, *arrays):
 
 
 def _attend_forward(op, q, k, v, q_coords, kv_coords):
-    kept = keep(*op.forward(Queries(q, q_coords), Keys(k, v, kv_coords)))
+    kept = name_for_remat(*op.forward(Queries(q, q_coords), Keys(k, v, kv_coords)))
     return kept, (q, k, v, q_coords, kv_coords, *kept)
 
 

@@ -1,7 +1,7 @@
 """What the Mosaic kernels for Hopper GPUs share: a warpgroup's arithmetic, tiles that arrive by TMA, and loops over tiles.
 
-A block has two warpgroups that compute and one that loads. The loader copies a tile into a slot of shared memory when both
-computing ones have freed it, and a barrier tells these that it has arrived: warp specialisation, as in FlashAttention-3
+A thread block has two warpgroups that compute and one that loads. The loader copies a tile into a slot of shared memory when
+both computing ones have freed it, and a barrier tells these that it has arrived: warp specialisation, as in FlashAttention-3
 (section 3.1).
 """
 from __future__ import annotations

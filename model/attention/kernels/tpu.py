@@ -11,7 +11,7 @@ from ..partial import AttentionPartial
 from . import tpu_backward, tpu_forward
 from .kernel import AccumulatingKernel
 from .padding import pad, padded, tile_size
-from .tpu_options import DEFAULT_VMEM, LANES, VMEM, TileOptions, fitting
+from .tpu_options import DEFAULT_VMEM, LANES, VMEM, TileOptions, tiles_that_fit
 
 V3 = "TPU v3"
 
@@ -64,7 +64,7 @@ class TpuKernel(AccumulatingKernel):
             raise ValueError(f"kernel: 'tpu' does not serve Mask.global_tokens = {mask.global_tokens}; 'auto' and 'xla' do")
         float32_operands = _device_kind() == V3
         vmem, itemsize = VMEM.get(_device_kind(), DEFAULT_VMEM), 4 if float32_operands else q.dtype.itemsize
-        query_tile, key_tile = fitting(self.query_tile, self.key_tile, q.shape[3], itemsize, vmem)
+        query_tile, key_tile = tiles_that_fit(self.query_tile, self.key_tile, q.shape[3], itemsize, vmem)
         q_tile, kv_tile = tile_size(q.shape[1], query_tile, LANES), tile_size(kv[0].shape[1], key_tile, LANES)
         return TileOptions(mask, scale, q_tile, kv_tile, float32_operands, self.interpret, self.softcap, vmem)
 

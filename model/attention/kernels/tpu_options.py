@@ -24,7 +24,7 @@ DEFAULT_VMEM = 16 * 2**20
 VMEM = {"TPU v5 lite": 32 * 2**20, "TPU v5": 32 * 2**20, "TPU v6 lite": 32 * 2**20}
 
 
-def fitting(query_tile: int, key_tile: int, head_dim: int, itemsize: int, vmem: int = DEFAULT_VMEM) -> tuple[int, int]:
+def tiles_that_fit(query_tile: int, key_tile: int, head_dim: int, itemsize: int, vmem: int = DEFAULT_VMEM) -> tuple[int, int]:
     """These tile sizes, or smaller ones that fit into so many bytes of VMEM beside 1 MiB for coordinates.
 
     Counted for the kernel that needs most: q, dout, k, v and two float32 results or carries, each twice (one copy is moved

@@ -16,7 +16,7 @@ from model.attention import BackwardInputs, Keys, Mask, Queries, StackedKeys, To
 from model.attention.kernels import tpu_options
 from model.attention.kernels.padding import tile_size
 from model.attention.kernels.tpu import TpuKernel
-from model.attention.kernels.tpu_options import LANES, VMEM, fitting
+from model.attention.kernels.tpu_options import LANES, VMEM, tiles_that_fit
 from model.attention.layout import permutation
 from model.attention.partial import empty
 from tests.model.attention.dense import dense_attention
@@ -155,8 +155,8 @@ def test_without_a_carry_and_with_nothing_to_see():
 def test_tiles_fit_whatever_is_asked():
     cases = (131072, 1024), (16384, 512), (500, 1024), (16256, 1024), (1280, 1024), (7, 64)
     assert [tile_size(*case, LANES) for case in cases] == [1024, 512, 512, 1024, 640, 128]
-    assert fitting(1024, 1024, 128, 2) == (1024, 1024)
-    assert fitting(1024, 1024, 256, 2) == (512, 1024)
+    assert tiles_that_fit(1024, 1024, 128, 2) == (1024, 1024)
+    assert tiles_that_fit(1024, 1024, 256, 2) == (512, 1024)
     for vmem in VMEM.values():
         sizes = itertools.product((128, 256), (2, 4))
-        assert {fitting(1024, 1024, head_dim, itemsize, vmem) for head_dim, itemsize in sizes} == {(1024, 1024)}
+        assert {tiles_that_fit(1024, 1024, head_dim, itemsize, vmem) for head_dim, itemsize in sizes} == {(1024, 1024)}
