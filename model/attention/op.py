@@ -63,11 +63,6 @@ class AttentionOp:
             mask = dataclasses.replace(mask, global_tokens=0)
         return cls(get_schedule(schedule, size, layout), kernel, Ranks(axis, size), mask, scale)
 
-    @property
-    def carries(self) -> bool:
-        """Whether other arrays can ride along: whether `carry_forward` and `carry_backward` work."""
-        return self.schedule.carries
-
     def forward(self, queries: Queries, keys: Keys) -> AttentionPartial:
         """out in q's dtype, and lse in float32."""
         return self._rounded(self.schedule.forward(self.kernel, queries, keys, self._context), queries)
@@ -83,16 +78,17 @@ class AttentionOp:
         saved = BackwardInputs(dout, result.lse, _delta(result, dout, dlse))
         return self.schedule.backward(self.kernel, queries, keys, saved, self._context)
 
-    def carry_forward(self, queries: Queries, keys: Keys, shard) -> tuple[AttentionPartial, PyTree[Array]]:
+    def forward_and_gather(self, queries: Queries, keys: Keys, shard) -> tuple[AttentionPartial, PyTree[Array]]:
         """`forward`, which also all-gathers `shard`, a tree of arrays, to [P, ...] on the way of K and V."""
-        partial, gathered = self.schedule.carry_forward(self.kernel, queries, keys, shard, self._context)
+        partial, gathered = self.schedule.forward_and_gather(self.kernel, queries, keys, shard, self._context)
         return self._rounded(partial, queries), gathered
 
-    def carry_backward(self, queries: Queries, keys: Keys, result: AttentionPartial, dout: Float[Array, "B T Hq D"],
-                       payload: Payload) -> tuple[Gradients, PyTree[Array], PyTree[Array]]:
+    def backward_and_exchange(self, queries: Queries, keys: Keys, result: AttentionPartial, dout: Float[Array, "B T Hq D"],
+                              payload: Payload) -> tuple[Gradients, PyTree[Array], PyTree[Array]]:
         """`backward`, which also all-gathers `payload.shard` and reduce-scatters `payload.shares`; each is a tree or None."""
         saved = BackwardInputs(dout, result.lse, _delta(result, dout))
-        gradients, gathered, share = self.schedule.carry_backward(self.kernel, queries, keys, saved, payload, self._context)
+        gradients, gathered, share = self.schedule.backward_and_exchange(self.kernel, queries, keys, saved, payload,
+                                                                         self._context)
         return _cast(gradients, queries, keys), gathered, share
 
     @property

@@ -94,7 +94,7 @@ def _check_prefetch(memory: MemoryConfig, sequence: int, sequence_parallel: bool
     """ValueError for what prefetching cannot go with."""
     for works, found, needed in (
             (sequence > 1, f"mesh.sequence {sequence}", "2 or more"),
-            (schedule.carries, f"attention.schedule {schedule.name}", "ring"),
+            (schedule.can_gather_along, f"attention.schedule {schedule.name}", "ring"),
             (memory.remat in PREFETCH_POLICIES, f"memory.remat {memory.remat}", " or ".join(PREFETCH_POLICIES)),
             (memory.attention_groups == 1, f"memory.attention_groups {memory.attention_groups}", "1"),
             (memory.query_chunks == 1, f"memory.query_chunks {memory.query_chunks}", "1"),

@@ -58,12 +58,12 @@ class PlatformKernel(Kernel):
     def backward(self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float) -> Gradients:
         return self._call("backward", queries, keys, saved, mask=mask, scale=scale)
 
-    def extend(self, carry: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
+    def extend(self, so_far: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
                scale: float) -> AttentionPartial:
-        return self._call("extend", carry, queries, keys, mask=mask, scale=scale)
+        return self._call("extend", so_far, queries, keys, mask=mask, scale=scale)
 
-    def gradients(self, carry, queries: Queries, keys: Keys | StackedKeys, saved: BackwardInputs, *, mask: Mask, scale: float):
-        return self._call("gradients", carry, queries, keys, saved, mask=mask, scale=scale)
+    def gradients(self, so_far, queries: Queries, keys: Keys | StackedKeys, saved: BackwardInputs, *, mask: Mask, scale: float):
+        return self._call("gradients", so_far, queries, keys, saved, mask=mask, scale=scale)
 
     def _call(self, method: str, *blocks: Any, mask: Mask, scale: float) -> Any:
         def of(kernel):

@@ -57,18 +57,18 @@ class Kernel(abc.ABC):
     def backward(self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float) -> Gradients:
         """The gradients of q, k and v that these queries and keys contribute."""
 
-    def extend(self, carry: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
+    def extend(self, so_far: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
                scale: float) -> AttentionPartial:
-        """Attention of the queries over these keys and over those that `carry` covers (None: none yet)."""
+        """Attention of the queries over these keys and over those that `so_far` covers (None: none yet)."""
         partial = self.forward(queries, separate(keys), mask=mask, scale=scale)
-        return partial if carry is None else merge(carry, partial)
+        return partial if so_far is None else merge(so_far, partial)
 
-    def gradients(self, carry: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys,
+    def gradients(self, so_far: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys,
                   saved: BackwardInputs, *, mask: Mask, scale: float,
                   ) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
-        """The gradients of `backward`: dq, added to `carry` (None: zero), and dk and dv of this block, stacked."""
+        """The gradients of `backward`: dq, added to `so_far` (None: zero), and dk and dv of this block, stacked."""
         dq, dk, dv = self.backward(queries, separate(keys), saved, mask=mask, scale=scale)
-        return dq if carry is None else carry + dq, jnp.stack([dk, dv])
+        return dq if so_far is None else so_far + dq, jnp.stack([dk, dv])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,15 +83,15 @@ class AccumulatingKernel(Kernel):
         return Gradients(dq, *dkv)
 
     @abc.abstractmethod
-    def extend(self, carry: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
+    def extend(self, so_far: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
                scale: float) -> AttentionPartial:
-        """As of Kernel; the result takes the carry's memory."""
+        """As of Kernel; the result takes the memory of `so_far`."""
 
     @abc.abstractmethod
-    def gradients(self, carry: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys,
+    def gradients(self, so_far: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys,
                   saved: BackwardInputs, *, mask: Mask, scale: float,
                   ) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
-        """As of Kernel; dq takes the carry's memory."""
+        """As of Kernel; dq takes the memory of `so_far`."""
 
 
 def separate(keys: Keys | StackedKeys) -> Keys:

@@ -12,7 +12,8 @@ Ring Attention and Striped Attention differ only in GetMask, because they differ
 
 Traffic: each rank receives 2 T Hkv D numbers and 2 T coordinates a hop. The backward sends the same, and dK and dV in float32
 one hop behind, with one more hop to return home. Other arrays can ride along behind the same kernels: an all-gather with K and
-V (`carry_forward`), a reduce-scatter with dK and dV (`carry_backward`); `model/memory/prefetch.py` sends weights that way.
+V (`forward_and_gather`), a reduce-scatter with dK and dV (`backward_and_exchange`); `model/memory/prefetch.py` sends weights
+that way.
 
 Option `bidirectional`: the first half of each block's tokens travels one way round and the second half the other, so that both
 directions of each link are used at once. Hops, bytes and kernel calls are as many; each direction carries half the bytes. In a
@@ -105,15 +106,15 @@ class Ring(Schedule):
 
     bidirectional: bool = False
     ordered: bool = False
-    carries: ClassVar[bool] = True
+    can_gather_along: ClassVar[bool] = True
 
     def forward(self, kernel: Kernel, queries: Queries, keys: Keys, context: Context) -> AttentionPartial:
-        return self.carry_forward(kernel, queries, keys, None, context)[0]
+        return self.forward_and_gather(kernel, queries, keys, None, context)[0]
 
     def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context) -> Gradients:
-        return self.carry_backward(kernel, queries, keys, saved, Payload(), context)[0]
+        return self.backward_and_exchange(kernel, queries, keys, saved, Payload(), context)[0]
 
-    def carry_forward(self, kernel: Kernel, queries: Queries, keys: Keys, shard, context: Context):
+    def forward_and_gather(self, kernel: Kernel, queries: Queries, keys: Keys, shard, context: Context):
         """As of Schedule: `shard` travels with K and V."""
         routes, replica = self._routes(context.ranks, context.mask, keys.k.shape[1], rides=shard is not None)
         own = keys.stacked()
@@ -129,8 +130,8 @@ class Ring(Schedule):
             partial = kernel.extend(partial, queries, replicated, **context.scores)
         return partial, gathered
 
-    def carry_backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, payload: Payload,
-                       context: Context):
+    def backward_and_exchange(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, payload: Payload,
+                              context: Context):
         """As of Schedule: the shares are summed on their way one hop behind the block, with dK and dV."""
         rides = payload.shard is not None or payload.shares is not None
         routes, replica = self._routes(context.ranks, context.mask, keys.k.shape[1], rides)

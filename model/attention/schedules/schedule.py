@@ -65,8 +65,8 @@ class Schedule(abc.ABC):
       ValueError: an option of another type than declared, or a negative number.
     """
 
-    carries: ClassVar[bool] = False
-    """Whether other arrays can ride along: whether there are `carry_forward` and `carry_backward`."""
+    can_gather_along: ClassVar[bool] = False
+    """Whether other arrays can ride along: whether there are `forward_and_gather` and `backward_and_exchange`."""
 
     @property
     def name(self) -> str:
@@ -94,19 +94,19 @@ class Schedule(abc.ABC):
         The mask matters where a window lets a schedule leave ranks out.
         """
 
-    def carry_forward(self, kernel: Kernel, queries: Queries, keys: Keys, shard: PyTree[Array],
-                      context: Context) -> tuple[AttentionPartial, PyTree[Array]]:
+    def forward_and_gather(self, kernel: Kernel, queries: Queries, keys: Keys, shard: PyTree[Array],
+                           context: Context) -> tuple[AttentionPartial, PyTree[Array]]:
         """`forward`, which also all-gathers `shard`, a tree of arrays, to [P, ...] behind the same kernels."""
-        raise NotImplementedError(f"{type(self).__name__} carries no other arrays")
+        raise NotImplementedError(f"{type(self).__name__} gathers no other arrays")
 
-    def carry_backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, payload: Payload,
-                       context: Context) -> tuple[Gradients, PyTree[Array] | None, PyTree[Array] | None]:
+    def backward_and_exchange(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, payload: Payload,
+                              context: Context) -> tuple[Gradients, PyTree[Array] | None, PyTree[Array] | None]:
         """`backward`, which also all-gathers `payload.shard` and reduce-scatters `payload.shares`.
 
         Returns:
           The gradients; the shards of all ranks [P, ...]; the sum over all ranks of their shares for this rank.
         """
-        raise NotImplementedError(f"{type(self).__name__} carries no other arrays")
+        raise NotImplementedError(f"{type(self).__name__} gathers no other arrays")
 
     def check(self, size: int) -> None:  # noqa: B027  # not abstract: most schedules serve any number
         """Refuses a number of ranks that the schedule cannot serve; most schedules serve any.

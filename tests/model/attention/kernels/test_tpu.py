@@ -1,7 +1,7 @@
 """The TPU kernel in the TPU interpret mode against dense float64 attention: out, lse and all gradients, within 1e-5.
 
 Two shards attend as in a ring, without the ring: every block of queries meets every block of keys, each on top of what was seen
-before (`carry`). Contiguous shards give diagonal, full and empty blocks, striped ones causal and strictly causal blocks.
+before (`so_far`). Contiguous shards give diagonal, full and empty blocks, striped ones causal and strictly causal blocks.
 """
 import dataclasses
 import functools
@@ -58,8 +58,8 @@ def compiled(mask, kernel=KERNEL):
     def options(queries):
         return {"mask": mask, "scale": queries.q.shape[-1] ** -0.5}
 
-    return (jax.jit(lambda carry, queries, *blocks: kernel.extend(carry, queries, *blocks, **options(queries))),
-            jax.jit(lambda carry, queries, *blocks: kernel.gradients(carry, queries, *blocks, **options(queries))))
+    return (jax.jit(lambda so_far, queries, *blocks: kernel.extend(so_far, queries, *blocks, **options(queries))),
+            jax.jit(lambda so_far, queries, *blocks: kernel.gradients(so_far, queries, *blocks, **options(queries))))
 
 
 def attend(q, k, v, dout, coords, mask, kernel=KERNEL):
