@@ -23,7 +23,8 @@ from .llama import TOKENS, Llama
 from .sharding import BATCH_AXES
 from .weights import Shards
 
-SMALLEST_CHUNK = 16  # tokens of a rank; the last chunk of a prompt is cut down to this at most
+# Chunks at the end of a prompt are halved, but never below this many tokens per rank.
+SMALLEST_CHUNK = 16
 
 
 @dataclasses.dataclass(frozen=True)

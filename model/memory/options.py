@@ -15,10 +15,10 @@ class MemoryConfig:
     """What is kept for the backward pass, and in what pieces the rest is computed; chunks count tokens of a device."""
 
     remat: RematName = "save_attention"
-    """Kept between forward and backward: the layers' inputs and nothing else; also attention's output and lse
-    (save_attention); the inputs in the host's memory (offload), and attention's output and lse on the device
-    (offload_save_attention) or in the host's memory too (offload_attention); only every k-th layer's input (every_k), or these
-    in the host's memory (offload_every_k); everything."""
+    """Kept between forward and backward. nothing: only the layers' inputs; save_attention: also attention's output and lse;
+    offload: the inputs, in the host's memory; offload_save_attention: also attention's output and lse, on the device;
+    offload_attention: these in the host's memory too; every_k: only every k-th layer's input; offload_every_k: that in the
+    host's memory; everything: also the result of every matrix product."""
     every_k: int = 2
     """Layers between the inputs that remat every_k and offload_every_k keep; a divisor of the number of layers."""
     moments_on_host: bool = False

@@ -148,7 +148,7 @@ class Tuning(NamedTuple):
     Attributes:
       tile: tokens of a program, of queries in the forward and in dq, of keys in dk and dv.
       step: tokens of the other side that it loads at a time.
-      warps: of a program; stages: loads in flight, and one.
+      warps: of a program; stages: Triton's num_stages, one more than the loads in flight.
     """
 
     tile: int

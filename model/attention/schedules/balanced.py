@@ -180,7 +180,8 @@ class _Round:
         if self.helps:
             queries = _where(is_helper, fetched_queries, self._half(queries, 1))
             fetched_keys = _where(is_helper, keys, fetched_keys)
-        # Where nobody helps, the ranks that would have received keys of zeros: padding, of which every tile is skipped.
+        # Where nobody helps, the ranks that would have helped receive zeros for keys. Segment 0 is padding, so every tile is
+        # skipped.
         for_queries, for_keys = compute(queries, fetched_keys)
         own_results = self._both_halves(_mask(for_queries, ~is_helper), 1), _mask(for_keys, is_helper)
         return own_results, (for_queries if self.helps else None, for_keys)
