@@ -1,4 +1,7 @@
-"""One decoder layer, straight: norm, projections, RoPE; attention; output projection, norm, feed-forward."""
+"""One decoder layer as plain code: norm, projections, RoPE; attention; output projection, norm, feed-forward.
+
+How it is scanned, rematerialised or cut into groups is in `model.memory`.
+"""
 from __future__ import annotations
 
 import dataclasses

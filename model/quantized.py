@@ -53,8 +53,8 @@ class Nf4Weight(FrozenWeight):
     def dequantize(self, dtype: Any) -> Float[Array, ...]:
         """See `FrozenWeight.dequantize`. The product of level and scale is rounded once, as bitsandbytes does.
 
-        The TPU's compiler writes to memory what interleaves the two codes of a byte. With the barrier that is the codes;
-        without it their levels, a float32 copy of the weight. The table of levels goes through the barrier too: a level that
+        The TPU compiler materialises the interleaved pair of 4-bit values. The barrier makes that the uint8 codes; without it,
+        it would be their float32 levels, a full copy of the weight. The table of levels goes through the barrier too: a level that
         is known before the loop over layers would be broadcast there to the weight's shape, and kept for all layers.
         """
         axis, shape = self.axis, self.absmax.shape

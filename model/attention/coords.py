@@ -83,10 +83,10 @@ class Mask:
 
 
 def check_starts(starts: jax.Array | None, mask: Mask) -> jax.Array:
-    """`starts`, or whatever is computed from the starts of the keys' documents, which global tokens need.
+    """Returns `starts` (or values derived from them).
 
     Raises:
-      ValueError: it is None.
+      ValueError: they are missing, and global tokens need them.
     """
     if starts is None:
         raise ValueError(f"coords.start: missing, and Mask.global_tokens = {mask.global_tokens} needs it; "

@@ -69,7 +69,7 @@ class PlatformKernel(Kernel):
         def of(kernel):
             return _traced_once(kernel, method, mask, scale)
 
-        # Which masks and head sizes an accelerator's kernel refuses does not depend on the platform; that it costs speed does.
+        # The refusal is the same on every platform; the warning matters only where a faster kernel would have run.
         refused = "global tokens" if mask.global_tokens else _refused_head_dim(blocks)
         if refused:
             if jax.default_backend() in ("tpu", "gpu"):
