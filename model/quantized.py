@@ -54,8 +54,8 @@ class Nf4Weight(FrozenWeight):
         """See `FrozenWeight.dequantize`. The product of level and scale is rounded once, as bitsandbytes does.
 
         The TPU compiler materialises the interleaved pair of 4-bit values. The barrier makes that the uint8 codes; without it,
-        it would be their float32 levels, a full copy of the weight. The table of levels goes through the barrier too: a level that
-        is known before the loop over layers would be broadcast there to the weight's shape, and kept for all layers.
+        it would be their float32 levels, a full copy of the weight. The table of levels goes through the barrier too: a level
+        that is known before the loop over layers would be broadcast there to the weight's shape, and kept for all layers.
         """
         axis, shape = self.axis, self.absmax.shape
         # A broadcast, not a concatenation: a CPU's compiler makes a branch for every number of the latter.
