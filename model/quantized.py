@@ -22,9 +22,9 @@ from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from .frozen import FrozenWeight
 from .quantization import (
-    BLOCK,
     INT8_UNIT,
     NESTED_BLOCK,
+    NF4_BLOCK,
     NF4_LEVELS,
     NF4_ZEROS,
     Int8Rows,
@@ -62,9 +62,9 @@ class Nf4Weight(FrozenWeight):
         shifts = jnp.array([4, 0], jnp.uint8).reshape(2, *[1] * (len(shape) - axis - 1))
         pairs = (jnp.expand_dims(self.codes, axis + 1) >> shifts) & 15
         blocks, table = lax.optimization_barrier(
-            (pairs.reshape(*shape[:axis + 1], BLOCK, *shape[axis + 1:]), jnp.asarray(NF4_LEVELS, jnp.float32)))
+            (pairs.reshape(*shape[:axis + 1], NF4_BLOCK, *shape[axis + 1:]), jnp.asarray(NF4_LEVELS, jnp.float32)))
         return (_nf4_levels(blocks, table) * jnp.expand_dims(self.absmax, axis + 1)).astype(dtype).reshape(
-            *shape[:axis], shape[axis] * BLOCK, *shape[axis + 1:])
+            *shape[:axis], shape[axis] * NF4_BLOCK, *shape[axis + 1:])
 
     def part(self, i: Any, count: int, axis: int) -> Nf4Weight:
         """See `FrozenWeight.part`."""
@@ -147,9 +147,9 @@ def declare_parts(name: str, weight: Parameter, kind: str) -> dict[str, Paramete
     if kind == "int8":
         return {f"{name}.codes": declared(shape, axes, "int8"),
                 f"{name}.absmax": declared((*[1] * inputs, *shape[inputs:]), (*["unit"] * inputs, *axes[inputs:]), "float32")}
-    blocks = [n // BLOCK if i == inputs - 1 else n for i, n in enumerate(shape)]
+    blocks = [n // NF4_BLOCK if i == inputs - 1 else n for i, n in enumerate(shape)]
     pairs = [n // 2 if i == inputs - 1 else n for i, n in enumerate(shape)]
-    granularity = (1, *(BLOCK // 2 if i == inputs - 1 else 1 for i in range(len(shape))))
+    granularity = (1, *(NF4_BLOCK // 2 if i == inputs - 1 else 1 for i in range(len(shape))))
     scales = nested_count(math.prod(shape[inputs:]), math.prod(shape[:inputs]))
     return {f"{name}.codes": declared(pairs, axes, "uint8", granularity),
             f"{name}.absmax": declared(blocks, axes, "uint8"),
@@ -173,7 +173,7 @@ def assemble(name: str, parts: Mapping[str, Array], own: Parameter, padded: Mapp
       spec: of one layer's codes.
     """
     inputs = input_axes(name)
-    block = BLOCK if "nested" in parts else 1
+    block = NF4_BLOCK if "nested" in parts else 1
     own_blocks = [n // block if i == inputs - 1 else n for i, n in enumerate(own.shape)]
     padded_blocks = [n * 2 // block if block > 1 and i == inputs - 1 else n for i, n in enumerate(padded["codes"])]
 

@@ -24,10 +24,8 @@ from ..blocks import BackwardInputs, Gradients, Keys, Queries
 from ..coords import FULL, SKIP, Mask, TokenCoords, tile_bounds, tile_kind, visible
 from ..partial import AttentionPartial
 from .device import HOPPER, device_kind
-from .kernel import Kernel
+from .kernel import LOG2E, Kernel
 from .padding import pad, padded
-
-LOG2E = math.log2(math.e)
 
 
 def _tile_ranges(q_bounds, kv_bounds, mask: Mask, transpose: bool = False, shards: int = 1) -> jax.Array:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
@@ -10,6 +11,9 @@ from jaxtyping import Array, Float
 from ..blocks import BackwardInputs, Gradients, Keys, Queries, StackedKeys
 from ..coords import Mask
 from ..partial import AttentionPartial, merge
+
+# The kernels for accelerators compute exp(x) as exp2(x * LOG2E).
+LOG2E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,10 +20,10 @@ from jaxtyping import Array, Float
 
 from ..blocks import BackwardInputs
 from .intervals import Intervals, tile_edges
+from .kernel import LOG2E
 from .mosaic_tiles import (
     COMPUTE_REGISTERS,
     LOAD_REGISTERS,
-    LOG2E,
     ROWS,
     WARPGROUPS,
     Arithmetic,

@@ -14,10 +14,10 @@ from jaxtyping import Array, Float
 
 from ..partial import AttentionPartial
 from .intervals import Intervals, tile_edges
+from .kernel import LOG2E
 from .mosaic_tiles import (
     COMPUTE_REGISTERS,
     LOAD_REGISTERS,
-    LOG2E,
     ROWS,
     WARPGROUPS,
     Arithmetic,

@@ -12,7 +12,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..blocks import BackwardInputs
 from ..coords import FULL, MASKED, SKIP, TokenCoords
-from .tpu_options import LOG2_E, Scores, TileOptions, compiler_params, cost, nbytes, sub_tiles
+from .kernel import LOG2E
+from .tpu_options import Scores, TileOptions, compiler_params, cost, nbytes, sub_tiles
 from .tpu_tiles import Columns, QueryTileGrid, TileRanges, column, coordinate_rows, hide, key_operands, spread
 
 
@@ -31,7 +32,7 @@ def _dq_kernel(*refs, compute: Scores, carried: bool):
     @pl.when(step == 0)
     def _start():
         columns.reset()
-        lse_ref[...], delta_ref[...] = column(_finite(lse_row[...]) * LOG2_E), column(delta_row[...])
+        lse_ref[...], delta_ref[...] = column(_finite(lse_row[...]) * LOG2E), column(delta_row[...])
         dq_ref[...] = jnp.zeros_like(dq_ref)
 
     def differentiate(queries, keys, kind: int):
@@ -148,7 +149,7 @@ def _key_tile_kernel(*refs, compute: Scores, fused: bool):
         scores = exponents = compute.exponents(k_ref[keys], q_ref[queries])
         q_coords = q_rows[0:1, queries], q_rows[1:2, queries]
         scores = hide(scores, q_coords, columns.spread(keys, scores.shape[1]), compute.mask, kind)
-        weights = jnp.exp2(scores - _finite(lse_row[:, queries]) * LOG2_E)
+        weights = jnp.exp2(scores - _finite(lse_row[:, queries]) * LOG2E)
         dkv_ref[1, keys] += compute.product(weights.astype(dout_ref.dtype), dout_ref[queries], 1, 0)
         dweights = compute.product(v_ref[keys], dout_ref[queries], 1, 1)
         dscores = compute.before_cap(weights * (dweights - delta_row[:, queries]), exponents).astype(q_ref.dtype)
