@@ -18,7 +18,7 @@ from model.attention.kernels.padding import tile_size
 from model.attention.kernels.tpu import TpuKernel
 from model.attention.kernels.tpu_options import LANES, VMEM, tiles_that_fit
 from model.attention.layout import permutation
-from model.attention.partial import empty
+from tests.model.attention.cases import empty
 from tests.model.attention.dense import dense_attention
 from tests.model.attention.test_exactness import check
 
