@@ -96,6 +96,7 @@ class Harness:
       length: tokens of the longest prompt with its answer.
       new_tokens: of the longest answer, unless a task says it.
       truncated: number of prompts that were cut so far.
+      continued: contexts that were continued so far; they are numbered, so that all are sampled independently.
 
     Raises:
       UserError: no text of this length can be scored, or none fits in memory.
@@ -105,6 +106,7 @@ class Harness:
     length: int
     new_tokens: int
     truncated: int = 0
+    continued: int = 0
     chats: dict[str, list[int]] = dataclasses.field(default_factory=dict)
     """Ids of prompts in the chat template, by their text: encoded again, control tokens would be letters."""
     chats_sorted: list[str] = dataclasses.field(default_factory=list)
@@ -118,8 +120,7 @@ class Harness:
     def _generator(self, new_tokens: int) -> Generator:
         """Returns what writes answers of at most so many tokens, 0 to score texts. The one before it frees its cache."""
         respondent = self.opened.respondent
-        capacity = runner.padded_length(self.length, 64 * respondent.model.mesh.shape["sequence"])
-        generator = respondent.generator(self.opened.params, capacity, new_tokens, self.length)
+        generator = respondent.generator(self.opened.params, respondent.capacity(self.length), new_tokens, self.length)
         if self._last is not None and self._last is not generator:
             self._last.forget()  # there is memory for one cache
         self._last = generator
@@ -219,8 +220,10 @@ class Harness:
         for new_tokens in sorted(set(most)):
             generator = self._generator(new_tokens)
             for chosen in self._batches([i for i, number in enumerate(most) if number == new_tokens], ids):
-                for i, answer_ids in zip(chosen, generator(self.opened.params, [ids[i] for i in chosen]), strict=True):
+                generated = generator(self.opened.params, [ids[i] for i in chosen], [self.continued + i for i in chosen])
+                for i, answer_ids in zip(chosen, generated, strict=True):
                     texts[i] = answers[i].cut(self.tokenizer.decode(answer_ids))
+        self.continued += len(ids)
         return texts
 
     def _check_room(self, answer: AnswerForm, new_tokens: int) -> None:

@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -100,6 +100,12 @@ class Prompt:
         turns = [("user", self.text)] if isinstance(self.text, str) else [(turn.role, turn.content) for turn in self.text]
         return hashlib.sha256(json.dumps([turns, self.new_tokens, self.prefix]).encode()).hexdigest()[:32]
 
+    @property
+    def draw(self) -> int:
+        """The number that tells its sampling from other prompts', 28 bits of its key: whatever was asked before, and in
+        whatever order, its answer is the same."""
+        return int(self.key[:7], 16)
+
 
 def prompt_ids(prompt: Prompt, tokenizer: Tokenizer, template: str | None) -> list[int]:
     """Returns the ids of a prompt: its turns in the chat template, or plain text without a template."""
@@ -185,7 +191,8 @@ class Respondent:
                 if generator:
                     generator.forget()  # there is memory for one cache
                 generator = self.generator(params, capacity, new_tokens, max(map(len, ids.values())))
-            for key, generated in zip(keys, generator(params, [ids[key] for key in keys]), strict=True):
+            generated_ids = generator(params, [ids[key] for key in keys], [waiting[key].draw for key in keys])
+            for key, generated in zip(keys, generated_ids, strict=True):
                 answers[key] = Answer(self.tokenizer.decode(generated), len(ids[key]))
                 if journal:
                     journal.add(key, answers[key])
@@ -201,13 +208,25 @@ class Respondent:
         """
         groups: dict[tuple[int, int], list[str]] = {}
         for key, prompt in prompts.items():
-            capacity = padded_length(len(ids[key]) + prompt.new_tokens, 64 * self.model.mesh.shape["sequence"])
-            groups.setdefault((capacity, prompt.new_tokens), []).append(key)
+            groups.setdefault((self.capacity(len(ids[key]) + prompt.new_tokens), prompt.new_tokens), []).append(key)
         for (capacity, new_tokens), keys in sorted(groups.items()):
             keys.sort(key=ids.__getitem__)
             run = -(-len(keys) // self.rows)
             for number in range(run):
                 yield capacity, new_tokens, keys[number::run]
+
+    def capacity(self, tokens: int) -> int:
+        """Returns the tokens to compile for where prompt and answer have so many, rounded up so that few have to be compiled.
+
+        Under RoPE rules that depend on it (`model.cache.CachedModel`) it is the same on every mesh, and is not rounded up
+        beyond the model's original length.
+        """
+        config = self.model.config
+        originals = [cast(int, rope.original_max_position_embeddings) for rope in (config.rope, config.local_rope)
+                     if rope is not None and rope.depends_on_length]
+        if not originals:
+            return padded_length(tokens, 64 * self.model.mesh.shape["sequence"])
+        return min([padded_length(tokens, 64), *(original for original in originals if tokens <= original)])
 
     def generator(self, params: dict, capacity: int, new_tokens: int, longest: int) -> Generator:
         """Returns the generator of this capacity, compiled once.

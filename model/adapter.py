@@ -15,7 +15,7 @@ ALL_LINEAR = "all-linear"
 # The last part of the name of DoRA's lengths of the weight's columns.
 MAGNITUDE = "lora_magnitude_vector"
 # The last parts of the names of an adapter's parameters.
-PARTS = ("lora_A", "lora_B", MAGNITUDE)
+ADAPTER_PARTS = ("lora_A", "lora_B", MAGNITUDE)
 Quantization = Literal["none", "nf4", "int8"]
 # Inputs of a matrix that share a scale in NF4.
 NF4_BLOCK = 64
@@ -87,7 +87,7 @@ class AdapterConfig:
     @property
     def parts(self) -> tuple[str, ...]:
         """The last parts of the names of this adapter's parameters."""
-        return PARTS if self.use_dora else PARTS[:2]
+        return ADAPTER_PARTS if self.use_dora else ADAPTER_PARTS[:2]
 
     @property
     def number_bytes(self) -> float:
@@ -103,7 +103,7 @@ class AdapterConfig:
     def trains(self, name: str) -> bool:
         """Whether the parameter of this name is trained: a part of an adapter, or of a module that `train` names."""
         module, _, part = name.rpartition(".")
-        return part in PARTS or module.endswith(self.train)
+        return part in ADAPTER_PARTS or module.endswith(self.train)
 
     def check_sizes(self, sizes: Mapping[str, tuple[int, int]]) -> None:
         """Checks the rank.

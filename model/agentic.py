@@ -39,7 +39,7 @@ class Kind(enum.IntEnum):
     """The reward and, at a trajectory's end, the flag that it reached the target return."""
 
 
-WIDTH = 0.2
+MIXTURE_DEVIATION = 0.2
 """Deviation of each component of a mixture of actions, which are in -1 .. 1."""
 
 
@@ -90,7 +90,7 @@ class AgenticTransformer(Transformer):
     that follows a state; and `loss_weights` [B, L], above 0 at states alone; beside the coordinates.
 
     Attributes:
-      sizes: A and O, from which W follows.
+      sizes: of states and actions; W is `sizes.width` and A is `sizes.action`.
 
     Raises:
       ValueError: `sequence_parallel`, which these ends do not serve.
@@ -143,7 +143,7 @@ class AgenticTransformer(Transformer):
             squares = jnp.square(actions - labels["targets"][:, :, None])
             if self.sizes.components == 1:
                 return jnp.mean(squares[:, :, 0], -1)
-            return -jax.nn.logsumexp(log_probabilities - jnp.sum(squares, -1) / (2 * WIDTH**2), -1)
+            return -jax.nn.logsumexp(log_probabilities - jnp.sum(squares, -1) / (2 * MIXTURE_DEVIATION**2), -1)
 
         x = self.local_hidden(params, batch)
         with jax.named_scope("head_and_loss"):
@@ -156,7 +156,7 @@ class AgenticTransformer(Transformer):
         """Returns the sums of weighted losses and of weights.
 
         Their quotient is the mean squared error of an action's number; with several actions, the mean of
-        -log sum_k p_k exp(-|a - a_k|^2 / (2 WIDTH^2)), which is 0 where one of them is certain and right.
+        -log sum_k p_k exp(-|a - a_k|^2 / (2 MIXTURE_DEVIATION^2)), which is 0 where one of them is certain and right.
         """
         def local(params, batch):
             total, losses = self.local_losses(params, batch)

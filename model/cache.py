@@ -25,7 +25,7 @@ from .attention.kernels.reference import ReferenceKernel
 from .attention.layout import permutation
 from .attention.partial import per_row
 from .attention.schedules import in_any_layout
-from .dropout import TokenLabels
+from .dropout import TokenInfo
 from .memory.period import scan_periods
 from .sharding import BATCH_AXES
 from .transformer import TOKENS, Batch, Transformer
@@ -89,7 +89,9 @@ class CachedModel:
       model: computes on its mesh. Megatron's sequence parallelism, which cannot split a single token, is left out.
       head: from the model, its shards and the last layer's output [B, n, E] on a device to the result [B, n, ...], such as
         `Llama.local_logits`.
-      rows: B, a multiple of data x fsdp; capacity: C, rounded up to a multiple of the sequence axis.
+      rows: B, a multiple of data x fsdp.
+      capacity: most tokens of a row; C is this rounded up to a multiple of the sequence axis. Under the RoPE rules `dynamic`
+        and `longrope` all tokens are embedded as those of a row of this length.
     """
 
     model: Transformer
@@ -219,8 +221,8 @@ class CachedModel:
         before = TokenCoords(cache.index, cache.segment_ids, jnp.zeros_like(cache.index))
         slots = TokenCoords(write(cache.index, index), write(cache.segment_ids, segment_ids), before.start)
         coords = TokenCoords(index, segment_ids, jnp.zeros_like(index))
-        # With the RoPE rule `dynamic` all tokens have one embedding, that of a full cache, so that cached keys stay valid.
-        layers, labels = model.layers(self.capacity), TokenLabels(index)
+        # The same length for all tokens, so that cached keys stay valid under the RoPE rules `dynamic` and `longrope`.
+        layers, labels = model.layers(self.capacity), TokenInfo(index)
 
         # The cache is in the carry, where it is changed in place; stacked anew it would be in memory twice.
         def run_layer(layer, carry, of_layer):

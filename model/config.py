@@ -165,23 +165,33 @@ class LlamaConfig:
                     raise ValueError(f"{name}: {value!r} is not a token id")
 
     def _check_rope(self) -> None:
-        """Raises ValueError unless rotary embedding fits a head; gives the dynamic rule the length it grows from."""
-        if not isinstance(self.rope, RopeConfig):
-            raise ValueError(f"rope: {self.rope!r} is not a RopeConfig")
+        """Raises ValueError unless both rotary embeddings fit a head; gives the dynamic rule the length it grows from."""
         require_number("partial_rotary_factor", self.partial_rotary_factor, above=0)
         if self.partial_rotary_factor > 1 or self.rotary_dim % 2 or not self.rotary_dim:
             raise ValueError(f"partial_rotary_factor: {self.partial_rotary_factor} of head_dim {self.head_dim} makes "
                              f"{self.rotary_dim} channels; needs an even number of at most head_dim")
-        if self.rope.rule == "dynamic":
-            if self.head_dim < 4:
-                raise ValueError(f"head_dim: {self.head_dim} is too small for rope_type 'dynamic'; 4 or more would work")
-            rope = dataclasses.replace(self.rope, original_max_position_embeddings=self.max_position_embeddings)
-            object.__setattr__(self, "rope", rope)
-        for name in PER_CHANNEL:
-            numbers = getattr(self.rope, name)
+        object.__setattr__(self, "rope", self._fitted_rope("rope", "rope_scaling"))
+        if self.local_rope is not None:
+            object.__setattr__(self, "local_rope", self._fitted_rope("local_rope", "local_rope"))
+
+    def _fitted_rope(self, name: str, numbers_of: str) -> RopeConfig:
+        """Returns the field `name` with the model's length under the rule dynamic. Raises ValueError unless it fits a head.
+
+        numbers_of: how messages call the object that holds its numbers.
+        """
+        rope = getattr(self, name)
+        if not isinstance(rope, RopeConfig):
+            raise ValueError(f"{name}: {rope!r} is not a RopeConfig")
+        for numbers_name in PER_CHANNEL:
+            numbers = getattr(rope, numbers_name)
             if numbers is not None and len(numbers) != self.rotary_dim // 2:
-                raise ValueError(f"rope_scaling.{name}: found {len(numbers)} numbers; {self.rotary_dim} rotated channels need "
-                                 f"{self.rotary_dim // 2}")
+                raise ValueError(f"{numbers_of}.{numbers_name}: found {len(numbers)} numbers; {self.rotary_dim} rotated "
+                                 f"channels need {self.rotary_dim // 2}")
+        if rope.rule != "dynamic":
+            return rope
+        if self.head_dim < 4:
+            raise ValueError(f"head_dim: {self.head_dim} is too small for rope_type 'dynamic'; 4 or more would work")
+        return dataclasses.replace(rope, original_max_position_embeddings=self.max_position_embeddings)
 
     def _check_adapter(self) -> None:
         """Raises ValueError unless the adapter fits the projections."""
@@ -329,13 +339,15 @@ class LlamaConfig:
     def with_positions(self, **changes: Any) -> LlamaConfig:
         """This model with other POSITIONS, written as Hugging Face writes them: `rope_scaling` is a dict or None.
 
-        Where `rope_scaling` does not name the original length, it is this model's own. Errors as from_hf_dict's.
+        They are those of `rope`; `local_rope` stays as it is. Where `rope_scaling` does not name the original length, it is
+        this model's own. Errors as from_hf_dict's.
         """
         if isinstance(scaling := changes.get("rope_scaling"), dict):
             own = self.rope.original_max_position_embeddings or self.max_position_embeddings
             changes["rope_scaling"] = {"original_max_position_embeddings": own, **scaling}
         moved = self.from_hf_dict({**self.to_hf(), "rope_parameters": None, **changes})
-        return dataclasses.replace(moved, adapter=self.adapter)  # which no config.json holds
+        # The adapter is in no config.json; the local embedding went with rope_parameters, which hold both.
+        return dataclasses.replace(moved, adapter=self.adapter, local_rope=self.local_rope)
 
     def with_length(self, length: int) -> LlamaConfig:
         """Returns the model with `max_position_embeddings` raised to at least `length`; RoPE angles do not change.

@@ -23,7 +23,8 @@ from .llama import TOKENS, Llama
 from .sharding import BATCH_AXES
 from .weights import Shards
 
-SMALLEST_CHUNK = 16  # tokens of a rank; the last chunk of a prompt is cut down to this at most
+# Chunks at the end of a prompt are halved, but never below this many tokens per rank.
+SMALLEST_CHUNK = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Sampling:
       temperature: divides the logits; 0 takes the most likely token.
       top_p: tokens are drawn from the most likely ones whose probabilities first reach this sum (nucleus sampling, Holtzman et
         al. 2020).
-      seed: equal seeds, prompts and order of prompts give equal tokens, on any mesh.
+      seed: equal seeds, prompts and draws (see `Generator`) give equal tokens, on any mesh.
 
     Raises:
       ValueError: a negative temperature, or a top_p that is not in (0, 1].
@@ -88,6 +89,7 @@ class Generator:
       new_tokens: most tokens of a continuation; stop_ids: ids that end it.
       chunk: tokens that a prefill step computes at once, over all devices of the sequence axis.
       prefilled: tokens that were computed as parts of prompts so far, those that the cache had already not among them.
+      answered: prompts that were continued so far.
 
     Raises:
       ValueError: a capacity that leaves no room for a prompt.
@@ -102,7 +104,7 @@ class Generator:
         self.stop_ids, self.sampling = tuple(stop_ids), sampling
         self.cached = CachedModel(model, type(model).local_logits, rows, capacity)
         self.chunk = -(-chunk // self.cached.ranks) * self.cached.ranks
-        self.prefilled = self.draws = 0
+        self.prefilled = self.answered = 0
         self.forget()
 
     def forget(self) -> None:
@@ -110,23 +112,30 @@ class Generator:
         self._cache: Cache | None = None
         self._tokens: list[list[int]] = [[] for _ in range(self.rows)]  # whose keys and values are in the cache
 
-    def __call__(self, params: Shards, prompts: list[list[int]]) -> list[list[int]]:
+    def __call__(self, params: Shards, prompts: list[list[int]], draws: Sequence[int] | None = None) -> list[list[int]]:
         """Returns the continuations of prompts (token ids, at most `rows` of them), without the stop id.
 
         Of a prompt only the part is computed in which it differs from the last one of its row.
 
+        Args:
+          draws: a number from 0 to 2^31 - 1 for each prompt: prompts of different numbers are sampled independently, and one
+            of the same number as before, with the same tokens. They are counted from 0 on, over all calls, unless given.
+
         Raises:
-          ValueError: too many prompts, one that is empty, or one that is too long.
+          ValueError: too many prompts, one that is empty, or one that is too long; or not as many draws.
         """
         self.check(prompts)
         count = len(prompts)
+        draws = range(self.answered, self.answered + count) if draws is None else draws
+        if len(draws) != count:
+            raise ValueError(f"draws: found {len(draws)} for {count} prompts; needs one for each")
         prompts = [*prompts, *([] for _ in range(self.rows - count))]
         cache = self._prefill(params, prompts)
         lengths = np.array([len(prompt) for prompt in prompts], np.int32)
         last = np.array([prompt[-1:] or [0] for prompt in prompts], np.int32)
-        draws = self.draws + np.arange(self.rows, dtype=np.int32)
-        self._cache, generated = self._generate(params, cache, last, lengths, draws)
-        self.draws += count
+        draws_of_rows = np.array([*draws, *[0] * (self.rows - count)], np.int32)
+        self._cache, generated = self._generate(params, cache, last, lengths, draws_of_rows)
+        self.answered += count
         self._tokens = prompts
         answers = np.asarray(generated).tolist()
         return [self._until_stop(answer) for answer, prompt in zip(answers, prompts, strict=True) if prompt]

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int, UInt32
 _WEYL = 0x9E3779B9
 
 
-class TokenLabels(NamedTuple):
+class TokenInfo(NamedTuple):
     """What a layer reads of its tokens beside their hidden states and what attention's mask needs.
 
     Attributes:
@@ -31,8 +31,8 @@ class TokenLabels(NamedTuple):
     positions: Int[Array, "B T"]
     dropout: UInt32[Array, "B T"] | None = None
 
-    def of_layer(self, layer: Any) -> TokenLabels:
-        """Returns the labels within the layer of this number."""
+    def of_layer(self, layer: Any) -> TokenInfo:
+        """Returns the same within the layer of this number."""
         return self if self.dropout is None else self._replace(dropout=_mix(self.dropout, layer))
 
 

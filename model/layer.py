@@ -1,4 +1,7 @@
-"""One decoder layer, straight: norm, projections, RoPE; attention; output projection, norm, feed-forward."""
+"""One decoder layer as plain code: norm, projections, RoPE; attention; output projection, norm, feed-forward.
+
+How it is scanned, rematerialised or cut into groups is in `model.memory`.
+"""
 from __future__ import annotations
 
 import dataclasses
@@ -10,7 +13,7 @@ from jaxtyping import Array, Float
 
 from .attention import AttentionOp, Keys, Queries, TokenCoords, attend
 from .config import LlamaConfig
-from .dropout import TokenLabels
+from .dropout import TokenInfo
 from .memory.chunked import chunked
 from .memory.options import MemoryConfig
 from .modules import bind, read_by
@@ -40,12 +43,12 @@ class Layer:
     rope: RopeConfig | None
     length: int
 
-    def __call__(self, weights: dict, x: Hidden, labels: TokenLabels, coords: TokenCoords) -> Hidden:
+    def __call__(self, weights: dict, x: Hidden, labels: TokenInfo, coords: TokenCoords) -> Hidden:
         """Returns the layer's output."""
         q, k, v = self.project(weights, x, labels)
         return self.finish(weights, x, self.attend(q, k, v, coords), labels)
 
-    def project(self, weights: dict, x: Hidden, labels: TokenLabels, stages: str = "qkv",
+    def project(self, weights: dict, x: Hidden, labels: TokenInfo, stages: str = "qkv",
                 through: bool = False) -> tuple[Heads, ...]:
         """Returns those of q, k and v that `stages` names, for the heads that the weights have.
 
@@ -67,7 +70,7 @@ class Layer:
         with jax.named_scope("attention"):
             return attend(self.attention, Queries(q, coords), Keys(k, v, coords)).out
 
-    def finish(self, weights: dict, x: Hidden, attended: Heads, labels: TokenLabels) -> Hidden:
+    def finish(self, weights: dict, x: Hidden, attended: Heads, labels: TokenInfo) -> Hidden:
         """Returns the layer's output from its input and attention's output."""
         def finish(weights, arrays, labels):
             layer, norms, dropout = bind(self.config, weights), self.config.norms, labels["dropout"]

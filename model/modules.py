@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from .config import LlamaConfig
-from .dropout import TokenLabels
+from .dropout import TokenInfo
 from .feedforward import AllHeadsNorm, DropoutKeys, FeedForward, HeadNorm, Projection, RMSNorm, param
 from .frozen import Weight, array
 from .quantized import declare_parts, is_quantized
@@ -69,7 +69,7 @@ class SelfAttention(nnx.Module):
                 norm = HeadNorm(config) if config.qk_norm == "head" else AllHeadsNorm(config, heads, axis)
                 setattr(self, f"{name}_norm", norm)
 
-    def project(self, x: Float[Array, "B T E"], labels: TokenLabels, rope: RopeConfig | None, length: int,
+    def project(self, x: Float[Array, "B T E"], labels: TokenInfo, rope: RopeConfig | None, length: int,
                 parallel: TensorParallel, stages: str = "qkv") -> tuple[Float[Array, "B T H D"], ...]:
         """Returns those of q, k and v that `stages` names, with RoPE, if the layer has it, applied to q and k.
 

@@ -18,8 +18,10 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int8, Shaped, UInt8
 
-# Weights in an NF4 block, and blocks that share a scale of the second quantization.
-BLOCK, NESTED_BLOCK = 64, 256
+from .adapter import NF4_BLOCK
+
+# Blocks of NF4 that share a scale of the second quantization.
+NESTED_BLOCK = 256
 # The 16 levels of NF4 (QLoRA, appendix E).
 NF4_LEVELS = np.array([
     -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -89,20 +91,20 @@ def quantize_nf4(weight: Shaped[np.ndarray, "O I"], offset: float | None = None)
         float64; torch's depends in the last bit on the order in which its threads add.
     """
     outputs, inputs = weight.shape
-    assert inputs % BLOCK == 0, weight.shape
+    assert inputs % NF4_BLOCK == 0, weight.shape
     codes = np.empty((outputs, inputs // 2), np.uint8)
-    absmax = np.empty((outputs, inputs // BLOCK), np.float32)
+    absmax = np.empty((outputs, inputs // NF4_BLOCK), np.float32)
     middles = (NF4_LEVELS[:-1] + NF4_LEVELS[1:]) / np.float32(2)
 
     def quantize(rows):
-        blocks = weight[rows].astype(np.float32).reshape(-1, BLOCK)
+        blocks = weight[rows].astype(np.float32).reshape(-1, NF4_BLOCK)
         largest = np.abs(blocks).max(1)
         blocks *= (np.float32(1) / np.maximum(largest, np.float32(1e-38)))[:, None]
         piece = np.zeros(blocks.shape, np.uint8)
         for middle in middles:
             piece += blocks > middle
         codes[rows] = (piece[:, ::2] << 4 | piece[:, 1::2]).reshape(-1, inputs // 2)
-        absmax[rows] = largest.reshape(-1, inputs // BLOCK)
+        absmax[rows] = largest.reshape(-1, inputs // NF4_BLOCK)
 
     _in_pieces(quantize, outputs, inputs)
     mean = np.float32(absmax.mean(dtype=np.float64) if offset is None else offset)
@@ -131,7 +133,7 @@ def dequantize_nf4(weight: Nf4) -> Float[np.ndarray, "O I"]:
     """Returns the matrix that the codes stand for, float32."""
     levels = NF4_LEVELS[np.stack([weight.codes >> 4, weight.codes & 15], -1)]
     absmax = dequantize_absmax(weight)
-    return (levels.reshape(*absmax.shape, BLOCK) * absmax[..., None]).reshape(len(absmax), -1)
+    return (levels.reshape(*absmax.shape, NF4_BLOCK) * absmax[..., None]).reshape(len(absmax), -1)
 
 
 def quantize_int8(weight: Shaped[np.ndarray, "O I"]) -> Int8Rows:
@@ -166,4 +168,4 @@ def _in_pieces(fn, rows: int, columns: int) -> None:
 
 def nested_count(outputs: int, inputs: int) -> int:
     """Returns how many scales the second quantization of a matrix has."""
-    return math.ceil(outputs * inputs / BLOCK / NESTED_BLOCK)
+    return math.ceil(outputs * inputs / NF4_BLOCK / NESTED_BLOCK)

@@ -22,9 +22,9 @@ from jaxtyping import Array, Float, Int, Shaped, UInt8
 
 from .frozen import FrozenWeight
 from .quantization import (
-    BLOCK,
     INT8_UNIT,
     NESTED_BLOCK,
+    NF4_BLOCK,
     NF4_LEVELS,
     NF4_ZEROS,
     Int8Rows,
@@ -37,7 +37,7 @@ from .quantization import (
 from .sharding import HIDDEN, Parameter
 
 # The arrays that a weight becomes, by the kind of quantization.
-PARTS = {"nf4": ("codes", "absmax", "nested"), "int8": ("codes", "absmax")}
+QUANTIZED_PARTS = {"nf4": ("codes", "absmax", "nested"), "int8": ("codes", "absmax")}
 
 
 @jax.tree_util.register_dataclass
@@ -53,18 +53,18 @@ class Nf4Weight(FrozenWeight):
     def dequantize(self, dtype: Any) -> Float[Array, ...]:
         """See `FrozenWeight.dequantize`. The product of level and scale is rounded once, as bitsandbytes does.
 
-        The TPU's compiler writes to memory what interleaves the two codes of a byte. With the barrier that is the codes;
-        without it their levels, a float32 copy of the weight. The table of levels goes through the barrier too: a level that
-        is known before the loop over layers would be broadcast there to the weight's shape, and kept for all layers.
+        The TPU compiler materialises the interleaved pair of 4-bit values. The barrier makes that the uint8 codes; without it,
+        it would be their float32 levels, a full copy of the weight. The table of levels goes through the barrier too: a level
+        that is known before the loop over layers would be broadcast there to the weight's shape, and kept for all layers.
         """
         axis, shape = self.axis, self.absmax.shape
         # A broadcast, not a concatenation: a CPU's compiler makes a branch for every number of the latter.
         shifts = jnp.array([4, 0], jnp.uint8).reshape(2, *[1] * (len(shape) - axis - 1))
         pairs = (jnp.expand_dims(self.codes, axis + 1) >> shifts) & 15
         blocks, table = lax.optimization_barrier(
-            (pairs.reshape(*shape[:axis + 1], BLOCK, *shape[axis + 1:]), jnp.asarray(NF4_LEVELS, jnp.float32)))
+            (pairs.reshape(*shape[:axis + 1], NF4_BLOCK, *shape[axis + 1:]), jnp.asarray(NF4_LEVELS, jnp.float32)))
         return (_nf4_levels(blocks, table) * jnp.expand_dims(self.absmax, axis + 1)).astype(dtype).reshape(
-            *shape[:axis], shape[axis] * BLOCK, *shape[axis + 1:])
+            *shape[:axis], shape[axis] * NF4_BLOCK, *shape[axis + 1:])
 
     def part(self, i: Any, count: int, axis: int) -> Nf4Weight:
         """See `FrozenWeight.part`."""
@@ -121,7 +121,7 @@ def is_quantized(name: str) -> bool:
 def weight_of(name: str) -> str:
     """Returns the name of the weight that a parameter is a part of; any other parameter's own name."""
     weight, _, part = name.rpartition(".")
-    return weight if is_quantized(weight) and part in {part for parts in PARTS.values() for part in parts} else name
+    return weight if is_quantized(weight) and part in {part for parts in QUANTIZED_PARTS.values() for part in parts} else name
 
 
 def weights_in(name: str, array: Any) -> int:
@@ -147,9 +147,9 @@ def declare_parts(name: str, weight: Parameter, kind: str) -> dict[str, Paramete
     if kind == "int8":
         return {f"{name}.codes": declared(shape, axes, "int8"),
                 f"{name}.absmax": declared((*[1] * inputs, *shape[inputs:]), (*["unit"] * inputs, *axes[inputs:]), "float32")}
-    blocks = [n // BLOCK if i == inputs - 1 else n for i, n in enumerate(shape)]
+    blocks = [n // NF4_BLOCK if i == inputs - 1 else n for i, n in enumerate(shape)]
     pairs = [n // 2 if i == inputs - 1 else n for i, n in enumerate(shape)]
-    granularity = (1, *(BLOCK // 2 if i == inputs - 1 else 1 for i in range(len(shape))))
+    granularity = (1, *(NF4_BLOCK // 2 if i == inputs - 1 else 1 for i in range(len(shape))))
     scales = nested_count(math.prod(shape[inputs:]), math.prod(shape[:inputs]))
     return {f"{name}.codes": declared(pairs, axes, "uint8", granularity),
             f"{name}.absmax": declared(blocks, axes, "uint8"),
@@ -167,13 +167,13 @@ def assemble(name: str, parts: Mapping[str, Array], own: Parameter, padded: Mapp
 
     Args:
       name: of the weight.
-      parts: arrays by the last parts of their names (`PARTS`), without the axis of the layers.
+      parts: arrays by the last parts of their names (`QUANTIZED_PARTS`), without the axis of the layers.
       own: one layer's weight without padding, as of `declare_layer`.
       padded: the shapes of the same parts, by the same names, over all tensor ranks and with padding.
       spec: of one layer's codes.
     """
     inputs = input_axes(name)
-    block = BLOCK if "nested" in parts else 1
+    block = NF4_BLOCK if "nested" in parts else 1
     own_blocks = [n // block if i == inputs - 1 else n for i, n in enumerate(own.shape)]
     padded_blocks = [n * 2 // block if block > 1 and i == inputs - 1 else n for i, n in enumerate(padded["codes"])]
 
@@ -218,7 +218,7 @@ def quantized(stored: Mapping[str, Any], kind: str, own_shapes: Mapping[str, tup
     arrays: dict[str, jax.Array] = {}
     for name, own in own_shapes.items():
         layers = [_quantize_layer(stored[name], i, own[1:], input_axes(name), kind) for i in range(own[0])]
-        for part in PARTS[kind]:
+        for part in QUANTIZED_PARTS[kind]:
             full = f"{name}.{part}"
             shape, dtype = parameters[full].shape, parameters[full].dtype
             fill = NF4_ZEROS if (part, kind) == ("codes", "nf4") else 0

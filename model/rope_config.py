@@ -75,6 +75,11 @@ class RopeConfig:
                 raise ValueError(f"rope_scaling.{high}: {getattr(self, high)} must be greater than {low}, which is "
                                  f"{getattr(self, low)}")
 
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the frequencies depend on the length of the whole row, beyond `original_max_position_embeddings`."""
+        return self.rule in ("dynamic", "longrope")
+
     @classmethod
     def from_hf(cls, config: dict[str, Any], max_position_embeddings: int) -> RopeConfig:
         """Returns the rotary embedding of a config.json; raises ValueError if its two spellings contradict each other."""

@@ -21,7 +21,7 @@ from .adapter import MAGNITUDE
 from .attention import AttentionOp, Mask, TokenCoords, document_starts
 from .attention.kernels import Kernel, get_kernel
 from .config import LlamaConfig
-from .dropout import TokenLabels
+from .dropout import TokenInfo
 from .layer import Layer
 from .memory.options import MemoryConfig, check_combination
 from .memory.runners import layer_runner
@@ -44,7 +44,8 @@ class Transformer(abc.ABC):
     on a device's shards.
 
     Attributes:
-      schedule, kernel, mask: see `model.attention`. Layers that have a window of their own see what both windows show.
+      schedule, kernel, mask: see `model.attention`; the mask is the model's common window unless given. Layers that have a
+        window of their own see what both windows show.
       dtype: the compute dtype; parameters that are trained stay float32.
       memory: what is kept for the backward pass, and in what pieces the rest is computed.
       storage_axes: mesh axes that the storage of parameters is split over.
@@ -64,9 +65,12 @@ class Transformer(abc.ABC):
     memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
     storage_axes: tuple[str, ...] = STORAGE_AXES
     sequence_parallel: bool = False
-    mask: Mask = Mask()
+    # None until __post_init__ fills it in.
+    mask: Mask = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        if self.mask is None:
+            object.__setattr__(self, "mask", Mask(window=self.config.common_window))
         parallel = self.parallel
         check_combination(
             self.memory, layers=self.config.num_hidden_layers, period=len(self.config.layer_kinds),
@@ -244,7 +248,7 @@ class Transformer(abc.ABC):
 
     def local_hidden(self, params: Shards, batch: Batch) -> Float[Array, "B T E"]:
         """Returns the last layer's output."""
-        labels = TokenLabels(batch["positions"], batch.get("dropout"))
+        labels = TokenInfo(batch["positions"], batch.get("dropout"))
         runner = layer_runner(self.layers(labels.positions.shape[1] * self.mesh.shape["sequence"]), self.weights)
         x = self.local_embed(params, batch)
         x = runner.run(self.weights.of_layers(params), x, labels, self.local_coords(batch))

@@ -10,6 +10,7 @@ from model.agentic import AgenticTransformer, TrajectorySizes
 from model.attention import Mask
 from model.attention.kernels import get_kernel
 from model.attention.schedules import get_schedule
+from model.attention.schedules.plan import Block
 from model.attention.schedules.window import window_lines
 from model.config import LlamaConfig
 from model.llama import Llama
@@ -52,12 +53,21 @@ def _options(config: RunConfig, model_config: LlamaConfig, mesh: Mesh) -> dict[s
 
 
 def _mask(config: RunConfig, model_config: LlamaConfig) -> Mask:
+    """Returns the mask of all layers. Raises ValueError for global tokens of a model none of whose layers has a window."""
     attention = config.attention
-    return Mask(window=attention.window or model_config.common_window, global_tokens=attention.global_tokens)
+    mask = Mask(window=attention.window or model_config.common_window, global_tokens=attention.global_tokens)
+    if mask.global_tokens and all(mask.within(kind.window).window is None for kind in model_config.layer_kinds):
+        raise ValueError(f"attention.global_tokens is {mask.global_tokens}; without attention.window every token is seen "
+                         "already, as the model has no window of its own; give a window, or 0")
+    return mask
 
 
 def window_notes(config: RunConfig, model_config: LlamaConfig) -> list[str]:
     """Returns what a sliding window does not save with the run's schedule and layout; see `window_lines`."""
     masks = [_mask(config, model_config).within(kind.window) for kind in model_config.layer_kinds]
-    attention, size = config.attention, config.mesh.sequence
-    return window_lines(attention.schedule, attention.layout, size, config.data.context_length // size, masks)
+    attention, size, tensor = config.attention, config.mesh.sequence, config.mesh.tensor
+    block = Block(batch=1, tokens=config.data.context_length // size,
+                  query_heads=-(-model_config.num_attention_heads // tensor),
+                  kv_heads=-(-model_config.num_key_value_heads // tensor), head_dim=model_config.head_dim,
+                  itemsize=jnp.dtype(config.model.compute_dtype).itemsize, coordinates=3 if attention.global_tokens else 2)
+    return window_lines(attention.schedule, attention.layout, size, block, masks)

@@ -366,7 +366,7 @@ def scratch_config(config: ModelConfig, **defaults: Any) -> LlamaConfig:
     Raises:
       UserError, ValueError: a field that LlamaConfig does not have, or a shape that no model has.
     """
-    names = {field.name for field in dataclasses.fields(LlamaConfig)} - {"rope", "adapter"} | set(POSITIONS)
+    names = {field.name for field in dataclasses.fields(LlamaConfig)} - {"rope", "local_rope", "adapter"} | set(POSITIONS)
     unknown = sorted(set(config.overrides) - names)
     if unknown:
         raise UserError(f"model.overrides: unknown field {unknown[0]!r}; valid: {', '.join(sorted(names))}")

@@ -9,21 +9,22 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .blocks import Gradients, Keys, Queries, Saved, StackedKeys
+    from .blocks import BackwardInputs, Gradients, Keys, Queries, StackedKeys
     from .coords import Mask, TokenCoords, document_starts
     from .kernels import get_kernel
-    from .op import AttentionOp, attend, attention, keep
+    from .op import AttentionOp, attend, attention, name_for_remat
     from .options import AttentionConfig
     from .partial import AttentionPartial, merge
     from .schedules import Payload, get_schedule
 
-__all__ = ["AttentionConfig", "AttentionOp", "AttentionPartial", "Gradients", "Keys", "Mask", "Payload", "Queries", "Saved",
-           "StackedKeys", "TokenCoords", "attend", "attention", "document_starts", "get_kernel", "get_schedule", "keep",
-           "merge"]
+__all__ = ["AttentionConfig", "AttentionOp", "AttentionPartial", "BackwardInputs", "Gradients", "Keys", "Mask", "Payload",
+           "Queries", "StackedKeys", "TokenCoords", "attend", "attention", "document_starts", "get_kernel", "get_schedule",
+           "merge", "name_for_remat"]
 
 _MODULES = {
-    "blocks": ("Gradients", "Keys", "Queries", "Saved", "StackedKeys"), "coords": ("Mask", "TokenCoords", "document_starts"),
-    "kernels": ("get_kernel",), "op": ("AttentionOp", "attend", "attention", "keep"), "options": ("AttentionConfig",),
+    "blocks": ("BackwardInputs", "Gradients", "Keys", "Queries", "StackedKeys"),
+    "coords": ("Mask", "TokenCoords", "document_starts"),
+    "kernels": ("get_kernel",), "op": ("AttentionOp", "attend", "attention", "name_for_remat"), "options": ("AttentionConfig",),
     "partial": ("AttentionPartial", "merge"), "schedules": ("Payload", "get_schedule"),
 }
 

@@ -55,8 +55,8 @@ class StackedKeys(NamedTuple):
         return Keys(k, v, self.coords)
 
 
-class Saved(NamedTuple):
-    """What the backward pass of a block of queries reads besides the queries and keys (FlashAttention-2, Algorithm 2).
+class BackwardInputs(NamedTuple):
+    """What the backward pass of a block reads besides the queries and keys (FlashAttention-2, Algorithm 2).
 
     Attributes:
       dout: the gradient of attention's output.

@@ -50,7 +50,8 @@ class Mask:
     Attributes:
       causal: only itself and earlier tokens.
       window: only keys fewer than this many tokens away (sliding window; DistFlashAttn, Appendix D); None for no window.
-      global_tokens: leading tokens of each document that every later query of it sees also beyond the window.
+      global_tokens: leading tokens of each document that every later query of it sees also beyond the window; without a window
+        they change nothing.
 
     Raises:
       ValueError: the window is not positive, or global tokens are negative.
@@ -82,10 +83,10 @@ class Mask:
 
 
 def check_starts(starts: jax.Array | None, mask: Mask) -> jax.Array:
-    """`starts`, or whatever is computed from the starts of the keys' documents, which global tokens need.
+    """Returns `starts` (or values derived from them).
 
     Raises:
-      ValueError: it is None.
+      ValueError: they are missing, and global tokens need them.
     """
     if starts is None:
         raise ValueError(f"coords.start: missing, and Mask.global_tokens = {mask.global_tokens} needs it; "

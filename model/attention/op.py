@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, PyTree
 
-from .blocks import Gradients, Keys, Queries, Saved
+from .blocks import BackwardInputs, Gradients, Keys, Queries
 from .coords import Mask, TokenCoords, check_starts
 from .kernels import Kernel, get_kernel
 from .layout import check_length
@@ -59,12 +59,9 @@ class AttentionOp:
           ValueError: a schedule that is unknown or cannot serve `size` ranks.
         """
         scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
+        if mask.window is None:  # then all tokens are seen already, and no starts of documents are needed
+            mask = dataclasses.replace(mask, global_tokens=0)
         return cls(get_schedule(schedule, size, layout), kernel, Ranks(axis, size), mask, scale)
-
-    @property
-    def carries(self) -> bool:
-        """Whether other arrays can ride along: whether `carry_forward` and `carry_backward` work."""
-        return self.schedule.carries
 
     def forward(self, queries: Queries, keys: Keys) -> AttentionPartial:
         """out in q's dtype, and lse in float32."""
@@ -78,19 +75,20 @@ class AttentionOp:
     def gradients(self, queries: Queries, keys: Keys, result: AttentionPartial, dout: Float[Array, "B T Hq D"],
                   dlse: Float[Array, "B Hq T"] | float = 0.0) -> Gradients:
         """The gradients of `backward` in float32."""
-        saved = Saved(dout, result.lse, _delta(result, dout, dlse))
+        saved = BackwardInputs(dout, result.lse, _delta(result, dout, dlse))
         return self.schedule.backward(self.kernel, queries, keys, saved, self._context)
 
-    def carry_forward(self, queries: Queries, keys: Keys, shard) -> tuple[AttentionPartial, PyTree[Array]]:
+    def forward_and_gather(self, queries: Queries, keys: Keys, shard) -> tuple[AttentionPartial, PyTree[Array]]:
         """`forward`, which also all-gathers `shard`, a tree of arrays, to [P, ...] on the way of K and V."""
-        partial, gathered = self.schedule.carry_forward(self.kernel, queries, keys, shard, self._context)
+        partial, gathered = self.schedule.forward_and_gather(self.kernel, queries, keys, shard, self._context)
         return self._rounded(partial, queries), gathered
 
-    def carry_backward(self, queries: Queries, keys: Keys, result: AttentionPartial, dout: Float[Array, "B T Hq D"],
-                       payload: Payload) -> tuple[Gradients, PyTree[Array], PyTree[Array]]:
+    def backward_and_exchange(self, queries: Queries, keys: Keys, result: AttentionPartial, dout: Float[Array, "B T Hq D"],
+                              payload: Payload) -> tuple[Gradients, PyTree[Array], PyTree[Array]]:
         """`backward`, which also all-gathers `payload.shard` and reduce-scatters `payload.shares`; each is a tree or None."""
-        saved = Saved(dout, result.lse, _delta(result, dout))
-        gradients, gathered, share = self.schedule.carry_backward(self.kernel, queries, keys, saved, payload, self._context)
+        saved = BackwardInputs(dout, result.lse, _delta(result, dout))
+        gradients, gathered, share = self.schedule.backward_and_exchange(self.kernel, queries, keys, saved, payload,
+                                                                         self._context)
         return _cast(gradients, queries, keys), gathered, share
 
     @property
@@ -112,7 +110,7 @@ def _cast(gradients: Gradients, queries: Queries, keys: Keys) -> Gradients:
     return Gradients(*(g.astype(dtype) for g, dtype in zip(gradients, dtypes, strict=True)))
 
 
-def keep(out: Float[Array, "B T Hq D"], lse: Float[Array, "B Hq T"]) -> tuple[
+def name_for_remat(out: Float[Array, "B T Hq D"], lse: Float[Array, "B Hq T"]) -> tuple[
         Float[Array, "B T Hq D"], Float[Array, "B Hq T"]]:
     """Returns both unchanged, named "attention_out" and "attention_lse", so that a remat policy can keep them: then the
     backward never runs attention's forward again (DistFlashAttn, section 3.3)."""
@@ -143,7 +141,7 @@ def _attend(op: AttentionOp, *arrays):
 
 
 def _attend_forward(op, q, k, v, q_coords, kv_coords):
-    kept = keep(*op.forward(Queries(q, q_coords), Keys(k, v, kv_coords)))
+    kept = name_for_remat(*op.forward(Queries(q, q_coords), Keys(k, v, kv_coords)))
     return kept, (q, k, v, q_coords, kv_coords, *kept)
 
 
@@ -163,14 +161,14 @@ def attention(q: Float[Array, "B L Hq D"], k: Float[Array, "B Lk Hkv D"], v: Flo
     """Exact attention of global arrays on a mesh, already permuted for `layout`.
 
     Args:
-      q: [B, L, Hq, D]; k, v: [B, L, Hkv, D], Hq a multiple of Hkv.
+      q: [B, L, Hq, D]; k, v: [B, Lk, Hkv, D], Hq a multiple of Hkv.
       coords: TokenCoords (or a pair; a third, `start`, for global tokens) of int32 [B, L], permuted as the tokens are;
         `kv_coords` the same for k and v, if they are not the queries' own.
       mesh: axes out of data, fsdp (batch), tensor (heads), sequence (length); a missing one has size 1, and another name is
         refused, since its devices would all compute the same.
-      layout: name of the layout that the arrays are in; it does not change the result, only the balance (and in a
-        contiguous one `ring` and `balanced` leave out the ranks of which nothing can be visible: with global tokens, `ring`
-        takes each document for a run of tokens).
+      layout: the layout that the arrays are really in. Every layout gives the same result, but naming the wrong one gives wrong
+        results: for `contiguous`, `ring` and `balanced` leave out the ranks of which nothing can be visible (with global
+        tokens, `ring` takes each document for a run of tokens).
       schedule: a name, or a schedule with options. kernel: a name, or a Kernel.
       mask: see `Mask`; scale: multiplies the scores, D ** -0.5 unless given.
 
@@ -184,13 +182,13 @@ def attention(q: Float[Array, "B L Hq D"], k: Float[Array, "B Lk Hkv D"], v: Flo
     own_coords = kv_coords is None
     kv_coords = coords if kv_coords is None else TokenCoords(*kv_coords)
     _check_mesh(mesh)
+    _check_shapes(q, k, v)
     _check_coords("coords", coords, q.shape[:2])
     _check_coords("kv_coords", kv_coords, k.shape[:2])
     size = mesh.shape.get("sequence", 1)
     batch = tuple(axis for axis in ("data", "fsdp") if axis in mesh.shape)
-    _check(q, k, v, mesh, size, batch, layout)
-    tensor = mesh.shape.get("tensor", 1)
-    heads = "tensor" if tensor > 1 and k.shape[2] % tensor == 0 else None
+    _check_shards(q, k, mesh, size, batch, layout)
+    heads = "tensor" if "tensor" in mesh.shape else None
     sequence = "sequence" if "sequence" in mesh.shape else None
     tokens = PartitionSpec(batch, sequence)
     vectors = PartitionSpec(batch, sequence, heads)
@@ -226,14 +224,25 @@ def _check_coords(name: str, coords: TokenCoords, shape: tuple[int, ...]) -> Non
             raise ValueError(f"{name}.{field}: found dtype {jnp.result_type(values)}; needs integers, such as int32")
 
 
-def _check(q, k, v, mesh, size, batch, layout):
-    """Refuses shapes that cannot be sharded, with the ones that could."""
+def _check_shapes(q, k, v):
+    """Refuses shapes that do not fit each other."""
     if k.shape != v.shape:
         raise ValueError(f"k and v: found shapes {k.shape} and {v.shape}; they must be equal")
+    for axis, name in ((0, "B, the rows"), (3, "D, the size of a head")):
+        if q.shape[axis] != k.shape[axis]:
+            raise ValueError(f"q and k: found shapes {q.shape} and {k.shape}; {name}, must be equal")
     if q.shape[2] % k.shape[2]:
         raise ValueError(f"heads: {q.shape[2]} query heads are no multiple of {k.shape[2]} key/value heads")
+
+
+def _check_shards(q, k, mesh, size, batch, layout):
+    """Refuses sizes that the mesh cannot shard, with the ones that it could."""
     for name, length in (("q", q.shape[1]), ("k", k.shape[1])):
         check_length(length, size, layout, f"length of {name}")
     rows = math.prod(mesh.shape[axis] for axis in batch)
     if q.shape[0] % rows:
         raise ValueError(f"batch: {q.shape[0]} rows are not divisible by data x fsdp = {rows}; use a multiple of {rows}")
+    tensor = mesh.shape.get("tensor", 1)
+    if k.shape[2] % tensor:
+        raise ValueError(f"heads: {k.shape[2]} key/value heads are not divisible by tensor = {tensor}; its devices would "
+                         "compute the same")

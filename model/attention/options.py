@@ -23,24 +23,26 @@ class AttentionConfig:
     options, a mapping such as {name: ring, bidirectional: true}, {name: ulysses, degree: 2, inner: ring}, {name: balanced,
     split: true} or {name: attention2d, columns: 4, overlap: true}."""
     kernel: KernelName = "auto"
-    """The block kernel; auto takes the platform's fastest that has been timed there, and so not yet mosaic (Hopper GPUs)."""
+    """The block kernel; auto takes the platform's fastest that has been timed there, and so not yet mosaic (Hopper GPUs). The
+    schedule ring_self_attention uses none, and no tiles."""
     query_tile: int = 0
     """Queries in a tile; 0 leaves it to the kernel."""
     key_tile: int = 0
     """Keys in a tile; 0 leaves it to the kernel."""
     window: int | None = None
-    """Tokens that a query sees of its document, back from itself (sliding window); null sees all before it."""
+    """Tokens that a query sees of its document, back from itself (sliding window); null: the model's own window, or all tokens
+    before it if the model has none."""
     global_tokens: int = 0
-    """First tokens of each document that every later one sees beyond the window. Accelerators serve them by the kernel xla."""
+    """First tokens of each document that every later one sees beyond the window, which has to be given or be the model's own.
+    Accelerators serve them by the kernel xla."""
 
     def __post_init__(self) -> None:
         for name in ("query_tile", "key_tile", "global_tokens"):
             _need(getattr(self, name) >= 0, name, getattr(self, name), "at least 0 is needed")
         _need(self.window is None or self.window >= 1, "window", self.window, "at least 1 is needed, or null for none")
-        _need(not self.global_tokens or self.window is not None, "global_tokens", self.global_tokens,
-              "without attention.window every token is seen already; give a window, or 0")
-        _need(self.kernel != "mosaic" or not (self.query_tile or self.key_tile), "kernel", self.kernel,
-              "its tiles follow from the head size; leave attention.query_tile and attention.key_tile 0")
+        for kernel, why in (("mosaic", "its tiles follow from the head size"), ("reference", "it has no tiles")):
+            _need(self.kernel != kernel or not (self.query_tile or self.key_tile), "kernel", self.kernel,
+                  f"{why}; leave attention.query_tile and attention.key_tile 0")
         _need(not self.global_tokens or self.kernel not in ACCELERATOR_KERNELS, "kernel", self.kernel,
               "it does not serve attention.global_tokens; auto, xla and reference do")
         _need(self.schedule_name in SCHEDULES, "schedule", self.schedule,

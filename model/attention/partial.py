@@ -19,14 +19,6 @@ class AttentionPartial(NamedTuple):
     lse: Float[Array, "B Hq T"]
 
 
-def empty(batch: int, length: int, heads: int, head_dim: int) -> AttentionPartial:
-    """Attention over no keys: merging it changes nothing."""
-    return AttentionPartial(
-        jnp.zeros((batch, length, heads, head_dim), jnp.float32),
-        jnp.full((batch, heads, length), -jnp.inf, jnp.float32),
-    )
-
-
 def merge(a: AttentionPartial, b: AttentionPartial) -> AttentionPartial:
     """Attention over the keys of both; associative and commutative up to rounding.
 

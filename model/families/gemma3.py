@@ -36,9 +36,9 @@ class Gemma3Family(Family):
         return config
 
     def write(self, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Family.write`."""
+        """See `Family.write`. Layers with a window have the embedding of the others where there is no local one."""
         config = super().write(fields)
-        local = config.pop("local_rope_parameters")
+        local = config.pop("local_rope_parameters", fields["rope_parameters"])
         ropes = {"full_attention": fields["rope_parameters"], "sliding_attention": local}
         return {**config, "rope_local_base_freq": local["rope_theta"], "rope_parameters": ropes}
 

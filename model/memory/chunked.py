@@ -173,49 +173,49 @@ def vjp(fn: Callable, weights: Mapping[str, Weight], *arrays: Any, has_aux: bool
     return (result, pull_all, aux) if has_aux else (result, pull_all)
 
 
-def chunked(fn: Callable, weights: Mapping[str, Weight], arrays: Arrays, labels: Arrays, *, dtype: Any, chunk: int = 0,
+def chunked(fn: Callable, weights: Mapping[str, Weight], arrays: Arrays, constants: Arrays, *, dtype: Any, chunk: int = 0,
             through: str | None = None) -> Any:
-    """Returns fn(weights, arrays, labels), computed in chunks of the sequence.
+    """Returns fn(weights, arrays, constants), computed in chunks of the sequence.
 
     Args:
-      fn: position-wise; takes weights, float arrays and labels of one chunk [B, c, ...],
+      fn: position-wise; takes weights, float arrays and constants of one chunk [B, c, ...],
         and returns a tree of arrays [B, c, ...]. It must close over no traced value.
       weights: whole, float32 by type, or frozen.
-      arrays: differentiated, [B, T, ...]; labels: arrays [B, T, ...] of any dtype, not differentiated.
+      arrays: differentiated, [B, T, ...]; constants: arrays [B, T, ...] of any dtype, without gradient.
       dtype: the compute dtype, in which the weights' values are exact.
       chunk: most tokens in a chunk; 0 computes all at once.
       through: one of `arrays`, which is returned unchanged before fn's results: fn's share is then added to the gradient that
         comes in for it, in place, and a second array of its length never exists.
     """
-    size = _chunk_size(jax.tree.leaves((arrays, labels))[0].shape[1], chunk)
+    size = _chunk_size(jax.tree.leaves((arrays, constants))[0].shape[1], chunk)
 
     @jax.custom_vjp
-    def run(weights, arrays, labels):
+    def run(weights, arrays, constants):
         cast_weights = cast(weights, dtype)
-        y = _sum_over_chunks(lambda part: ((), fn(cast(cast_weights, jnp.float32), *part)), (arrays, labels), size)[1]
+        y = _sum_over_chunks(lambda part: ((), fn(cast(cast_weights, jnp.float32), *part)), (arrays, constants), size)[1]
         return (arrays[through], *y) if through else y
 
-    def forward(weights, arrays, labels):
-        return run(weights, arrays, labels), (cast(weights, dtype), arrays, labels)
+    def forward(weights, arrays, constants):
+        return run(weights, arrays, constants), (cast(weights, dtype), arrays, constants)
 
     def backward(residuals, dy):
-        cast_weights, arrays, labels = residuals
+        cast_weights, arrays, constants = residuals
 
         def step(part):
-            arrays, labels, dy = part
+            arrays, constants, dy = part
             passed, dy = (dy[0], dy[1:]) if through else (None, dy)
-            dw, dx = vjp(lambda w, a: fn(w, a, labels), cast(cast_weights, jnp.float32), arrays)[1](dy)
+            dw, dx = vjp(lambda w, a: fn(w, a, constants), cast(cast_weights, jnp.float32), arrays)[1](dy)
             return dw, {**dx, through: passed + dx[through]} if through else dx
 
-        return *_sum_over_chunks(step, (arrays, labels, dy), size), None
+        return *_sum_over_chunks(step, (arrays, constants, dy), size), None
 
     run.defvjp(forward, backward)
-    return run(weights, arrays, labels)
+    return run(weights, arrays, constants)
 
 
-def chunked_total(fn: Callable, weights: Mapping[str, Weight], arrays: Arrays, labels: Arrays, shares: Float[Array, "B T"], *,
-                  dtype: Any, chunk: int = 0) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
-    """Returns the sum of fn(weights, arrays, labels) * shares over all tokens, and fn's values without gradient.
+def chunked_total(fn: Callable, weights: Mapping[str, Weight], arrays: Arrays, constants: Arrays, shares: Float[Array, "B T"],
+                  *, dtype: Any, chunk: int = 0) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
+    """Returns the sum of fn(weights, arrays, constants) * shares over all tokens, and fn's values without gradient.
 
     The gradient is taken in the forward pass, chunk by chunk, where the values are available: the backward pass only scales it
     by the sum's cotangent, and nothing is computed twice.
@@ -226,16 +226,16 @@ def chunked_total(fn: Callable, weights: Mapping[str, Weight], arrays: Arrays, l
     """
     size = _chunk_size(shares.shape[1], chunk)
 
-    def total(weights, arrays, labels, shares):
-        values = fn(weights, arrays, labels)
+    def total(weights, arrays, constants, shares):
+        values = fn(weights, arrays, constants)
         return jnp.sum(values * shares), lax.stop_gradient(values)
 
     @jax.custom_vjp
-    def run(weights, arrays, labels, shares):
+    def run(weights, arrays, constants, shares):
         cast_weights = cast(weights, dtype)
-        return _sum_over_chunks(lambda part: total(cast(cast_weights, jnp.float32), *part), (arrays, labels, shares), size)
+        return _sum_over_chunks(lambda part: total(cast(cast_weights, jnp.float32), *part), (arrays, constants, shares), size)
 
-    def forward(weights, arrays, labels, shares):
+    def forward(weights, arrays, constants, shares):
         cast_weights = cast(weights, dtype)
 
         def step(part):
@@ -244,7 +244,7 @@ def chunked_total(fn: Callable, weights: Mapping[str, Weight], arrays: Arrays, l
             dw, dx = pull(jnp.ones_like(value))
             return (value, dw), (values, dx)
 
-        (value, dw), (values, dx) = _sum_over_chunks(step, (arrays, labels, shares), size)
+        (value, dw), (values, dx) = _sum_over_chunks(step, (arrays, constants, shares), size)
         return (value, values), (dw, dx)
 
     def backward(residuals, cotangents):
@@ -252,4 +252,4 @@ def chunked_total(fn: Callable, weights: Mapping[str, Weight], arrays: Arrays, l
         return dw, dx, None, None
 
     run.defvjp(forward, backward)
-    return run(weights, arrays, labels, shares)
+    return run(weights, arrays, constants, shares)

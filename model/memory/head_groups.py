@@ -16,8 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from model.attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords, keep
-from model.dropout import TokenLabels
+from model.attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords, name_for_remat
+from model.dropout import TokenInfo
 from model.frozen import FrozenWeight, Weight, split
 from model.modules import declare_layer, read_by
 
@@ -119,7 +119,7 @@ class GroupedAttention:
     groups: HeadGroups
     dtype: Any
 
-    def __call__(self, weights: dict[str, Weight], x: Float[Array, "B T E"], labels: TokenLabels,
+    def __call__(self, weights: dict[str, Weight], x: Float[Array, "B T E"], labels: TokenInfo,
                  coords: TokenCoords) -> tuple[Float[Array, "B T E"], Float[Array, "B T Hq D"]]:
         """Returns x, and attention's output of all heads.
 
@@ -138,7 +138,7 @@ class GroupedAttention:
             _, q, k, v = self.project(self.groups.weights(weights, i), x, labels)
             return (), self.attention.forward(Queries(q, coords), Keys(k, v, coords))
 
-        out, lse = keep(*self.groups.over(attend, (), OUT_AND_LSE)[1])
+        out, lse = name_for_remat(*self.groups.over(attend, (), OUT_AND_LSE)[1])
         return (x, out), (weights, x, labels, coords, out, lse)
 
     def _backward(self, residuals, cotangents):

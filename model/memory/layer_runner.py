@@ -11,7 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Float
 
 from model.attention import TokenCoords
-from model.dropout import TokenLabels
+from model.dropout import TokenInfo
 from model.layer import Layer
 from model.weights import Shards, WeightGatherer
 
@@ -33,7 +33,7 @@ class LayerRunner(abc.ABC):
     weights: WeightGatherer
 
     @abc.abstractmethod
-    def run(self, shards: Shards, x: Float[Array, "B T E"], labels: TokenLabels, coords: TokenCoords) -> Float[Array, "B T E"]:
+    def run(self, shards: Shards, x: Float[Array, "B T E"], labels: TokenInfo, coords: TokenCoords) -> Float[Array, "B T E"]:
         """Returns the output of the last layer.
 
         Args:
@@ -62,7 +62,7 @@ class ScanRunner(LayerRunner):
         numbers = None if labels.dropout is None else jnp.arange(jax.tree.leaves(shards)[0].shape[0])
         return scan_layers(bodies, (x, labels, coords), (shards, numbers), memory.remat, memory.every_k)[0]
 
-    def run_layer(self, layer: Layer, weights: dict[str, jax.Array], x: Float[Array, "B T E"], labels: TokenLabels,
+    def run_layer(self, layer: Layer, weights: dict[str, jax.Array], x: Float[Array, "B T E"], labels: TokenInfo,
                   coords: TokenCoords) -> Float[Array, "B T E"]:
         """Returns one layer's output from its whole weights."""
         return layer(weights, x, labels, coords)

@@ -15,10 +15,10 @@ class MemoryConfig:
     """What is kept for the backward pass, and in what pieces the rest is computed; chunks count tokens of a device."""
 
     remat: RematName = "save_attention"
-    """Kept between forward and backward: the layers' inputs and nothing else; also attention's output and lse
-    (save_attention); the inputs in the host's memory (offload), and attention's output and lse on the device
-    (offload_save_attention) or in the host's memory too (offload_attention); only every k-th layer's input (every_k), or these
-    in the host's memory (offload_every_k); everything."""
+    """Kept between forward and backward. nothing: only the layers' inputs; save_attention: also attention's output and lse;
+    offload: the inputs, in the host's memory; offload_save_attention: also attention's output and lse, on the device;
+    offload_attention: these in the host's memory too; every_k: only every k-th layer's input; offload_every_k: that in the
+    host's memory; everything: also the result of every matrix product."""
     every_k: int = 2
     """Layers between the inputs that remat every_k and offload_every_k keep; a divisor of the number of layers."""
     moments_on_host: bool = False
@@ -27,7 +27,7 @@ class MemoryConfig:
     """Whether the parameters lie in the host's memory; each layer's are brought over when they are needed."""
     attention_groups: int = 1
     """Groups of heads that are projected and attend one after the other, so that queries, keys and values exist for one group
-    at a time; a divisor of a device's key/value heads."""
+    at a time; a divisor of a device's key/value heads. Not with remat everything, as each group is projected again."""
     query_chunks: int = 1
     """Chunks of a device's tokens that go through a layer one after the other, so that queries and attention's output exist for
     one chunk at a time; keys and values travel once for each. A divisor of a device's tokens; not with a remat that keeps
@@ -37,9 +37,11 @@ class MemoryConfig:
     ring while a layer runs; with schedule ring and a remat other than every_k, offload_every_k and everything. Holds two
     layers' weights at a time."""
     feed_forward_chunk: int = 2048
-    """Tokens of a feed-forward chunk; 0 computes all at once."""
+    """Tokens of a chunk of the output projection and the feed-forward; 0, remat everything and mesh.sequence_parallel compute
+    all at once."""
     projection_chunk: int = 2048
-    """Tokens of a chunk of the query, key, value and output projections; 0 computes all at once."""
+    """Tokens of a chunk of the query, key and value projections; 0, remat everything and mesh.sequence_parallel compute all at
+    once."""
     loss_chunk: int = 1024
     """Tokens whose logits exist at a time; 0 computes all at once."""
 
@@ -79,13 +81,20 @@ def check_combination(memory: MemoryConfig, *, layers: int, period: int = 1, key
             raise ValueError(f"memory.every_k: found {memory.every_k}; the model's layers repeat in a period of {period}, so "
                              f"it needs a multiple of {period} that divides {layers}")
     _check_divides("attention_groups", memory.attention_groups, key_heads, f"the {key_heads} key/value heads of a device")
+    if memory.policy.products and memory.attention_groups > 1:
+        raise ValueError(f"memory.remat: found {memory.remat!r}; with memory.attention_groups = {memory.attention_groups} each "
+                         "group is projected again in the backward pass; save_attention, or 1 group, would work")
     if memory.query_chunks > 1:
         _check_query_chunks(memory, sequence_parallel, resolved)
-    if not memory.prefetch:
-        return
-    carries = sequence > 1 and resolved.carries
+    if memory.prefetch:
+        _check_prefetch(memory, sequence, sequence_parallel, resolved)
+
+
+def _check_prefetch(memory: MemoryConfig, sequence: int, sequence_parallel: bool, schedule: Any) -> None:
+    """ValueError for what prefetching cannot go with."""
     for works, found, needed in (
-            (carries, f"schedule {schedule} on sequence {sequence}", "ring on several devices"),
+            (sequence > 1, f"mesh.sequence {sequence}", "2 or more"),
+            (schedule.can_gather_along, f"attention.schedule {schedule.name}", "ring"),
             (memory.remat in PREFETCH_POLICIES, f"memory.remat {memory.remat}", " or ".join(PREFETCH_POLICIES)),
             (memory.attention_groups == 1, f"memory.attention_groups {memory.attention_groups}", "1"),
             (memory.query_chunks == 1, f"memory.query_chunks {memory.query_chunks}", "1"),

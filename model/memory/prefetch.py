@@ -1,6 +1,6 @@
-"""The layers, each of which runs while the next one's weights arrive.
+"""Runs each layer while the next layer's weights arrive.
 
-A layer's weights travel the sequence axis with the keys and values of the layer before (`schedules.ring.carry_forward`), so
+A layer's weights travel the sequence axis with the keys and values of the layer before (`Ring.forward_and_gather`), so
 whatever hides the ring pass hides them too. The backward pass does the same the other way round: while a layer's attention
 runs, the weights of the layer below arrive, and the gradients of the layer above, added up on their way (a reduce-scatter),
 return to the ranks that store them. Plain differentiation would keep every layer's whole weights for the backward pass, so both
@@ -74,7 +74,7 @@ class _PrefetchedLayers:
             weights = self._weights(self.packed.unpack(whole), self._of_layer(shards, i)[1])
             of_layer = labels.of_layer(i)
             q, k, v = layer.project(weights, x, of_layer)
-            (out, lse), whole = layer.attention.carry_forward(
+            (out, lse), whole = layer.attention.forward_and_gather(
                 Queries(q, coords), Keys(k, v, coords), self._of_layer(shards, i + 1)[0])
             attention = jax.device_put((out, lse), _SPACES[policy.attention]) if policy.attention else ()
             kept = jax.device_put(x, _SPACES[policy.inputs])
@@ -126,11 +126,11 @@ class _PrefetchedLayers:
         queries, keys = Queries(q, coords), Keys(k, v, coords)
         whole = None
         if not saved:
-            saved, whole = attention.carry_forward(queries, keys, below)
+            saved, whole = attention.forward_and_gather(queries, keys, below)
         dw_output, dx, dout = vjp(
             lambda *arrays: layer.finish(*arrays, labels), read_by(("output",), weights), x, saved[0])[1](dx)
         payload = Payload(below if whole is None else None, d_above)
-        dqkv, whole_after, d_above = attention.carry_backward(queries, keys, AttentionPartial(*saved), dout, payload)
+        dqkv, whole_after, d_above = attention.backward_and_exchange(queries, keys, AttentionPartial(*saved), dout, payload)
         dw_project, dx = pull((dx, *dqkv))
         return dx, {**dw_project, **dw_output}, whole_after if whole is None else whole, d_above
 

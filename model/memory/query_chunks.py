@@ -25,7 +25,7 @@ from jax import lax
 from jaxtyping import Array, Float
 
 from model.attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords
-from model.dropout import TokenLabels
+from model.dropout import TokenInfo
 from model.frozen import Weight, split
 
 from .chunked import cast, over_chunks, vjp
@@ -61,7 +61,7 @@ class LayerInChunks:
     groups: HeadGroups
     dtype: Any
 
-    def __call__(self, weights: dict[str, Weight], x: Float[Array, "B T E"], labels: TokenLabels,
+    def __call__(self, weights: dict[str, Weight], x: Float[Array, "B T E"], labels: TokenInfo,
                  coords: TokenCoords) -> Float[Array, "B T E"]:
         """Returns the layer's output.
 

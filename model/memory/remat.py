@@ -36,7 +36,7 @@ def scan_layers(bodies: Sequence[Callable], carry: Any, layers: Any, remat: str,
     """Returns the last carry of a scan over the layers, which keeps for the backward pass what the remat policy names.
 
     With `save_attention` the backward pass never runs attention forward again (DistFlashAttn, section 3.3). With `everything`
-    it repeats only element-wise work, and nothing runs in chunks. With `every_k` it runs k layers again to get their inputs,
+    it repeats only element-wise work, and no layer runs in chunks. With `every_k` it runs k layers again to get their inputs,
     and then each of them once more, so that of L layers at most L / k + k inputs are held (Chen et al., Training Deep Nets
     with Sublinear Memory Cost, section 4).
 

@@ -21,7 +21,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from data.paths import output_file
-from model.attention import Keys, Mask, Queries, Saved, TokenCoords, get_kernel, get_schedule
+from model.attention import BackwardInputs, Keys, Mask, Queries, TokenCoords, get_kernel, get_schedule
 from model.attention.schedules import Context, Ranks, plan
 from model.config import LlamaConfig
 from planning.compiled.overlap import crossings
@@ -85,7 +85,8 @@ def compile_pass(schedule, mask, size, devices, block, backward: bool, tile: int
 
     def gradients(q, k, v, index, segment_ids, dout, lse, delta):
         coords = TokenCoords(index, segment_ids)
-        return tuple(schedule.backward(kernel, Queries(q, coords), Keys(k, v, coords), Saved(dout, lse, delta), context))
+        inputs = BackwardInputs(dout, lse, delta)
+        return tuple(schedule.backward(kernel, Queries(q, coords), Keys(k, v, coords), inputs, context))
 
     def array(shape, dtype, spec):
         return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, spec))

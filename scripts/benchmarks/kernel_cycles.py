@@ -86,7 +86,7 @@ def compile_ours(mesh, direction: str) -> None:
     import jax.numpy as jnp
     from jax.sharding import NamedSharding, PartitionSpec
 
-    from model.attention import AttentionPartial, Mask, Queries, Saved, StackedKeys, TokenCoords
+    from model.attention import AttentionPartial, BackwardInputs, Mask, Queries, StackedKeys, TokenCoords
     from model.attention.kernels import get_kernel
 
     def shape(*dims, dtype=jnp.float32):
@@ -100,7 +100,7 @@ def compile_ours(mesh, direction: str) -> None:
         arguments = AttentionPartial(shape(*q.shape), statistics), *blocks
         function = kernel.extend
     else:
-        arguments = shape(*q.shape), *blocks, Saved(q, statistics, statistics)
+        arguments = shape(*q.shape), *blocks, BackwardInputs(q, statistics, statistics)
         function = kernel.gradients
     jax.jit(lambda *arrays: function(*arrays, **options), donate_argnums=0).lower(*arguments).compile()
 

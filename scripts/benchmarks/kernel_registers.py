@@ -106,13 +106,13 @@ def compile_mosaic(mesh, case: Case) -> None:
     import jax
     import jax.numpy as jnp
 
-    from model.attention import AttentionPartial, Saved
+    from model.attention import AttentionPartial, BackwardInputs
     from model.attention.kernels import mosaic_backward, mosaic_forward
     from model.attention.kernels.intervals import Intervals
 
     q, statistics = _shape(mesh, 1, TOKENS, HEADS, case.head_dim, dtype=jnp.bfloat16), _shape(mesh, 1, HEADS, TOKENS)
     keys = (_shape(mesh, 2, 1, TOKENS, KV_HEADS, case.head_dim, dtype=jnp.bfloat16),)
-    carry, saved = _shape(mesh, *q.shape), Saved(q, statistics, statistics)
+    carry, saved = _shape(mesh, *q.shape), BackwardInputs(q, statistics, statistics)
     seen = Intervals(*[_shape(mesh, 1, TOKENS, dtype=jnp.int32)] * 2)
     options = {"scale": case.head_dim ** -0.5, "interpret": None}
     function, arguments = {
@@ -128,7 +128,7 @@ def compile_triton(mesh, case: Case) -> None:
     import jax
     import jax.numpy as jnp
 
-    from model.attention import Keys, Mask, Queries, Saved, TokenCoords, get_kernel
+    from model.attention import BackwardInputs, Keys, Mask, Queries, TokenCoords, get_kernel
 
     kernel, options = get_kernel("gpu"), {"mask": Mask(), "scale": case.head_dim ** -0.5}
     q, statistics = _shape(mesh, 1, TOKENS, HEADS, case.head_dim, dtype=jnp.bfloat16), _shape(mesh, 1, HEADS, TOKENS)
@@ -138,7 +138,7 @@ def compile_triton(mesh, case: Case) -> None:
     if case.kernel == "forward":
         jax.jit(lambda *blocks: kernel.forward(*blocks, **options)).lower(*blocks).compile()
         return
-    part, saved = slice(0, 1) if case.kernel == "dq" else slice(1, 3), Saved(q, statistics, statistics)
+    part, saved = slice(0, 1) if case.kernel == "dq" else slice(1, 3), BackwardInputs(q, statistics, statistics)
     jax.jit(lambda *blocks: kernel.backward(*blocks, **options)[part]).lower(*blocks, saved).compile()
 
 

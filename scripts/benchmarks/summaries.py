@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from model.adapter import PARTS
+from model.adapter import ADAPTER_PARTS
 from scripts.benchmarks.commands import read_json, tokens_text
 from scripts.benchmarks.results import commit, load, row
 
@@ -264,7 +264,7 @@ def identity(out: Path) -> tuple[Rows, Tables]:
         saved = out / name / "checkpoints" / str(last)
         checkpoint = sum(file.stat().st_size for file in saved.rglob("*") if file.is_file())
         shapes = read_json(saved / "manifest.json")["shapes"]
-        adapters = {parameter: shape for parameter, shape in shapes.items() if parameter.rpartition(".")[2] in PARTS}
+        adapters = {parameter: shape for parameter, shape in shapes.items() if parameter.rpartition(".")[2] in ADAPTER_PARTS}
         trained = sum(map(math.prod, (adapters or shapes).values()))
         lines.append([title, f"{trained:,}", f"{losses[0]:.2f} -> {losses[-1]:.2f}", f"{named} of 10", f"{last}",
                       f"{statistics.median(step['step_seconds'] for step in steps):.1f}",

@@ -11,6 +11,7 @@ from data.errors import UserError
 from eval import line_cases, line_report, line_retrieval, runner
 from eval.journal import Journal
 from model.decode import Sampling
+from model.rope_config import RopeConfig
 from tests.model.build import llama, tiny
 
 
@@ -84,6 +85,29 @@ def test_an_interrupted_evaluation_goes_on_and_counts_nothing_twice(tmp_path, mo
     again.close()
     with pytest.raises(UserError, match="has answers with model = 'abc', now it is 'def'; another --output"):
         Journal(path, {**ABOUT, "model": "def"})
+
+
+def test_a_sampled_answer_does_not_depend_on_what_was_asked_before():
+    """So that an evaluation which goes on gives the answers of one that was never interrupted."""
+    asked, params = respondent(rows=1, sampling=Sampling(temperature=1.0, seed=3))
+    prompts = [runner.Prompt(f"question {number}?", new_tokens) for number in range(2) for new_tokens in (8, 9)]
+    expected = asked.answer(params, prompts)
+    asked.generators.clear()
+    assert asked.answer(params, prompts[::-3]) == expected[::-3]
+    assert asked.answer(params, prompts) == expected
+    assert len({answer.generated[:8] for answer in expected}) == 4
+
+
+def test_answers_under_a_rope_that_depends_on_the_length_do_not_depend_on_the_mesh():
+    """On 8 devices what is compiled was 512 tokens long, and the base of the rule dynamic grew with it."""
+    config = tiny(rope=RopeConfig("dynamic", factor=4.0), max_position_embeddings=16)
+    prompts = [runner.Prompt(letter * 20, 8) for letter in "abcd"]
+    alone, spread = (runner.Respondent(llama(config, shape), Letters(), None, (), 16, rows=2, chunk=64, sampling=Sampling())
+                     for shape in ({}, {"sequence": 8}))
+    params = alone.model.init(0)
+    answers = alone.answer(params, prompts)
+    assert spread.answer(jax.device_put(params, spread.model.shardings), prompts) == answers
+    assert [alone.capacity(tokens) for tokens in (9, 16, 17, 64)] == [16, 16, 64, 64]
 
 
 def test_prompts_beyond_memory_are_refused_with_the_longest_that_fits():

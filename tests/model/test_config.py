@@ -145,6 +145,35 @@ def test_other_positions_keep_the_adapter():
     assert config.with_positions(rope_theta=5e5) == dataclasses.replace(config, rope=RopeConfig(theta=5e5))
 
 
+def test_other_positions_keep_the_embedding_of_layers_with_a_window():
+    local = RopeConfig("linear", 2e4, 8.0)
+    config = LlamaConfig.preset("gemma-3-1b", local_rope=local)
+    assert config.with_positions(rope_theta=5e5, rope_scaling={"rope_type": "linear", "factor": 2.0}) == dataclasses.replace(
+        config, rope=RopeConfig("linear", 5e5, 2.0))
+
+
+def test_without_an_embedding_of_their_own_layers_with_a_window_have_the_others():
+    config = LlamaConfig.preset("gemma-3-1b", local_rope=None)
+    assert LlamaConfig.from_hf_dict(config.to_hf()).layer_kinds == config.layer_kinds
+
+
+@pytest.mark.parametrize(("changes", "words"), [
+    ({"local_rope": {"theta": 1e4}}, "local_rope: {'theta': 10000.0} is not a RopeConfig"),
+    ({"local_rope": RopeConfig("longrope", factor=2.0, short_factor=(1.0,), long_factor=(1.0,),
+                               original_max_position_embeddings=8)}, "local_rope.short_factor: found 1 numbers; 256 rotated"),
+])
+def test_the_embedding_of_layers_with_a_window_is_checked_as_the_other_is(changes, words):
+    with pytest.raises(ValueError, match=f"^{words}"):
+        LlamaConfig.preset("gemma-3-1b", **changes)
+
+
+def test_the_embedding_of_layers_with_a_window_grows_from_the_models_length():
+    config = LlamaConfig.preset("gemma-3-1b", local_rope=RopeConfig("dynamic", factor=2.0))
+    assert config.local_rope.original_max_position_embeddings == config.max_position_embeddings
+    longer = config.with_positions(max_position_embeddings=65536)
+    assert longer.local_rope.original_max_position_embeddings == 65536
+
+
 def test_a_config_that_is_no_text_is_named(tmp_path):
     (tmp_path / "config.json").write_bytes(b'{"model_type": "ll\xffama"}')
     with pytest.raises(ValueError, match=rf"^{tmp_path}/config\.json: not UTF-8"):

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers import LlamaConfig as HFConfig
 
 from model.attention.kernels import get_kernel
-from model.attention.schedules import Attention2D, Balanced, Ring, Ulysses
+from model.attention.schedules import Attention2D, Balanced, Local, Ring, Ulysses
 from model.config import LlamaConfig
 from model.memory.chunked import chunked, product
 from model.modules import declare
@@ -239,8 +239,9 @@ def test_a_hidden_size_that_the_ranks_do_not_divide_is_filled_up_in_memory(prefe
 
 
 @pytest.mark.parametrize(("mesh", "options", "message"), [
-    ("sequence 8", {"schedule": "all_gather"}, "schedule all_gather on sequence 8, where it needs ring"),
-    ("fsdp 8", {}, "schedule ring on sequence 1, where it needs ring on several devices"),
+    ("sequence 8", {"schedule": "all_gather"}, "attention.schedule all_gather, where it needs ring"),
+    ("sequence 8", {"schedule": Ulysses()}, "attention.schedule ulysses, where it needs ring"),
+    ("fsdp 8", {"schedule": Local()}, "mesh.sequence 1, where it needs 2 or more"),
     ("sequence 8", {"remat": "everything"}, "memory.remat everything, where it needs nothing or save_attention or offload"),
     ("sequence 8", {"attention_groups": 2}, "memory.attention_groups 2, where it needs 1")])
 def test_prefetch_names_what_does_not_go_with_it(mesh, options, message):

@@ -11,7 +11,7 @@ from model.decode import Generator
 from tests.model.attention.dense import visible
 from trainer.huggingface.read import read_hf
 
-from .build import llama, packed_batch, permuted, tiny
+from .build import llama, mean_loss, packed_batch, permuted, tiny
 from .test_llama import saved_by_transformers
 
 WINDOW, BOTH = Mask(window=9), Mask(window=9, global_tokens=3)
@@ -55,6 +55,21 @@ def test_logits_of_packed_documents_are_the_dense_masks(model_of, mask, schedule
     dealt, order = permuted(batch, model, layout)
     got = np.asarray(jax.jit(model.logits)(params, dealt))
     assert np.abs(got - expected[:, order])[real[:, order]].max() <= 1e-4 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("mask", [WINDOW, BOTH], ids=str)
+def test_prefetched_weights_visit_all_ranks_though_a_window_keeps_keys_near(mask):
+    """In runs of 16 tokens a window of 9 reaches the rank before alone; the weights of the next layer come from all four."""
+    def loss_and_gradient(**options):
+        model = llama(tiny(), {"tensor": 2, "sequence": 4}, mask=mask, schedule=Ring(ordered=True), **options)
+        batch, _ = permuted(packed_batch(model.config, rows=2, length=64), model, "contiguous")
+        return jax.jit(jax.value_and_grad(lambda params: mean_loss(model)(params, batch)[0]))(model.init(0))
+
+    loss, gradient = loss_and_gradient(prefetch=True)
+    expected_loss, expected = loss_and_gradient()
+    assert abs(loss - expected_loss) <= 1e-5 * abs(expected_loss)
+    for name, g in expected.items():
+        assert np.abs(gradient[name] - g).max() <= 1e-5 * np.abs(g).max(), name
 
 
 @pytest.mark.parametrize("mask", [WINDOW, BOTH], ids=str)

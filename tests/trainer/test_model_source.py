@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from data.errors import UserError
 from data.tokenizer import Tokenizer
 from eval.line_cases import generate
 from eval.runner import Prompt, prompt_ids, stop_ids
@@ -34,6 +35,12 @@ def test_rope_theta_leaves_the_rest_of_the_preset(chosen):
 def test_rope_theta_that_is_none(chosen):
     with pytest.raises(ValueError, match="rope_theta: -1"):
         chosen("tiny", rope_theta=-1)
+
+
+@pytest.mark.parametrize("value", [None, {"theta": 1e4}])
+def test_what_a_recipe_cannot_say_of_a_model_is_no_field_of_it(chosen, value):
+    with pytest.raises(UserError, match=r"^model\.overrides: unknown field 'local_rope'; valid: .*rope_scaling"):
+        chosen("gemma-3-1b", local_rope=value)
 
 
 @pytest.mark.parametrize(("preset", "overrides", "heads", "key_heads", "head_dim"), [

@@ -42,7 +42,7 @@ def test_line_retrieval_answers_under_the_same_mask(run, tmp_path, monkeypatch):
     seen = []
 
     class Generator(model.decode.Generator):
-        def __call__(self, params, prompts):
+        def __call__(self, params, prompts, draws=None):
             seen.append(self.model.mask)
             return [[5]] * len(prompts)
 

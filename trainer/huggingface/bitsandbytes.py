@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from model.quantization import BLOCK, NESTED_BLOCK, NF4_LEVELS, Nf4, dynamic_levels, nested_count
+from model.adapter import NF4_BLOCK
+from model.quantization import NESTED_BLOCK, NF4_LEVELS, Nf4, dynamic_levels, nested_count
 
 STATE = "quant_state.bitsandbytes__nf4"
 # What stands beside the tensor of the codes, under its name.
@@ -50,7 +51,7 @@ def read_nf4(files: Mapping[str, Any], name: str, shape: tuple[int, ...], rows: 
         raise ValueError(f"tensor {missing[0]} is missing beside the codes of {name}; NF4 is read with double quantization")
     arrays = {part: files[f"{name}.{part}"].get_tensor(f"{name}.{part}") for part in _PARTS}
     state = json.loads(arrays[STATE].tobytes().decode())
-    needed = {"quant_type": "nf4", "blocksize": BLOCK, "nested_blocksize": NESTED_BLOCK, "shape": list(shape)}
+    needed = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "nested_blocksize": NESTED_BLOCK, "shape": list(shape)}
     for field, value in needed.items():
         if state.get(field) != value:
             raise ValueError(f"tensor {name}: {field}: found {state.get(field)!r}, needs {value!r}")
@@ -58,7 +59,7 @@ def read_nf4(files: Mapping[str, Any], name: str, shape: tuple[int, ...], rows: 
         if not np.array_equal(arrays[field], levels):
             raise ValueError(f"tensor {name}: {field}: found other levels than bitsandbytes' own; quantize it again")
     first, end, _ = rows.indices(shape[0])
-    blocks = shape[1] // BLOCK
+    blocks = shape[1] // NF4_BLOCK
     if first * blocks % NESTED_BLOCK or (end < shape[0] and end * blocks % NESTED_BLOCK):
         raise ValueError(f"tensor {name}: rows {first} to {end} share a scale of the second quantization with others; use the "
                          "unquantised model, which adapter.quantize quantizes as it is read")
@@ -74,7 +75,7 @@ def write_nf4(name: str, weight: Nf4, dtype: str) -> dict[str, np.ndarray]:
       dtype: of the numbers that it dequantizes to, such as bfloat16.
     """
     shape = (weight.codes.shape[0], 2 * weight.codes.shape[1])
-    state = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": dtype, "shape": shape, "nested_blocksize": NESTED_BLOCK,
+    state = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "dtype": dtype, "shape": shape, "nested_blocksize": NESTED_BLOCK,
              "nested_dtype": "float32", "nested_offset": float(weight.offset)}
     # JSON may end in spaces, so that the length does not depend on the digits of a number.
     text = json.dumps(state).encode().ljust(nf4_layout(name, shape)[f"{name}.{STATE}"][1][0])
@@ -88,9 +89,9 @@ def nf4_layout(name: str, shape: tuple[int, ...]) -> dict[str, tuple[str, tuple[
 
     float32 comes first, and all together take a multiple of 8 bytes, so that each begins at a multiple of its item's size.
     """
-    blocks = math.prod(shape) // BLOCK
+    blocks = math.prod(shape) // NF4_BLOCK
     nested = nested_count(*shape)
-    size = 4 * (len(NF4_LEVELS) + nested + len(dynamic_levels())) + blocks * BLOCK // 2 + blocks
+    size = 4 * (len(NF4_LEVELS) + nested + len(dynamic_levels())) + blocks * NF4_BLOCK // 2 + blocks
     return {f"{name}.quant_map": ("float32", NF4_LEVELS.shape), f"{name}.nested_absmax": ("float32", (nested,)),
-            f"{name}.nested_quant_map": ("float32", dynamic_levels().shape), name: ("uint8", (blocks * BLOCK // 2, 1)),
+            f"{name}.nested_quant_map": ("float32", dynamic_levels().shape), name: ("uint8", (blocks * NF4_BLOCK // 2, 1)),
             f"{name}.absmax": ("uint8", (blocks,)), f"{name}.{STATE}": ("uint8", (_STATE_BYTES + -size % 8,))}

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 from jax import lax
 
-from ..blocks import Gradients, Keys, Queries, Saved, StackedKeys
+from ..blocks import BackwardInputs, Gradients, Keys, Queries, StackedKeys
 from ..coords import Mask
 from ..names import KERNELS
 from ..partial import AttentionPartial
@@ -55,21 +55,21 @@ class PlatformKernel(Kernel):
     def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
         return self._call("forward", queries, keys, mask=mask, scale=scale)
 
-    def backward(self, queries: Queries, keys: Keys, saved: Saved, *, mask: Mask, scale: float) -> Gradients:
+    def backward(self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float) -> Gradients:
         return self._call("backward", queries, keys, saved, mask=mask, scale=scale)
 
-    def extend(self, carry: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
+    def extend(self, so_far: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
                scale: float) -> AttentionPartial:
-        return self._call("extend", carry, queries, keys, mask=mask, scale=scale)
+        return self._call("extend", so_far, queries, keys, mask=mask, scale=scale)
 
-    def gradients(self, carry, queries: Queries, keys: Keys | StackedKeys, saved: Saved, *, mask: Mask, scale: float):
-        return self._call("gradients", carry, queries, keys, saved, mask=mask, scale=scale)
+    def gradients(self, so_far, queries: Queries, keys: Keys | StackedKeys, saved: BackwardInputs, *, mask: Mask, scale: float):
+        return self._call("gradients", so_far, queries, keys, saved, mask=mask, scale=scale)
 
     def _call(self, method: str, *blocks: Any, mask: Mask, scale: float) -> Any:
         def of(kernel):
             return _traced_once(kernel, method, mask, scale)
 
-        # Which masks and head sizes an accelerator's kernel refuses does not depend on the platform; that it costs speed does.
+        # The refusal is the same on every platform; the warning matters only where a faster kernel would have run.
         refused = "global tokens" if mask.global_tokens else _refused_head_dim(blocks)
         if refused:
             if jax.default_backend() in ("tpu", "gpu"):
@@ -98,7 +98,7 @@ def get_kernel(name: str = "auto", *, query_tile: int = 0, key_tile: int = 0) ->
     Args:
       name: `auto` is `tpu` on TPUs, `gpu` on NVIDIA GPUs, and `xla` elsewhere and for global tokens; never `mosaic`, until that
         has been timed on a GPU.
-      query_tile, key_tile: tokens in a tile; 0 leaves the choice to the kernel.
+      query_tile, key_tile: tokens in a tile; 0 leaves the choice to the kernel. `reference` has no tiles and reads neither.
 
     Raises:
       ValueError: an unknown name; a tile's size for `mosaic`, whose tiles follow from the head size.

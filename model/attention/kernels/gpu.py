@@ -20,14 +20,12 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from ..blocks import Gradients, Keys, Queries, Saved
+from ..blocks import BackwardInputs, Gradients, Keys, Queries
 from ..coords import FULL, SKIP, Mask, TokenCoords, tile_bounds, tile_kind, visible
 from ..partial import AttentionPartial
 from .device import HOPPER, device_kind
-from .kernel import Kernel
+from .kernel import LOG2E, Kernel
 from .padding import pad, padded
-
-LOG2E = math.log2(math.e)
 
 
 def _tile_ranges(q_bounds, kv_bounds, mask: Mask, transpose: bool = False, shards: int = 1) -> jax.Array:
@@ -148,7 +146,7 @@ class Tuning(NamedTuple):
     Attributes:
       tile: tokens of a program, of queries in the forward and in dq, of keys in dk and dv.
       step: tokens of the other side that it loads at a time.
-      warps: of a program; stages: loads in flight, and one.
+      warps: of a program; stages: Triton's num_stages, one more than the loads in flight.
     """
 
     tile: int
@@ -246,7 +244,7 @@ class GpuKernel(Kernel):
             [query, pl.BlockSpec((None, None, tile), lambda i, b, h: (b, h, i))], tuning)
         return AttentionPartial(out[:, :length, :, :size], lse[:, :, :length])
 
-    def backward(self, queries: Queries, keys: Keys, saved: Saved, *, mask: Mask, scale: float) -> Gradients:
+    def backward(self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float) -> Gradients:
         _check(mask)
         (q, q_coords), (k, v, kv_coords), (dout, lse, delta) = queries, keys, saved
         length, kv_tokens, size = q.shape[1], k.shape[1], q.shape[3]

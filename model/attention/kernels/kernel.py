@@ -3,13 +3,17 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..blocks import Gradients, Keys, Queries, Saved, StackedKeys
+from ..blocks import BackwardInputs, Gradients, Keys, Queries, StackedKeys
 from ..coords import Mask
 from ..partial import AttentionPartial, merge
+
+# The kernels for accelerators compute exp(x) as exp2(x * LOG2E).
+LOG2E = math.log2(math.e)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,20 +58,21 @@ class Kernel(abc.ABC):
         """Attention of the queries over these keys alone."""
 
     @abc.abstractmethod
-    def backward(self, queries: Queries, keys: Keys, saved: Saved, *, mask: Mask, scale: float) -> Gradients:
+    def backward(self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float) -> Gradients:
         """The gradients of q, k and v that these queries and keys contribute."""
 
-    def extend(self, carry: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
+    def extend(self, so_far: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
                scale: float) -> AttentionPartial:
-        """Attention of the queries over these keys and over those that `carry` covers (None: none yet)."""
+        """Attention of the queries over these keys and over those that `so_far` covers (None: none yet)."""
         partial = self.forward(queries, separate(keys), mask=mask, scale=scale)
-        return partial if carry is None else merge(carry, partial)
+        return partial if so_far is None else merge(so_far, partial)
 
-    def gradients(self, carry: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys, saved: Saved, *,
-                  mask: Mask, scale: float) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
-        """The gradients of `backward`: dq, added to `carry` (None: zero), and dk and dv of this block, stacked."""
+    def gradients(self, so_far: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys,
+                  saved: BackwardInputs, *, mask: Mask, scale: float,
+                  ) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
+        """The gradients of `backward`: dq, added to `so_far` (None: zero), and dk and dv of this block, stacked."""
         dq, dk, dv = self.backward(queries, separate(keys), saved, mask=mask, scale=scale)
-        return dq if carry is None else carry + dq, jnp.stack([dk, dv])
+        return dq if so_far is None else so_far + dq, jnp.stack([dk, dv])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,19 +82,20 @@ class AccumulatingKernel(Kernel):
     def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
         return self.extend(None, queries, keys, mask=mask, scale=scale)
 
-    def backward(self, queries: Queries, keys: Keys, saved: Saved, *, mask: Mask, scale: float) -> Gradients:
+    def backward(self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float) -> Gradients:
         dq, dkv = self.gradients(None, queries, keys, saved, mask=mask, scale=scale)
         return Gradients(dq, *dkv)
 
     @abc.abstractmethod
-    def extend(self, carry: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
+    def extend(self, so_far: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
                scale: float) -> AttentionPartial:
-        """As of Kernel; the result takes the carry's memory."""
+        """As of Kernel; the result takes the memory of `so_far`."""
 
     @abc.abstractmethod
-    def gradients(self, carry: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys, saved: Saved, *,
-                  mask: Mask, scale: float) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
-        """As of Kernel; dq takes the carry's memory."""
+    def gradients(self, so_far: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys,
+                  saved: BackwardInputs, *, mask: Mask, scale: float,
+                  ) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
+        """As of Kernel; dq takes the memory of `so_far`."""
 
 
 def separate(keys: Keys | StackedKeys) -> Keys:

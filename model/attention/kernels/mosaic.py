@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from ..blocks import Keys, Queries, Saved, StackedKeys
+from ..blocks import BackwardInputs, Keys, Queries, StackedKeys
 from ..coords import Mask, TokenCoords
 from ..partial import AttentionPartial
 from . import mosaic_backward, mosaic_forward
@@ -58,20 +58,21 @@ class MosaicKernel(AccumulatingKernel):
         _warn("soft-caps of scores")
         return self.other.with_softcap(softcap)
 
-    def extend(self, carry: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
+    def extend(self, so_far: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
                scale: float) -> AttentionPartial:
         options: dict[str, Any] = {"mask": mask, "scale": scale}
-        return self._call(self._extend, self.other.extend, carry, queries, keys, **options)
+        return self._call(self._extend, self.other.extend, so_far, queries, keys, **options)
 
-    def gradients(self, carry: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys, saved: Saved, *,
-                  mask: Mask, scale: float) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
+    def gradients(self, so_far: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys,
+                  saved: BackwardInputs, *, mask: Mask, scale: float,
+                  ) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
         options: dict[str, Any] = {"mask": mask, "scale": scale}
-        return self._call(self._gradients, self.other.gradients, carry, queries, keys, saved, **options)
+        return self._call(self._gradients, self.other.gradients, so_far, queries, keys, saved, **options)
 
-    def _call(self, ours: Callable[..., Any], others: Callable[..., Any], carry: Any, queries: Queries,
-              keys: Keys | StackedKeys, *saved: Saved, mask: Mask, scale: float) -> Any:
+    def _call(self, ours: Callable[..., Any], others: Callable[..., Any], so_far: Any, queries: Queries,
+              keys: Keys | StackedKeys, *saved: BackwardInputs, mask: Mask, scale: float) -> Any:
         """Ours, or the other kernel's for what this one does not serve."""
-        blocks = carry, queries, keys, *saved
+        blocks = so_far, queries, keys, *saved
         if self._refused(queries.q, mask):
             return others(*blocks, mask=mask, scale=scale)
 
@@ -86,25 +87,26 @@ class MosaicKernel(AccumulatingKernel):
             return run(True, *blocks)
         return lax.cond(jnp.array(unsure).all(), functools.partial(run, False), functools.partial(run, True), *blocks)
 
-    def _extend(self, q_side: _Side, kv_side: _Side, mask: Mask, scale: float, carry: AttentionPartial | None,
+    def _extend(self, q_side: _Side, kv_side: _Side, mask: Mask, scale: float, so_far: AttentionPartial | None,
                 queries: Queries, keys: Keys | StackedKeys) -> AttentionPartial:
-        if carry is not None:
-            carry = AttentionPartial(q_side.tokens(carry.out), q_side.statistics(carry.lse, float("-inf")))
+        if so_far is not None:
+            so_far = AttentionPartial(q_side.tokens(so_far.out), q_side.statistics(so_far.lse, float("-inf")))
         seen = intervals(q_side.coords, kv_side.coords, mask)
-        out, lse = mosaic_forward.forward(carry, q_side.tokens(queries.q), kv_side.arrays(keys), seen, scale=scale,
+        out, lse = mosaic_forward.forward(so_far, q_side.tokens(queries.q), kv_side.arrays(keys), seen, scale=scale,
                                           interpret=self.interpret)
         return AttentionPartial(q_side.back(out, queries.q.shape), q_side.statistics_back(lse, queries.q.shape[1]))
 
-    def _gradients(self, q_side: _Side, kv_side: _Side, mask: Mask, scale: float, carry: jax.Array | None, queries: Queries,
-                   keys: Keys | StackedKeys, saved: Saved) -> tuple[jax.Array, jax.Array]:
+    def _gradients(self, q_side: _Side, kv_side: _Side, mask: Mask, scale: float, so_far: jax.Array | None, queries: Queries,
+                   keys: Keys | StackedKeys, saved: BackwardInputs) -> tuple[jax.Array, jax.Array]:
         q, arrays = q_side.tokens(queries.q), kv_side.arrays(keys)
         # Where a query sees nothing the mask hides all of its weights; a finite number keeps them from being NaN before.
         lse = jnp.where(jnp.isneginf(saved.lse), 0.0, saved.lse)
-        saved = Saved(q_side.tokens(saved.dout.astype(q.dtype)), q_side.statistics(lse), q_side.statistics(saved.delta))
-        carry = None if carry is None else q_side.tokens(carry)
+        saved = BackwardInputs(q_side.tokens(saved.dout.astype(q.dtype)), q_side.statistics(lse),
+                               q_side.statistics(saved.delta))
+        so_far = None if so_far is None else q_side.tokens(so_far)
         options: dict[str, Any] = {"scale": scale, "interpret": self.interpret}
         seen = intervals(q_side.coords, kv_side.coords, mask)
-        dq = mosaic_backward.dq_pass(carry, q, arrays, saved, seen, **options)
+        dq = mosaic_backward.dq_pass(so_far, q, arrays, saved, seen, **options)
         seeing = intervals(kv_side.coords, q_side.coords, mask, transpose=True)
         dkv = mosaic_backward.dkv_pass(q, arrays, saved, seeing, **options)
         shape = keys.kv.shape[1:] if isinstance(keys, StackedKeys) else keys.k.shape

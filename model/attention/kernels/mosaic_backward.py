@@ -18,12 +18,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float
 
-from ..blocks import Saved
+from ..blocks import BackwardInputs
 from .intervals import Intervals, tile_edges
+from .kernel import LOG2E
 from .mosaic_tiles import (
     COMPUTE_REGISTERS,
     LOAD_REGISTERS,
-    LOG2E,
     ROWS,
     WARPGROUPS,
     Arithmetic,
@@ -47,8 +47,8 @@ def keys_in_tile(head_dim: int) -> int:
     return ROWS * WARPGROUPS // max(head_dim // WIDTH, 1)
 
 
-def dq_pass(carry: Float[Array, "B Tq Hq D"] | None, q: Float[Array, "B Tq Hq D"], keys: tuple[jax.Array, ...], saved: Saved,
-            seen: Intervals, *, scale: float, interpret: Any) -> Float[Array, "B Tq Hq D"]:
+def dq_pass(carry: Float[Array, "B Tq Hq D"] | None, q: Float[Array, "B Tq Hq D"], keys: tuple[jax.Array, ...],
+            saved: BackwardInputs, seen: Intervals, *, scale: float, interpret: Any) -> Float[Array, "B Tq Hq D"]:
     """The gradient of the queries, float32, added to `carry` (None: zero).
 
     Args:
@@ -147,8 +147,8 @@ def _dq_kernel(key_arrays: int, carried: bool, edges_ref, seen_ref, statistics_r
         dq_ref[row, number, :, head] = visit(edge, body, dq) * scale
 
 
-def dkv_pass(q: Float[Array, "B Tq Hq D"], keys: tuple[jax.Array, ...], saved: Saved, seeing: Intervals, *, scale: float,
-             interpret: Any) -> Float[Array, "2 B Tk Hkv D"]:
+def dkv_pass(q: Float[Array, "B Tq Hq D"], keys: tuple[jax.Array, ...], saved: BackwardInputs, seeing: Intervals, *,
+             scale: float, interpret: Any) -> Float[Array, "2 B Tk Hkv D"]:
     """The gradients of keys and values, stacked, float32.
 
     Args:

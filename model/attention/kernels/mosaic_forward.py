@@ -14,10 +14,10 @@ from jaxtyping import Array, Float
 
 from ..partial import AttentionPartial
 from .intervals import Intervals, tile_edges
+from .kernel import LOG2E
 from .mosaic_tiles import (
     COMPUTE_REGISTERS,
     LOAD_REGISTERS,
-    LOG2E,
     ROWS,
     WARPGROUPS,
     Arithmetic,
@@ -70,7 +70,8 @@ def forward(carry: AttentionPartial | None, q: Float[Array, "B Tq Hq D"], keys: 
 class _Turns:
     """Two warpgroups in turns: one's products run while the other computes weights.
 
-    Each waits for the other at the end of either part; one is a part ahead.
+    They alternate between two phases, products and softmax, and meet at a barrier after each; they start one phase apart, so
+    that one computes while the other multiplies.
     """
 
     barrier: Any

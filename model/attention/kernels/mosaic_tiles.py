@@ -1,13 +1,12 @@
 """What the Mosaic kernels for Hopper GPUs share: a warpgroup's arithmetic, tiles that arrive by TMA, and loops over tiles.
 
-A block has two warpgroups that compute and one that loads. The loader copies a tile into a slot of shared memory when both
-computing ones have freed it, and a barrier tells these that it has arrived: warp specialisation, as in FlashAttention-3
+A thread block has two warpgroups that compute and one that loads. The loader copies a tile into a slot of shared memory when
+both computing ones have freed it, and a barrier tells these that it has arrived: warp specialisation, as in FlashAttention-3
 (section 3.1).
 """
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-LOG2E = math.log2(math.e)
 ROWS = 64  # of a product that one warpgroup's wgmma instructions compute
 WARPGROUPS = 2  # that compute
 COMPUTE_REGISTERS, LOAD_REGISTERS = 240, 24  # a thread: 2 x 240 + 24 of the 512 that a core has for three warpgroups

@@ -14,7 +14,7 @@ import dataclasses
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from ..blocks import Gradients, Keys, Queries, Saved
+from ..blocks import BackwardInputs, Gradients, Keys, Queries
 from ..coords import Mask, visible
 from ..partial import AttentionPartial
 from .kernel import Kernel
@@ -36,7 +36,7 @@ class ReferenceKernel(Kernel):
         lse = jnp.where(total == 0, -jnp.inf, highest + jnp.log(nonzero))
         return AttentionPartial(_ungroup_heads(out), lse.reshape(batch, heads, length))
 
-    def backward(self, queries: Queries, keys: Keys, saved: Saved, *, mask: Mask, scale: float) -> Gradients:
+    def backward(self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float) -> Gradients:
         batch, length, heads, _ = queries.q.shape
         kv_heads = keys.k.shape[2]
         q, dout = group_heads(queries.q, kv_heads), group_heads(saved.dout, kv_heads)

@@ -5,13 +5,13 @@ import dataclasses
 
 import jax
 
-from ..blocks import Keys, Queries, Saved, StackedKeys
+from ..blocks import BackwardInputs, Keys, Queries, StackedKeys
 from ..coords import Mask, TokenCoords
 from ..partial import AttentionPartial
 from . import tpu_backward, tpu_forward
 from .kernel import AccumulatingKernel
 from .padding import pad, padded, tile_size
-from .tpu_options import DEFAULT_VMEM, LANES, VMEM, TileOptions, fitting
+from .tpu_options import DEFAULT_VMEM, LANES, VMEM, TileOptions, tiles_that_fit
 
 V3 = "TPU v3"
 
@@ -33,30 +33,30 @@ class TpuKernel(AccumulatingKernel):
     fused: bool | None = None
     interpret: object = False
 
-    def extend(self, carry: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
+    def extend(self, so_far: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
                scale: float) -> AttentionPartial:
         q, kv = queries.q, _kv(keys)
         options = self._options(q, kv, mask, scale)
         q_tile, kv_tile = options.query_tile, options.key_tile
-        if carry is not None:
-            carry = AttentionPartial(_heads_first(carry.out, q_tile), pad(carry.lse, q_tile, 2, float("-inf")))
-        out, lse = tpu_forward.forward(carry, _heads_first(q, q_tile), _keys(kv, kv_tile), _coords(queries.coords, q_tile),
+        if so_far is not None:
+            so_far = AttentionPartial(_heads_first(so_far.out, q_tile), pad(so_far.lse, q_tile, 2, float("-inf")))
+        out, lse = tpu_forward.forward(so_far, _heads_first(q, q_tile), _keys(kv, kv_tile), _coords(queries.coords, q_tile),
                                        _coords(keys.coords, kv_tile), options)
         return AttentionPartial(_heads_last(out, q.shape[1]), lse[:, :, :q.shape[1]])
 
-    def gradients(self, carry, queries: Queries, keys: Keys | StackedKeys, saved: Saved, *, mask: Mask, scale: float):
+    def gradients(self, so_far, queries: Queries, keys: Keys | StackedKeys, saved: BackwardInputs, *, mask: Mask, scale: float):
         q, kv, (dout, lse, delta) = queries.q, _kv(keys), saved
         options = self._options(q, kv, mask, scale)
         q_tile, kv_tile = options.query_tile, options.key_tile
         q_first, kv_first = _heads_first(q, q_tile), _keys(kv, kv_tile)
-        saved = Saved(_heads_first(dout.astype(q.dtype), q_tile), pad(lse, q_tile, 2), pad(delta, q_tile, 2))
+        saved = BackwardInputs(_heads_first(dout.astype(q.dtype), q_tile), pad(lse, q_tile, 2), pad(delta, q_tile, 2))
         block = (q_first, kv_first, saved, _coords(queries.coords, q_tile), _coords(keys.coords, kv_tile), options)
-        carry = None if carry is None else _heads_first(carry, q_tile)
+        so_far = None if so_far is None else _heads_first(so_far, q_tile)
         if _fused(q.shape[0] * kv[0].shape[2]) if self.fused is None else self.fused:
-            dq, dkv = tpu_backward.dq_dkv(carry, *block)
+            dq, dkv = tpu_backward.dq_dkv(so_far, *block)
         else:
             dkv = tpu_backward.dkv(*block)
-            dq = tpu_backward.dq(carry, *block)
+            dq = tpu_backward.dq(so_far, *block)
         return _heads_last(dq, q.shape[1]), _heads_last(dkv, kv[0].shape[1])
 
     def _options(self, q, kv, mask: Mask, scale: float) -> TileOptions:
@@ -64,7 +64,7 @@ class TpuKernel(AccumulatingKernel):
             raise ValueError(f"kernel: 'tpu' does not serve Mask.global_tokens = {mask.global_tokens}; 'auto' and 'xla' do")
         float32_operands = _device_kind() == V3
         vmem, itemsize = VMEM.get(_device_kind(), DEFAULT_VMEM), 4 if float32_operands else q.dtype.itemsize
-        query_tile, key_tile = fitting(self.query_tile, self.key_tile, q.shape[3], itemsize, vmem)
+        query_tile, key_tile = tiles_that_fit(self.query_tile, self.key_tile, q.shape[3], itemsize, vmem)
         q_tile, kv_tile = tile_size(q.shape[1], query_tile, LANES), tile_size(kv[0].shape[1], key_tile, LANES)
         return TileOptions(mask, scale, q_tile, kv_tile, float32_operands, self.interpret, self.softcap, vmem)
 

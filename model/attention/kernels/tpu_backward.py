@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from ..blocks import Saved
+from ..blocks import BackwardInputs
 from ..coords import FULL, MASKED, SKIP, TokenCoords
-from .tpu_options import LOG2_E, Scores, TileOptions, compiler_params, cost, nbytes, sub_tiles
+from .kernel import LOG2E
+from .tpu_options import Scores, TileOptions, compiler_params, cost, nbytes, sub_tiles
 from .tpu_tiles import Columns, QueryTileGrid, TileRanges, column, coordinate_rows, hide, key_operands, spread
 
 
@@ -31,7 +32,7 @@ def _dq_kernel(*refs, compute: Scores, carried: bool):
     @pl.when(step == 0)
     def _start():
         columns.reset()
-        lse_ref[...], delta_ref[...] = column(_finite(lse_row[...]) * LOG2_E), column(delta_row[...])
+        lse_ref[...], delta_ref[...] = column(_finite(lse_row[...]) * LOG2E), column(delta_row[...])
         dq_ref[...] = jnp.zeros_like(dq_ref)
 
     def differentiate(queries, keys, kind: int):
@@ -148,7 +149,7 @@ def _key_tile_kernel(*refs, compute: Scores, fused: bool):
         scores = exponents = compute.exponents(k_ref[keys], q_ref[queries])
         q_coords = q_rows[0:1, queries], q_rows[1:2, queries]
         scores = hide(scores, q_coords, columns.spread(keys, scores.shape[1]), compute.mask, kind)
-        weights = jnp.exp2(scores - _finite(lse_row[:, queries]) * LOG2_E)
+        weights = jnp.exp2(scores - _finite(lse_row[:, queries]) * LOG2E)
         dkv_ref[1, keys] += compute.product(weights.astype(dout_ref.dtype), dout_ref[queries], 1, 0)
         dweights = compute.product(v_ref[keys], dout_ref[queries], 1, 1)
         dscores = compute.before_cap(weights * (dweights - delta_row[:, queries]), exponents).astype(q_ref.dtype)
@@ -189,7 +190,7 @@ def _key_tile_kernel(*refs, compute: Scores, fused: bool):
         pl.when(last & (tile == pl.num_programs(2) - 1))(dq_tiles.finish)
 
 
-def dq(carry, q, kv, saved: Saved, q_coords: TokenCoords, kv_coords: TokenCoords, options: TileOptions) -> jax.Array:
+def dq(carry, q, kv, saved: BackwardInputs, q_coords: TokenCoords, kv_coords: TokenCoords, options: TileOptions) -> jax.Array:
     """The gradient of q in float32, [B, Hq, Tq, D], added to `carry`, whose memory it takes.
 
     Args:
@@ -221,7 +222,7 @@ def dq(carry, q, kv, saved: Saved, q_coords: TokenCoords, kv_coords: TokenCoords
     )(*inputs)
 
 
-def dkv(q, kv, saved: Saved, q_coords: TokenCoords, kv_coords: TokenCoords, options: TileOptions) -> jax.Array:
+def dkv(q, kv, saved: BackwardInputs, q_coords: TokenCoords, kv_coords: TokenCoords, options: TileOptions) -> jax.Array:
     """The gradients of k and v in float32, stacked, [2, B, Hkv, Tk, D], summed over the query heads that share a key head.
 
     Arguments as of `dq`.
@@ -229,7 +230,7 @@ def dkv(q, kv, saved: Saved, q_coords: TokenCoords, kv_coords: TokenCoords, opti
     return _by_key_tiles(None, q, kv, saved, q_coords, kv_coords, options)[0]
 
 
-def dq_dkv(carry, q, kv, saved: Saved, q_coords: TokenCoords, kv_coords: TokenCoords,
+def dq_dkv(carry, q, kv, saved: BackwardInputs, q_coords: TokenCoords, kv_coords: TokenCoords,
           options: TileOptions) -> tuple[jax.Array, jax.Array]:
     """The results of `dq` and `dkv` by one kernel: scores and weights are computed once for both.
 
@@ -240,7 +241,8 @@ def dq_dkv(carry, q, kv, saved: Saved, q_coords: TokenCoords, kv_coords: TokenCo
     return dq.reshape(q.shape), dkv
 
 
-def _by_key_tiles(carry, q, kv, saved: Saved, q_coords: TokenCoords, kv_coords: TokenCoords, options: TileOptions) -> list:
+def _by_key_tiles(carry, q, kv, saved: BackwardInputs, q_coords: TokenCoords, kv_coords: TokenCoords,
+                  options: TileOptions) -> list:
     """[dkv], or with a carry [dkv, dq], whose tiles have a dimension of their own.
 
     The grid is (batch row, key head, key tile, query head of the group, step).

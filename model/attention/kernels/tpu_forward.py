@@ -14,7 +14,8 @@ from jax.experimental.pallas import tpu as pltpu
 
 from ..coords import FULL, MASKED, TokenCoords
 from ..partial import AttentionPartial
-from .tpu_options import LOG2_E, Scores, TileOptions, compiler_params, cost, nbytes, sub_tiles
+from .kernel import LOG2E
+from .tpu_options import Scores, TileOptions, compiler_params, cost, nbytes, sub_tiles
 from .tpu_tiles import LOWEST, Columns, QueryTileGrid, TileRanges, column, coordinate_rows, hide, spread
 
 
@@ -31,7 +32,7 @@ def _kernel(*refs, compute: Scores, carried: bool):
         if carried:
             lse = column(carry[1][...])
             empty = jnp.isneginf(lse)
-            highest_ref[...] = jnp.where(empty, LOWEST, lse * LOG2_E)
+            highest_ref[...] = jnp.where(empty, LOWEST, lse * LOG2E)
             total_ref[...] = jnp.where(empty, 0.0, 1.0)
             out_ref[...] = carry[0][...]
         else:
@@ -68,7 +69,7 @@ def _kernel(*refs, compute: Scores, carried: bool):
         total = total_ref[...]
         nonzero = jnp.where(total == 0, 1.0, total)
         out_ref[...] = out_ref[...] / spread(nonzero, out_ref.shape[1])
-        lse = jnp.where(total == 0, -jnp.inf, highest_ref[...] / LOG2_E + jnp.log(nonzero))
+        lse = jnp.where(total == 0, -jnp.inf, highest_ref[...] / LOG2E + jnp.log(nonzero))
         lse_ref[...] = lse.T[0:1]
 
 

@@ -12,9 +12,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from ..coords import Mask
+from .kernel import LOG2E
 
 LANES = 128
-LOG2_E = math.log2(math.e)
 # Keys whose scores are computed at a time; also the queries and keys of a part of a masked tile.
 SUB_TILE = 512
 # Of VMEM, what the compiler gives a kernel that asks for nothing: all that a core of v3 or v4 has.
@@ -24,7 +24,7 @@ DEFAULT_VMEM = 16 * 2**20
 VMEM = {"TPU v5 lite": 32 * 2**20, "TPU v5": 32 * 2**20, "TPU v6 lite": 32 * 2**20}
 
 
-def fitting(query_tile: int, key_tile: int, head_dim: int, itemsize: int, vmem: int = DEFAULT_VMEM) -> tuple[int, int]:
+def tiles_that_fit(query_tile: int, key_tile: int, head_dim: int, itemsize: int, vmem: int = DEFAULT_VMEM) -> tuple[int, int]:
     """These tile sizes, or smaller ones that fit into so many bytes of VMEM beside 1 MiB for coordinates.
 
     Counted for the kernel that needs most: q, dout, k, v and two float32 results or carries, each twice (one copy is moved
@@ -69,14 +69,14 @@ class Scores(NamedTuple):
     def exponents(self, a: jax.Array, b: jax.Array) -> jax.Array:
         """The scores of rows of a and rows of b in units of log 2, nothing hidden yet."""
         if self.softcap is None:
-            return self.product(a, b, 1, 1) * (self.scale * LOG2_E)
-        return self.softcap * LOG2_E * jnp.tanh(self.product(a, b, 1, 1) * (self.scale / self.softcap))
+            return self.product(a, b, 1, 1) * (self.scale * LOG2E)
+        return self.softcap * LOG2E * jnp.tanh(self.product(a, b, 1, 1) * (self.scale / self.softcap))
 
     def before_cap(self, dscores: jax.Array, exponents: jax.Array) -> jax.Array:
         """The gradient of scores before the soft-cap, from that of capped ones and their `exponents`."""
         if self.softcap is None:
             return dscores
-        return dscores * (1.0 - jnp.square(exponents * (1.0 / (self.softcap * LOG2_E))))
+        return dscores * (1.0 - jnp.square(exponents * (1.0 / (self.softcap * LOG2E))))
 
 
 def sub_tiles(tile: int) -> list[slice]:

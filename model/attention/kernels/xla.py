@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from ..blocks import Gradients, Keys, Queries, Saved
+from ..blocks import BackwardInputs, Gradients, Keys, Queries
 from ..coords import FULL, MASKED, SKIP, Mask, TokenCoords, tile_bounds, tile_kind, visible
 from ..partial import AttentionPartial
 from .kernel import Kernel
@@ -148,7 +148,7 @@ class XlaKernel(Kernel):
         out, lse = (_from_query_tiles(x, heads // kv_heads)[:, :length] for x in (out, lse))
         return AttentionPartial(out, lse[..., 0].swapaxes(1, 2))
 
-    def backward(self, queries: Queries, keys: Keys, saved: Saved, *, mask: Mask, scale: float) -> Gradients:
+    def backward(self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float) -> Gradients:
         length, heads = queries.q.shape[1:3]
         kv_length, kv_heads = keys.k.shape[1:3]
         (q, q_coords), (k, v, kv_coords), query_tile, key_tile = self._padded(queries, keys)

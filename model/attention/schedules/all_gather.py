@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..blocks import Gradients, Keys, Queries, Saved, StackedKeys
+from ..blocks import BackwardInputs, Gradients, Keys, Queries, StackedKeys
 from ..coords import Mask
 from ..kernels.kernel import Kernel
 from ..partial import AttentionPartial
@@ -28,7 +28,7 @@ class AllGather(Schedule):
         kernel = kernel.over_shards(1, context.ranks.size)
         return kernel.extend(None, queries, _gather(keys, context.ranks), **context.scores)
 
-    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context) -> Gradients:
+    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context) -> Gradients:
         kernel = kernel.over_shards(1, context.ranks.size)
         dq, dkv = kernel.gradients(None, queries, _gather(keys, context.ranks), saved, **context.scores)
         # dK and dV apart: for a stack the TPU compiler emits an all-reduce, which moves twice the bytes.

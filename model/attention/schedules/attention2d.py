@@ -31,7 +31,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from ..blocks import Gradients, Keys, Queries, Saved, StackedKeys
+from ..blocks import BackwardInputs, Gradients, Keys, Queries, StackedKeys
 from ..coords import Mask
 from ..kernels.kernel import Kernel
 from ..partial import AttentionPartial, merge, per_row
@@ -72,14 +72,15 @@ class Attention2D(Schedule):
         kernel = kernel.over_shards(row.size, column.size)
         return _merge_scatter(row, kernel.forward(row.gather(queries, 1), column.gather(keys, 1), **context.scores))
 
-    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context) -> Gradients:
+    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context) -> Gradients:
         row, column = self._grid(context, queries, keys)
         if self.overlap:
             return _overlapped_backward(kernel, queries, keys, saved, context, row, column)
         q, dout, q_coords = row.gather((queries.q, saved.dout, queries.coords), 1)
         lse, delta = row.gather((saved.lse, saved.delta), 2)
         kernel = kernel.over_shards(row.size, column.size)
-        dq, dk, dv = kernel.backward(Queries(q, q_coords), column.gather(keys, 1), Saved(dout, lse, delta), **context.scores)
+        dq, dk, dv = kernel.backward(Queries(q, q_coords), column.gather(keys, 1), BackwardInputs(dout, lse, delta),
+                                     **context.scores)
         # dK and dV apart: for a stack the TPU compiler emits an all-reduce, which moves twice the bytes.
         return Gradients(row.reduce_scatter(dq, 1), *column.reduce_scatter((dk, dv), 1))
 
@@ -161,7 +162,7 @@ def _overlapped_forward(kernel: Kernel, queries: Queries, keys: Keys, context: C
     return merge(own, from_row)
 
 
-def _overlapped_backward(kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context, row: Ranks,
+def _overlapped_backward(kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context, row: Ranks,
                          column: Ranks) -> Gradients:
     """Algorithm 8: as the forward; dK and dV stay until the row's last queries pass by, and then leave for their owners."""
     if row.size == 1:
@@ -173,7 +174,7 @@ def _overlapped_backward(kernel: Kernel, queries: Queries, keys: Keys, saved: Sa
 
     def gradients(dq, queries_side, block, kernel=kernel):
         (q, dout), (lse, delta), coords = queries_side
-        return kernel.gradients(dq, Queries(q, coords), block, Saved(dout, lse, delta), **context.scores)
+        return kernel.gradients(dq, Queries(q, coords), block, BackwardInputs(dout, lse, delta), **context.scores)
 
     def visit_keys(dq, block):  # GthrCmptBwd, Algorithm 9
         dq, dkv = gradients(dq, own, block)

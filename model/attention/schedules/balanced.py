@@ -8,7 +8,7 @@ round t = 1, 2, ...,
   and sends (out, lse) back, which r merges by rescale (lines 8 to 18).
 
 So round t does the distances t and P - t at once, and for odd P nobody idles. For even P the last round has the single distance
-P / 2: its owners work alone, as in the paper, or with `split` owner and helper take half of the queries each.
+P / 2: its owners work alone, as in the paper, or with `split` owner and helper take half of an even number of queries each.
 
 Traffic (Appendix C: 3 N d): forward, K and V to owners, Q to helpers, and a partial result in float32 back. Backward, q, dout,
 lse and delta take the place of Q; dQ goes back to the helped workers, and dK and dV to where K and V came from.
@@ -32,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..blocks import Gradients, Keys, Queries, Saved, StackedKeys
+from ..blocks import BackwardInputs, Gradients, Keys, Queries, StackedKeys
 from ..coords import Mask
 from ..kernels.kernel import Kernel
 from ..partial import AttentionPartial
@@ -48,7 +48,8 @@ class Balanced(Schedule):
     """DistFlashAttn's owners and helpers.
 
     Attributes:
-      split: for even P, owner and helper share the last round.
+      split: for even P, `ordered` shards of an even number of tokens and a causal mask, owner and helper share the last round.
+        Over other layouts and masks both work in it anyway, and it has no effect.
       ordered: shards are runs of tokens in the order of the ranks, as `get_schedule` finds out from the layout.
     """
 
@@ -61,10 +62,10 @@ class Balanced(Schedule):
 
         return self._all_rounds(context, tuple(queries), keys.stacked(), compute)[0]
 
-    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context) -> Gradients:
+    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context) -> Gradients:
         def compute(queries, keys):
             q, dout, lse, delta, coords = queries
-            return kernel.gradients(None, Queries(q, coords), keys, Saved(dout, lse, delta), **context.scores)
+            return kernel.gradients(None, Queries(q, coords), keys, BackwardInputs(dout, lse, delta), **context.scores)
 
         dq, dkv = self._all_rounds(context, (queries.q, *saved, queries.coords), keys.stacked(), compute)
         return Gradients(dq, *dkv)
@@ -179,7 +180,8 @@ class _Round:
         if self.helps:
             queries = _where(is_helper, fetched_queries, self._half(queries, 1))
             fetched_keys = _where(is_helper, keys, fetched_keys)
-        # Where nobody helps, the ranks that would have received keys of zeros: padding, of which every tile is skipped.
+        # Where nobody helps, the ranks that would have helped receive zeros for keys. Segment 0 is padding, so every tile is
+        # skipped.
         for_queries, for_keys = compute(queries, fetched_keys)
         own_results = self._both_halves(_mask(for_queries, ~is_helper), 1), _mask(for_keys, is_helper)
         return own_results, (for_queries if self.helps else None, for_keys)

@@ -3,7 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from ..blocks import Gradients, Keys, Queries, Saved
+from ..blocks import BackwardInputs, Gradients, Keys, Queries
 from ..coords import Mask
 from ..kernels.kernel import Kernel
 from ..partial import AttentionPartial
@@ -18,7 +18,7 @@ class Local(Schedule):
     def forward(self, kernel: Kernel, queries: Queries, keys: Keys, context: Context) -> AttentionPartial:
         return kernel.forward(queries, keys, **context.scores)
 
-    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context) -> Gradients:
+    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context) -> Gradients:
         return kernel.backward(queries, keys, saved, **context.scores)
 
     def check(self, size: int) -> None:

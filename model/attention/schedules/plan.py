@@ -166,7 +166,8 @@ def lines(size: int, inner: int) -> tuple[list[range], list[range]]:
 def side_by_side(rounds: Iterable[Round], degree: int) -> tuple[Round, ...]:
     """The rounds of `degree` equal lines at once: rank r of a line stands for the ranks r x degree + i, i < degree.
 
-    The block of rank r is the blocks of all these ranks, and each of them computes its part of the heads.
+    The block of rank r is the blocks of all these ranks, and each of them computes its part of the heads, of which a task of
+    the line may be a part again.
     """
     def blocks(owners):
         return tuple(owner * degree + i for owner in owners for i in range(degree))
@@ -176,7 +177,7 @@ def side_by_side(rounds: Iterable[Round], degree: int) -> tuple[Round, ...]:
 
     return tuple(
         Round(tuple(task._replace(rank=task.rank * degree + i, queries=blocks(task.queries), keys=blocks(task.keys),
-                                  heads=(i, degree))
+                                  heads=(i * task.heads[1] + task.heads[0], degree * task.heads[1]))
                     for task in each.tasks for i in range(degree)),
               tuple(send._replace(pairs=spread(send.pairs)) for send in each.sends))
         for each in rounds)

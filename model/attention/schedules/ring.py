@@ -12,7 +12,8 @@ Ring Attention and Striped Attention differ only in GetMask, because they differ
 
 Traffic: each rank receives 2 T Hkv D numbers and 2 T coordinates a hop. The backward sends the same, and dK and dV in float32
 one hop behind, with one more hop to return home. Other arrays can ride along behind the same kernels: an all-gather with K and
-V (`carry_forward`), a reduce-scatter with dK and dV (`carry_backward`); `model/memory/prefetch.py` sends weights that way.
+V (`forward_and_gather`), a reduce-scatter with dK and dV (`backward_and_exchange`); `model/memory/prefetch.py` sends weights
+that way.
 
 Option `bidirectional`: the first half of each block's tokens travels one way round and the second half the other, so that both
 directions of each link are used at once. Hops, bytes and kernel calls are as many; each direction carries half the bytes. In a
@@ -20,7 +21,7 @@ round a rank has the two halves, of two different ranks, as one block of keys.
 
 Sliding windows (DistFlashAttn, Appendix D): if the shards are runs of tokens in the order of the ranks (`ordered`), a block
 visits only the ranks within the window's reach: `reach` hops onwards if causal, otherwise `reach` hops either way. Global
-tokens beyond it are replicated (`replica.py`), unless arrays ride along, which have to visit all ranks.
+tokens beyond it are replicated (`replica.py`). If other arrays ride along, all blocks visit all ranks, because those have to.
 """
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ..blocks import Gradients, Keys, Queries, Saved, StackedKeys
+from ..blocks import BackwardInputs, Gradients, Keys, Queries, StackedKeys
 from ..coords import Mask
 from ..kernels.kernel import Kernel
 from ..partial import AttentionPartial
@@ -98,21 +99,22 @@ class Ring(Schedule):
     """Passes K and V round the ring.
 
     Attributes:
-      bidirectional: half of each block travels in either direction.
+      bidirectional: half of each block travels in either direction; without effect where a window cuts the hops of `ordered`
+        shards.
       ordered: shards are runs of tokens in the order of the ranks, as `get_schedule` finds out from the layout.
     """
 
     bidirectional: bool = False
     ordered: bool = False
-    carries: ClassVar[bool] = True
+    can_gather_along: ClassVar[bool] = True
 
     def forward(self, kernel: Kernel, queries: Queries, keys: Keys, context: Context) -> AttentionPartial:
-        return self.carry_forward(kernel, queries, keys, None, context)[0]
+        return self.forward_and_gather(kernel, queries, keys, None, context)[0]
 
-    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context) -> Gradients:
-        return self.carry_backward(kernel, queries, keys, saved, Payload(), context)[0]
+    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context) -> Gradients:
+        return self.backward_and_exchange(kernel, queries, keys, saved, Payload(), context)[0]
 
-    def carry_forward(self, kernel: Kernel, queries: Queries, keys: Keys, shard, context: Context):
+    def forward_and_gather(self, kernel: Kernel, queries: Queries, keys: Keys, shard, context: Context):
         """As of Schedule: `shard` travels with K and V."""
         routes, replica = self._routes(context.ranks, context.mask, keys.k.shape[1], rides=shard is not None)
         own = keys.stacked()
@@ -128,7 +130,8 @@ class Ring(Schedule):
             partial = kernel.extend(partial, queries, replicated, **context.scores)
         return partial, gathered
 
-    def carry_backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, payload: Payload, context: Context):
+    def backward_and_exchange(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, payload: Payload,
+                              context: Context):
         """As of Schedule: the shares are summed on their way one hop behind the block, with dK and dV."""
         rides = payload.shard is not None or payload.shares is not None
         routes, replica = self._routes(context.ranks, context.mask, keys.k.shape[1], rides)
@@ -156,7 +159,7 @@ class Ring(Schedule):
     def _routes(self, ranks: Ranks, mask: Mask, tokens: int, rides: bool = False) -> tuple[_Routes, Replica | None]:
         """The routes of blocks, and of global tokens where blocks do not visit all ranks."""
         routes = _Routes.choose(ranks, mask, tokens, self.bidirectional, self.ordered)
-        if not mask.global_tokens or routes.hops == ranks.size - 1:
+        if routes.hops == ranks.size - 1 or not (rides or mask.global_tokens):
             return routes, None
         replica = None if rides else Replica.choose(ranks, mask, tokens, routes.hops, routes.directions)
         return (routes, replica) if replica else (_Routes.choose(ranks, mask, tokens, self.bidirectional, False), None)
@@ -193,24 +196,19 @@ class Ring(Schedule):
 
 
 def _ring_pass(routes: _Routes, own: StackedKeys, visit, payload: Payload):
-    """The ring pass of this rank's block `own`, with other arrays riding along.
+    """The ring pass of this rank's block `own`, with other arrays riding along: then the routes visit all ranks.
 
     Args:
       visit: as of `ring_pass`.
 
     Returns:
       The last carry; what all ranks contributed for `own`; the shards of all ranks [P, ...]; the sum of this rank's shares.
-
-    Raises:
-      ValueError: arrays ride along, but the blocks do not visit all ranks, because of a window.
     """
     shard, shares = payload
     if shard is None and shares is None:
         carry, returned, _ = ring_pass(routes.divide(own), routes.hops, routes.send, routes.send_home, visit)
         return carry, returned, None, None
     ranks, direction = routes.ranks, routes.directions[0]
-    if routes.hops + 1 < ranks.size:
-        raise ValueError(f"ring: what rides along must visit all {ranks.size} ranks, and these blocks visit {routes.hops + 1}")
     empty = jax.tree.map(lambda x: jnp.zeros((ranks.size, *x.shape), x.dtype), shard)
 
     def visit_with_payload(carry, block):

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float
 
-from ..blocks import Gradients, Keys, Queries, Saved
+from ..blocks import BackwardInputs, Gradients, Keys, Queries
 from ..coords import Mask, TokenCoords, visible
 from ..kernels.kernel import Kernel
 from ..kernels.reference import group_heads
@@ -51,7 +51,7 @@ class RingSelfAttention(Schedule):
         lse = jnp.where(total == 0, -jnp.inf, highest + jnp.log(nonzero))[0]
         return AttentionPartial(out.reshape(q.shape), lse.reshape(batch, heads, length))
 
-    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context) -> Gradients:
+    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context) -> Gradients:
         q, k, v, ranks, scale = queries.q, keys.k, keys.v, context.ranks, context.scale
         batch, length = q.shape[:2]
         grouped, dout = group_heads(q, k.shape[2]), group_heads(saved.dout, k.shape[2])

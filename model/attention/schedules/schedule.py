@@ -8,7 +8,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from jaxtyping import Array, PyTree
 
-from ..blocks import Gradients, Keys, Queries, Saved
+from ..blocks import BackwardInputs, Gradients, Keys, Queries
 from ..coords import Mask
 from ..kernels.kernel import Kernel
 from ..partial import AttentionPartial
@@ -65,8 +65,13 @@ class Schedule(abc.ABC):
       ValueError: an option of another type than declared, or a negative number.
     """
 
-    carries: ClassVar[bool] = False
-    """Whether other arrays can ride along: whether there are `carry_forward` and `carry_backward`."""
+    can_gather_along: ClassVar[bool] = False
+    """Whether other arrays can ride along: whether there are `forward_and_gather` and `backward_and_exchange`."""
+
+    @property
+    def name(self) -> str:
+        """The schedule as a recipe names it: by its file."""
+        return type(self).__module__.rpartition(".")[2]
 
     def __post_init__(self) -> None:
         for option in dataclasses.fields(self):  # type: ignore[arg-type]  # every subclass is a dataclass
@@ -79,7 +84,7 @@ class Schedule(abc.ABC):
         """Attention of this rank's queries over the keys of all ranks, float32."""
 
     @abc.abstractmethod
-    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context) -> Gradients:
+    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context) -> Gradients:
         """The gradients of this rank's queries, and of its keys and values from the queries of all ranks, float32."""
 
     @abc.abstractmethod
@@ -89,19 +94,19 @@ class Schedule(abc.ABC):
         The mask matters where a window lets a schedule leave ranks out.
         """
 
-    def carry_forward(self, kernel: Kernel, queries: Queries, keys: Keys, shard: PyTree[Array],
-                      context: Context) -> tuple[AttentionPartial, PyTree[Array]]:
+    def forward_and_gather(self, kernel: Kernel, queries: Queries, keys: Keys, shard: PyTree[Array],
+                           context: Context) -> tuple[AttentionPartial, PyTree[Array]]:
         """`forward`, which also all-gathers `shard`, a tree of arrays, to [P, ...] behind the same kernels."""
-        raise NotImplementedError(f"{type(self).__name__} carries no other arrays")
+        raise NotImplementedError(f"{type(self).__name__} gathers no other arrays")
 
-    def carry_backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, payload: Payload,
-                       context: Context) -> tuple[Gradients, PyTree[Array] | None, PyTree[Array] | None]:
+    def backward_and_exchange(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, payload: Payload,
+                              context: Context) -> tuple[Gradients, PyTree[Array] | None, PyTree[Array] | None]:
         """`backward`, which also all-gathers `payload.shard` and reduce-scatters `payload.shares`.
 
         Returns:
           The gradients; the shards of all ranks [P, ...]; the sum over all ranks of their shares for this rank.
         """
-        raise NotImplementedError(f"{type(self).__name__} carries no other arrays")
+        raise NotImplementedError(f"{type(self).__name__} gathers no other arrays")
 
     def check(self, size: int) -> None:  # noqa: B027  # not abstract: most schedules serve any number
         """Refuses a number of ranks that the schedule cannot serve; most schedules serve any.
@@ -118,5 +123,5 @@ class Schedule(abc.ABC):
             raise ValueError(f"{self._option(option)}: {value} does not divide {size} sequence shards; those do: {divisors}")
 
     def _option(self, name: str) -> str:
-        """An option as a recipe names it: a schedule has the name of its file."""
-        return f"{type(self).__module__.rpartition('.')[2]}.{name}"
+        """An option as a recipe names it."""
+        return f"{self.name}.{name}"

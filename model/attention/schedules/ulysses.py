@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..blocks import Gradients, Keys, Queries, Saved
+from ..blocks import BackwardInputs, Gradients, Keys, Queries
 from ..coords import Mask, TokenCoords
 from ..kernels.kernel import Kernel
 from ..partial import AttentionPartial
@@ -91,7 +91,7 @@ class Ulysses(Schedule):
         lse = line.exchange(partial.lse, 2, 1)[:, : heads.query_heads]
         return AttentionPartial(out.astype(jnp.float32), lse)
 
-    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: Saved, context: Context) -> Gradients:
+    def backward(self, kernel: Kernel, queries: Queries, keys: Keys, saved: BackwardInputs, context: Context) -> Gradients:
         line, outer, inner = self._lines(context.ranks)
         kv_heads = keys.k.shape[2]
         heads = _HeadSplit.create(queries.q.shape[2], kv_heads, line.size)
@@ -100,7 +100,7 @@ class Ulysses(Schedule):
         lse, delta = (line.exchange(heads.pad(x, line.size, 1), 1, 2) for x in (saved.lse, saved.delta))
         q_coords, kv_coords = _gather_coords(line, queries.coords, keys.coords)
         dq, dk, dv = inner.backward(kernel.over_shards(line.size, line.size), Queries(q, q_coords), Keys(k, v, kv_coords),
-                                    Saved(dout, lse, delta), dataclasses.replace(context, ranks=outer))
+                                    BackwardInputs(dout, lse, delta), dataclasses.replace(context, ranks=outer))
         dq = line.exchange(dq, 1, 2)[:, :, : heads.query_heads]
         dkv = line.exchange(jnp.stack([dk, dv]), 2, 3)
         if heads.key_heads.size != kv_heads:  # sums of slices: a scatter-add would stay a scatter on TPUs

@@ -9,12 +9,12 @@ from . import get_schedule
 from .plan import Block, Plan, received
 
 
-def window_lines(schedule: str | Mapping[str, Any], layout: str, size: int, tokens: int, masks: Sequence[Mask]) -> list[str]:
+def window_lines(schedule: str | Mapping[str, Any], layout: str, size: int, block: Block, masks: Sequence[Mask]) -> list[str]:
     """Returns a line where keys beyond a window still travel, or hidden scores are still computed; else none.
 
     Args:
       schedule: a name or a mapping, as in `AttentionConfig`.
-      size: devices on the sequence axis; tokens: of a row on each of them.
+      size: devices on the sequence axis; block: what each of them holds.
       masks: of one layer of each kind, in the period that they repeat in.
     """
     windows = [mask.window for mask in masks if mask.window is not None]
@@ -23,14 +23,14 @@ def window_lines(schedule: str | Mapping[str, Any], layout: str, size: int, toke
     mask = Mask(window=max(windows), global_tokens=max(mask.global_tokens for mask in masks))
     layers = "all layers" if len(windows) == len(masks) else f"{len(windows)} of every {len(masks)} layers"
     name = f"the window of {mask.window:,} tokens in {layers}"
-    plan = _plan(schedule, layout, size, tokens, mask)
+    plan = _plan(schedule, layout, size, block, mask)
     if any(task.dense for each in plan.forward for task in each.tasks):
         return [f"attention.schedule {schedule} also computes the scores that {name} hides; other schedules skip them"]
-    if _volume(plan, size) < _volume(_plan(schedule, layout, size, tokens, Mask()), size):
+    if _volume(plan, size) < _volume(_plan(schedule, layout, size, block, Mask()), size):
         return []
     line = f"{name} saves products but no communication: as much is sent as without it"
-    reach = mask.reach(tokens, size)
-    if reach < size - 1 and _volume(_plan("ring", "contiguous", size, tokens, mask), size) < _volume(plan, size):
+    reach = mask.reach(block.tokens, size)
+    if reach < size - 1 and _volume(_plan("ring", "contiguous", size, block, mask), size) < _volume(plan, size):
         line += (f"; --attention.schedule ring --attention.layout contiguous receives those of {reach} other "
                  f"{'device' if reach == 1 else 'devices'}{' and the global tokens' if mask.global_tokens else ''} alone")
         if len(windows) < len(masks):
@@ -38,9 +38,8 @@ def window_lines(schedule: str | Mapping[str, Any], layout: str, size: int, toke
     return [line]
 
 
-def _plan(schedule: str | Mapping[str, Any], layout: str, size: int, tokens: int, mask: Mask) -> Plan:
-    """The plan for blocks of so many tokens. Of the heads only the proportions are read."""
-    return get_schedule(schedule, size, layout).plan(size, Block(1, tokens, size, size, 2), mask)
+def _plan(schedule: str | Mapping[str, Any], layout: str, size: int, block: Block, mask: Mask) -> Plan:
+    return get_schedule(schedule, size, layout).plan(size, block, mask)
 
 
 def _volume(plan: Plan, size: int) -> float:

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from model.attention import Mask, TokenCoords, attention, document_starts, get_kernel
+from model.attention import AttentionPartial, Mask, TokenCoords, attention, document_starts, get_kernel
 
 from .dense import dense_attention
 
@@ -107,3 +107,11 @@ def check(got, expected, order):
             # Documents of one token have no gradient at all: there the inputs' own magnitude, 1, is the measure.
             error = np.abs(x - y).max() / max(np.abs(y).max(), 1.0)
         assert error <= TOLERANCE, f"{name}: error {error:.2e}"
+
+
+def empty(batch: int, length: int, heads: int, head_dim: int) -> AttentionPartial:
+    """Attention over no keys: merging it changes nothing."""
+    return AttentionPartial(
+        jnp.zeros((batch, length, heads, head_dim), jnp.float32),
+        jnp.full((batch, heads, length), -jnp.inf, jnp.float32),
+    )

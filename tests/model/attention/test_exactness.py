@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.attention import Keys, Mask, Queries, Saved, TokenCoords, attention, document_starts, get_kernel
+from model.attention import BackwardInputs, Keys, Mask, Queries, TokenCoords, attention, document_starts, get_kernel
 from model.attention.layout import LAYOUTS, permutation
 
 from .cases import HEADS, MASKS, SCHEDULES, check, documents, inputs, mesh_of, out_and_gradients, truth
@@ -62,8 +62,15 @@ def test_a_softcap_that_a_kernel_lacks_is_refused():
 def test_global_tokens_that_a_kernel_lacks_are_refused():
     arrays, (index, segments) = inputs("8/2", LENGTH), documents("packed", LENGTH)
     with pytest.raises(ValueError, match=r"'gpu' does not serve Mask\.global_tokens = 3; 'auto' and 'xla' do"):
-        compiled(2, mask=Mask(global_tokens=3), kernel=get_kernel("gpu"))(
+        compiled(2, mask=Mask(window=17, global_tokens=3), kernel=get_kernel("gpu"))(
             *arrays, TokenCoords(index, segments, np.zeros_like(index)))
+
+
+def test_global_tokens_without_a_window_change_nothing_and_need_no_starts():
+    order = permutation(LENGTH, 2, "striped")
+    arrays = (x[:, order] for x in inputs("8/2", LENGTH))
+    coords = TokenCoords(*(x[:, order] for x in documents("packed", LENGTH)))
+    check(compiled(2, mask=Mask(global_tokens=3))(*arrays, coords), truth("8/2", "packed", Mask(), LENGTH), order)
 
 
 def random_documents(data, most, gaps):
@@ -179,7 +186,7 @@ def test_results_are_float32_where_jax_defaults_to_float64(kernel):
     with jax.enable_x64(True):
         blocks = Queries(vectors, coords), Keys(vectors, vectors, coords)
         results = (jax.eval_shape(functools.partial(kernel.forward, **options), *blocks),
-                   jax.eval_shape(functools.partial(kernel.backward, **options), *blocks, Saved(vectors, rows, rows)))
+                   jax.eval_shape(functools.partial(kernel.backward, **options), *blocks, BackwardInputs(vectors, rows, rows)))
     assert {x.dtype for x in jax.tree.leaves(results)} == {jnp.dtype("float32")}
 
 
@@ -237,4 +244,18 @@ def test_meshes_and_coordinates_that_cannot_be_meant_are_refused(axes, change, m
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), axes)
     with pytest.raises(ValueError) as error:
         attention(q, k, v, coords, mesh=mesh, kernel="reference")
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("axis", "q", "k", "message"), [
+    ("sequence", (1, LENGTH, 2, 8), (1, LENGTH, 2, 4), "q and k: found shapes (1, 240, 2, 8) and (1, 240, 2, 4); D, the size"),
+    ("sequence", (2, LENGTH, 2, 8), (4, LENGTH, 2, 8), "q and k: found shapes (2, 240, 2, 8) and (4, 240, 2, 8); B, the"),
+    ("sequence", (2, LENGTH, 2, 8), (1, LENGTH, 2, 8), "B, the rows, must be equal"),
+    ("sequence", (1, LENGTH, 3, 8), (1, LENGTH, 2, 8), "heads: 3 query heads are no multiple of 2 key/value heads"),
+    ("tensor", (1, LENGTH, 2, 8), (1, LENGTH, 1, 8), "heads: 1 key/value heads are not divisible by tensor = 2")])
+def test_shapes_that_do_not_fit_each_other_or_the_mesh_are_refused(axis, q, k, message):
+    coords, kv_coords = (TokenCoords(jnp.tile(jnp.arange(LENGTH), (x[0], 1)), jnp.ones(x[:2], int)) for x in (q, k))
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), (axis,))
+    with pytest.raises(ValueError) as error:
+        attention(jnp.ones(q), jnp.ones(k), jnp.ones(k), coords, kv_coords=kv_coords, mesh=mesh, kernel="reference")
     assert message in str(error.value) and "\n" not in str(error.value)

@@ -5,7 +5,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from model.attention import AttentionPartial, merge
-from model.attention.partial import empty
+
+from .cases import empty
 
 numbers = st.one_of(st.just(-np.inf), st.floats(-300, 300, width=32))
 

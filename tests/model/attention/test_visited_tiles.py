@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from model.attention import Keys, Mask, Queries, TokenCoords, attention
-from model.attention.blocks import Saved
+from model.attention.blocks import BackwardInputs
 from model.attention.coords import tile_bounds
 from model.attention.kernels import GpuKernel, PlatformKernel, ReferenceKernel, TpuKernel, XlaKernel, tpu_options
 from model.attention.kernels.gpu import _tile_ranges
@@ -72,7 +72,7 @@ def visited_in_rounds(kernel, q_orders, kv_orders, tile):
     @functools.partial(jax.jit, static_argnames="method", compiler_options=QUICK)
     def call(method, q, k, v, *saved):
         blocks = Queries(q, q_coords), Keys(k, v, kv_coords)
-        saved = (Saved(*saved, statistic, statistic),) if saved else ()
+        saved = (BackwardInputs(*saved, statistic, statistic),) if saved else ()
         return getattr(kernel, method)(*blocks, *saved, mask=Mask(), scale=1.0)
 
     def nan_of_rounds(results):

@@ -11,7 +11,6 @@ import safetensors.torch
 import torch
 import transformers
 
-from model.attention import Mask
 from model.config import LlamaConfig
 from model.decode import Generator
 from model.families import FAMILIES
@@ -98,7 +97,7 @@ def test_every_family_is_tested():
 
 def ours(config, folder, shape, **options):
     """Our model on a mesh, and its parameters."""
-    own = llama(config, shape, mask=Mask(window=config.common_window), **options)
+    own = llama(config, shape, **options)
     return own, read_hf(folder, config, own.shardings, in_memory=own.in_memory)
 
 

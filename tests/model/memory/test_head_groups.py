@@ -2,11 +2,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from model.attention import AttentionOp, TokenCoords
 from model.attention.kernels import get_kernel
 from model.memory.chunked import chunked, product
 from model.memory.head_groups import GroupedAttention, HeadGroups
+from tests.model.build import llama, tiny
 
 TOKENS, HIDDEN, HEADS, KEY_HEADS, SIZE = 8, 4, 4, 2, 2
 GROUPS = HeadGroups(2, {"norm": None, "q_proj": 1, "k_proj": 1, "v_proj": 1})
@@ -49,3 +51,8 @@ def test_groups_of_heads_are_attention():
     got, expected = jax.jit(lambda *a: tuple(jax.value_and_grad(f, (0, 1))(*a) for f in (in_groups, by_formula)))(*arguments)
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         assert np.abs(one - other).max() <= 1e-5 * np.abs(other).max()
+
+
+def test_groups_project_again_so_that_not_everything_can_be_kept():
+    with pytest.raises(ValueError, match=r"^memory\.remat: found 'everything'; .* = 2 each group is projected again"):
+        llama(tiny(), remat="everything", attention_groups=2)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from model.attention import Keys, Queries
-from model.attention.blocks import Saved
+from model.attention.blocks import BackwardInputs
 from model.attention.coords import SKIP, Mask, TokenCoords, tile_bounds, tile_kind
 from model.attention.kernels import GpuKernel, TpuKernel
 from model.attention.layout import LAYOUTS, permutation
@@ -253,7 +253,7 @@ def test_a_tile_has_as_many_products_as_the_kernels():
                              (GpuKernel(interpret=True), TWO_BACKWARD_KERNELS)):
         forward = jax.make_jaxpr(lambda *blocks, kernel=kernel: kernel.forward(*blocks, **options))(*blocks)
         backward = jax.make_jaxpr(lambda *blocks, kernel=kernel: kernel.backward(*blocks, **options))(
-            *blocks, Saved(queries, statistic, statistic))
+            *blocks, BackwardInputs(queries, statistic, statistic))
         branches = _products(forward.jaxpr) // FORWARD_PRODUCTS  # kinds of tiles
         assert branches in (2, 3) and _products(backward.jaxpr) == branches * products
 

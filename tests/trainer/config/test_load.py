@@ -139,7 +139,7 @@ def test_a_pretrained_model_may_get_other_positions_and_nothing_else(tmp_path):
         ("--attention.schedule local --mesh.sequence 2", ["attention.schedule", "use ring"]),
         ("--attention.window 0", ["attention.window is 0", "at least 1", "null"]),
         ("--attention.window wide", ["attention.window", "wide"]),
-        ("--attention.global_tokens 4", ["attention.global_tokens is 4", "give a window"]),
+        ("--attention.kernel reference --attention.key_tile 64", ["attention.kernel is 'reference'", "attention.key_tile 0"]),
         ("--attention.global_tokens -1 --attention.window 8", ["attention.global_tokens is -1"]),
         ("--attention.global_tokens 4 --attention.window 8 --attention.kernel tpu", ["attention.kernel is 'tpu'", "xla"]),
         ("--data.path x --data.sources []", ["--data.path and --data.sources"]),

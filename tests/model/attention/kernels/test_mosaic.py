@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model.attention import Keys, Mask, Queries, Saved, TokenCoords, attention, get_kernel
+from model.attention import BackwardInputs, Keys, Mask, Queries, TokenCoords, attention, get_kernel
 from model.attention.kernels import MosaicKernel, XlaKernel, mosaic
 from model.attention.kernels.intervals import in_row_order
 from model.attention.layout import permutation
@@ -140,7 +140,8 @@ def test_shards_that_were_gathered_are_brought_into_order(layout):
     blocks = Queries(q[:, order], coords), Keys(k[:, order], v[:, order], coords)
     out, lse = jax.jit(lambda *blocks: kernel.forward(*blocks, **options))(*blocks)
     delta = np.einsum("bthd,bthd->bht", out, dout[:, order])
-    gradients = jax.jit(lambda *blocks: kernel.backward(*blocks, **options))(*blocks, Saved(dout[:, order], lse, delta))
+    of_output = BackwardInputs(dout[:, order], lse, delta)
+    gradients = jax.jit(lambda *blocks: kernel.backward(*blocks, **options))(*blocks, of_output)
     check((out, lse, *gradients), dense_attention(q, k, v, index, segments, dout), order)
 
 

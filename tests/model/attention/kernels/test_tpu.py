@@ -1,7 +1,7 @@
 """The TPU kernel in the TPU interpret mode against dense float64 attention: out, lse and all gradients, within 1e-5.
 
 Two shards attend as in a ring, without the ring: every block of queries meets every block of keys, each on top of what was seen
-before (`carry`). Contiguous shards give diagonal, full and empty blocks, striped ones causal and strictly causal blocks.
+before (`so_far`). Contiguous shards give diagonal, full and empty blocks, striped ones causal and strictly causal blocks.
 """
 import dataclasses
 import functools
@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
 
-from model.attention import Keys, Mask, Queries, Saved, StackedKeys, TokenCoords
+from model.attention import BackwardInputs, Keys, Mask, Queries, StackedKeys, TokenCoords
 from model.attention.kernels import tpu_options
 from model.attention.kernels.padding import tile_size
 from model.attention.kernels.tpu import TpuKernel
-from model.attention.kernels.tpu_options import LANES, VMEM, fitting
+from model.attention.kernels.tpu_options import LANES, VMEM, tiles_that_fit
 from model.attention.layout import permutation
-from model.attention.partial import empty
+from tests.model.attention.cases import empty
 from tests.model.attention.dense import dense_attention
 from tests.model.attention.test_exactness import check
 
@@ -58,8 +58,8 @@ def compiled(mask, kernel=KERNEL):
     def options(queries):
         return {"mask": mask, "scale": queries.q.shape[-1] ** -0.5}
 
-    return (jax.jit(lambda carry, queries, *blocks: kernel.extend(carry, queries, *blocks, **options(queries))),
-            jax.jit(lambda carry, queries, *blocks: kernel.gradients(carry, queries, *blocks, **options(queries))))
+    return (jax.jit(lambda so_far, queries, *blocks: kernel.extend(so_far, queries, *blocks, **options(queries))),
+            jax.jit(lambda so_far, queries, *blocks: kernel.gradients(so_far, queries, *blocks, **options(queries))))
 
 
 def attend(q, k, v, dout, coords, mask, kernel=KERNEL):
@@ -79,7 +79,7 @@ def attend(q, k, v, dout, coords, mask, kernel=KERNEL):
         delta = np.einsum("bthd,bthd->bht", partial.out, dout[:, s])
         dq = np.zeros_like(q[:, s])
         for j, block in enumerate(blocks):
-            dq, dkv = gradients(dq, queries, block, Saved(dout[:, s], partial.lse, delta))
+            dq, dkv = gradients(dq, queries, block, BackwardInputs(dout[:, s], partial.lse, delta))
             dkvs[j] = dkvs[j] + dkv
         dqs.append(dq)
     return (np.concatenate([part.out for part in parts], 1), np.concatenate([part.lse for part in parts], 2),
@@ -143,7 +143,7 @@ def check_nothing_to_see(kernel):
     blocks = Queries(q, q_coords), Keys(k, v, kv_coords)
     out, lse = jax.jit(functools.partial(kernel.forward, **options))(*blocks)
     assert (np.asarray(out) == 0).all() and np.isneginf(lse).all()
-    saved = Saved(dout, lse, np.zeros_like(lse))
+    saved = BackwardInputs(dout, lse, np.zeros_like(lse))
     for gradient in jax.jit(functools.partial(kernel.backward, **options))(*blocks, saved):
         assert (np.asarray(gradient) == 0).all()
 
@@ -155,8 +155,8 @@ def test_without_a_carry_and_with_nothing_to_see():
 def test_tiles_fit_whatever_is_asked():
     cases = (131072, 1024), (16384, 512), (500, 1024), (16256, 1024), (1280, 1024), (7, 64)
     assert [tile_size(*case, LANES) for case in cases] == [1024, 512, 512, 1024, 640, 128]
-    assert fitting(1024, 1024, 128, 2) == (1024, 1024)
-    assert fitting(1024, 1024, 256, 2) == (512, 1024)
+    assert tiles_that_fit(1024, 1024, 128, 2) == (1024, 1024)
+    assert tiles_that_fit(1024, 1024, 256, 2) == (512, 1024)
     for vmem in VMEM.values():
         sizes = itertools.product((128, 256), (2, 4))
-        assert {fitting(1024, 1024, head_dim, itemsize, vmem) for head_dim, itemsize in sizes} == {(1024, 1024)}
+        assert {tiles_that_fit(1024, 1024, head_dim, itemsize, vmem) for head_dim, itemsize in sizes} == {(1024, 1024)}

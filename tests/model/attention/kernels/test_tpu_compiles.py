@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from model.attention import AttentionPartial, Mask, Queries, Saved, StackedKeys, TokenCoords
+from model.attention import AttentionPartial, BackwardInputs, Mask, Queries, StackedKeys, TokenCoords
 from model.attention.kernels import get_kernel
 from model.config import LlamaConfig
 from planning.plan import compile_step
@@ -39,7 +39,8 @@ def lower_both(topology, dtype, head_dim, mask=Mask(), kv_heads=2, softcap=None)
     forward = jax.jit(lambda *blocks: kernel.extend(*blocks, **options), donate_argnums=0)
     backward = jax.jit(lambda *blocks: kernel.gradients(*blocks, **options), donate_argnums=0)
     with jax.set_mesh(mesh):  # tells the kernel its device, as the trainer's mesh does
-        return forward.lower(AttentionPartial(float32, rows), *blocks), backward.lower(float32, *blocks, Saved(q, rows, rows))
+        inputs = BackwardInputs(q, rows, rows)
+        return forward.lower(AttentionPartial(float32, rows), *blocks), backward.lower(float32, *blocks, inputs)
 
 
 def check(topology, dtype, head_dim, mask=Mask(), kv_heads=2, pair=False, softcap=None):

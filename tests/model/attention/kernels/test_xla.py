@@ -5,7 +5,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from model.attention import Keys, Mask, Queries, Saved, TokenCoords, get_kernel
+from model.attention import BackwardInputs, Keys, Mask, Queries, TokenCoords, get_kernel
 
 HEADS, HEAD_DIM = 4, 16
 
@@ -20,7 +20,7 @@ def planned_bytes(which, length):
 
     def run(arrays, coords):
         q, k, v, *saved = arrays
-        blocks = (Queries(q, coords), Keys(k, v, coords), *([Saved(*saved)] if saved else []))
+        blocks = (Queries(q, coords), Keys(k, v, coords), *([BackwardInputs(*saved)] if saved else []))
         return getattr(kernel, which)(*blocks, mask=Mask(), scale=0.25)
 
     arrays = {"forward": [vectors] * 3, "backward": [vectors] * 4 + [statistics] * 2}[which]

@@ -16,7 +16,8 @@ BLOCK = plan.Block(batch=2, tokens=12, query_heads=8, kv_heads=2, head_dim=16)
 SCHEDULES = ["ring", {"name": "ring", "bidirectional": True}, "all_gather", "balanced", {"name": "balanced", "split": True},
              "ulysses", {"name": "ulysses", "degree": 2},
              {"name": "ulysses", "degree": 2, "inner": {"name": "balanced", "split": True}},
-             {"name": "ulysses", "degree": 2, "inner": {"name": "attention2d", "overlap": True}}, "attention2d",
+             {"name": "ulysses", "degree": 2, "inner": {"name": "attention2d", "overlap": True}},
+             {"name": "ulysses", "degree": 2, "inner": {"name": "ulysses", "degree": 2}}, "attention2d",
              {"name": "attention2d", "columns": 2}, {"name": "attention2d", "overlap": True},
              {"name": "attention2d", "columns": 2, "overlap": True}, "ring_self_attention"]
 MASKS = (Mask(), Mask(window=14), Mask(causal=False), Mask(causal=False, window=14))

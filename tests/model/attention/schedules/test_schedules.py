@@ -137,13 +137,13 @@ def test_a_kernel_asked_for_again_is_not_compiled_again(name):
 class StackedOnly(ReferenceKernel):
     """A kernel that accepts only stacked K and V, as they travelled: cutting the stack would copy both."""
 
-    def extend(self, carry, queries, keys, **options):
+    def extend(self, so_far, queries, keys, **options):
         assert isinstance(keys, StackedKeys) and keys.kv.ndim == 5
-        return super().extend(carry, queries, keys, **options)
+        return super().extend(so_far, queries, keys, **options)
 
-    def gradients(self, carry, queries, keys, saved, **options):
+    def gradients(self, so_far, queries, keys, saved, **options):
         assert isinstance(keys, StackedKeys) and keys.kv.ndim == 5
-        return super().gradients(carry, queries, keys, saved, **options)
+        return super().gradients(so_far, queries, keys, saved, **options)
 
 
 @pytest.mark.parametrize("schedule", ["ring", "ring bidirectional", "balanced", "all_gather", "attention2d overlap 2"])

@@ -5,9 +5,15 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from model.attention import Mask, TokenCoords, attention
 from model.attention.schedules import SCHEDULES
+from model.attention.schedules.plan import Block
 from model.attention.schedules.window import window_lines
 
 WINDOW = Mask(window=4096)
+
+
+def block(tokens: int, heads: int = 8) -> Block:
+    """Of as many key heads as query heads."""
+    return Block(batch=1, tokens=tokens, query_heads=heads, kv_heads=heads, head_dim=2)
 
 
 @pytest.mark.parametrize(("schedule", "layout", "masks", "words"), [
@@ -21,7 +27,7 @@ WINDOW = Mask(window=4096)
     ("balanced", "contiguous", [Mask(window=4096, global_tokens=4)], ["as much is sent as without it", "schedule ring"]),
 ])
 def test_what_a_window_does_not_save_is_told(schedule, layout, masks, words):
-    line, = window_lines(schedule, layout, 8, 4096, masks)
+    line, = window_lines(schedule, layout, 8, block(4096), masks)
     assert all(word in line for word in words), line
 
 
@@ -30,7 +36,15 @@ def test_what_a_window_does_not_save_is_told(schedule, layout, masks, words):
     ("ring", "striped", 8, Mask()), ("ring", "contiguous", 8, Mask(window=4096, global_tokens=4)),
 ])
 def test_nothing_is_told_where_nothing_is_lost(schedule, layout, size, mask):
-    assert window_lines(schedule, layout, size, 4096, [mask]) == []
+    assert window_lines(schedule, layout, size, block(4096, size), [mask]) == []
+
+
+def test_what_would_save_more_depends_on_the_heads():
+    """Ulysses sends queries and outputs; keys and values of two other devices are less where 4 query heads share a key head."""
+    grouped, each = (Block(batch=1, tokens=4096, query_heads=32, kv_heads=heads, head_dim=128) for heads in (8, 32))
+    mask = Mask(window=8000)
+    assert "those of 2 other devices alone" in window_lines("ulysses", "striped", 8, grouped, [mask])[0]
+    assert "other devices" not in window_lines("ulysses", "striped", 8, each, [mask])[0]
 
 
 OPTIONS = ({"name": "ring", "bidirectional": True}, {"name": "balanced", "split": True}, {"name": "attention2d", "columns": 2},
@@ -56,10 +70,10 @@ def test_a_schedule_that_sends_as_much_with_a_window_is_told(schedule, layout):
     """Of every schedule, by what it really sends; the one that is told of nothing sends less."""
     mask = Mask(window=16)
     as_much = transfers(schedule, layout, mask) == transfers(schedule, layout, Mask())
-    assert bool(window_lines(schedule, layout, 8, 16, [mask])) == as_much
+    assert bool(window_lines(schedule, layout, 8, block(16), [mask])) == as_much
 
 
 def test_the_proposed_layout_sends_less():
     mask = Mask(window=16)
-    assert "those of 1 other device alone" in window_lines("ring", "striped", 8, 16, [mask])[0]
+    assert "those of 1 other device alone" in window_lines("ring", "striped", 8, block(16), [mask])[0]
     assert transfers("ring", "contiguous", mask) < transfers("ring", "striped", mask)
