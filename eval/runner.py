@@ -248,7 +248,7 @@ class Respondent:
             fitting = generator.longest_prompt(self.limit)
             if fitting + new_tokens < capacity:
                 rows = "" if self.rows == 1 else "fewer --rows, "
-                raise UserError(f"prompts: the longest may have {longest:,} tokens; in the {self.limit / 2**30:.1f} GiB of a "
+                raise UserError(f"prompts of up to {longest:,} tokens: in the {self.limit / 2**30:.1f} GiB of a "
                                 f"device {fitting:,} tokens fit, with {self.rows} rows at a time; {rows}a smaller --chunk or "
                                 "more devices along --sequence make room")
         self.generators[capacity, new_tokens] = generator

@@ -34,7 +34,7 @@ def recipe(tmp_path_factory, repository):
 
 def test_train_hands_them_to_the_loop(recipe, monkeypatch):
     found = []
-    monkeypatch.setattr("trainer.loop.train", lambda config, objective, evaluations: found.extend(evaluations))
+    monkeypatch.setattr("trainer.loop.train", lambda config, objective, evaluations, _: found.extend(evaluations))
     monkeypatch.setattr("trainer.entry.keep_compiled", lambda folder: None)
     assert train.main(["--config", str(recipe)]) == 0
     assert [(evaluation.name, evaluation.every) for evaluation in found] == [

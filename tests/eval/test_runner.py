@@ -115,7 +115,7 @@ def test_prompts_beyond_memory_are_refused_with_the_longest_that_fits():
     prompt = runner.Prompt("a" * 3000, 4)
     weights = sum(x.addressable_shards[0].data.nbytes for x in params.values())
     tight = dataclasses.replace(asked, limit=weights + 500_000)
-    with pytest.raises(UserError, match="the longest has 3,000 tokens; in the") as refused:
+    with pytest.raises(UserError, match="prompts of up to 3,000 tokens: in the") as refused:
         tight.answer(params, [prompt])
     fitting = int(str(refused.value).split(" GiB of a device ")[1].split(" tokens")[0].replace(",", ""))
     assert 500 < fitting < 3000  # that it fits, and no more, is tested with the generator
