@@ -228,7 +228,8 @@ class DoesNotFit(Exception):
 
 def compile_step(model: LlamaConfig, devices: Sequence[jax.Device], context: int, *, batch: int = 1,
                  mesh: MeshConfig | None = None, schedule: str | dict | Schedule | None = None, kernel: Kernel | None = None,
-                 recipe: RunConfig = DEFAULT_RECIPE, flags: dict[str, str | bool] | None = None, **memory: Any) -> jax.stages.Compiled:
+                 recipe: RunConfig = DEFAULT_RECIPE, flags: dict[str, str | bool] | None = None,
+                 **memory: Any) -> jax.stages.Compiled:
     """The compiled training step of a model on these devices, by a recipe of which a few things change.
 
     Args:
