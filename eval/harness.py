@@ -102,7 +102,7 @@ class Harness:
       UserError: no text of this length can be scored, or none fits in memory.
     """
 
-    opened: runner.Opened
+    opened: runner.LoadedModel
     length: int
     new_tokens: int
     truncated: int = 0

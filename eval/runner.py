@@ -267,7 +267,7 @@ def memory_limit(device: Any, devices: int, gib: float | None) -> int | None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Opened:
+class LoadedModel:
     """A model that a command line names, ready to answer, with its parameters, and what results.json says about it."""
 
     respondent: Respondent
@@ -311,7 +311,7 @@ class _AnswerProgress:
             print(f"{self.done} of {self.total} answers", flush=True)
 
 
-def open_respondent(args: argparse.Namespace) -> Opened:
+def open_respondent(args: argparse.Namespace) -> LoadedModel:
     """Opens the model that the shared flags describe."""
     # Imported only now, so that a wrong option is reported at once.
     import jax
@@ -348,4 +348,4 @@ def open_respondent(args: argparse.Namespace) -> Opened:
              "command": args.command}
     if adapter.rank:
         about |= {"adapter": args.adapter or str(args.checkpoint), "quantize": adapter.quantize}
-    return Opened(respondent, source.read(model), about)
+    return LoadedModel(respondent, source.read(model), about)

@@ -15,7 +15,7 @@ import numpy as np
 
 from data.errors import UserError
 from eval.journal import Answer
-from eval.runner import Opened, Prompt
+from eval.runner import LoadedModel, Prompt
 from eval.scoring import bootstrap, last_integer, wilson
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def _length(case: Case, count: Callable[[Prompt], int]) -> int:
     return count(case.prompt) + case.prompt.new_tokens
 
 
-def run(name: str, opened: Opened, cases: Sequence[Case], output: str | Path, options: dict[str, Any]) -> list[Result]:
+def run(name: str, opened: LoadedModel, cases: Sequence[Case], output: str | Path, options: dict[str, Any]) -> list[Result]:
     """Answers the cases, writes results.json, cases.jsonl and a picture to a folder, prints a table, and returns the results.
 
     Args:

@@ -54,7 +54,7 @@ GPU_HARDWARE = {"a100": ("a100-nvlink", "a100-infiniband"), "a100-40gb": ("a100-
 VARIABLES = ("LIBTPU_INIT_ARGS", "XLA_FLAGS")
 TPU_COMPILER, GPU_COMPILER = ("libtpu",), ("jax-cuda13-plugin", "jax-cuda12-plugin", "nvidia-cuda-nvcc")
 # A run with all defaults. A plan needs no more of the model's path and the data than that the checks find some.
-PLAIN = RunConfig(model=ModelConfig(path="-"), data=DataConfig(sources=(SourceConfig("-"),)))
+DEFAULT_RECIPE = RunConfig(model=ModelConfig(path="-"), data=DataConfig(sources=(SourceConfig("-"),)))
 
 
 def made_with(topology: str) -> dict[str, str]:
@@ -99,7 +99,7 @@ class Job:
 
     @classmethod
     def of(cls, model: str | LlamaConfig, topology: str, context: int, *, batch: int = 1, mesh: MeshConfig | None = None,
-           recipe: RunConfig = PLAIN, **sections: Any) -> Job:
+           recipe: RunConfig = DEFAULT_RECIPE, **sections: Any) -> Job:
         """A job with these sections of a recipe changed, such as memory={"remat": "offload"}.
 
         Args:
@@ -228,7 +228,8 @@ class DoesNotFit(Exception):
 
 def compile_step(model: LlamaConfig, devices: Sequence[jax.Device], context: int, *, batch: int = 1,
                  mesh: MeshConfig | None = None, schedule: str | dict | Schedule | None = None, kernel: Kernel | None = None,
-                 recipe: RunConfig = PLAIN, flags: dict[str, str | bool] | None = None, **memory: Any) -> jax.stages.Compiled:
+                 recipe: RunConfig = DEFAULT_RECIPE, flags: dict[str, str | bool] | None = None,
+                 **memory: Any) -> jax.stages.Compiled:
     """The compiled training step of a model on these devices, by a recipe of which a few things change.
 
     Args:

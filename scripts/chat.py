@@ -64,7 +64,7 @@ class Talk:
       generator: continues them, and keeps what it has read.
     """
 
-    def __init__(self, opened: runner.Opened, document: str | None, length: int | None, new_tokens: int) -> None:
+    def __init__(self, opened: runner.LoadedModel, document: str | None, length: int | None, new_tokens: int) -> None:
         """Compiles for conversations of at most `length` tokens.
 
         Raises:

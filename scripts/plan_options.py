@@ -180,14 +180,14 @@ def chooses(args: argparse.Namespace) -> bool:
 def _recipe(args: argparse.Namespace) -> RunConfig:
     """The recipe of --config, or one with all defaults. Raises UserError."""
     from data.errors import UserError
-    from planning.plan import PLAIN
+    from planning.plan import DEFAULT_RECIPE
     from trainer.config.load import load
 
     if not args.config:
         for option, example in (("model", "llama-3.1-8b"), ("context", "128K")):
             if getattr(args, option) is None and not (option == "context" and args.search):
                 raise UserError(f"--{option}: missing, such as --{option} {example}; only a recipe (--config) goes without")
-        return PLAIN
+        return DEFAULT_RECIPE
     try:
         if _learns_from_trajectories(args.config):
             return load(["--config", args.config])

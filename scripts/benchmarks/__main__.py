@@ -96,7 +96,7 @@ def main(argv: list[str] | None = None) -> int:
         report_stale()
         return 0
     stale, known, failed = stale_results(), load_all(), []
-    for name in args.only or (name for name, measurement in MEASUREMENTS.items() if not measurement.hours):
+    for name in args.only or (name for name, measurement in MEASUREMENTS.items() if not measurement.takes_hours):
         if not args.only and name in known and name not in stale:
             print(f"{name}: fresh")
             continue

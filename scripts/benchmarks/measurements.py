@@ -31,7 +31,7 @@ class Measurement:
       depends_on: glob patterns of the files that the figures depend on.
       summarize: the folder {out} -> (rows, tables).
       needs_conversations: it is left out where the file of identity conversations is not there.
-      hours: it takes hours, and runs only if it is named with --only.
+      takes_hours: it runs only if it is named with --only.
     """
 
     title: str
@@ -40,7 +40,7 @@ class Measurement:
     summarize: Callable[[Path], tuple[Rows, Tables]]
     note: str = ""
     needs_conversations: bool = False
-    hours: bool = False
+    takes_hours: bool = False
     facts: tuple[str, ...] = ()
 
     def command(self, name: str) -> str:
@@ -155,8 +155,8 @@ MEASUREMENTS = {
     "table3": Measurement(
         "Ring Attention's Table 3: the longest context whose step the compilers made, contexts doubling",
         (benchmark("table3"),), (MODEL, PLANNING, "trainer/step.py", HERE + "table3*.py", "docs/plans/table3.json"),
-        table3_summary.table3, "docs/notes/table3.md", hours=True, facts=TABLE3_FACTS),
+        table3_summary.table3, "docs/notes/table3.md", takes_hours=True, facts=TABLE3_FACTS),
     "exactness": Measurement(
         "What the tests assert, each with its own command", (), (MODEL, TRAINER, DATA, "tests/**/*.py"), summaries.exactness,
-        "docs/notes/exactness.md", hours=True),
+        "docs/notes/exactness.md", takes_hours=True),
 }

@@ -18,7 +18,7 @@ from planning.compiled.communication import communication
 from planning.compiled.transfers import collectives
 from planning.machines import memory_gib
 from planning.parts import host_parts_gib, parts_gib
-from planning.plan import PLAIN, DoesNotFit, Job, compile_step, plan
+from planning.plan import DEFAULT_RECIPE, DoesNotFit, Job, compile_step, plan
 from planning.search import search, ways
 from planning.topology import topology_devices
 from scripts.plan import main
@@ -91,8 +91,8 @@ def test_offload_keeps_the_layers_inputs_in_the_hosts_memory(monkeypatch, prefet
 
 def test_what_is_known_of_moments_is_what_the_step_takes():
     """Parameters and moments are a step's arguments, but for a batch of 256 tokens and counters."""
-    recipe = dataclasses.replace(PLAIN, optimizer=OptimizerConfig(moment_dtype="bfloat16"),
-                                 model=dataclasses.replace(PLAIN.model, trainable=r"layers\.mlp.*"))
+    recipe = dataclasses.replace(DEFAULT_RECIPE, optimizer=OptimizerConfig(moment_dtype="bfloat16"),
+                                 model=dataclasses.replace(DEFAULT_RECIPE.model, trainable=r"layers\.mlp.*"))
     job = Job.of(SMALL, "v5e:2x2", 256, mesh=MeshConfig(), recipe=recipe)
     compiled = compile_step(SMALL, jax.devices()[:1], 256, recipe=recipe, kernel=get_kernel("reference"))
     parts = parts_gib(job.run, SMALL)
