@@ -123,12 +123,15 @@ def require_same(values: Mapping[str, Any]) -> None:
     Raises:
       UserError: in every process; names a process and the first value in which it differs from process 0.
     """
-    def compare(told: str | None) -> None:
-        first, own = json.loads(told or "{}"), json.loads(json.dumps(values))
-        for name in {**first, **own} if told else ():
-            if own.get(name) != first.get(name):
-                raise UserError(f"process {jax.process_index()}: {name} is {own.get(name)!r} there and {first.get(name)!r} in "
-                                "process 0; all processes need the same recipe, flags, model and data")
+    def compare(encoded: str | None) -> None:
+        """Compares with the values of process 0; `encoded` is None in that process itself."""
+        if encoded is None:
+            return
+        expected, own = json.loads(encoded), json.loads(json.dumps(values))
+        for name in {**expected, **own}:
+            if own.get(name) != expected.get(name):
+                raise UserError(f"process {jax.process_index()}: {name} is {own.get(name)!r} there and {expected.get(name)!r} "
+                                "in process 0; all processes need the same recipe, flags, model and data")
 
     first_then_others(compare, lambda _: json.dumps(values))
 
