@@ -14,7 +14,7 @@ import yaml
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from model.config import LlamaConfig
-from planning.plan import PLAIN, DoesNotFit, Job, check_fits
+from planning.plan import DEFAULT_RECIPE, DoesNotFit, Job, check_fits
 from planning.topology import topology_devices
 from tests.conftest import REPOSITORY
 from trainer import xla_flags
@@ -269,8 +269,8 @@ def test_a_plan_fills_no_more_of_a_gpu_than_the_launchers_allow():
     """A step of 76 GiB on an H100, which has 79.1 GiB, of which JAX takes 75.2."""
     sizes = {"peak": 76.0, "host": 0.0}
     with pytest.raises(DoesNotFit, match=r"needs 76.00 GiB of 75.19 of what JAX may take, 0.95 of a GPU's"):
-        check_fits(Job(PLAIN, LlamaConfig.preset("tiny"), "h100:8"), sizes, {})
-    check_fits(Job(PLAIN, LlamaConfig.preset("tiny"), "h100:8"), {"peak": 75.0, "host": 0.0}, {})
+        check_fits(Job(DEFAULT_RECIPE, LlamaConfig.preset("tiny"), "h100:8"), sizes, {})
+    check_fits(Job(DEFAULT_RECIPE, LlamaConfig.preset("tiny"), "h100:8"), {"peak": 75.0, "host": 0.0}, {})
 
 
 def test_slurm_requeues_only_a_job_that_saved_on_sigterm(tmp_path):
