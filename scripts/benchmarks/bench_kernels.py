@@ -3,8 +3,10 @@
     python -m scripts.benchmarks.bench_kernels [--lengths 4096 16384] [--blocks diagonal full]
         [--peers ours torch-sdpa] [--output DIR]
 
-Every measurement runs in a process of its own, so that its peak memory is its own. Peers take turns, and each one's best time
-counts. Writes bench_kernels.json, .txt (the table) and .png. TFLOP/s count only pairs of tokens that see each other.
+On a CPU every measurement runs in a process of its own, so that its peak memory is its own. On an accelerator, where starting
+a process takes longer than most measurements, a peer's cases share one, the smallest first; a peak is then given only where it
+is above those of the cases before. Peers take turns, and each one's best time counts. Writes bench_kernels.json, .txt (the
+table) and .png. TFLOP/s count only pairs of tokens that see each other.
 """
 from __future__ import annotations
 
@@ -12,8 +14,10 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 from data.errors import UserError
 from data.paths import output_folder
@@ -25,44 +29,65 @@ from trainer import entry
 PASSES = {"forward": False, "forward+backward": True}
 
 
-def measure(case: Case) -> dict:
-    """Returns what scripts.benchmarks.kernel_case says of a case; a case that crashes is left out, with the reason."""
+class Row(NamedTuple):
+    """A row of the table, by which its `Case` is found."""
+
+    length: int
+    block: str
+    name: str
+    peer: str
+
+
+def measure(cases: list[Case]) -> list[dict]:
+    """Returns what scripts.benchmarks.kernel_case says of cases, all in one process; if it crashes they are left out, with the
+    reason."""
     try:
-        return in_own_process("kernel_case", json.dumps(dataclasses.asdict(case)),
+        return in_own_process("kernel_case", json.dumps([dataclasses.asdict(case) for case in cases]),
                               environment={"XLA_PYTHON_CLIENT_PREALLOCATE": "false"})
     except ProcessFailed as error:
-        return {"left_out": error.reason}
+        return [{"left_out": error.reason}] * len(cases)
 
 
 def best(first: dict | None, second: dict) -> dict:
     """Merges two measurements of one case: the better times, the larger peak of memory."""
     if first is None or "left_out" in second:
         return second
-    return {name: (max if name == "peak_mib" else min)(first[name], second[name]) for name in second}
+    times = {name: min(first[name], second[name]) for name in ("seconds", "cpu_seconds")}
+    peaks = (result["peak_mib"] for result in (first, second) if result["peak_mib"] is not None)
+    return {**times, "peak_mib": max(peaks, default=None)}
 
 
-def measure_all(args: argparse.Namespace, peers: tuple[str, ...], matmul_flops: float) -> list[dict]:
-    """Returns and prints a row for each length, block, pass and peer; peers alternate within the rounds."""
+def measure_all(args: argparse.Namespace, peers: tuple[str, ...], device: dict) -> list[dict]:
+    """Returns and prints a row for each length, pass, block and peer; peers alternate within the rounds."""
     shape = {"heads": args.heads, "kv_heads": args.kv_heads or args.heads, "head_dim": args.head_dim, "dtype": args.dtype,
              "kernel": args.kernel, "tile": args.tile, "repeats": args.repeats}
-    rows = []
-    for length, block, name in itertools.product(args.lengths, args.blocks, PASSES):
-        cases = {peer: Case(peer, block, length, PASSES[name], **shape) for peer in peers}
-        measured: dict[str, dict] = {}
-        for _ in range(args.rounds):
-            for peer, case in cases.items():
-                if "left_out" not in measured.get(peer, {}):
-                    measured[peer] = best(measured.get(peer), measure(case))
-        for peer, case in cases.items():
-            row = {"length": length, "block": block, "pass": name, "peer": peer, **measured[peer]}
-            if "seconds" in row:
-                row["tflops"] = case.flops() / row["seconds"] / 1e12
-                row["share_of_matmul"] = case.flops() / row["seconds"] / matmul_flops
-                if "seconds" in measured.get("ours", {}):
-                    row["ours_is_faster"] = row["seconds"] / measured["ours"]["seconds"]
-            rows.append(row)
-            print(line(row), flush=True)
-    return rows
+    cases = {Row(length, block, name, peer): Case(peer, block, length, PASSES[name], **shape)
+             for length, name, block, peer in itertools.product(args.lengths, PASSES, args.blocks, peers)}
+    # The rows that are measured, and printed, together: all of them, or those that differ by the peer.
+    groups = [list(cases)] if device["platform"] != "cpu" else [
+        list(rows) for _, rows in itertools.groupby(cases, key=lambda row: row[:3])]
+    table = []
+    for group in groups:
+        measured: dict[Row, dict] = {}
+        for _, peer in itertools.product(range(args.rounds), peers):
+            rows = [row for row in group if row.peer == peer and "left_out" not in measured.get(row, {})]
+            for row, result in zip(rows, measure([cases[row] for row in rows]) if rows else [], strict=True):
+                measured[row] = best(measured.get(row), result)
+        for row in group:
+            table.append(figures(cases[row], row, measured[row], measured.get(row._replace(peer="ours"), {}), device))
+            print(line(table[-1]), flush=True)
+    return table
+
+
+def figures(case: Case, row: Row, measured: dict, ours: dict, device: dict) -> dict:
+    """Returns a row's measurement with its rates, and how much faster ours is."""
+    result = {"length": row.length, "block": row.block, "pass": row.name, "peer": row.peer, **measured}
+    if "seconds" in measured:
+        result["tflops"] = case.flops() / measured["seconds"] / 1e12
+        result["share_of_matmul"] = case.flops() / measured["seconds"] / device["matmul_flops"]
+        if "seconds" in ours:
+            result["ours_is_faster"] = measured["seconds"] / ours["seconds"]
+    return result
 
 
 HEADER = (f"{'length':>7} {'block':8} {'pass':16} {'peer':13} {'ms':>9} {'cpu ms':>9} {'TFLOP/s':>8} {'of matmul':>9} "
@@ -75,8 +100,9 @@ def line(row: dict) -> str:
     if "left_out" in row:
         return f"{start} {row['left_out']}"
     times = f"{row['ours_is_faster']:7.2f}x" if "ours_is_faster" in row else f"{'':8}"
+    peak = "-" if row["peak_mib"] is None else f"{row['peak_mib']:.1f}"
     return (f"{start} {row['seconds'] * 1e3:9.1f} {row['cpu_seconds'] * 1e3:9.1f} {row['tflops']:8.3f} "
-            f"{row['share_of_matmul']:9.0%} {row['peak_mib']:9.1f} {times}")
+            f"{row['share_of_matmul']:9.0%} {peak:>9} {times}")
 
 
 def plot(rows: list[dict], path: Path, title: str) -> None:
@@ -94,7 +120,7 @@ def plot(rows: list[dict], path: Path, title: str) -> None:
     FigureCanvasAgg(figure)
     rate, memory, times = figure.subplots(1, 3)
     for number, peer in enumerate(peers):
-        curve = sorted((row["length"], row["tflops"], row["peak_mib"]) for row in rows
+        curve = sorted((row["length"], row["tflops"], row["peak_mib"] or math.nan) for row in rows
                        if row["peer"] == peer and row["block"] == first_block)
         if curve:
             lengths, rates, peaks = zip(*curve, strict=True)
@@ -130,7 +156,7 @@ def _plot_times(axis, rows: list[dict], peers: list[str]) -> None:
 def work(args: argparse.Namespace) -> None:
     """Measures, prints the table and writes it as JSON, text and picture."""
     output_folder(args.output)
-    device = measure(Case("matmul", "full", 1, False, dtype=args.dtype))
+    (device,) = measure([Case("matmul", "full", 1, False, dtype=args.dtype)])
     if "left_out" in device:
         raise UserError(f"the device cannot be measured: {device['left_out']}")
     peers = tuple(args.peers or ON_DEVICE[device["platform"]])
@@ -138,7 +164,7 @@ def work(args: argparse.Namespace) -> None:
     title = (f"{device['device']}: batch 1, {args.heads} heads of {args.head_dim}{kv_heads}, {args.dtype}; matrix products "
              f"{device['matmul_flops'] / 1e12:.3f} TFLOP/s")
     print(title, HEADER, sep="\n", flush=True)
-    rows = measure_all(args, peers, device["matmul_flops"])
+    rows = measure_all(args, peers, device)
     settings = {name: value for name, value in vars(args).items() if name != "output"}
     write_json(args.output / "bench_kernels.json", {"device": device, "settings": settings, "rows": rows})
     (args.output / "bench_kernels.txt").write_text("\n".join([title, HEADER, *map(line, rows)]) + "\n", encoding="utf-8")

@@ -50,8 +50,10 @@ def ours(length: int, args) -> dict:
     import jax
     import jax.numpy as jnp
 
+    from model.attention import get_kernel
     from model.llama import Llama
     from model.memory.options import MemoryConfig
+    from planning.compiled import memory as planned_memory
     from trainer.config.schema import MeshConfig
     from trainer.devices import peak_flops
     from trainer.mesh import make_mesh
@@ -60,9 +62,13 @@ def ours(length: int, args) -> dict:
     from trainer.text import text_batch
 
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    model = Llama(preset(args), mesh, dtype=jnp.dtype(args.dtype), memory=MemoryConfig(args.remat))
-    builder = StepBuilder(model, model.loss, text_batch(1, length, mesh))
+    memory = MemoryConfig(args.remat, moments_on_host=args.moments_on_host)
+    model = Llama(preset(args), mesh, kernel=get_kernel(args.kernel), dtype=jnp.dtype(args.dtype), memory=memory)
+    builder = StepBuilder(model, model.loss, text_batch(1, length, mesh), memory_config=memory)
+    start = time.perf_counter()
     step = builder.lower_train().compile()
+    compile_seconds = time.perf_counter() - start
+    plan = planned_memory(step)
     tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, length + 1), np.int32)
     index = np.arange(length, dtype=np.int32)[None]
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "index": index, "positions": index,
@@ -80,7 +86,8 @@ def ours(length: int, args) -> dict:
     multiply = jax.jit(jnp.matmul)
     device = mesh.devices.flat[0]
     return {"seconds": seconds, "loss": loss, "matmul": matmul_rate(lambda: multiply(a, a).block_until_ready()),
-            "device": device.device_kind, "peak_flops": peak_flops(device.device_kind), "device_gib": peak_device_gib([device])}
+            "device": device.device_kind, "peak_flops": peak_flops(device.device_kind), "device_gib": peak_device_gib([device]),
+            "planned_gib": plan["peak"], "planned_host_gib": plan["host"], "compile_seconds": compile_seconds}
 
 
 def theirs(length: int, args) -> dict:
@@ -109,7 +116,8 @@ def theirs(length: int, args) -> dict:
 def measure(side: str, length: int, args) -> dict:
     """Runs one side in a process of its own, so that its peak memory is its own."""
     return in_own_process("bench_step", "--one", side, "--lengths", str(length), "--steps", str(args.steps),
-                          "--model", args.model, "--layers", str(args.layers), "--dtype", args.dtype, "--remat", args.remat)
+                          "--model", args.model, "--layers", str(args.layers), "--dtype", args.dtype, "--remat", args.remat,
+                          "--kernel", args.kernel, *(["--moments-on-host"] if args.moments_on_host else []))
 
 
 def compare(length: int, args) -> list[dict]:
@@ -128,7 +136,9 @@ def compare(length: int, args) -> list[dict]:
             "side": side, "length": length, "tokens_per_second": length / seconds, "step_seconds": seconds,
             "peak_gib": max(result["peak_gib"] for result in results), "device_gib": results[0].get("device_gib"),
             "matmul_gflops": max(result["matmul"] for result in results) / 1e9, "share_of_matmul": flops / seconds / matmul,
-            "mfu": flops / seconds / peak if peak else None, "device": results[0].get("device", "cpu")})
+            "mfu": flops / seconds / peak if peak else None, "device": results[0].get("device", "cpu"),
+            "loss": results[0]["loss"],
+            **{name: results[0].get(name) for name in ("planned_gib", "planned_host_gib", "compile_seconds")}})
     return rows
 
 
@@ -136,13 +146,14 @@ def report(args) -> None:
     """Measures, prints the table, and writes OUTPUT/step.json."""
     output_folder(args.output)
     rows = [row for length in args.lengths for row in compare(length, args)]
-    print(f"{'side':8} {'tokens':>7} {'tokens/s':>9} {'s/step':>8} {'peak GiB':>9} {'matmul GFLOP/s':>15} {'share':>7} "
-          f"{'MFU':>6}")
+    print(f"{'side':8} {'tokens':>7} {'tokens/s':>9} {'s/step':>8} {'peak GiB':>9} {'planned':>8} {'matmul GFLOP/s':>15} "
+          f"{'share':>7} {'MFU':>6}")
     for row in rows:
         mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
         peak = row["device_gib"] or row["peak_gib"]
+        planned = f"{row['planned_gib']:.2f}" if row["device_gib"] and row["planned_gib"] else "-"
         print(f"{row['side']:8} {row['length']:7} {row['tokens_per_second']:9.1f} {row['step_seconds']:8.2f} {peak:9.2f} "
-              f"{row['matmul_gflops']:15.1f} {row['share_of_matmul']:7.1%} {mfu:>6}")
+              f"{planned:>8} {row['matmul_gflops']:15.1f} {row['share_of_matmul']:7.1%} {mfu:>6}")
     speeds = {(row["side"], row["length"]): row["tokens_per_second"] for row in rows}
     for length in args.lengths:
         if {("ours", length), ("theirs", length)} <= speeds.keys():
@@ -161,6 +172,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--layers", type=int, default=0, help="as many layers as fit; 0 is all of them (default)")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="our compute precision")
     parser.add_argument("--remat", default="everything", help="our policy (default everything)")
+    parser.add_argument("--kernel", default="auto", help="our attention kernel (default auto)")
+    parser.add_argument("--moments-on-host", "--moments_on_host", action="store_true", help="keep AdamW's moments on the host")
     add_output_folder(parser, "runs/bench")
     parser.add_argument("--one", choices=["ours", "theirs"], help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 MEMORY = Path("/proc/meminfo")
 BLOCKS = ("diagonal", "strict", "full", "packed", "empty")
 DOCUMENTS = 16
+DRAWN = 4096  # tokens whose vectors are drawn; longer blocks repeat them, since drawing would take longer than attention
 
 
 class LeftOut(Exception):
@@ -90,8 +91,15 @@ def make_block(case: Case) -> Block:
     }.get(case.block, (index, index))
     segments = np.repeat(np.arange(1, len(case.document_lengths()) + 1, dtype=np.int32), case.document_lengths())[None]
     query, key = (1, length, case.heads, case.head_dim), (1, length, case.kv_heads, case.head_dim)
-    vectors = (rng.standard_normal(shape, dtype=np.float32) for shape in (query, key, key, query))
+    vectors = (_random(rng, shape) for shape in (query, key, key, query))
     return Block(*vectors, q_index, kv_index, segments)
+
+
+def _random(rng: np.random.Generator, shape: tuple[int, int, int, int]) -> Float[np.ndarray, "1 T H D"]:
+    """Returns random float32 vectors of this shape; of a long block, those of its first tokens again and again."""
+    batch, length, *rest = shape
+    drawn = rng.standard_normal((batch, min(length, DRAWN), *rest), dtype=np.float32)
+    return np.tile(drawn, (1, -(-length // DRAWN), 1, 1))[:, :length]
 
 
 def refuse_dense(case: Case, copies: int) -> None:

@@ -1,9 +1,9 @@
-"""Makes one measurement of bench_kernels in a process of its own, so that its peak memory is its own.
+"""Makes measurements of bench_kernels in a process of their own, so that their peak memory is their own.
 
-    python -m scripts.benchmarks.kernel_case '{"peer": "ours", "block": "diagonal", "length": 4096, "backward": true}'
+    python -m scripts.benchmarks.kernel_case '[{"peer": "ours", "block": "diagonal", "length": 4096, "backward": true}]'
 
-Takes a `Case` as JSON and prints the measurement as JSON. With {"peer": "matmul", ...} it measures the device's rate of matrix
-products and describes the device.
+Takes a list of `Case`s as JSON and prints their measurements as JSON. For {"peer": "matmul", ...} it measures the device's rate
+of matrix products and describes the device.
 """
 from __future__ import annotations
 
@@ -42,36 +42,41 @@ def _host_bytes(field: str) -> int:
     return int(re.search(rf"{field}:\s+(\d+) kB", status.read_text()).group(1)) * 1024
 
 
-def _memory_readers() -> tuple[Callable[[], int], Callable[[], int]]:
-    """Returns functions for the current and the peak bytes, of the accelerator where there is one, else of this process."""
+def _memory_readers() -> tuple[Callable[[], int], Callable[[], int], bool]:
+    """Returns functions for the current and the peak bytes, of the accelerator where there is one, else of this process; and
+    whether the peak is that of the time since this call."""
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch and torch.cuda.is_available():
-        return torch.cuda.memory_allocated, torch.cuda.max_memory_allocated
+        torch.cuda.reset_peak_memory_stats()
+        return torch.cuda.memory_allocated, torch.cuda.max_memory_allocated, True
     if jax and jax.default_backend() != "cpu":
         stats = jax.devices()[0].memory_stats
-        return lambda: stats()["bytes_in_use"], lambda: stats()["peak_bytes_in_use"]
-    return lambda: _host_bytes("VmRSS"), lambda: _host_bytes("VmHWM")
-
-
-def first_run_bytes(run: Callable) -> int:
-    """Returns the peak of the first run beyond what was held before it, the program and the inputs."""
-    current, peak = _memory_readers()
+        return lambda: stats()["bytes_in_use"], lambda: stats()["peak_bytes_in_use"], False
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")  # Linux: resets the peak, so that compiling does not count
-    before = current()
+    return lambda: _host_bytes("VmRSS"), lambda: _host_bytes("VmHWM"), True
+
+
+def first_run_mib(run: Callable) -> float | None:
+    """Returns the peak of the first run beyond what was held before it, the program and the inputs; None where the memory was
+    as full before and its peak cannot be reset."""
+    current, peak, was_reset = _memory_readers()
+    before, former_peak = current(), peak()
     run()
-    return peak() - before
+    return (peak() - before) / 2**20 if was_reset or peak() > former_peak else None
 
 
 def measure(case: Case) -> dict:
     """Returns seconds, processor seconds and peak memory of one case, or {"left_out": the reason}."""
     try:
         run = PEERS[case.peer](case, make_block(case))
-        peak = first_run_bytes(run)
+        peak = first_run_mib(run)
         wall, cpu = best_of(run, case.repeats)
     except LeftOut as reason:
         return {"left_out": str(reason)}
-    return {"seconds": wall, "cpu_seconds": cpu, "peak_mib": peak / 2**20}
+    except Exception as error:  # another peer's failure must not lose the cases after it
+        return {"left_out": f"{type(error).__name__}: {str(error).strip().splitlines()[0][:200] if str(error) else ''}"}
+    return {"seconds": wall, "cpu_seconds": cpu, "peak_mib": peak}
 
 
 def measure_products(dtype: str) -> dict:
@@ -82,7 +87,8 @@ def measure_products(dtype: str) -> dict:
     platform, best = jax.default_backend(), 0.0
     multiply = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
     for batch, m, k, n in PRODUCTS.get(platform, PRODUCTS["other"]):
-        a, b = jnp.ones((batch, m, k), dtype), jnp.ones((batch, k, n), dtype)
+        # Random, since an accelerator multiplies ones and zeros faster, on less power.
+        a, b = (jax.random.normal(jax.random.key(seed), shape, dtype) for seed, shape in enumerate(((batch, m, k), (batch, k, n))))
         multiply(a, b).block_until_ready()
         # Several are in flight at once, so that an accelerator does not wait for the host between them.
         seconds, _ = best_of(lambda a=a, b=b: jax.block_until_ready([multiply(a, b) for _ in range(10)]), 8)
@@ -92,8 +98,8 @@ def measure_products(dtype: str) -> dict:
 
 
 def main(argv: list[str]) -> None:
-    case = Case(**json.loads(argv[0]))
-    print(json.dumps(measure_products(case.dtype) if case.peer == "matmul" else measure(case)))
+    cases = [Case(**case) for case in json.loads(argv[0])]
+    print(json.dumps([measure_products(case.dtype) if case.peer == "matmul" else measure(case) for case in cases]))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,8 @@ import numpy as np
 
 from .kernel_block import Block, Case, LeftOut, refuse_dense
 
+DENSE_MASK_LIMIT = 32768  # tokens: a mask of a GiB
+
 
 def _jax_pass(case: Case, attention: Callable, arrays: tuple, extra: tuple = ()) -> Callable:
     """Compiles one pass of attention(q, k, v, *extra); `extra` are arguments, so that the compiler cannot fold them."""
@@ -27,7 +29,7 @@ def _jax_pass(case: Case, attention: Callable, arrays: tuple, extra: tuple = ())
         out, backward = jax.vjp(lambda q, k, v: attention(q, k, v, *extra), q, k, v)
         return out, backward(dout)
 
-    args = (*(jnp.asarray(x, case.dtype) for x in arrays), *jax.tree.map(jnp.asarray, extra))
+    args = (*(jnp.asarray(x).astype(case.dtype) for x in arrays), *jax.tree.map(jnp.asarray, extra))
     compiled = jax.jit(forward_backward if case.backward else forward).lower(*args).compile()
     return lambda: jax.block_until_ready(compiled(*args))
 
@@ -73,6 +75,8 @@ def torch_sdpa(case: Case, block: Block) -> Callable:
     torch = _torch()
     options = {"enable_gqa": case.heads != case.kv_heads, "is_causal": case.block == "diagonal"}
     if case.block not in ("diagonal", "full"):
+        if case.length > DENSE_MASK_LIMIT:
+            raise LeftOut(f"its dense mask is for {DENSE_MASK_LIMIT:,} tokens at most")
         options["attn_mask"] = torch.from_numpy(block.mask()).to(_torch_device())
 
     def attention(q, k, v):

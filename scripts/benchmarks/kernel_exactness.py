@@ -1,0 +1,173 @@
+"""Compares the attention kernels, as this machine's compiler makes them, with dense float64: out, lse and all gradients.
+
+    python -m scripts.benchmarks.kernel_exactness [--kernels gpu mosaic] [--dtypes bfloat16 float32] [--output DIR]
+
+The tests run the kernels for accelerators in JAX's interpreters, which have neither their matrix units nor their asynchronous
+copies; this command runs the real ones. Two shards of a row attend as in a ring, every block of queries over every block of keys
+and on top of what was seen before. An error is the norm of the difference over the norm of the truth; of lse it is the largest
+difference. Prints a line for each case and writes kernel_exactness.json.
+"""
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from data.paths import output_folder
+from model.attention import BackwardInputs, Keys, Mask, Queries, TokenCoords, get_kernel
+from model.attention.layout import permutation
+from scripts.benchmarks.commands import add_output_folder, make_parser, write_json
+from trainer import entry
+
+ROWS, LENGTH, HEADS, KV_HEADS = 2, 1180, 4, 2  # 1,180: no multiple of any tile
+HEAD_DIMS = (64, 128, 256)
+MASKS = {"causal": Mask(), "window 300": Mask(window=300), "full": Mask(causal=False)}
+# Documents of a row: one; several, with padding behind them; several, with padding inside one of them as well.
+PACKINGS = ("one", "packed", "interrupted")
+CASES = (("causal", "contiguous", "packed"), ("causal", "striped", "one"), ("causal", "striped", "interrupted"),
+         ("window 300", "zigzag", "packed"), ("full", "striped", "packed"))
+RESULTS = ("out", "lse", "dq", "dk", "dv")
+# Operands of 16 bits carry 8 bits of a number, weights among them. Chosen before any device had been asked.
+LIMITS = {"bfloat16": {"lse": 1e-3, "other": 1e-2}, "float32": {"lse": 1e-5, "other": 1e-5}}
+
+
+def documents(packing: str) -> tuple[np.ndarray, np.ndarray]:
+    """Returns index and segment_ids [ROWS, LENGTH] in the order of the row."""
+    index = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
+    segments = np.ones((ROWS, LENGTH), np.int32)
+    if packing != "one":
+        for row, ends in enumerate(((97, 500, 870, LENGTH - 20), (460, LENGTH - 150))):
+            segments[row] = np.searchsorted(ends, np.arange(LENGTH), side="right") + 1
+            segments[row, ends[-1]:] = 0
+    if packing == "interrupted":
+        segments[0, 510:530] = 0
+    return index, segments
+
+
+@functools.cache
+def arrays(head_dim: int, dtype: str) -> list[np.ndarray]:
+    """Returns q, k, v and dout, rounded to `dtype`."""
+    rng = np.random.default_rng(head_dim)
+    shapes = [(ROWS, LENGTH, heads, head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    return [np.asarray(jnp.asarray(rng.standard_normal(shape, dtype=np.float32), dtype)) for shape in shapes]
+
+
+@functools.cache
+def truth(head_dim: int, dtype: str, mask_name: str, packing: str) -> dict[str, np.ndarray]:
+    """Returns RESULTS by the definition, in float64."""
+    q, k, v, dout = (x.astype(np.float64) for x in arrays(head_dim, dtype))
+    index, segments = documents(packing)
+    mask, scale = MASKS[mask_name], head_dim ** -0.5
+    distance = index[:, :, None] - index[:, None]
+    seen = (segments[:, :, None] == segments[:, None]) & (segments[:, None] > 0)
+    seen &= (distance >= 0) | (not mask.causal)
+    seen &= np.abs(distance) < (mask.window or LENGTH)
+    wide_k, wide_v = (np.repeat(x, HEADS // KV_HEADS, 2) for x in (k, v))
+    scores = np.where(seen[:, None], np.einsum("bqhd,bkhd->bhqk", q, wide_k, optimize=True) * scale, -np.inf)
+    highest = scores.max(-1, keepdims=True, initial=-1e30)
+    weights = np.exp(scores - highest)
+    total = weights.sum(-1, keepdims=True)
+    weights = np.divide(weights, total, out=np.zeros_like(weights), where=total > 0)
+    with np.errstate(divide="ignore"):
+        lse = np.where(total > 0, highest + np.log(total), -np.inf)[..., 0]
+    dweights = np.einsum("bqhd,bkhd->bhqk", dout, wide_v, optimize=True)
+    dscores = weights * (dweights - (weights * dweights).sum(-1, keepdims=True)) * scale
+    dk, dv = (np.einsum("bhqk,bqhd->bkhd", x, y, optimize=True) for x, y in ((dscores, q), (weights, dout)))
+    dk, dv = (x.reshape(ROWS, LENGTH, KV_HEADS, -1, head_dim).sum(3) for x in (dk, dv))
+    return {"out": np.einsum("bhqk,bkhd->bqhd", weights, wide_v, optimize=True), "lse": lse,
+            "dq": np.einsum("bhqk,bkhd->bqhd", dscores, wide_k, optimize=True), "dk": dk, "dv": dv}
+
+
+@functools.cache
+def compiled(kernel_name: str, mask_name: str, head_dim: int):
+    """Returns the kernel's `extend` and `gradients`, jitted."""
+    kernel = get_kernel(kernel_name)
+    options = {"mask": MASKS[mask_name], "scale": head_dim ** -0.5}
+    return (jax.jit(lambda *blocks: kernel.extend(*blocks, **options)),
+            jax.jit(lambda *blocks: kernel.gradients(*blocks, **options)))
+
+
+def attend(kernel_name: str, head_dim: int, dtype: str, mask_name: str, layout: str, packing: str) -> dict[str, np.ndarray]:
+    """Returns RESULTS of two shards, by four calls of the kernel each way, in the order of the row."""
+    extend, gradients = compiled(kernel_name, mask_name, head_dim)
+    order = permutation(LENGTH, 2, layout)
+    q, k, v, dout = (jnp.asarray(x)[:, order] for x in arrays(head_dim, dtype))
+    coords = TokenCoords(*(jnp.asarray(x)[:, order] for x in documents(packing)))
+    shards = [slice(0, LENGTH // 2), slice(LENGTH // 2, None)]
+    coords_of = [jax.tree.map(lambda x, shard=shard: x[:, shard], coords) for shard in shards]
+    keys = [Keys(k[:, shard], v[:, shard], at) for shard, at in zip(shards, coords_of, strict=True)]
+    outs, lses, dqs, dkvs = [], [], [], [0.0, 0.0]
+    for shard, at in zip(shards, coords_of, strict=True):
+        queries, partial, dq = Queries(q[:, shard], at), None, None
+        for block in keys:
+            partial = extend(partial, queries, block)
+        delta = jnp.einsum("bthd,bthd->bht", partial.out, dout[:, shard].astype(jnp.float32))
+        saved = BackwardInputs(dout[:, shard], partial.lse, delta)
+        for number, block in enumerate(keys):
+            dq, dkv = gradients(dq, queries, block, saved)
+            dkvs[number] = dkvs[number] + dkv
+        outs.append(partial.out), lses.append(partial.lse), dqs.append(dq)
+    dk, dv = jnp.concatenate(dkvs, 2)
+    results = (jnp.concatenate(outs, 1), jnp.concatenate(lses, 2), jnp.concatenate(dqs, 1), dk, dv)
+    back = np.argsort(order)
+    return {name: np.take(np.asarray(x, np.float64), back, 2 if name == "lse" else 1)
+            for name, x in zip(RESULTS, results, strict=True)}
+
+
+def errors(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[str, float]:
+    """Returns the error of each of RESULTS; NaN where a number is not finite, or a row's emptiness is not seen."""
+    empty = np.isneginf(expected["lse"])
+    if (np.isneginf(got["lse"]) != empty).any():
+        return {**dict.fromkeys(RESULTS, float("nan"))}
+    differences = {name: got[name] - expected[name] for name in RESULTS if name != "lse"}
+    relative = {name: float(np.linalg.norm(x) / np.linalg.norm(expected[name])) for name, x in differences.items()}
+    return {**relative, "lse": float(np.abs(got["lse"][~empty] - expected["lse"][~empty]).max())}
+
+
+def check(kernels: list[str], dtypes: list[str]) -> list[dict]:
+    """Returns and prints a row for each kernel, dtype, head size and case."""
+    rows = []
+    print(f"{'kernel':8} {'dtype':9} {'D':>4} {'case':34}", *(f"{name:>8}" for name in RESULTS), "", flush=True)
+    for kernel, dtype, head_dim, case in itertools.product(kernels, dtypes, HEAD_DIMS, CASES):
+        row = {"kernel": kernel, "dtype": dtype, "head_dim": head_dim, "case": ", ".join(case)}
+        start, limits = time.perf_counter(), LIMITS[dtype]
+        try:
+            row |= errors(attend(kernel, head_dim, dtype, *case), truth(head_dim, dtype, case[0], case[2]))
+            row["held"] = all(row[name] <= limits.get(name, limits["other"]) for name in RESULTS)
+            text = " ".join(f"{row[name]:8.1e}" for name in RESULTS)
+        except Exception as error:  # a compiler's refusal of one case must not hide the others
+            row |= {"held": False, "failed": f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:300]}"}
+            text = row["failed"]
+        rows.append(row)
+        print(f"{kernel:8} {dtype:9} {head_dim:4} {row['case']:34} {text} {'' if row['held'] else 'ABOVE THE LIMIT'} "
+              f"({time.perf_counter() - start:.1f} s)", flush=True)
+    return rows
+
+
+def work(args: argparse.Namespace) -> None:
+    """Compares, prints and writes the table."""
+    output_folder(args.output)
+    device = jax.devices()[0].device_kind
+    print(device, flush=True)
+    rows = check(args.kernels, args.dtypes)
+    write_json(args.output / "kernel_exactness.json", {"device": device, "jax": jax.__version__, "limits": LIMITS, "rows": rows})
+    print(f"{sum(row['held'] for row in rows)} of {len(rows)} cases within the limits")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = make_parser("kernel_exactness", __doc__)
+    parser.add_argument("--kernels", nargs="+", default=["auto"], help="names of kernels (default auto: the device's own)")
+    parser.add_argument("--dtypes", nargs="+", choices=LIMITS, default=list(LIMITS), help="of the operands (default both)")
+    add_output_folder(parser, "runs/kernel_exactness")
+    return entry.run(lambda: work(parser.parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
