@@ -145,14 +145,14 @@ class _Reader:
         return []
 
     def is_kernel(self, instruction: Instruction) -> bool:
-        """Whether this is a Pallas kernel, or a loop that multiplies matrices and communicates nothing."""
+        """Whether this is a Pallas kernel, alone or chosen at run time, or a loop that multiplies and communicates nothing."""
         if instruction.opcode == "custom-call":
             return (instruction.attribute("custom_call_target") or "").strip('"') in KERNEL_TARGETS
         inside = self._inside(instruction)
         if instruction.opcode == "while":
             communicates = any(opcode.removesuffix("-start") in COLLECTIVES for opcode in inside)
             return bool(inside & {*PRODUCTS, *KERNEL_TARGETS}) and not communicates
-        return instruction.opcode in ("fusion", "call") and bool(inside & set(KERNEL_TARGETS))
+        return instruction.opcode in ("fusion", "call", "conditional") and bool(inside & set(KERNEL_TARGETS))
 
     def multiplies(self, instruction: Instruction) -> bool:
         """Whether this is a matrix product, alone or in a fusion."""

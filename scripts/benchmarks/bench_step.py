@@ -22,9 +22,11 @@ import numpy as np
 
 from data.paths import output_folder
 from scripts.benchmarks.commands import add_output_folder, in_own_process, make_parser, write_json
+from scripts.benchmarks.kernel_case import measure_products
 from trainer import entry
 
 CHECKPOINT_FROM = 4096  # tokens from which torch recomputes its layers
+OPTIONS = ("steps", "model", "layers", "dtype", "remat", "kernel", "chunk", "loss_chunk")  # that a side's process is given
 
 
 def matmul_rate(multiply) -> float:
@@ -45,36 +47,44 @@ def preset(args):
     return dataclasses.replace(config, num_hidden_layers=args.layers) if args.layers else config
 
 
-def ours(length: int, args) -> dict:
-    """Returns the seconds of each step of train.py's compiled step, its loss, and facts of the device."""
+def make_builder(length: int, args):
+    """Returns the StepBuilder of the measured step, on the first device."""
     import jax
     import jax.numpy as jnp
 
     from model.attention import get_kernel
     from model.llama import Llama
     from model.memory.options import MemoryConfig
-    from planning.compiled import memory as planned_memory
     from trainer.config.schema import MeshConfig
-    from trainer.devices import peak_flops
     from trainer.mesh import make_mesh
-    from trainer.reporting.metrics import peak_device_gib
     from trainer.step import StepBuilder
     from trainer.text import text_batch
 
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    memory = MemoryConfig(args.remat, moments_on_host=args.moments_on_host)
+    chunks = {"feed_forward_chunk": args.chunk, "projection_chunk": args.chunk} if args.chunk else {}
+    memory = MemoryConfig(args.remat, moments_on_host=args.moments_on_host, loss_chunk=args.loss_chunk, **chunks)
     model = Llama(preset(args), mesh, kernel=get_kernel(args.kernel), dtype=jnp.dtype(args.dtype), memory=memory)
-    builder = StepBuilder(model, model.loss, text_batch(1, length, mesh), memory_config=memory)
+    return StepBuilder(model, model.loss, text_batch(1, length, mesh), memory_config=memory)
+
+
+def ours(length: int, args) -> dict:
+    """Returns the seconds of each step of train.py's compiled step, its loss, its plan, and facts of the device."""
+    import jax
+
+    from planning.compiled import memory as planned_memory
+    from trainer.devices import peak_flops
+    from trainer.reporting.metrics import peak_device_gib
+
+    builder = make_builder(length, args)
     start = time.perf_counter()
     step = builder.lower_train().compile()
-    compile_seconds = time.perf_counter() - start
-    plan = planned_memory(step)
-    tokens = np.random.default_rng(0).integers(0, model.config.vocab_size, (1, length + 1), np.int32)
+    compile_seconds, plan = time.perf_counter() - start, planned_memory(step)
+    tokens = np.random.default_rng(0).integers(0, builder.model.config.vocab_size, (1, length + 1), np.int32)
     index = np.arange(length, dtype=np.int32)[None]
     batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "index": index, "positions": index,
              "segment_ids": np.ones_like(index), "loss_weights": np.ones(index.shape, np.float32)}
     batch = {name: jax.device_put(x, builder.abstract_batch[name].sharding) for name, x in batch.items()}
-    params = model.init(0)
+    params = builder.model.init(0)
     moments = builder.init_optimizer(params)
     seconds = []
     for number in range(args.steps + 1):
@@ -82,12 +92,23 @@ def ours(length: int, args) -> dict:
         params, moments, metrics = step(params, {}, moments, batch, number)
         loss = float(metrics.loss)
         seconds.append(time.perf_counter() - start)
-    a = jnp.ones((2048, 2048), args.dtype)
-    multiply = jax.jit(jnp.matmul)
-    device = mesh.devices.flat[0]
-    return {"seconds": seconds, "loss": loss, "matmul": matmul_rate(lambda: multiply(a, a).block_until_ready()),
-            "device": device.device_kind, "peak_flops": peak_flops(device.device_kind), "device_gib": peak_device_gib([device]),
-            "planned_gib": plan["peak"], "planned_host_gib": plan["host"], "compile_seconds": compile_seconds}
+    device = jax.devices()[0]
+    result = {"seconds": seconds, "loss": loss, "device": device.device_kind, "peak_flops": peak_flops(device.device_kind),
+              "device_gib": peak_device_gib([device]), "planned_gib": plan["peak"], "planned_host_gib": plan["host"],
+              "compile_seconds": compile_seconds}
+    del params, moments
+    return {**result, "matmul": jax_matmul_rate(args.dtype)}
+
+
+def jax_matmul_rate(dtype: str) -> float:
+    """Returns the FLOP/s of matrix products, on a CPU as `matmul_rate` has it."""
+    import jax
+    import jax.numpy as jnp
+
+    if jax.default_backend() != "cpu":  # a single small product would measure how fast the host starts it
+        return measure_products(dtype)["matmul_flops"]
+    a, multiply = jnp.ones((2048, 2048), dtype), jax.jit(jnp.matmul)
+    return matmul_rate(lambda: multiply(a, a).block_until_ready())
 
 
 def theirs(length: int, args) -> dict:
@@ -115,9 +136,9 @@ def theirs(length: int, args) -> dict:
 
 def measure(side: str, length: int, args) -> dict:
     """Runs one side in a process of its own, so that its peak memory is its own."""
-    return in_own_process("bench_step", "--one", side, "--lengths", str(length), "--steps", str(args.steps),
-                          "--model", args.model, "--layers", str(args.layers), "--dtype", args.dtype, "--remat", args.remat,
-                          "--kernel", args.kernel, *(["--moments-on-host"] if args.moments_on_host else []))
+    options = [word for name in OPTIONS for word in (f"--{name}", str(getattr(args, name)))]
+    return in_own_process("bench_step", "--one", side, "--lengths", str(length), *options,
+                          *(["--moments_on_host"] if args.moments_on_host else []))
 
 
 def compare(length: int, args) -> list[dict]:
@@ -130,7 +151,8 @@ def compare(length: int, args) -> list[dict]:
     rows = []
     for side in args.side:
         results = [result for name, result in turns if name == side]
-        seconds = min(min(result["seconds"][1:]) for result in results)  # the first step is a warm-up
+        # The first step is a warm-up, unless it is the only one.
+        seconds = min(min(result["seconds"][1:] or result["seconds"]) for result in results)
         peak = results[0].get("peak_flops")
         rows.append({
             "side": side, "length": length, "tokens_per_second": length / seconds, "step_seconds": seconds,
@@ -165,7 +187,8 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code."""
     parser = make_parser("bench_step", __doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096], help="tokens in the row (default 2048 4096)")
-    parser.add_argument("--steps", type=int, default=3, help="steps timed in a turn, after one that is not (default 3)")
+    parser.add_argument("--steps", type=int, default=3,
+                        help="steps timed in a turn, after one that is not; 0: that one is timed (default 3)")
     parser.add_argument("--turns", type=int, default=2, help="processes of each side, in turns (default 2)")
     parser.add_argument("--side", nargs="+", choices=["theirs", "ours"], default=["theirs", "ours"], help="default both")
     parser.add_argument("--model", default="smollm2-135m", help="a preset (default smollm2-135m)")
@@ -173,6 +196,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="our compute precision")
     parser.add_argument("--remat", default="everything", help="our policy (default everything)")
     parser.add_argument("--kernel", default="auto", help="our attention kernel (default auto)")
+    parser.add_argument("--chunk", type=int, default=0, help="our tokens of a chunk of projections (default: the trainer's)")
+    parser.add_argument("--loss-chunk", "--loss_chunk", type=int, default=1024, help="of the loss (default 1024)")
     parser.add_argument("--moments-on-host", "--moments_on_host", action="store_true", help="keep AdamW's moments on the host")
     add_output_folder(parser, "runs/bench")
     parser.add_argument("--one", choices=["ours", "theirs"], help=argparse.SUPPRESS)

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
 import re
 from pathlib import Path
@@ -84,22 +85,22 @@ class Block(NamedTuple):
 
 def make_block(case: Case) -> Block:
     """Returns random vectors and the coordinates of the case's kind of block."""
-    rng, length = np.random.default_rng(0), case.length
+    length = case.length
     index = np.arange(length, dtype=np.int32)[None]
     q_index, kv_index = {
         "strict": (2 * index, 2 * index + 1), "full": (index + length, index), "empty": (index, index + length),
     }.get(case.block, (index, index))
     segments = np.repeat(np.arange(1, len(case.document_lengths()) + 1, dtype=np.int32), case.document_lengths())[None]
-    query, key = (1, length, case.heads, case.head_dim), (1, length, case.kv_heads, case.head_dim)
-    vectors = (_random(rng, shape) for shape in (query, key, key, query))
-    return Block(*vectors, q_index, kv_index, segments)
+    return Block(*_vectors(length, case.heads, case.kv_heads, case.head_dim), q_index, kv_index, segments)
 
 
-def _random(rng: np.random.Generator, shape: tuple[int, int, int, int]) -> Float[np.ndarray, "1 T H D"]:
-    """Returns random float32 vectors of this shape; of a long block, those of its first tokens again and again."""
-    batch, length, *rest = shape
-    drawn = rng.standard_normal((batch, min(length, DRAWN), *rest), dtype=np.float32)
-    return np.tile(drawn, (1, -(-length // DRAWN), 1, 1))[:, :length]
+@functools.lru_cache(maxsize=1)
+def _vectors(length: int, heads: int, kv_heads: int, head_dim: int) -> tuple[Float[np.ndarray, "1 T H D"], ...]:
+    """Returns random q, k, v and dout; of a long block, those of its first tokens again and again."""
+    rng, repeats = np.random.default_rng(0), -(-length // DRAWN)
+    drawn = (rng.standard_normal((1, min(length, DRAWN), count, head_dim), dtype=np.float32)
+             for count in (heads, kv_heads, kv_heads, heads))
+    return tuple(np.tile(x, (1, repeats, 1, 1))[:, :length] for x in drawn)
 
 
 def refuse_dense(case: Case, copies: int) -> None:

@@ -88,7 +88,8 @@ def measure_products(dtype: str) -> dict:
     multiply = jax.jit(lambda a, b: jnp.matmul(a, b, preferred_element_type=jnp.float32))
     for batch, m, k, n in PRODUCTS.get(platform, PRODUCTS["other"]):
         # Random, since an accelerator multiplies ones and zeros faster, on less power.
-        a, b = (jax.random.normal(jax.random.key(seed), shape, dtype) for seed, shape in enumerate(((batch, m, k), (batch, k, n))))
+        a, b = (jax.random.normal(jax.random.key(seed), shape, dtype)
+                for seed, shape in enumerate(((batch, m, k), (batch, k, n))))
         multiply(a, b).block_until_ready()
         # Several are in flight at once, so that an accelerator does not wait for the host between them.
         seconds, _ = best_of(lambda a=a, b=b: jax.block_until_ready([multiply(a, b) for _ in range(10)]), 8)

@@ -1,11 +1,13 @@
 """Compares the attention kernels, as this machine's compiler makes them, with dense float64: out, lse and all gradients.
 
     python -m scripts.benchmarks.kernel_exactness [--kernels gpu mosaic] [--dtypes bfloat16 float32] [--output DIR]
+    python -m scripts.benchmarks.kernel_exactness --kernels auto --dtypes bfloat16 --long 1048576
 
 The tests run the kernels for accelerators in JAX's interpreters, which have neither their matrix units nor their asynchronous
-copies; this command runs the real ones. Two shards of a row attend as in a ring, every block of queries over every block of keys
-and on top of what was seen before. An error is the norm of the difference over the norm of the truth; of lse it is the largest
-difference. Prints a line for each case and writes kernel_exactness.json.
+copies; this command runs the real ones. Two shards of a row attend as in a ring, every block of queries over every block of
+keys and on top of what was seen before. An error is the norm of the difference over the norm of the truth; of lse it is the largest
+difference. With --long, a row of that many tokens in a window instead, whose results have more elements than 32 bits count,
+compared at its beginning, middle and end. Prints a line for each case and writes kernel_exactness.json.
 """
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ import functools
 import itertools
 import sys
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +35,8 @@ MASKS = {"causal": Mask(), "window 300": Mask(window=300), "full": Mask(causal=F
 PACKINGS = ("one", "packed", "interrupted")
 CASES = (("causal", "contiguous", "packed"), ("causal", "striped", "one"), ("causal", "striped", "interrupted"),
          ("window 300", "zigzag", "packed"), ("full", "striped", "packed"))
+# Of --long: heads as of LLaMA-3.1-8B, whose last ones, farthest into an array, are compared.
+LONG_HEADS, LONG_KV_HEADS, LONG_HEAD_DIM, LONG_WINDOW, LONG_PART = 32, 8, 128, 500, 64
 RESULTS = ("out", "lse", "dq", "dk", "dv")
 # Operands of 16 bits carry 8 bits of a number, weights among them. Chosen before any device had been asked.
 LIMITS = {"bfloat16": {"lse": 1e-3, "other": 1e-2}, "float32": {"lse": 1e-5, "other": 1e-5}}
@@ -61,14 +66,20 @@ def arrays(head_dim: int, dtype: str) -> list[np.ndarray]:
 @functools.cache
 def truth(head_dim: int, dtype: str, mask_name: str, packing: str) -> dict[str, np.ndarray]:
     """Returns RESULTS by the definition, in float64."""
-    q, k, v, dout = (x.astype(np.float64) for x in arrays(head_dim, dtype))
-    index, segments = documents(packing)
-    mask, scale = MASKS[mask_name], head_dim ** -0.5
+    return dense(*arrays(head_dim, dtype), *documents(packing), MASKS[mask_name])
+
+
+def dense(q: np.ndarray, k: np.ndarray, v: np.ndarray, dout: np.ndarray, index: np.ndarray, segments: np.ndarray,
+          mask: Mask) -> dict[str, np.ndarray]:
+    """Returns RESULTS by the definition, in float64, of vectors [B, T, H, D] with these coordinates [B, T]."""
+    q, k, v, dout = (x.astype(np.float64) for x in (q, k, v, dout))
+    (rows, length, kv_heads, head_dim), group = k.shape, q.shape[2] // k.shape[2]
+    scale = head_dim ** -0.5
     distance = index[:, :, None] - index[:, None]
     seen = (segments[:, :, None] == segments[:, None]) & (segments[:, None] > 0)
     seen &= (distance >= 0) | (not mask.causal)
-    seen &= np.abs(distance) < (mask.window or LENGTH)
-    wide_k, wide_v = (np.repeat(x, HEADS // KV_HEADS, 2) for x in (k, v))
+    seen &= np.abs(distance) < (mask.window or length)
+    wide_k, wide_v = (np.repeat(x, group, 2) for x in (k, v))
     scores = np.where(seen[:, None], np.einsum("bqhd,bkhd->bhqk", q, wide_k, optimize=True) * scale, -np.inf)
     highest = scores.max(-1, keepdims=True, initial=-1e30)
     weights = np.exp(scores - highest)
@@ -79,7 +90,7 @@ def truth(head_dim: int, dtype: str, mask_name: str, packing: str) -> dict[str, 
     dweights = np.einsum("bqhd,bkhd->bhqk", dout, wide_v, optimize=True)
     dscores = weights * (dweights - (weights * dweights).sum(-1, keepdims=True)) * scale
     dk, dv = (np.einsum("bhqk,bqhd->bkhd", x, y, optimize=True) for x, y in ((dscores, q), (weights, dout)))
-    dk, dv = (x.reshape(ROWS, LENGTH, KV_HEADS, -1, head_dim).sum(3) for x in (dk, dv))
+    dk, dv = (x.reshape(rows, length, kv_heads, group, head_dim).sum(3) for x in (dk, dv))
     return {"out": np.einsum("bhqk,bkhd->bqhd", weights, wide_v, optimize=True), "lse": lse,
             "dq": np.einsum("bhqk,bkhd->bqhd", dscores, wide_k, optimize=True), "dk": dk, "dv": dv}
 
@@ -130,24 +141,65 @@ def errors(got: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> dict[
     return {**relative, "lse": float(np.abs(got["lse"][~empty] - expected["lse"][~empty]).max())}
 
 
-def check(kernels: list[str], dtypes: list[str]) -> list[dict]:
+def compare(kernel: str, dtype: str, head_dim: int, case: str, measure: Callable[[], dict[str, float]]) -> dict:
+    """Returns and prints a row: the errors that `measure` returns, or why it failed."""
+    row = {"kernel": kernel, "dtype": dtype, "head_dim": head_dim, "case": case}
+    start, limits = time.perf_counter(), LIMITS[dtype]
+    try:
+        row |= measure()
+        row["held"] = all(row[name] <= limits.get(name, limits["other"]) for name in RESULTS)
+        text = " ".join(f"{row[name]:8.1e}" for name in RESULTS)
+    except Exception as error:  # a compiler's refusal of one case must not hide the others
+        row |= {"held": False, "failed": f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:300]}"}
+        text = row["failed"]
+    print(f"{kernel:8} {dtype:9} {head_dim:4} {case:34} {text} {'' if row['held'] else 'ABOVE THE LIMIT'} "
+          f"({time.perf_counter() - start:.1f} s)", flush=True)
+    return row
+
+
+def check(args: argparse.Namespace) -> list[dict]:
     """Returns and prints a row for each kernel, dtype, head size and case."""
-    rows = []
     print(f"{'kernel':8} {'dtype':9} {'D':>4} {'case':34}", *(f"{name:>8}" for name in RESULTS), "", flush=True)
-    for kernel, dtype, head_dim, case in itertools.product(kernels, dtypes, HEAD_DIMS, CASES):
-        row = {"kernel": kernel, "dtype": dtype, "head_dim": head_dim, "case": ", ".join(case)}
-        start, limits = time.perf_counter(), LIMITS[dtype]
-        try:
-            row |= errors(attend(kernel, head_dim, dtype, *case), truth(head_dim, dtype, case[0], case[2]))
-            row["held"] = all(row[name] <= limits.get(name, limits["other"]) for name in RESULTS)
-            text = " ".join(f"{row[name]:8.1e}" for name in RESULTS)
-        except Exception as error:  # a compiler's refusal of one case must not hide the others
-            row |= {"held": False, "failed": f"{type(error).__name__}: {(str(error).strip() or '-').splitlines()[0][:300]}"}
-            text = row["failed"]
-        rows.append(row)
-        print(f"{kernel:8} {dtype:9} {head_dim:4} {row['case']:34} {text} {'' if row['held'] else 'ABOVE THE LIMIT'} "
-              f"({time.perf_counter() - start:.1f} s)", flush=True)
-    return rows
+    if args.long:
+        return [compare(kernel, dtype, LONG_HEAD_DIM, f"window {LONG_WINDOW}, {args.long:,} tokens",
+                        functools.partial(long_errors, kernel, dtype, args.long))
+                for kernel, dtype in itertools.product(args.kernels, args.dtypes)]
+    return [compare(kernel, dtype, head_dim, ", ".join(case), functools.partial(case_errors, kernel, dtype, head_dim, case))
+            for kernel, dtype, head_dim, case in itertools.product(args.kernels, args.dtypes, args.head_dims, CASES)]
+
+
+def case_errors(kernel: str, dtype: str, head_dim: int, case: tuple[str, str, str]) -> dict[str, float]:
+    """Returns the errors of one of CASES."""
+    mask, _, packing = case
+    return errors(attend(kernel, head_dim, dtype, *case), truth(head_dim, dtype, mask, packing))
+
+
+def long_errors(kernel_name: str, dtype: str, length: int) -> dict[str, float]:
+    """Returns the largest errors of a row in a window, over tokens at its beginning, middle and end."""
+    kernel, mask = get_kernel(kernel_name), Mask(window=LONG_WINDOW)
+    shapes = [(1, length, heads, LONG_HEAD_DIM) for heads in (LONG_HEADS, LONG_KV_HEADS, LONG_KV_HEADS, LONG_HEADS)]
+    q, k, v, dout = (jax.random.normal(jax.random.key(seed), shape, dtype) for seed, shape in enumerate(shapes))
+    coords = TokenCoords(jnp.arange(length, dtype=jnp.int32)[None], jnp.ones((1, length), jnp.int32))
+    options = {"mask": mask, "scale": LONG_HEAD_DIM ** -0.5}
+    blocks = Queries(q, coords), Keys(k, v, coords)
+    out, lse = jax.jit(functools.partial(kernel.forward, **options))(*blocks)
+    delta = jax.jit(lambda out, dout: (out * dout.astype(jnp.float32)).sum(-1).swapaxes(1, 2))(out, dout)
+    gradients = jax.jit(functools.partial(kernel.backward, **options))(*blocks, BackwardInputs(dout, lse, delta))
+    group, worst = LONG_HEADS // LONG_KV_HEADS, dict.fromkeys(RESULTS, 0.0)
+    for start in (0, length // 2, length - LONG_PART):
+        # What these tokens see and are seen by, and all that those see.
+        near = slice(max(start - 2 * LONG_WINDOW, 0), min(start + LONG_PART + 2 * LONG_WINDOW, length))
+        own = slice(start - near.start, start - near.start + LONG_PART)
+        vectors = [np.asarray(x[:, near, -heads:]) for x, heads in ((q, group), (k, 1), (v, 1), (dout, group))]
+        index = np.arange(near.start, near.stop, dtype=np.int64)[None]
+        expected = dense(*vectors, index, np.ones_like(index), mask)
+        expected["lse"] = expected["lse"].swapaxes(1, 2)[..., None]
+        tokens, part = slice(start, start + LONG_PART), {}
+        for name, x in zip(RESULTS, (out, lse.swapaxes(1, 2)[..., None], *gradients), strict=True):
+            part[name] = np.asarray(x[:, tokens, -expected[name].shape[2]:], np.float64)
+        differences = errors(part, {name: x[:, own] for name, x in expected.items()})
+        worst = {name: max(worst[name], differences[name]) for name in RESULTS}
+    return worst
 
 
 def work(args: argparse.Namespace) -> None:
@@ -155,8 +207,9 @@ def work(args: argparse.Namespace) -> None:
     output_folder(args.output)
     device = jax.devices()[0].device_kind
     print(device, flush=True)
-    rows = check(args.kernels, args.dtypes)
-    write_json(args.output / "kernel_exactness.json", {"device": device, "jax": jax.__version__, "limits": LIMITS, "rows": rows})
+    rows = check(args)
+    result = {"device": device, "jax": jax.__version__, "limits": LIMITS, "rows": rows}
+    write_json(args.output / "kernel_exactness.json", result)
     print(f"{sum(row['held'] for row in rows)} of {len(rows)} cases within the limits")
 
 
@@ -165,6 +218,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = make_parser("kernel_exactness", __doc__)
     parser.add_argument("--kernels", nargs="+", default=["auto"], help="names of kernels (default auto: the device's own)")
     parser.add_argument("--dtypes", nargs="+", choices=LIMITS, default=list(LIMITS), help="of the operands (default both)")
+    parser.add_argument("--head-dims", "--head_dims", type=int, nargs="+", choices=HEAD_DIMS, default=list(HEAD_DIMS),
+                        help="head sizes (default all)")
+    parser.add_argument("--long", type=int, default=0, metavar="TOKENS", help="one long row, in a window, instead")
     add_output_folder(parser, "runs/kernel_exactness")
     return entry.run(lambda: work(parser.parse_args(argv)))
 

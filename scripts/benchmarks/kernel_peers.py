@@ -48,12 +48,13 @@ def ours(case: Case, block: Block) -> Callable:
     return _jax_pass(case, attention, block[:4], coords)
 
 
-def ours_mosaic(case: Case, block: Block) -> Callable:
-    """This project's kernel for Hopper GPUs, whose tiles follow from the head size."""
+def ours_triton(case: Case, block: Block) -> Callable:
+    """This project's kernel for any NVIDIA GPU, which Hopper GPUs run where operands have 32 bits."""
     import jax
 
-    _refuse_but_hopper("the kernel mosaic", case, jax.devices()[0].device_kind)
-    return ours(dataclasses.replace(case, kernel="mosaic", tile=0), block)
+    if jax.default_backend() != "gpu":
+        raise LeftOut(f"the kernel gpu needs an NVIDIA GPU, found {jax.default_backend()}")
+    return ours(dataclasses.replace(case, kernel="gpu"), block)
 
 
 def _refuse_but_hopper(peer: str, case: Case, device: str) -> None:
@@ -252,7 +253,7 @@ def ringattention_package(case: Case, block: Block) -> Callable:
 
 PEERS: dict[str, Callable[[Case, Block], Callable]] = {
     "ours": ours,
-    "ours-mosaic": ours_mosaic,
+    "ours-triton": ours_triton,
     "torch-sdpa": torch_sdpa,
     "flash-attn-3": flash_attention_3,
     "jax-xla": jax_xla,
@@ -263,6 +264,6 @@ PEERS: dict[str, Callable[[Case, Block], Callable]] = {
 # The peers that can run on each kind of device.
 ON_DEVICE = {
     "cpu": ("ours", "torch-sdpa", "jax-xla", "ringattention"),
-    "gpu": ("ours", "ours-mosaic", "flash-attn-3", "jax-cudnn", "torch-sdpa", "jax-xla", "ringattention"),
+    "gpu": ("ours", "ours-triton", "flash-attn-3", "jax-cudnn", "torch-sdpa", "jax-xla", "ringattention"),
     "tpu": ("ours", "splash", "jax-xla", "ringattention"),
 }

@@ -28,8 +28,8 @@ MAX_HEAD_DIM = 256  # of the kernels for accelerators
 
 @dataclasses.dataclass(frozen=True)
 class PlatformKernel(Kernel):
-    """`tpu` or `gpu` where a program is lowered for one of these; `other` elsewhere, and for masks and head sizes that they
-    do not serve.
+    """`tpu` where a program is lowered for TPUs, `gpu` for NVIDIA GPUs; `other` elsewhere, and for masks and head sizes that
+    they do not serve.
 
     All three are traced, and the choice is made when the program is lowered, because only then is the platform known: a CPU
     host may compile for a described TPU topology, and inside `shard_map` there is no mesh of real devices to look at.
@@ -96,8 +96,8 @@ def get_kernel(name: str = "auto", *, query_tile: int = 0, key_tile: int = 0) ->
     """The kernel of this name; the same arguments give the same object, so that nothing is compiled twice.
 
     Args:
-      name: `auto` is `tpu` on TPUs, `gpu` on NVIDIA GPUs, and `xla` elsewhere and for global tokens; never `mosaic`, until that
-        has been timed on a GPU.
+      name: `auto` is `tpu` on TPUs, `mosaic` on Hopper GPUs for operands of 16 bits, `gpu` on NVIDIA GPUs otherwise and where
+        a tile's size is given, and `xla` elsewhere and for global tokens.
       query_tile, key_tile: tokens in a tile; 0 leaves the choice to the kernel. `reference` has no tiles and reads neither.
 
     Raises:
@@ -117,5 +117,6 @@ def get_kernel(name: str = "auto", *, query_tile: int = 0, key_tile: int = 0) ->
             raise ValueError(f"kernel: 'mosaic' chooses its tiles by the head size, found {tiles}; leave them 0")
         return MosaicKernel(get_kernel("auto"))
     if name == "auto":
-        return PlatformKernel(*(get_kernel(platform, **tiles) for platform in ("tpu", "gpu", "xla")))
+        tpu, gpu, xla = (get_kernel(platform, **tiles) for platform in ("tpu", "gpu", "xla"))
+        return PlatformKernel(tpu, gpu if tiles else MosaicKernel(gpu, warns=False), xla)
     raise ValueError(f"kernel: found {name!r}; known: {', '.join(KERNELS)}")

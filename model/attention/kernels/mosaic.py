@@ -36,13 +36,15 @@ class MosaicKernel(AccumulatingKernel):
     """FlashAttention-3's forward, and FlashAttention-2's backward in two kernels, for bfloat16 or float16 on Hopper GPUs.
 
     Attributes:
-      other: serves the rest, which a warning names: global tokens, soft-caps, float32, wider heads, other devices.
+      other: serves the rest: global tokens, soft-caps, float32, wider heads, other devices.
+      warns: whether a warning names what `other` serves, for those who asked for this kernel.
       query_shards, key_shards: as of `over_shards`.
       interpret: parameters of Mosaic's interpreter (`InterpretGPUParams`), which runs the same kernels anywhere, slowly, for
         tests; None: compiled.
     """
 
     other: Kernel
+    warns: bool = True
     query_shards: int = 1
     key_shards: int = 1
     interpret: Any = None
@@ -55,7 +57,7 @@ class MosaicKernel(AccumulatingKernel):
         """As of Kernel; a soft-cap is the other kernel's."""
         if softcap is None:
             return self
-        _warn("soft-caps of scores")
+        self._warn("soft-caps of scores")
         return self.other.with_softcap(softcap)
 
     def extend(self, so_far: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
@@ -124,12 +126,12 @@ class MosaicKernel(AccumulatingKernel):
         elif self.interpret is None and not any(name in device_kind() for name in HOPPER):
             reason = f"devices other than Hopper GPUs ({device_kind()})"
         if reason:
-            _warn(reason)
+            self._warn(reason)
         return bool(reason)
 
-
-def _warn(reason: str) -> None:
-    warnings.warn(f"attention kernel: {reason} are served by the kernel 'auto', not by 'mosaic'", stacklevel=5)
+    def _warn(self, reason: str) -> None:
+        if self.warns:
+            warnings.warn(f"attention kernel: {reason} are served by the kernel 'auto', not by 'mosaic'", stacklevel=5)
 
 
 class _Side(NamedTuple):
