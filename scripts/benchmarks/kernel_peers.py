@@ -13,11 +13,18 @@ import numpy as np
 
 from .kernel_block import Block, Case, LeftOut, refuse_dense
 
-DENSE_MASK_LIMIT = 32768  # tokens: a mask of a GiB
+DENSE_MASK_LIMIT = 16384  # tokens: a mask of a quarter of a GiB
 
 
-def _jax_pass(case: Case, attention: Callable, arrays: tuple, extra: tuple = ()) -> Callable:
-    """Compiles one pass of attention(q, k, v, *extra); `extra` are arguments, so that the compiler cannot fold them."""
+_PROGRAMS: dict[Case | None, Callable] = {}  # compiled in this process
+
+
+def _jax_pass(case: Case, attention: Callable, arrays: tuple, extra: tuple = (), program: Case | None = None) -> Callable:
+    """Compiles one pass of attention(q, k, v, *extra); `extra` are arguments, so that the compiler cannot fold them.
+
+    Args:
+      program: stands for the cases that share a compiled program; None: it is this case's alone.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -30,7 +37,9 @@ def _jax_pass(case: Case, attention: Callable, arrays: tuple, extra: tuple = ())
         return out, backward(dout)
 
     args = (*(jnp.asarray(x).astype(case.dtype) for x in arrays), *jax.tree.map(jnp.asarray, extra))
-    compiled = jax.jit(forward_backward if case.backward else forward).lower(*args).compile()
+    compiled = _PROGRAMS.get(program) or jax.jit(forward_backward if case.backward else forward).lower(*args).compile()
+    if program is not None:
+        _PROGRAMS[program] = compiled
     return lambda: jax.block_until_ready(compiled(*args))
 
 
@@ -45,7 +54,8 @@ def ours(case: Case, block: Block) -> Callable:
         return attend(op, Queries(q, q_coords), Keys(k, v, kv_coords)).out
 
     coords = (TokenCoords(block.q_index, block.segment_ids), TokenCoords(block.kv_index, block.segment_ids))
-    return _jax_pass(case, attention, block[:4], coords)
+    # One program serves all kinds of blocks, which differ by their coordinates.
+    return _jax_pass(case, attention, block[:4], coords, program=dataclasses.replace(case, block=""))
 
 
 def ours_triton(case: Case, block: Block) -> Callable:
