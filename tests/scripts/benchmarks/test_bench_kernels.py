@@ -85,7 +85,7 @@ def test_the_table_the_figures_and_the_plot(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("peer", "reason"), [
-    ("ours-mosaic", "the kernel mosaic needs a Hopper GPU, found cpu"),
+    ("ours-triton", "the kernel gpu needs an NVIDIA GPU, found cpu"),
     ("flash-attn-3", "FlashAttention-3 needs a Hopper GPU, found cpu"),
     ("jax-cudnn", "cuDNN needs an NVIDIA GPU, found cpu"),
 ])
