@@ -56,8 +56,9 @@ def merge_over(partial: AttentionPartial, axis: str, scatter: bool = False) -> A
 
 def _over_cache(op: AttentionOp, queries: Queries, keys: Keys) -> AttentionPartial:
     """Returns attention over this device's part of the cache."""
-    # The scores of one token are few, and the other kernels' tiles of queries would be all but empty.
-    kernel = ReferenceKernel(softcap=op.kernel.softcap) if queries.q.shape[1] == 1 else op.kernel
+    # The scores of one token are few, and the other kernels' tiles of queries would be all but empty. A cache may have empty
+    # slots between a document's tokens.
+    kernel = ReferenceKernel(softcap=op.kernel.softcap) if queries.q.shape[1] == 1 else op.kernel.with_rows_in_order(False)
     return kernel.forward(queries, keys, mask=op.mask, scale=op.scale)
 
 

@@ -144,8 +144,8 @@ class Transformer(abc.ABC):
 
     def attention(self, window: int | None = None) -> AttentionOp:
         """Returns attention over the shards of the sequence axis, within a layer's own window too."""
-        return AttentionOp.create(self.config.head_dim, schedule=self.schedule,
-                                  kernel=self.kernel.with_softcap(self.config.attn_logit_softcapping), axis="sequence",
+        kernel = self.kernel.with_softcap(self.config.attn_logit_softcapping).with_rows_in_order(True)
+        return AttentionOp.create(self.config.head_dim, schedule=self.schedule, kernel=kernel, axis="sequence",
                                   size=self.mesh.shape["sequence"], mask=self.mask.within(window), scale=self.config.scale)
 
     def layers(self, length: int) -> tuple[Layer, ...]:

@@ -43,6 +43,9 @@ class PlatformKernel(Kernel):
         kernels = (kernel.over_shards(queries, keys) for kernel in (self.tpu, self.gpu, self.other))
         return PlatformKernel(*kernels, softcap=self.softcap)
 
+    def with_rows_in_order(self, promised: bool) -> PlatformKernel:
+        return dataclasses.replace(self, gpu=self.gpu.with_rows_in_order(promised))
+
     def with_softcap(self, softcap: float | None) -> Kernel:
         """As of Kernel. NVIDIA GPUs are served by `other` then, which a warning says."""
         if softcap is None:

@@ -84,7 +84,8 @@ def _count_before(others: TokenCoords, documents: Int[Array, "B T"], bounds: Int
         return jnp.where(before, middle + 1, low), jnp.where(before, high, middle)
 
     start = jnp.zeros_like(documents), jnp.full_like(documents, length)
-    return lax.fori_loop(0, length.bit_length(), halve, start)[0]
+    # Unrolled, all steps of the search are one program of a GPU; a loop would start several for each of them.
+    return lax.fori_loop(0, length.bit_length(), halve, start, unroll=True)[0]
 
 
 def tile_edges(of_tokens: Intervals, tile: int, other_tile: int) -> Int[Array, "B n 4"]:

@@ -53,6 +53,16 @@ class Kernel(abc.ABC):
         del queries, keys
         return self
 
+    def with_rows_in_order(self, promised: bool) -> Kernel:
+        """Returns the kernel for blocks whose tokens are promised, or not, to be in the order of their rows.
+
+        In order means documents by rising number, `index` rising in each, and padding only between documents: as rows are
+        packed, and as every layout keeps them. A kernel that needs this may give NaN for blocks that break the promise;
+        without it such a kernel finds out for each block, for which a GPU waits. Others return themselves.
+        """
+        del promised
+        return self
+
     @abc.abstractmethod
     def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
         """Attention of the queries over these keys alone."""

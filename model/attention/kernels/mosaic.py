@@ -2,8 +2,9 @@
 
 Each query's keys are one interval of a block, found before the kernel (`intervals`): a tile then needs two integers a row, and
 no coordinates of keys. Blocks that are the tokens of several shards are brought into the order of their row first, by a copy,
-and so are blocks that turn out not to be in order when they come. None of ours turns out so: the loader numbers a row's
-documents as they follow one another, and pads behind them; every layout keeps that order, and so do the slots of a cache.
+and so are blocks that turn out not to be in order when they come, unless they are promised to be (`with_rows_in_order`), as
+models promise of their batches: packing numbers a row's documents as they follow one another and pads behind them, and every
+layout keeps that order.
 """
 from __future__ import annotations
 
@@ -39,6 +40,7 @@ class MosaicKernel(AccumulatingKernel):
       other: serves the rest: global tokens, soft-caps, float32, wider heads, other devices.
       warns: whether a warning names what `other` serves, for those who asked for this kernel.
       query_shards, key_shards: as of `over_shards`.
+      rows_in_order: as of `with_rows_in_order`.
       interpret: parameters of Mosaic's interpreter (`InterpretGPUParams`), which runs the same kernels anywhere, slowly, for
         tests; None: compiled.
     """
@@ -47,11 +49,15 @@ class MosaicKernel(AccumulatingKernel):
     warns: bool = True
     query_shards: int = 1
     key_shards: int = 1
+    rows_in_order: bool = False
     interpret: Any = None
 
     def over_shards(self, queries: int, keys: int) -> MosaicKernel:
         return dataclasses.replace(self, other=self.other.over_shards(queries, keys), query_shards=self.query_shards * queries,
                                    key_shards=self.key_shards * keys)
+
+    def with_rows_in_order(self, promised: bool) -> MosaicKernel:
+        return dataclasses.replace(self, rows_in_order=promised)
 
     def with_softcap(self, softcap: float | None) -> Kernel:
         """As of Kernel; a soft-cap is the other kernel's."""
@@ -63,6 +69,8 @@ class MosaicKernel(AccumulatingKernel):
     def extend(self, so_far: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
                scale: float) -> AttentionPartial:
         options: dict[str, Any] = {"mask": mask, "scale": scale}
+        if self.rows_in_order and not self._refused(queries.q, mask):
+            queries = self._checked(queries, keys)
         return self._call(self._extend, self.other.extend, so_far, queries, keys, **options)
 
     def gradients(self, so_far: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys,
@@ -80,14 +88,21 @@ class MosaicKernel(AccumulatingKernel):
 
         sides = ((queries.coords, self.query_shards), (keys.coords, self.key_shards))
 
-        def run(is_sorted: bool, *blocks: Any) -> Any:
-            pair = [_Side.create(coords, queries.q.shape[3], is_sorted or shards > 1) for coords, shards in sides]
+        def run(sort: bool, *blocks: Any) -> Any:
+            pair = [_Side.create(coords, queries.q.shape[3], sort or shards > 1) for coords, shards in sides]
             return ours(*pair, mask, scale, *blocks)
 
-        unsure = [in_row_order(TokenCoords(*coords[:2])) for coords, shards in sides if shards == 1]
-        if not unsure:
-            return run(True, *blocks)
-        return lax.cond(jnp.array(unsure).all(), functools.partial(run, False), functools.partial(run, True), *blocks)
+        unsure = [coords for coords, shards in sides if shards == 1]
+        if self.rows_in_order or not unsure:
+            return run(False, *blocks)
+        are_sorted = jnp.array([in_row_order(TokenCoords(*coords[:2])) for coords in unsure]).all()
+        return lax.cond(are_sorted, functools.partial(run, False), functools.partial(run, True), *blocks)
+
+    def _checked(self, queries: Queries, keys: Keys | StackedKeys) -> Queries:
+        """The queries, or NaN where the promise is broken: what follows shall not be wrong in silence."""
+        blocks = ((queries.coords, self.query_shards), (keys.coords, self.key_shards))
+        kept = jnp.array([in_row_order(TokenCoords(*coords[:2])) for coords, shards in blocks if shards == 1]).all()
+        return queries._replace(q=jnp.where(kept, queries.q, jnp.nan))
 
     def _extend(self, q_side: _Side, kv_side: _Side, mask: Mask, scale: float, so_far: AttentionPartial | None,
                 queries: Queries, keys: Keys | StackedKeys) -> AttentionPartial:
@@ -148,11 +163,11 @@ class _Side(NamedTuple):
     head_dim: int
 
     @classmethod
-    def create(cls, coords: TokenCoords, head_dim: int, is_sorted: bool) -> _Side:
+    def create(cls, coords: TokenCoords, head_dim: int, sort: bool) -> _Side:
         """The tokens with these coordinates, brought into the row's order or as they come."""
         coords = TokenCoords(*coords[:2])
         order = None
-        if is_sorted:
+        if sort:
             order = row_order(coords)
             coords = TokenCoords(*(jnp.take_along_axis(x, order, 1) for x in (coords.index, coords.segment_ids)))
         return cls(padded(coords, TILE), order, next(size for size in HEAD_DIMS if size >= head_dim))

@@ -181,6 +181,34 @@ def test_its_tiles_are_its_own():
         AttentionConfig(kernel="mosaic", window=8, global_tokens=1)
 
 
-def test_auto_does_not_take_it():
-    """Not before it has been timed on a GPU."""
-    assert not any(isinstance(x, MosaicKernel) for x in vars(get_kernel("auto")).values())
+@pytest.mark.parametrize(("kind", "dtype", "takes"), [
+    ("NVIDIA H200", jnp.bfloat16, True), ("NVIDIA H200", jnp.float32, False), ("NVIDIA A100-SXM4-80GB", jnp.bfloat16, False)],
+    ids=["hopper", "float32", "older"])
+def test_auto_takes_it_on_hopper_gpus_for_16_bits_and_warns_of_nothing(kind, dtype, takes, monkeypatch, recwarn):
+    monkeypatch.setattr(mosaic, "device_kind", lambda: kind)
+    kernel = get_kernel("auto").gpu
+    traced = str(jax.make_jaxpr(lambda *blocks: kernel.forward(*blocks, mask=Mask(), scale=1.0))(*blocks(dtype)))
+    assert ("core_map" in traced or "mpmd_map" in traced, "pallas_call" in traced) == (takes, not takes)
+    assert not [warning for warning in recwarn if "attention kernel" in str(warning.message)]
+    assert not isinstance(get_kernel("auto", key_tile=64).gpu, MosaicKernel), "tiles that were asked for are Triton's"
+
+
+def test_promised_rows_are_not_asked_for_their_order():
+    """The same results without a choice at run time, for which a GPU's host would wait."""
+    check_case(64, MASKS[0], "striped", "padded behind", KERNEL.with_rows_in_order(True))
+    for promised in (True, False):
+        kernel = KERNEL.with_rows_in_order(promised)
+        traced = jax.make_jaxpr(lambda *blocks, kernel=kernel: kernel.forward(*blocks, mask=Mask(), scale=1.0))(
+            *blocks(jnp.float32))
+        assert ("cond" in {call.primitive.name for call in traced.jaxpr.eqns}) is not promised
+
+
+def test_a_broken_promise_is_nan():
+    queries, keys = blocks(jnp.float32)
+    segments = np.ones((1, 128), np.int32)
+    segments[0, 30:40] = 0
+    coords = TokenCoords(queries.coords.index, segments)
+    kernel = KERNEL.with_rows_in_order(True)
+    out = jax.jit(lambda *blocks: kernel.forward(*blocks, mask=Mask(), scale=1.0).out)(
+        queries._replace(coords=coords), keys._replace(coords=coords))
+    assert np.isnan(out).any()
