@@ -23,8 +23,8 @@ class AttentionConfig:
     options, a mapping such as {name: ring, bidirectional: true}, {name: ulysses, degree: 2, inner: ring}, {name: balanced,
     split: true} or {name: attention2d, columns: 4, overlap: true}."""
     kernel: KernelName = "auto"
-    """The block kernel; auto takes the platform's fastest that has been timed there, and so not yet mosaic (Hopper GPUs). The
-    schedule ring_self_attention uses none, and no tiles."""
+    """The block kernel; auto takes tpu on TPUs, mosaic on Hopper GPUs in bfloat16, gpu on NVIDIA GPUs otherwise, and xla
+    elsewhere. The schedule ring_self_attention uses none, and no tiles."""
     query_tile: int = 0
     """Queries in a tile; 0 leaves it to the kernel."""
     key_tile: int = 0

@@ -159,7 +159,7 @@ def compare(length: int, args) -> list[dict]:
             "peak_gib": max(result["peak_gib"] for result in results), "device_gib": results[0].get("device_gib"),
             "matmul_gflops": max(result["matmul"] for result in results) / 1e9, "share_of_matmul": flops / seconds / matmul,
             "mfu": flops / seconds / peak if peak else None, "device": results[0].get("device", "cpu"),
-            "loss": results[0]["loss"],
+            "loss": results[0]["loss"], "remat": args.remat, "kernel": args.kernel, "layers": args.layers,
             **{name: results[0].get(name) for name in ("planned_gib", "planned_host_gib", "compile_seconds")}})
     return rows
 

@@ -6,8 +6,8 @@
 The tests run the kernels for accelerators in JAX's interpreters, which have neither their matrix units nor their asynchronous
 copies; this command runs the real ones. Two shards of a row attend as in a ring, every block of queries over every block of
 keys and on top of what was seen before. An error is the norm of the difference over the norm of the truth; of lse it is the
-largest difference. With --long, a row of that many tokens in a window instead, whose results have more elements than 32 bits count,
-compared at its beginning, middle and end. Prints a line for each case and writes kernel_exactness.json.
+largest difference. With --long, a row of that many tokens in a window instead, whose results have more elements than 32 bits
+count, compared at its beginning, middle and end. Prints a line for each case and writes kernel_exactness.json.
 """
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
-from scripts.benchmarks import summaries, table3_summary
+from scripts.benchmarks import gpu_summary, summaries, table3_summary
 from scripts.benchmarks.summaries import Rows, Tables
 
 MODEL, ATTENTION, PLANNING = "model/**/*.py", "model/attention/**/*.py", "planning/**/*.py"
@@ -91,6 +91,19 @@ TABLE3_FACTS = (
     "the compiler fails.",
 )
 
+GPU_FACTS = (
+    "Kernels beside peers: 8 heads of 128, batch 1. Kernels alone: 32 query heads on 8 key heads.",
+    "Steps: one row of one document, AdamW in float32; the loss in chunks of 4,096 tokens for `everything` and at 128K, of "
+    "1,024 otherwise.",
+)
+
+
+def step_on_gpu(name: str, length: int, *options: str) -> tuple[str, ...]:
+    """Returns the arguments of Python that time one step of 8 of LLaMA-3.1-8B's layers."""
+    return benchmark("bench_step", "--side", "ours", "--model", "llama-3.1-8b", "--layers", "8", "--dtype", "bfloat16",
+                     "--turns", "1", "--lengths", str(length), *options, "--output", f"{{out}}/step_{name}")
+
+
 MEASUREMENTS = {
     "step": Measurement(
         "One training step beside transformers + torch on the CPU", (benchmark("bench_step", "--output", "{out}"),),
@@ -156,6 +169,21 @@ MEASUREMENTS = {
         "Ring Attention's Table 3: the longest context whose step the compilers made, contexts doubling",
         (benchmark("table3"),), (MODEL, PLANNING, "trainer/step.py", HERE + "table3*.py", "docs/plans/table3.json"),
         table3_summary.table3, "docs/notes/table3.md", takes_hours=True, facts=TABLE3_FACTS),
+    "gpu": Measurement(
+        "On one NVIDIA H200: exactness and speed of the attention kernels, steps of 8B layers, and their plans",
+        (benchmark("kernel_exactness", "--kernels", "auto", "gpu", "--output", "{out}/exactness"),
+         benchmark("kernel_exactness", "--kernels", "auto", "gpu", "--dtypes", "bfloat16", "--long", "1048576", "--output",
+                   "{out}/long"),
+         benchmark("kernel_parts", "--output", "{out}/parts"),
+         benchmark("bench_kernels", "--dtype", "bfloat16", "--head-dim", "128", "--lengths", "32768", "131072", "--blocks",
+                   "diagonal", "full", "packed", "--peers", "ours", "jax-cudnn", "torch-sdpa", "--rounds", "1", "--output",
+                   "{out}/kernels"),
+         step_on_gpu("32k_save_attention", 32768, "--remat", "save_attention"),
+         step_on_gpu("32k_triton", 32768, "--remat", "save_attention", "--kernel", "gpu"),
+         step_on_gpu("32k_everything", 32768, "--remat", "everything", "--loss-chunk", "4096"),
+         step_on_gpu("128k_save_attention", 131072, "--remat", "save_attention", "--loss-chunk", "4096")),
+        (MODEL, "trainer/step.py", HERE + "bench_kernels.py", HERE + "kernel_*.py", HERE + "bench_step.py"), gpu_summary.gpu,
+        "docs/notes/h200.md", takes_hours=True, facts=GPU_FACTS),
     "exactness": Measurement(
         "What the tests assert, each with its own command", (), (MODEL, TRAINER, DATA, "tests/**/*.py"), summaries.exactness,
         "docs/notes/exactness.md", takes_hours=True),

@@ -21,8 +21,8 @@ Made by `python -m scripts.benchmarks.page` from the files in [docs/results](doc
 `python -m scripts.benchmarks --stale` lists the results whose code has changed since they were measured.
 
 Every row names its result file, which holds all figures, the command, the machine, versions and commit.
-[docs/notes](docs/notes) says what was tried and why. No figure here is a speed on a TPU or GPU:
-memory, transfers and overlap on those were read from what their compilers make, on a machine with 2 CPU cores.
+[docs/notes](docs/notes) says what was tried and why. Speeds on a GPU are those of one H200, under a heading of their own. All
+other memory, transfers and overlap of TPUs and GPUs were read from what compilers make, on a machine with 2 CPU cores.
 
 - met, **missed**: whether the measured figure reaches the goal.
 - bundle: the instructions that a TPU core issues in one cycle; a program of fewer bundles takes fewer cycles.
@@ -45,6 +45,8 @@ HEADLINES = (
     ("Longest context, LLaMA-7B on 256 TPU v4 chips", "table3.v4_8x8x4_7b"),
     ("Ring Attention's Table 3: rows whose ring context our step reaches", "table3.rows_held"),
     ("LLaMA-7B at 1M tokens on 64 TPU v4 chips, GiB a chip", "memory_1m.nothing"),
+    ("Attention kernel on an H200, forward, heads of 128: TFLOP/s", "gpu.part_forward"),
+    ("Training step on an H200, 8 layers of 8B, 32K: tokens a second, MFU", "gpu.step_32k_everything"),
     ("Training step on a CPU, 4,096 tokens, beside torch", "step.speed_4096"),
     ("Attention kernel on a CPU, 16K tokens, beside torch", "kernels.both_16384"),
     ("Striped over contiguous ring at 16K, of the bound", "balance_time.striped_16384"),
@@ -62,6 +64,7 @@ SECTIONS = {
     "Exactness": ("exactness", "exactness_by_hand", "gemma3", "suite"),
     "Speed on a CPU": ("step", "step_parts", "kernels", "rings"),
     "Cycles of the TPU kernels, by the TPU's compiler": ("kernel_cycles",),
+    "On one H200": ("gpu",),
     "Registers of the kernels for GPUs, by the CUDA compiler": ("kernel_registers",),
     "Balance": ("balance", "balance_time"),
     "What schedules send, and what hides it": ("bytes", "distflashattn_volume", "overlap", "placement", "launch_flags"),

@@ -1,0 +1,100 @@
+"""Times the three Mosaic kernels for Hopper GPUs apart: forward, dq, and dk and dv, on one causal row.
+
+    python -m scripts.benchmarks.kernel_parts [--length 32768] [--head-dims 64 128] [--output DIR]
+    python -m scripts.benchmarks.kernel_parts --try dkv 128 64 4 --output DIR    # with other tiles: a kernel, its head size,
+                                                                                 # the tile that travels, and slots for it
+
+Everything around a kernel that a model's attention needs, rounding and the search for intervals, is in bench_kernels' times and
+only the search is in these. Prints a line for each and writes kernel_parts.json. TFLOP/s count the products that the kernel
+makes of the pairs that see each other: two forward, three for dq, four for dk and dv.
+"""
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from data.errors import UserError
+from data.paths import output_folder
+from model.attention import BackwardInputs, Mask, TokenCoords
+from model.attention.kernels import mosaic_backward, mosaic_forward
+from model.attention.kernels.device import HOPPER
+from model.attention.kernels.intervals import intervals
+from scripts.benchmarks.commands import add_output_folder, make_parser, write_json
+from scripts.benchmarks.kernel_case import best_of
+from trainer import entry
+
+HEADS, KV_HEADS = 32, 8  # as of LLaMA-3.1-8B
+PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}
+REPEATS = 5
+
+
+def run_kernel(kernel: str, head_dim: int, q, k, v, dout, lse, delta, coords: TokenCoords):
+    """Returns the result of one kernel."""
+    options = {"scale": head_dim ** -0.5, "interpret": None}
+    seen = intervals(coords, coords, Mask(), transpose=kernel == "dkv")
+    if kernel == "forward":
+        return mosaic_forward.forward(None, q, (k, v), seen, **options)
+    saved = BackwardInputs(dout, lse, delta)
+    if kernel == "dq":
+        return mosaic_backward.dq_pass(None, q, (k, v), saved, seen, **options)
+    return mosaic_backward.dkv_pass(q, (k, v), saved, seen, **options)
+
+
+def change_tiles(kernel: str, head_dim: int, tile: int, slots: int) -> None:
+    """Has a kernel use other tiles in this process; dk and dv always take tiles of mosaic_backward.QUERY_STEP queries."""
+    if kernel == "dkv":
+        mosaic_backward.STEP_SLOTS[head_dim] = slots
+        return
+    module = mosaic_forward if kernel == "forward" else mosaic_backward
+    module.KEY_TILES[head_dim], module.SLOTS = tile, slots
+
+
+def measure(kernel: str, head_dim: int, length: int) -> dict:
+    """Returns and prints the least seconds of REPEATS runs after a first one, and the TFLOP/s."""
+    shapes = [(1, length, heads, head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+    vectors = [jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) for seed, shape in enumerate(shapes)]
+    lse, delta = jnp.full((1, HEADS, length), 10.0), jnp.zeros((1, HEADS, length))
+    coords = TokenCoords(jnp.arange(length, dtype=jnp.int32)[None], jnp.ones((1, length), jnp.int32))
+    arguments = (*vectors, lse, delta, coords)
+    compiled = jax.jit(functools.partial(run_kernel, kernel, head_dim)).lower(*arguments).compile()
+    jax.block_until_ready(compiled(*arguments))
+    seconds, _ = best_of(lambda: jax.block_until_ready(compiled(*arguments)), REPEATS)
+    tflops = PRODUCTS[kernel] * 2 * head_dim * HEADS * (length * (length + 1) / 2) / seconds / 1e12
+    print(f"{head_dim:4} {kernel:8} {seconds * 1e3:8.2f} ms {tflops:6.0f} TFLOP/s", flush=True)
+    return {"kernel": kernel, "head_dim": head_dim, "length": length, "seconds": seconds, "tflops": tflops}
+
+
+def work(args: argparse.Namespace) -> None:
+    """Measures and writes the table."""
+    output_folder(args.output)
+    device = jax.devices()[0].device_kind
+    if not any(name in device for name in HOPPER):
+        raise UserError(f"kernel_parts: found {device}; these kernels run on Hopper GPUs ({', '.join(HOPPER)})")
+    if args.tried:
+        kernel, *numbers = args.tried
+        head_dim, tile, slots = map(int, numbers)
+        change_tiles(kernel, head_dim, tile, slots)
+        rows = [measure(kernel, head_dim, args.length)]
+    else:
+        rows = [measure(kernel, head_dim, args.length) for head_dim in args.head_dims for kernel in PRODUCTS]
+    write_json(args.output / "kernel_parts.json", {"device": device, "jax": jax.__version__, "rows": rows})
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code."""
+    parser = make_parser("kernel_parts", __doc__)
+    parser.add_argument("--length", type=int, default=32768, help="tokens (default 32768)")
+    parser.add_argument("--head-dims", "--head_dims", type=int, nargs="+", choices=(64, 128, 256), default=[64, 128, 256],
+                        help="head sizes (default all)")
+    parser.add_argument("--try", nargs=4, dest="tried", metavar=("KERNEL", "HEAD_DIM", "TILE", "SLOTS"),
+                        help="time forward, dq or dkv with other tiles")
+    add_output_folder(parser, "runs/kernel_parts")
+    return entry.run(lambda: work(parser.parse_args(argv)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
