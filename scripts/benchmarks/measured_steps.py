@@ -1,4 +1,4 @@
-"""Prints the cost model's steps beside those that others measured, and writes them as JSON and as a picture.
+"""Prints the cost model's steps beside those that were measured, by others and on one H200, as a table, JSON and a picture.
 
     python -m scripts.benchmarks.measured_steps [--output runs/measured_steps]
 
@@ -65,7 +65,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     groups: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         program, model, *_ = row["label"].split(", ")
-        groups.setdefault(f"{program}, {model if program == 'MaxText' else 'Qwen3'}", []).append(row)
+        groups.setdefault(f"{program}, {'Qwen3' if program == 'TRL' else model}", []).append(row)
     figure = Figure(figsize=(9, 2.2 + 0.25 * len(rows)), facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(groups), 1, height_ratios=[len(group) + 2 for group in groups.values()])
@@ -83,7 +83,7 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
         axes.minorticks_off()
         axes.grid(axis="x", linewidth=0.3)
     panels[-1].set_xlabel("seconds a step")
-    figure.suptitle("Steps that others measured, and ours by the cost model")
+    figure.suptitle("Measured steps, and ours by the cost model")
     handles, names = panels[0].get_legend_handles_labels()
     figure.legend(handles[:3], names[:3], frameon=False, ncols=3, loc="outside lower center")
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -144,7 +144,7 @@ MEASUREMENTS = {
         "The papers' printed numbers by the cost model", (benchmark("papers", "--output", "{out}/papers"),),
         (PLANNING, ATTENTION, HERE + "paper*.py", HERE + "paper_predictions/*.py"), summaries.papers, "docs/notes/papers.md"),
     "measured_steps": Measurement(
-        "Steps that others measured on TPUs and GPUs beside the cost model's",
+        "Measured steps on TPUs and GPUs, three of them ours, beside the cost model's",
         (benchmark("measured_steps", "--output", "{out}", "--picture", "docs/measured_steps.png"),),
         (PLANNING, "model/attention/schedules/*.py", HERE + "measured_steps.py"), summaries.measured_steps,
         "docs/notes/measured_steps.md"),

@@ -72,7 +72,7 @@ SECTIONS = {
                "trajectory_memory"),
     "Longest contexts": ("contexts", "adapter_contexts"),
     "Ring Attention's Table 3": ("table3",),
-    "Steps that others measured, and ours by the cost model": ("measured_steps",),
+    "Measured steps, and ours by the cost model": ("measured_steps",),
     "Plans of recipes and pods": ("recipes", "family_plans", "adapter_plans", "pods"),
     "The papers, by the cost model": ("papers",),
     "SmolLM2-135M before and after practising retrieval": ("retrieval",),
@@ -130,7 +130,7 @@ def step_times(results: Mapping[str, Result]) -> str:
             for row_id, row in results["measured_steps"].rows.items() if row_id.startswith("ours_")]
     times = table(("machine, tokens", "our range", "measured by others"), rows)
     return (f"## Seconds a step, LLaMA-3.1-8B, one row\n\n{times}\n"
-            "Ours was not measured: from matrix products at full rate alone, to as slow as the slowest step that others\n"
+            "Ours was not measured: from matrix products at full rate alone, to as slow as the slowest step that was\n"
             "measured on such machines ([measured_steps]). TRL's is Qwen3-8B.\n")
 
 
