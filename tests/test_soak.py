@@ -71,3 +71,30 @@ def test_an_unknown_part_is_named(capsys):
     with pytest.raises(SystemExit):
         soak.main(["nothing"])
     assert "nothing is not a part; the parts are attention-1" in capsys.readouterr().err
+
+
+@pytest.fixture
+def too_large(tmp_path, monkeypatch):
+    """Makes a part of three slow tests, the one of which that is given fails, in processes that are too large after any test."""
+    monkeypatch.setattr(soak, "RECORDS", tmp_path / "records")
+    monkeypatch.setattr(soak, "code_hash", lambda pathspecs: "code")
+    monkeypatch.setattr(soak, "resident_bytes", lambda: soak.MOST_MEMORY + 1)
+    monkeypatch.setitem(soak.PARTS, "part", soak.Part((str(tmp_path),)))
+
+    def make(failing):
+        (tmp_path / "test_slow.py").write_text(
+            "import pytest\n\n@pytest.mark.slow\n@pytest.mark.parametrize('number', range(3))\n"
+            f"def test(number):\n    assert number != {failing}\n")
+        return lambda: soak.run_part("part")
+
+    return make
+
+
+def test_a_part_that_has_become_too_large_goes_on_in_a_new_process(too_large, tmp_path):
+    run = too_large(failing=2)
+    assert [run() for _ in range(4)] == [soak.GOES_ON, soak.GOES_ON, 1, 1], "a test each, then the one that fails"
+    assert len((tmp_path / "records" / "part.passed").read_text().splitlines()) == 3
+
+
+def test_a_test_that_fails_and_is_too_large_ends_the_part(too_large):
+    assert too_large(failing=0)() == pytest.ExitCode.INTERRUPTED

@@ -2,6 +2,7 @@
 
     python -m scripts.benchmarks.evidence                  # every plan that other versions or flags made
     python -m scripts.benchmarks.evidence --only h100 1m   # those whose path has all of these words
+    python -m scripts.benchmarks.evidence --again          # also those that the same versions made, as code has changed since
     python -m scripts.benchmarks.evidence --list           # which plan was made with what; makes none
     python -m scripts.benchmarks.evidence --times          # estimated times anew by today's cost model; compiles nothing
 
@@ -112,6 +113,8 @@ def main(argv: list[str] | None = None) -> int:
     """Returns 0, or 1 if a plan could not be made."""
     options = make_parser("evidence", __doc__)
     options.add_argument("--only", nargs="+", default=[], metavar="WORD", help="plans whose path has all of these words")
+    options.add_argument("--again", action="store_true",
+                         help="also those that these versions made: after a change of what is compiled")
     options.add_argument("--list", action="store_true", help="print what each plan was made with, and make none")
     options.add_argument("--times", action="store_true", help="estimate times anew by today's cost model, and compile nothing")
     args = options.parse_args(argv)
@@ -124,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.times:
             print(f"{name}: {estimate_again(path, plan)}")
             continue
-        if plan.get("made_with") == {**made_with(plan["topology"]), "flags": flags_of(plan)}:
+        if not args.again and plan.get("made_with") == {**made_with(plan["topology"]), "flags": flags_of(plan)}:
             print(f"{name}: made with these versions and flags")
             continue
         result = make(path, plan)

@@ -1,8 +1,9 @@
 """Runs the tests marked slow and the attacks, in parts that run singly and resume: python -m tests.soak [PART ...].
 
-This is what `make soak` runs. Each part is a process of its own. Tests that passed are recorded in .cache/soak/PART.passed, so
-that an interrupted part runs only the others when it is started again. The record belongs to one version of JAX and one state
-of the Python files that the part depends on: a change of any of them begins it anew.
+This is what `make soak` runs. Each part is a process of its own, and goes on in a new one where it has become too large, since
+compilers keep memory that they have used. Tests that passed are recorded in .cache/soak/PART.passed, so that an interrupted
+part runs only the others when it is started again. The record belongs to one version of JAX and one state of the Python files
+that the part depends on: a change of any of them begins it anew.
 """
 
 import argparse
@@ -26,6 +27,8 @@ RECORDS = ROOT / ".cache" / "soak"
 ATTENTION = "tests/model/attention/test_all_pairs.py"
 MESHES = "tests/trainer/test_same_everywhere.py"
 KERNELS = "tests/model/attention/kernels"
+MOST_MEMORY = 4 << 30  # resident bytes after a test, above which a part goes on in a new process
+GOES_ON = 75  # the exit code that says so
 
 
 class Part(NamedTuple):
@@ -58,13 +61,19 @@ EVERY = (*PARTS, *ATTACKS)
 
 
 class Resume:
-    """A pytest plugin: keeps one share of the collected tests without those that passed before, and records those that pass."""
+    """A pytest plugin: keeps one share of the collected tests without those that passed before, records those that pass, and
+    stops once the process has become too large.
+
+    Attributes:
+      goes_on: whether it was stopped for that, so that a new process should run the others.
+    """
 
     def __init__(self, record: pathlib.Path, share: str, code: str):
         self.record, self.code = record, code
         self.number, self.shares = map(int, share.split("/"))
         lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
         self.passed = set(lines[1:]) if lines[:1] == [code] else set()
+        self.goes_on = False
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
@@ -81,6 +90,18 @@ class Resume:
             with self.record.open("a", encoding="utf-8") as file:
                 file.write(report.nodeid + "\n")
 
+    @pytest.hookimpl(trylast=True)
+    def pytest_runtest_teardown(self, item, nextitem):
+        if nextitem is not None and resident_bytes() > MOST_MEMORY:
+            self.goes_on = True
+            item.session.shouldstop = f"{resident_bytes() / 2**30:.1f} GiB are resident: going on in a new process"
+
+
+def resident_bytes() -> int:
+    """Returns this process's memory; 0 where the system is not Linux, and does not tell."""
+    status = pathlib.Path("/proc/self/statm")
+    return int(status.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if status.exists() else 0
+
 
 def code_hash(pathspecs: Sequence[str]) -> str:
     """Returns a hash of the version of JAX and of the repository's files that these git pathspecs name."""
@@ -91,12 +112,19 @@ def code_hash(pathspecs: Sequence[str]) -> str:
 
 
 def run_part(part: str) -> int:
-    """Runs a part in this process; returns the exit code of pytest, 0 also where nothing was left to run, or of the attacks."""
+    """Runs a part in this process; returns the exit code of pytest, 0 also where nothing was left to run, or of the attacks.
+
+    Returns GOES_ON where a new process should run what is left: once a test was added to those that have passed, as otherwise
+    a test that fails could be what is too large.
+    """
     if part in ATTACKS:
         return attacks.main([ATTACKS[part]])
     paths, share, ignored, pathspecs = PARTS[part]
     arguments = [*paths, "-m", "slow", *(f"--ignore={path}" for path in ignored)]
-    code = pytest.main(arguments, plugins=[Resume(RECORDS / f"{part}.passed", share, code_hash(pathspecs))])
+    resume = Resume(RECORDS / f"{part}.passed", share, code_hash(pathspecs))
+    code = pytest.main(arguments, plugins=[resume])
+    if resume.goes_on and len(resume.record.read_text(encoding="utf-8").splitlines()) > 1 + len(resume.passed):
+        return GOES_ON
     return 0 if code == pytest.ExitCode.NO_TESTS_COLLECTED else int(code)
 
 
@@ -115,7 +143,9 @@ def main(argv: list[str] | None = None) -> int:
         start = time.monotonic()
         # With the compiler's default flags, under which two programs agree to the bit where they do for users.
         command = [sys.executable, "-m", "tests.soak", "--in-process", part]
-        code = subprocess.run(command, cwd=ROOT, check=False, env={"XLA_FLAGS": "", **os.environ}).returncode
+        code = GOES_ON
+        while code == GOES_ON:
+            code = subprocess.run(command, cwd=ROOT, check=False, env={"XLA_FLAGS": "", **os.environ}).returncode
         results.append({"part": part, "exit_code": code, "minutes": round((time.monotonic() - start) / 60, 1)})
         RECORDS.mkdir(parents=True, exist_ok=True)
         (RECORDS / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
