@@ -75,7 +75,7 @@ def test_an_unknown_part_is_named(capsys):
 
 @pytest.fixture
 def too_large(tmp_path, monkeypatch):
-    """Makes a part of three slow tests, the one of which that is given fails, in processes that are too large after any test."""
+    """Makes a part of three slow tests, of which a given one fails, in processes that are too large after any test."""
     monkeypatch.setattr(soak, "RECORDS", tmp_path / "records")
     monkeypatch.setattr(soak, "code_hash", lambda pathspecs: "code")
     monkeypatch.setattr(soak, "resident_bytes", lambda: soak.MOST_MEMORY + 1)

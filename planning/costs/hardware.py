@@ -107,9 +107,8 @@ def _gpu(name: str, rates: tuple[float, float], latency: float, sources: dict[st
 _A100_RATES, _FA2_H100_RATES = (0.73, 0.63), (0.35, 0.35)
 # Of 989 TFLOP/s, the backward counted as the seven products that our kernels make: 590 forward, 640 backward.
 _OUR_RATES = (0.60, 0.65)
-_OURS = ("our kernel on an H200, a causal row of 128K tokens, as a model calls it (docs/results/gpu.json); set after that machine's "
-         "steps had been seen, which it does not enter")
-
+_OURS = ("our kernel on an H200, a causal row of 128K tokens, as a model calls it (docs/results/gpu.json); the machine's steps "
+         "had been seen when it was set")
 _TAKEN_OVER = "no published figure of such a kernel on this GPU was found; taken over: "
 _INFINIBAND = {"node": 8, "far_latency": 9.6 * MICRO}
 
@@ -133,7 +132,8 @@ HARDWARE: dict[str, Hardware] = {
         node=4, flow=3.5 * GIGA, uplink=10 * GIGA, far_latency=9.6 * MICRO),
     "h100-infiniband": _gpu(
         "h100", _OUR_RATES, 3.4 * MICRO,
-        {"attention": _OURS + "; the H100 has the same cores", "flow": "NVIDIA DGX H100 user guide: NDR 400 Gbit/s, one card a GPU"},
+        {"attention": _OURS + "; the H100 has the same cores",
+         "flow": "NVIDIA DGX H100 user guide: NDR 400 Gbit/s, one card a GPU"},
         flow=50 * GIGA, uplink=400 * GIGA, **_INFINIBAND),
     "a100-40gb-nvlink": _gpu("a100-40gb", _A100_RATES, 3.4 * MICRO, {}),
     "a100-40gb-infiniband": _gpu(

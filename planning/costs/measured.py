@@ -66,7 +66,8 @@ _TRL = (("0.6B", 8, MILLION, 137), ("8B", 8, MILLION, 364), ("8B", 16, 2 * MILLI
 
 
 # Ours: 8 of LLaMA-3.1-8B's layers on one H200, one row: tokens, remat policy, seconds.
-_OURS = ((32 * THOUSAND, "save_attention", 1.495), (32 * THOUSAND, "everything", 1.293), (128 * THOUSAND, "save_attention", 13.13))
+_OURS = ((32 * THOUSAND, "save_attention", 1.495), (32 * THOUSAND, "everything", 1.293),
+         (128 * THOUSAND, "save_attention", 13.13))
 
 
 @functools.cache
