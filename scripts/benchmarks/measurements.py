@@ -31,7 +31,7 @@ class Measurement:
       depends_on: glob patterns of the files that the figures depend on.
       summarize: the folder {out} -> (rows, tables).
       needs_conversations: it is left out where the file of identity conversations is not there.
-      takes_hours: it runs only if it is named with --only.
+      takes_hours: it runs only if it is named with --only; also where it needs an accelerator.
     """
 
     title: str
