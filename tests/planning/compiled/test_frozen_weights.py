@@ -1,5 +1,6 @@
 """What the compilers make of frozen weights: nothing of their size in float32, and gathers of codes."""
 import collections
+from importlib import metadata
 
 import pytest
 
@@ -46,8 +47,12 @@ def gathered(module):
     return total
 
 
+NEEDS_CUDA = pytest.mark.skipif(not any(distribution.name.startswith("jax-cuda") for distribution in metadata.distributions()),
+                                reason="needs JAX's CUDA compiler; make evidence brings it")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("topology", ["v5e:2x2", "h100:4"])
+@pytest.mark.parametrize("topology", ["v5e:2x2", pytest.param("h100:4", marks=NEEDS_CUDA)])
 def test_no_frozen_weight_is_float32_and_codes_alone_are_gathered(topology):
     """No array of a layer's matrix, of a quarter of one or of all layers', so neither copy nor gradient nor moment; gathers of
     NF4 carry at most 0.30 of the bytes of those in bfloat16. Opened matrices are bfloat16."""
