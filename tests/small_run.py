@@ -17,6 +17,10 @@ EVALUATE_EVERY = 10
 XLA_FLAGS = ""  # of the processes that `start` starts; conftest sets them
 
 
+# The kernel that compiles fastest, and has none of the tiles that the recipe gives.
+DENSE = ("--attention.kernel", "reference", "--attention.query_tile", "0", "--attention.key_tile", "0")
+
+
 def recipe(folder: pathlib.Path, repository: pathlib.Path, conversations: int = 120) -> pathlib.Path:
     """Writes recipe.yaml and a few of the fixtures' conversations into a folder; returns the recipe's path."""
     fixtures = repository / "data" / "fixtures"

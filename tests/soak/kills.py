@@ -16,7 +16,7 @@ from trainer.reporting.metrics import MEASURED
 
 STEPS, SAVE_EVERY, EVALUATE_EVERY = 12, 3, 4
 FLAGS = ("--mesh.fsdp", "1", "--mesh.tensor", "1", "--train.steps", str(STEPS), "--checkpoint.every", str(SAVE_EVERY),
-         "--train.evaluate_every", str(EVALUATE_EVERY), "--attention.kernel", "reference")
+         "--train.evaluate_every", str(EVALUATE_EVERY), *small_run.DENSE)
 PHASES = ("start", "preparation", "compile", "training", "save", "evaluation", "export")
 # What each kill of a case aims at: a start over everything before the first step, then what follows it.
 AIMS = (("start", "preparation", "compile"), ("compile", "training", "save", "evaluation"), ("training", "save", "evaluation"))

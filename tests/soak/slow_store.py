@@ -88,7 +88,7 @@ def measure(folder: pathlib.Path) -> dict:
     run = folder / "run"
     command = ["--config", str(recipe), "--run_dir", str(run), "--mesh.fsdp", "1", "--mesh.tensor", "1", "--mesh.sequence", "1",
                "--mesh.simulate", "1", "--train.steps", "8", "--train.evaluate_every", "0", "--checkpoint.every", "2",
-               "--attention.kernel", "reference"]
+               *small_run.DENSE]
     with slow_store(run / "checkpoints", DELAY) as waits, contextlib.redirect_stderr(printed), \
             mock.patch.object(CheckpointStore, "save", timed(CheckpointStore.save, held)), \
             mock.patch.object(CheckpointStore, "wait", timed(CheckpointStore.wait, waited)):

@@ -34,7 +34,7 @@ from trainer.reporting.metrics import MEASURED
 from trainer.run import cluster
 
 # 2 processes with 2 devices each, and a program that compiles fast: twelve starts compile it.
-SMALLER = ("--mesh.tensor", "1", "--mesh.simulate", "4", "--attention.kernel", "reference")
+SMALLER = ("--mesh.tensor", "1", "--mesh.simulate", "4", *small_run.DENSE)
 
 
 @pytest.fixture(autouse=True)
