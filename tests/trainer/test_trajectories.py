@@ -136,7 +136,7 @@ def test_a_recipe_that_says_too_much_is_refused(episodes, tmp_path):
 
 @pytest.mark.slow
 def test_a_later_stage_begins_with_the_earlier_ones_parameters_and_holds_out_the_same_episodes(episodes, tmp_path):
-    config = run_config(episodes, tmp_path, in_context=1)
+    config = run_config(episodes, tmp_path, mesh={"sequence": 8}, in_context=1)  # as `train` takes all devices
     stages = StageConfig(40, steps=2, in_context=1), StageConfig(80, steps=2, in_context=2)
     config = dataclasses.replace(config, stages=stages)
     first, second = stages_of(config)
