@@ -52,8 +52,13 @@ def parameters():
     return layers, others
 
 
+# Since one kernel makes attention's backward pass on v5e, where two did, the layer that the compiler takes out of the loop has
+# two hops of gradients with no kernel beside them (docs/notes/limits.md).
+ONE_KERNEL = pytest.mark.xfail(strict=True, reason="two hops of one layer's gradients run beside no kernel")
+
+
 @pytest.fixture(scope="module", params=[
-    pytest.param(("v5e:2x4", "offload"), id="v5e:2x4 offload", marks=pytest.mark.slow),
+    pytest.param(("v5e:2x4", "offload"), id="v5e:2x4 offload", marks=[pytest.mark.slow, ONE_KERNEL]),
     pytest.param(("v4:2x2x2", "save_attention"), id="v4:2x2x2 save_attention", marks=pytest.mark.slow)])
 def prefetching(request):
     """The collectives of a step whose layers' weights ride the ring."""

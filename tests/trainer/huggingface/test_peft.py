@@ -109,15 +109,15 @@ def test_merged_weights_compute_the_same(adapter, hf_model, tmp_path):
     assert abs(beside - of_base) > 1e-2, "the adapter does something"
 
 
-def losses_of_torch(hf_model, folder, optimizer, steps, noise=0.0):
-    """The losses of peft's own training, whose adapter begins with this much relative noise."""
+def losses_of_torch(hf_model, folder, optimizer, steps, noise=0.0, seed=0):
+    """The losses of peft's own training, whose adapter begins with this much relative noise, drawn from a seed."""
     base = transformers.AutoModelForCausalLM.from_pretrained(hf_model, dtype=torch.float32)
     model = peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
     trained = [p for p in model.parameters() if p.requires_grad]
-    torch.manual_seed(1)
+    generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in trained:
-            parameter.mul_(1 + noise * torch.randn_like(parameter))
+            parameter.mul_(1 + noise * torch.randn(parameter.shape, generator=generator))
     adamw = torch.optim.AdamW(trained, lr=optimizer.learning_rate, betas=(0.9, 0.999), eps=optimizer.epsilon, weight_decay=0.0)
     losses = []
     for number in range(steps):
@@ -135,7 +135,8 @@ def test_losses_of_training_are_those_of_peft_and_torch(adapter, hf_model, steps
     """From the same adapter, on the same rows, with AdamW: every loss within 1e-3.
 
     On these random weights a difference in the last bit grows from step to step: torch itself, begun with it, is 3e-4 away
-    from its own losses after 50 steps of LoRA, and 0.03 to 0.1 with the other kinds. These may be twice as far away.
+    from its own losses after 50 steps of LoRA, and 0.02 to 0.1 with the other kinds, as the bit and the processor have it. These
+    may be twice as far away as the farthest of four such runs.
     """
     config, folder, _ = adapter
     source = open_adapter(str(folder), str(hf_model))
@@ -154,7 +155,8 @@ def test_losses_of_training_are_those_of_peft_and_torch(adapter, hf_model, steps
         losses.append(float(metrics.loss))
     theirs, allowed = losses_of_torch(hf_model, folder, optimizer, steps), 1e-3
     if steps == 50 and config != KINDS["lora"]:
-        allowed = 2 * np.abs(losses_of_torch(hf_model, folder, optimizer, steps, noise=1e-7) - theirs).max()
+        others = [losses_of_torch(hf_model, folder, optimizer, steps, noise=1e-7, seed=seed) for seed in range(4)]
+        allowed = 2 * np.abs(np.array(others) - theirs).max()
     assert losses[3] < losses[0], losses  # the same rows
     assert np.abs(losses - theirs).max() <= allowed, (losses, theirs)
 
