@@ -135,8 +135,8 @@ def test_losses_of_training_are_those_of_peft_and_torch(adapter, hf_model, steps
     """From the same adapter, on the same rows, with AdamW: every loss within 1e-3.
 
     On these random weights a difference in the last bit grows from step to step: torch itself, begun with it, is 3e-4 away
-    from its own losses after 50 steps of LoRA, and 0.02 to 0.1 with the other kinds, as the bit and the processor have it. These
-    may be twice as far away as the farthest of four such runs.
+    from its own losses after 50 steps of LoRA, and 0.02 to 0.1 with the other kinds, as the bit and the processor have it.
+    These may be twice as far away as the farthest of four such runs.
     """
     config, folder, _ = adapter
     source = open_adapter(str(folder), str(hf_model))
