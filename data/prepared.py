@@ -115,7 +115,7 @@ class SplitCounts(NamedTuple):
 
 
 def counts(documents: Documents) -> SplitCounts:
-    """Returns the size of a split."""
+    """Returns the numbers of a split's documents, tokens and trained tokens."""
     return SplitCounts(len(documents), int(documents.lengths.sum()), int(documents.trained.sum()))
 
 

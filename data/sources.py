@@ -263,6 +263,7 @@ def _parse_text(raw: object, source: int, number: int) -> Text:
 
 
 def _parse_tokens(raw: object, source: int, number: int) -> Tokens:
+    """Reads token ids, alone or with a loss mask or labels beside them."""
     fields = raw if isinstance(raw, dict) else {"tokens": raw}
     tokens = _int32(fields.get("tokens", fields.get("input_ids")))
     if tokens is None:
