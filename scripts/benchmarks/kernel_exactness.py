@@ -17,6 +17,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +44,7 @@ LIMITS = {"bfloat16": {"lse": 1e-3, "other": 1e-2}, "float32": {"lse": 1e-5, "ot
 
 
 def documents(packing: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns index and segment_ids [ROWS, LENGTH] in the order of the row."""
+    """Returns index and segment_ids, int32 [ROWS, LENGTH], in the order of the row."""
     index = np.tile(np.arange(LENGTH, dtype=np.int32), (ROWS, 1))
     segments = np.ones((ROWS, LENGTH), np.int32)
     if packing != "one":
@@ -57,7 +58,7 @@ def documents(packing: str) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def arrays(head_dim: int, dtype: str) -> list[np.ndarray]:
-    """Returns q, k, v and dout, rounded to `dtype`."""
+    """Returns q and dout [ROWS, LENGTH, HEADS, D], k and v [ROWS, LENGTH, KV_HEADS, D], as q, k, v, dout in `dtype`."""
     rng = np.random.default_rng(head_dim)
     shapes = [(ROWS, LENGTH, heads, head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     return [np.asarray(jnp.asarray(rng.standard_normal(shape, dtype=np.float32), dtype)) for shape in shapes]
@@ -111,11 +112,11 @@ def attend(kernel_name: str, head_dim: int, dtype: str, mask_name: str, layout: 
     q, k, v, dout = (jnp.asarray(x)[:, order] for x in arrays(head_dim, dtype))
     coords = TokenCoords(*(jnp.asarray(x)[:, order] for x in documents(packing)))
     shards = [slice(0, LENGTH // 2), slice(LENGTH // 2, None)]
-    coords_of = [jax.tree.map(lambda x, shard=shard: x[:, shard], coords) for shard in shards]
-    keys = [Keys(k[:, shard], v[:, shard], at) for shard, at in zip(shards, coords_of, strict=True)]
+    shard_coords = [jax.tree.map(lambda x, shard=shard: x[:, shard], coords) for shard in shards]
+    keys = [Keys(k[:, shard], v[:, shard], kv_coords) for shard, kv_coords in zip(shards, shard_coords, strict=True)]
     outs, lses, dqs, dkvs = [], [], [], [0.0, 0.0]
-    for shard, at in zip(shards, coords_of, strict=True):
-        queries, partial, dq = Queries(q[:, shard], at), None, None
+    for shard, q_coords in zip(shards, shard_coords, strict=True):
+        queries, partial, dq = Queries(q[:, shard], q_coords), None, None
         for block in keys:
             partial = extend(partial, queries, block)
         delta = jnp.einsum("bthd,bthd->bht", partial.out, dout[:, shard].astype(jnp.float32))
@@ -123,7 +124,9 @@ def attend(kernel_name: str, head_dim: int, dtype: str, mask_name: str, layout: 
         for number, block in enumerate(keys):
             dq, dkv = gradients(dq, queries, block, saved)
             dkvs[number] = dkvs[number] + dkv
-        outs.append(partial.out), lses.append(partial.lse), dqs.append(dq)
+        outs.append(partial.out)
+        lses.append(partial.lse)
+        dqs.append(dq)
     dk, dv = jnp.concatenate(dkvs, 2)
     results = (jnp.concatenate(outs, 1), jnp.concatenate(lses, 2), jnp.concatenate(dqs, 1), dk, dv)
     back = np.argsort(order)
@@ -174,30 +177,46 @@ def case_errors(kernel: str, dtype: str, head_dim: int, case: tuple[str, str, st
     return errors(attend(kernel, head_dim, dtype, *case), truth(head_dim, dtype, mask, packing))
 
 
-def long_errors(kernel_name: str, dtype: str, length: int) -> dict[str, float]:
-    """Returns the largest errors of a row in a window, over tokens at its beginning, middle and end."""
-    kernel, mask = get_kernel(kernel_name), Mask(window=LONG_WINDOW)
+class LongRow(NamedTuple):
+    """A long row in a window, and what a kernel makes of it.
+
+    Attributes:
+      vectors: q, k, v and dout, [1, T, H, D].
+      results: by RESULTS, [1, T, H, D], lse [1, T, H, 1].
+    """
+
+    vectors: list[jax.Array]
+    results: dict[str, jax.Array]
+
+
+def run_long(kernel_name: str, dtype: str, length: int) -> LongRow:
+    """Runs a kernel forward and backward on a random row of `length` tokens in a window of LONG_WINDOW."""
+    kernel, options = get_kernel(kernel_name), {"mask": Mask(window=LONG_WINDOW), "scale": LONG_HEAD_DIM ** -0.5}
     shapes = [(1, length, heads, LONG_HEAD_DIM) for heads in (LONG_HEADS, LONG_KV_HEADS, LONG_KV_HEADS, LONG_HEADS)]
-    q, k, v, dout = (jax.random.normal(jax.random.key(seed), shape, dtype) for seed, shape in enumerate(shapes))
+    q, k, v, dout = vectors = [jax.random.normal(jax.random.key(seed), shape, dtype) for seed, shape in enumerate(shapes)]
     coords = TokenCoords(jnp.arange(length, dtype=jnp.int32)[None], jnp.ones((1, length), jnp.int32))
-    options = {"mask": mask, "scale": LONG_HEAD_DIM ** -0.5}
     blocks = Queries(q, coords), Keys(k, v, coords)
     out, lse = jax.jit(functools.partial(kernel.forward, **options))(*blocks)
     delta = jax.jit(lambda out, dout: (out * dout.astype(jnp.float32)).sum(-1).swapaxes(1, 2))(out, dout)
     gradients = jax.jit(functools.partial(kernel.backward, **options))(*blocks, BackwardInputs(dout, lse, delta))
-    group, worst = LONG_HEADS // LONG_KV_HEADS, dict.fromkeys(RESULTS, 0.0)
+    return LongRow(vectors, dict(zip(RESULTS, (out, lse.swapaxes(1, 2)[..., None], *gradients), strict=True)))
+
+
+def long_errors(kernel_name: str, dtype: str, length: int) -> dict[str, float]:
+    """Returns the largest errors of a row in a window, over tokens at its beginning, middle and end."""
+    row, group = run_long(kernel_name, dtype, length), LONG_HEADS // LONG_KV_HEADS
+    worst = dict.fromkeys(RESULTS, 0.0)
     for start in (0, length // 2, length - LONG_PART):
         # What these tokens see and are seen by, and all that those see.
         near = slice(max(start - 2 * LONG_WINDOW, 0), min(start + LONG_PART + 2 * LONG_WINDOW, length))
-        own = slice(start - near.start, start - near.start + LONG_PART)
-        vectors = [np.asarray(x[:, near, -heads:]) for x, heads in ((q, group), (k, 1), (v, 1), (dout, group))]
+        compared = slice(start - near.start, start - near.start + LONG_PART)
+        vectors = [np.asarray(x[:, near, -heads:]) for x, heads in zip(row.vectors, (group, 1, 1, group), strict=True)]
         index = np.arange(near.start, near.stop, dtype=np.int64)[None]
-        expected = dense(*vectors, index, np.ones_like(index), mask)
+        expected = dense(*vectors, index, np.ones_like(index), Mask(window=LONG_WINDOW))
         expected["lse"] = expected["lse"].swapaxes(1, 2)[..., None]
-        tokens, part = slice(start, start + LONG_PART), {}
-        for name, x in zip(RESULTS, (out, lse.swapaxes(1, 2)[..., None], *gradients), strict=True):
-            part[name] = np.asarray(x[:, tokens, -expected[name].shape[2]:], np.float64)
-        differences = errors(part, {name: x[:, own] for name, x in expected.items()})
+        part = {name: np.asarray(x[:, start:start + LONG_PART, -expected[name].shape[2]:], np.float64)
+                for name, x in row.results.items()}
+        differences = errors(part, {name: x[:, compared] for name, x in expected.items()})
         worst = {name: max(worst[name], differences[name]) for name in RESULTS}
     return worst
 

@@ -13,7 +13,8 @@ import numpy as np
 
 from .kernel_block import Block, Case, LeftOut, refuse_dense
 
-DENSE_MASK_LIMIT = 16384  # tokens: a mask of a quarter of a GiB
+# Tokens, a mask of a quarter of a GiB. It was twice as many, until packed rows of 32K with a mask took most of a GPU's time.
+DENSE_MASK_LIMIT = 16384
 
 
 _PROGRAMS: dict[Case | None, Callable] = {}  # compiled in this process
