@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import pathlib
+import resource
 import signal
 from collections.abc import Iterator
 
@@ -39,6 +40,31 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+
+
+PEAKS = pytest.StashKey[list[float]]()
+
+
+def pytest_sessionfinish(session):
+    """Gives the largest memory of this process, in GiB, to the process that prints the summary (which may be this one)."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
+    if hasattr(session.config, "workeroutput"):
+        session.config.workeroutput["peak"] = peak
+    else:
+        session.config.stash.setdefault(PEAKS, []).append(peak)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Notes the largest memory of a process of pytest-xdist, unless it died."""
+    if "peak" in getattr(node, "workeroutput", {}):
+        node.config.stash.setdefault(PEAKS, []).append(node.workeroutput["peak"])
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    """Prints the largest memory that each process of the tests has held; a run's own processes are not in it."""
+    peaks = sorted(config.stash.get(PEAKS, []), reverse=True)
+    terminalreporter.write_line(f"largest resident memory of each process: {', '.join(f'{peak:.2f}' for peak in peaks)} GiB")
 
 
 @pytest.fixture(scope="module", autouse=True)

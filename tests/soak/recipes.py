@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import pathlib
+from unittest import mock
 
 import numpy as np
 import yaml
@@ -29,11 +30,12 @@ NO_VALUES = (DEEP, "&a [*a]", "*undefined", "{[1]: 2}", r'"\u0000"', r'"\ud800"'
 
 def recipes(base: pathlib.Path) -> Case:
     """Returns the case: a small recipe with one field attacked, which either loads or is refused with the field's name."""
-    # One parser serves all cases: to make it takes most of a load's time.
-    parsing.parser = functools.cache(parsing.parser)
+    # One parser serves all cases, and no test after them: to make it takes most of a load's time.
+    parser = functools.cache(parsing.parser)
     good = yaml.safe_load(small_run.recipe(base, ROOT).read_text(encoding="utf-8"))
     fields = list(FIELDS)
 
+    @mock.patch.object(parsing, "parser", parser)
     def case(generator: np.random.Generator, folder: pathlib.Path) -> str:
         field = fields[generator.integers(len(fields))]
         kind = generator.choice(["value", "value", "value", "value", "typo", "twice", "section", "bytes"])
