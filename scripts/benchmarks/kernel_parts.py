@@ -32,13 +32,12 @@ PRODUCTS = {"forward": 2, "dq": 3, "dkv": 4}
 REPEATS = 5
 
 
-def run_kernel(kernel: str, head_dim: int, q, k, v, dout, lse, delta, coords: TokenCoords):
-    """Returns the result of one kernel."""
-    options = {"scale": head_dim ** -0.5, "interpret": None}
+def run_kernel(kernel: str, q, k, v, saved: BackwardInputs, coords: TokenCoords):
+    """Returns the result of one kernel; `forward` leaves `saved` alone."""
+    options = {"scale": q.shape[-1] ** -0.5, "interpret": None}
     seen = intervals(coords, coords, Mask(), transpose=kernel == "dkv")
     if kernel == "forward":
         return mosaic_forward.forward(None, q, (k, v), seen, **options)
-    saved = BackwardInputs(dout, lse, delta)
     if kernel == "dq":
         return mosaic_backward.dq_pass(None, q, (k, v), saved, seen, **options)
     return mosaic_backward.dkv_pass(q, (k, v), saved, seen, **options)
@@ -56,11 +55,11 @@ def change_tiles(kernel: str, head_dim: int, tile: int, slots: int) -> None:
 def measure(kernel: str, head_dim: int, length: int) -> dict:
     """Returns and prints the least seconds of REPEATS runs after a first one, and the TFLOP/s."""
     shapes = [(1, length, heads, head_dim) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
-    vectors = [jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) for seed, shape in enumerate(shapes)]
-    lse, delta = jnp.full((1, HEADS, length), 10.0), jnp.zeros((1, HEADS, length))
+    q, k, v, dout = (jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16) for seed, shape in enumerate(shapes))
+    saved = BackwardInputs(dout, lse=jnp.full((1, HEADS, length), 10.0), delta=jnp.zeros((1, HEADS, length)))
     coords = TokenCoords(jnp.arange(length, dtype=jnp.int32)[None], jnp.ones((1, length), jnp.int32))
-    arguments = (*vectors, lse, delta, coords)
-    compiled = jax.jit(functools.partial(run_kernel, kernel, head_dim)).lower(*arguments).compile()
+    arguments = (q, k, v, saved, coords)
+    compiled = jax.jit(functools.partial(run_kernel, kernel)).lower(*arguments).compile()
     jax.block_until_ready(compiled(*arguments))
     seconds, _ = best_of(lambda: jax.block_until_ready(compiled(*arguments)), REPEATS)
     tflops = PRODUCTS[kernel] * 2 * head_dim * HEADS * (length * (length + 1) / 2) / seconds / 1e12
