@@ -2,7 +2,7 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
-from .names import ACCELERATOR_KERNELS, KERNELS, LAYOUTS, SCHEDULES
+from .names import ACCELERATOR_KERNELS, KERNELS, LAYOUTS, SCHEDULES, UNTILED_KERNELS
 
 if TYPE_CHECKING:
     KernelName = str
@@ -40,9 +40,8 @@ class AttentionConfig:
         for name in ("query_tile", "key_tile", "global_tokens"):
             _need(getattr(self, name) >= 0, name, getattr(self, name), "at least 0 is needed")
         _need(self.window is None or self.window >= 1, "window", self.window, "at least 1 is needed, or null for none")
-        for kernel, why in (("mosaic", "its tiles follow from the head size"), ("reference", "it has no tiles")):
-            _need(self.kernel != kernel or not (self.query_tile or self.key_tile), "kernel", self.kernel,
-                  f"{why}; leave attention.query_tile and attention.key_tile 0")
+        _need(self.kernel not in UNTILED_KERNELS or not (self.query_tile or self.key_tile), "kernel", self.kernel,
+              f"{UNTILED_KERNELS.get(self.kernel)}; leave attention.query_tile and attention.key_tile 0")
         _need(not self.global_tokens or self.kernel not in ACCELERATOR_KERNELS, "kernel", self.kernel,
               "it does not serve attention.global_tokens; auto, xla and reference do")
         _need(self.schedule_name in SCHEDULES, "schedule", self.schedule,

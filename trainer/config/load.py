@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from data.errors import UserError
+from model.attention.names import UNTILED_KERNELS
 from model.config import POSITIONS
 
 from . import command_line
@@ -36,7 +37,7 @@ def load(argv: list[str] | None = None, own: Iterable[str] = ()) -> RunConfig:
         print(parsing.help_text(next(iter(argv[argv.index(asks.pop()) + 1:]), "")))
         raise SystemExit(0)
     words = command_line.split(argv, own)
-    recipe = _without_replaced(_read(words.recipe), {flag.name for flag in words.flags})
+    recipe = _without_replaced(_read(words.recipe), {flag.name: flag.text for flag in words.flags})
     config = _with_one_source(parsing.build(recipe, words))
     _refuse_without_effect({flag.name for flag in words.flags}, config)
     if not config.name:
@@ -78,17 +79,18 @@ def _read(recipe: str) -> dict[str, Any]:
     return written
 
 
-def _without_replaced(recipe: Mapping[str, Any], flags: set[str]) -> dict[str, Any]:
-    """The recipe without the fields that a flag replaces by another field.
+def _without_replaced(recipe: Mapping[str, Any], flags: Mapping[str, str]) -> dict[str, Any]:
+    """The recipe without the fields that a flag (by its name: its text) replaces by another field.
 
     --data.path and --data.sources replace each other, but for a single source, of which --data.path replaces the path alone.
     --train.steps and --train.epochs replace each other; a run's own configuration has both. --model.path replaces a model from
     scratch: its preset, its tokenizer, and overrides that make a shape rather than change the positions of a pretrained model.
+    An --attention.kernel whose tiles no option sets replaces the tiles, which were another kernel's.
     """
     for pair in (("data.path", "data.sources"), ("train.steps", "train.epochs")):
-        if set(pair) <= flags:
+        if set(pair) <= flags.keys():
             raise UserError(f"command line: --{pair[0]} and --{pair[1]} exclude each other; give one")
-    model, data, train = (dict(recipe.get(section, {})) for section in ("model", "data", "train"))
+    model, data, train, attention = (dict(recipe.get(section, {})) for section in ("model", "data", "train", "attention"))
     if "data.path" in flags and len(data.get("sources") or []) != 1:
         data.pop("sources", None)
     if "data.sources" in flags:
@@ -101,7 +103,9 @@ def _without_replaced(recipe: Mapping[str, Any], flags: set[str]) -> dict[str, A
             model.pop("overrides", None)
         if "model.tokenizer" not in flags:
             model.pop("tokenizer", None)
-    return {**recipe, "model": model, "data": data, "train": train}
+    if flags.get("attention.kernel") in UNTILED_KERNELS:
+        attention = {name: value for name, value in attention.items() if name not in ("query_tile", "key_tile")}
+    return {**recipe, "model": model, "data": data, "train": train, "attention": attention}
 
 
 def _with_one_source(config: RunConfig) -> RunConfig:

@@ -76,6 +76,21 @@ def test_steps_and_epochs_replace_each_other(tmp_path):
     assert again(tmp_path, load(["--config", recipe])).train.epochs == 3, "a run's own configuration has both"
 
 
+def test_a_kernel_without_tiles_replaces_the_recipes_tiles(tmp_path):
+    recipe = write(tmp_path, {"attention": {"kernel": "xla", "query_tile": 128, "key_tile": 64, "window": 9}})
+
+    def attention(*flags: str):
+        config = load(["--config", recipe, *flags]).attention
+        return config.kernel, config.query_tile, config.key_tile, config.window
+
+    assert attention() == ("xla", 128, 64, 9)
+    assert attention("--attention.kernel", "auto") == ("auto", 128, 64, 9)
+    for kernel in ("reference", "mosaic"):
+        assert attention("--attention.kernel", kernel) == (kernel, 0, 0, 9)
+        with pytest.raises(UserError, match=r"attention\.kernel is .*; leave attention\.query_tile and attention\.key_tile 0"):
+            attention("--attention.kernel", kernel, "--attention.key_tile", "64")
+
+
 def test_flags_that_every_stage_replaces_are_refused(tmp_path):
     stages = [{"context_length": 64, "steps": 3, "warmup_steps": 0}, {"context_length": 128, "steps": 2, "learning_rate": 0.1}]
     recipe = write(tmp_path, {"stages": stages})
