@@ -235,27 +235,27 @@ def _newer_rules(file: paths.File, source: Source, clean: CleanConfig) -> list[b
     endings = [b"ve reached"] * clean.rate_limits + [b"m", b"t"] * clean.refusals
     if source.format == "sharegpt" and endings:
         words[APOSTROPHE_RULES] = [re.compile(mark + b"(?i:" + b"|".join(endings) + b")") for mark in _APOSTROPHES]
-    found = _which_may_occur(file, words)
+    occurring = _may_occur(file, words)
     if APOSTROPHE_RULES in words and file.suffix == ".parquet":  # in which texts, unlike names of columns, are compressed
-        found.add(APOSTROPHE_RULES)
-    return [rules for rules in words if rules in found]
+        occurring.add(APOSTROPHE_RULES)
+    return [rules for rules in words if rules in occurring]
 
 
-def _which_may_occur(file: paths.File, words: dict[bytes, list[re.Pattern[bytes]]]) -> set[bytes]:
+def _may_occur(file: paths.File, words: dict[bytes, list[re.Pattern[bytes]]]) -> set[bytes]:
     """Returns the keys of `words` of which a pattern occurs in a file, or may do so since that is compressed.
 
     The patterns are searched for in bytes; none may match more than 32 of them.
     """
-    found: set[bytes] = set()
+    occurring: set[bytes] = set()
     overlap = b""
     with file.open() as opened:
-        while len(found) < len(words) and (block := opened.read(1 << 20)):
+        while len(occurring) < len(words) and (block := opened.read(1 << 20)):
             if block.startswith(b"\x1f\x8b") and not overlap:  # gzip
                 return set(words)
             text = overlap + block
-            found |= {rules for rules in words.keys() - found if any(pattern.search(text) for pattern in words[rules])}
+            occurring |= {rules for rules in words.keys() - occurring if any(pattern.search(text) for pattern in words[rules])}
             overlap = block[-32:]
-    return found
+    return occurring
 
 
 if __name__ == "__main__":

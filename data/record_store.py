@@ -59,17 +59,17 @@ def open_records(folder: Path, split: str) -> Sequence[dict]:
 
 
 @contextlib.contextmanager
-def readable(folder: Path, what: str) -> Iterator[None]:
+def readable(folder: Path, record: str) -> Iterator[None]:
     """Within the context, an error of opening or reading records is a UserError that names their prepared folder.
 
     Args:
         folder: the prepared folder, as a whole.
-        what: what a record is, such as `a document`.
+        record: what a record is, such as `a document`.
     """
     try:
         yield
     except Exception as error:  # array_record and tensorflow-datasets raise RuntimeError and others of their own
-        raise UserError(f"{folder}: {what} cannot be read ({first_line(error)}); if this folder is deleted, the same command "
+        raise UserError(f"{folder}: {record} cannot be read ({first_line(error)}); if this folder is deleted, the same command "
                         "makes it again") from error
 
 

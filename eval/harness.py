@@ -74,8 +74,8 @@ class AnswerForm:
         do_sample, temperature = options.get("do_sample"), options.get("temperature")
         is_sampled = temperature != 0 if do_sample else do_sample is None and (temperature or 0) > 0
         if is_sampled and is_greedy:
-            found = "do_sample: true" if do_sample else f"temperature: {temperature}"
-            raise UserError(f"--tasks: {task} asks for sampling ({found}); answers here are greedy, so its score would be "
+            sampling = "do_sample: true" if do_sample else f"temperature: {temperature}"
+            raise UserError(f"--tasks: {task} asks for sampling ({sampling}); answers here are greedy, so its score would be "
                             "another test's; a --temperature above 0, which is that of all tasks, would work")
         ends = options.get("until") or ()
         most = next((int(options[name]) for name in LENGTHS if options.get(name) is not None), None)
@@ -191,8 +191,8 @@ class Harness:
         """Returns the scores of texts; those with a common beginning are scored one after the other."""
         generator, scores = self._generator(0), [None] * len(texts)
         for chosen in self._batches(range(len(texts)), texts):
-            found = generator.score(self.opened.params, [texts[i] for i in chosen], [starts[i] for i in chosen])
-            for i, score in zip(chosen, found, strict=True):
+            scores = generator.score(self.opened.params, [texts[i] for i in chosen], [starts[i] for i in chosen])
+            for i, score in zip(chosen, scores, strict=True):
                 scores[i] = score  # type: ignore[call-overload]
         return scores
 
@@ -320,10 +320,10 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
     folder = output_folder(args.output)
     opened = runner.open_respondent(args)
     harness = Harness(opened, args.length or opened.respondent.trained_length, args.max_new_tokens)
-    found = lm_eval.simple_evaluate(
+    results = lm_eval.simple_evaluate(
         model=make_model(harness), tasks=args.tasks.split(","), num_fewshot=args.few_shot, limit=args.limit,
         apply_chat_template=args.chat, task_manager=TaskManager(include_path=args.include_path))
-    rows = rows_of(found)
+    rows = rows_of(results)
     if harness.truncated:
         print(f"warning: {harness.truncated} prompts were longer than {harness.length} tokens and were cut at their beginning")
     about = opened.about | {"tasks": args.tasks, "truncated_prompts": harness.truncated, "length": harness.length,
@@ -331,7 +331,7 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
                             "lm_eval": lm_eval.__version__}
     content = {"evaluation": "lm-eval", "about": about, "interval": "95%: normal, of lm-eval's standard error", "results": rows}
     (folder / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    own = {name: found[name] for name in ("results", "versions", "n-shot", "n-samples", "configs") if name in found}
+    own = {name: results[name] for name in ("results", "versions", "n-shot", "n-samples", "configs") if name in results}
     (folder / "lm_eval.json").write_text(json.dumps(own, indent=2, default=str) + "\n", encoding="utf-8")
     for row in rows:
         print(f"{row['task']}: {row['score']:.3f} ({row['low']:.3f} to {row['high']:.3f}, {row['cases']} cases)")

@@ -269,7 +269,7 @@ def write(args: argparse.Namespace) -> None:
     """Writes the report to `args.output` and prints its path; `args` are those of `parse`."""
     path = output_file(args.output)
     evaluations = [*args.evaluations, *([] for _ in args.runs)]
-    runs = [read_run(folder, found) for folder, found in zip(args.runs, evaluations, strict=False)]
+    runs = [read_run(folder, folders) for folder, folders in zip(args.runs, evaluations, strict=False)]
     if len({run.name for run in runs}) < len(runs):
         raise UserError(f"{args.runs[0]} and {args.runs[1]}: the report tells runs apart by the names of their folders, which "
                         "are equal; a link of another name would work")

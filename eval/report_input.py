@@ -100,8 +100,8 @@ def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
         if not path.is_dir():
             raise UserError(f"--evaluations: {path} is no folder")
     # By where it really is, since --evaluations may name folders of the run.
-    found = sorted({path.resolve(): path for root in (*evaluations, folder) for path in root.rglob("results.json")}.values())
-    results = [evaluation for path in found if (evaluation := _evaluation(path))]
+    files = sorted({path.resolve(): path for root in (*evaluations, folder) for path in root.rglob("results.json")}.values())
+    results = [evaluation for path in files if (evaluation := _evaluation(path))]
     curves = {}
     for root in (folder, *evaluations):
         for path in sorted(root.rglob("loss_by_position.json")):

@@ -33,9 +33,9 @@ def run(args: argparse.Namespace) -> None:
                 args.domain, algorithm, root, args.address,
                 on_progress=lambda done, size, bar=bar: progress.update(bar, completed=done, total=size),
                 on_failure=lambda message, name=name: progress.console.print(f"{name}: {message}", highlight=False))
-            found = "was there already" if count is None else f"{count:,} episodes in {root / name / 'buffer'}"
+            outcome = "was there already" if count is None else f"{count:,} episodes in {root / name / 'buffer'}"
             progress.update(bar, completed=1, total=1, visible=False)
-            progress.console.print(f"{name}: {found}", highlight=False, soft_wrap=True)
+            progress.console.print(f"{name}: {outcome}", highlight=False, soft_wrap=True)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -124,12 +124,12 @@ def describe(send: Send, size: int) -> str:
         step = steps.pop()
         step = f"+{step}" if step <= size // 2 else f"−{size - step}"
         senders = "all" if len(sources) == size else ",".join(map(str, sources))
-        return f"{send.what}: {senders} → {step}"
+        return f"{send.arrays}: {senders} → {step}"
     if send.kind == "collective-permute":  # rings of neighbours, in which the longest step leads back to the first rank
-        return f"{send.what}: all → −1 in rows of {max(abs(a - b) for a, b in send.pairs) + 1}"
+        return f"{send.arrays}: all → −1 in rows of {max(abs(a - b) for a, b in send.pairs) + 1}"
     groups = sorted({tuple(sorted({source, *(b for a, b in send.pairs if a == source)})) for source in sources})
     first = ",".join(map(str, groups[0]))
-    return f"{send.what}: {send.kind} " + (f"of {{{first}}},\u00a0…" if len(groups) > 1 else "of all")
+    return f"{send.arrays}: {send.kind} " + (f"of {{{first}}},\u00a0…" if len(groups) > 1 else "of all")
 
 
 class DescribedRound(NamedTuple):
@@ -145,7 +145,7 @@ def with_sends(rounds: tuple[Round, ...], size: int) -> list[DescribedRound]:
     described: list[DescribedRound] = []
     before: list[str] = []
     for round_ in rounds:
-        lines = [describe(send, size) for send in round_.sends if send.pairs and "coordinates" not in send.what]
+        lines = [describe(send, size) for send in round_.sends if send.pairs and "coordinates" not in send.arrays]
         if round_.tasks:
             described.append(DescribedRound(round_, "\n".join(["first " + line for line in before] + lines)))
             before = []

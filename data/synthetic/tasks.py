@@ -127,13 +127,13 @@ def needles(rng: np.random.Generator, units: int, evaluation: bool, *, keys: int
     asked = sorted(rng.choice(keys, queries, replace=False).tolist())
     query = ", ".join(names[i] for i in asked[:-1]) + ", and " * (queries > 1) + names[asked[-1]]
     expected = tuple(value for i in asked for value in drawn[i * values:(i + 1) * values])
-    one = queries * values == 1
-    some, kind, are = ("A", value_kind[:-1], "is") if one else ("Some", value_kind, "are")
+    single = queries * values == 1
+    article, kind, verb = ("A", value_kind[:-1], "is") if single else ("Some", value_kind, "are")
     return Exercise(
-        f"{some} special magic {kind} {are} hidden within the following text. Make sure to memorize it. I will quiz you about "
-        f"the {kind} afterwards.\n{haystack.joint.join(text)}\nWhat {are}{'' if one else ' all'} the special magic {kind} for "
-        f"{query} mentioned in the provided text?",
-        f" The special magic {kind} for {query} mentioned in the provided text {are}", expected, f" {', '.join(expected)}.")
+        f"{article} special magic {kind} {verb} hidden within the following text. Make sure to memorize it. I will quiz you "
+        f"about the {kind} afterwards.\n{haystack.joint.join(text)}\nWhat {verb}{'' if single else ' all'} the special magic "
+        f"{kind} for {query} mentioned in the provided text?",
+        f" The special magic {kind} for {query} mentioned in the provided text {verb}", expected, f" {', '.join(expected)}.")
 
 
 def variables(rng: np.random.Generator, units: int, evaluation: bool, *, hops: int = 4, chains: int = 1) -> Exercise:

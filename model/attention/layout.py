@@ -11,11 +11,11 @@ from jaxtyping import Int
 from .names import LAYOUTS
 
 
-def check_length(length: int, shards: int, layout: str, what: str = "length") -> None:
+def check_length(length: int, shards: int, layout: str, name: str = "length") -> None:
     """Refuses a length that the shards (for `zigzag`: twice as many) do not divide.
 
     Args:
-      what: the length's name in the message.
+      name: the length's name in the message.
 
     Raises:
       ValueError: an unknown layout; or a length that is not divisible, with the next one that is.
@@ -26,7 +26,7 @@ def check_length(length: int, shards: int, layout: str, what: str = "length") ->
     if shards < 1 or length % parts:
         divisor = f"2 x {shards} (zigzag) sequence shards" if layout == "zigzag" else f"{shards} sequence shards"
         longer = -(-length // max(parts, 1)) * max(parts, 1)
-        raise ValueError(f"{what}: {length} is not divisible by {divisor}; the next good one is {longer}")
+        raise ValueError(f"{name}: {length} is not divisible by {divisor}; the next good one is {longer}")
 
 
 def permutation(length: int, shards: int, layout: str) -> Int[np.ndarray, " L"]:

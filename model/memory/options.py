@@ -122,9 +122,9 @@ def _check_query_chunks(memory: MemoryConfig, sequence_parallel: bool, schedule:
         schedule = getattr(schedule, "inner", None)
 
 
-def _check_divides(option: str, value: int, total: int, things: str) -> None:
+def _check_divides(option: str, value: int, total: int, counted: str) -> None:
     """ValueError that lists the divisors, unless the option's value is one."""
     if total % value:
         divisors = [n for n in range(1, total + 1) if total % n == 0]
-        raise ValueError(f"memory.{option}: {value} does not divide {things}; "
+        raise ValueError(f"memory.{option}: {value} does not divide {counted}; "
                          f"{', '.join(map(str, divisors))} do")

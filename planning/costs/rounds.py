@@ -62,7 +62,7 @@ def _shifted(rounds: Sequence[plan.Round]) -> list[plan.Round]:
     running: list[list[plan.Send]] = [[] for _ in (*rounds, None)]
     for number, planned in enumerate(rounds):
         for send in planned.sends:
-            shift = 0 if send.kind != plan.PERMUTE else 1 if send.what in RESULTS else -1
+            shift = 0 if send.kind != plan.PERMUTE else 1 if send.arrays in RESULTS else -1
             running[number + shift].append(send)
     return [planned._replace(sends=tuple(sends)) for planned, sends in zip((*rounds, plan.Round(())), running, strict=True)]
 

@@ -84,8 +84,8 @@ def save_result(models: dict[str, dict], took: float, steps: int) -> None:
     rows, lines = {}, []
     for name, model in models.items():
         held = {FALLS: is_falling(model), FALLS_NOT: not is_falling(model), "": None}[GOALS[name]]
-        what = f"{name}: nats gained by 16,384 tokens over 8,192"
-        rows[name.lower().replace(" ", "_")] = row(what, gain(model["gains"][KNOWN]), GOALS[name], held)
+        label = f"{name}: nats gained by 16,384 tokens over 8,192"
+        rows[name.lower().replace(" ", "_")] = row(label, gain(model["gains"][KNOWN]), GOALS[name], held)
         lines.append([name, *(f"{math.exp(model['losses'][tokens]['loss_nats_per_target']):,.2f}"
                               for tokens in (*PIECES, LENGTH)), *map(gain, model["gains"].values())])
     targets = models["as it is"]["losses"][LENGTH]["targets"]

@@ -177,8 +177,8 @@ def summarize(lines: list[list]) -> dict[str, dict[str, str]]:
         rows[name] = row(f"{direction}, a tile without a mask, {generation}", f"{full:,} bundles", goal, full <= share * splash)
         masked = {"diagonal": ("on the causal diagonal", DIAGONAL_PARTS * one_document),
                   "masked": ("masked whole, by documents too", PARTS * several)}
-        for suffix, (what, bundles) in masked.items():
-            rows[f"{name}_{suffix}"] = row(f"{direction}, a tile {what}, {generation}", f"{bundles:,} bundles",
+        for suffix, (label, bundles) in masked.items():
+            rows[f"{name}_{suffix}"] = row(f"{direction}, a tile {label}, {generation}", f"{bundles:,} bundles",
                                            f"at most 5% more than without: {1.05 * full:,.0f}", bundles <= 1.05 * full)
     return rows
 

@@ -76,5 +76,5 @@ def _like_for_like(contexts: dict[tuple[str, str, str, str], int]) -> tuple[Rows
                 f"{tokens_text(tokens)} ({tokens_text(theirs)})" for tokens, theirs in zip(longest, printed, strict=True))])
             cells += zip(longest, printed, strict=True)
     good = sum(tokens >= printed for tokens, printed in cells)
-    what = "like for like on A100 (one row, tensor parallel, float32): cells at least the paper's"
-    return {"like_for_like": row(what, f"{good} of {len(cells)}", f"{len(cells)}", good == len(cells))} if cells else {}, lines
+    label = "like for like on A100 (one row, tensor parallel, float32): cells at least the paper's"
+    return {"like_for_like": row(label, f"{good} of {len(cells)}", f"{len(cells)}", good == len(cells))} if cells else {}, lines

@@ -165,10 +165,10 @@ def save_result(compilations: Compilations) -> None:
         if not outcomes or compilations.missing(case):
             continue
         policy, outcome = list(outcomes.items())[-1]
-        found = text(case, policy, outcome) + (f"; paper: {case.paper}" if case.paper == "oom" else "")
+        outcome_text = text(case, policy, outcome) + (f"; paper: {case.paper}" if case.paper == "oom" else "")
         goal = "fits: the paper trained it" if case.paper == "trained" else ""
         device = f"{case.devices} x {case.machine}" if case.devices > 1 else f"one {case.machine}"
-        rows[case.name] = row(f"{case.attention}, {case.trajectories} trajectories, {device}", found, goal,
+        rows[case.name] = row(f"{case.attention}, {case.trajectories} trajectories, {device}", outcome_text, goal,
                               outcome["fits"] if goal else None)
         lines += [[case.attention, case.trajectories, device, case.paper or "no such column", remat, *figures(case, tried)]
                   for remat, tried in outcomes.items()]

@@ -97,13 +97,13 @@ class Send(NamedTuple):
     """A transfer.
 
     Attributes:
-      what: the arrays that travel, for tables and pictures.
+      arrays: the names of those that travel, for tables and pictures.
       kind: the collective.
       nbytes: the bytes that each pair moves.
       pairs: (source, target) ranks.
     """
 
-    what: str
+    arrays: str
     kind: str
     nbytes: float
     pairs: Pairs

@@ -214,8 +214,8 @@ def _ring_pass(routes: _Routes, own: StackedKeys, visit, payload: Payload):
     def visit_with_payload(carry, block):
         parts, shard = block
         carry, gathered, owner = (None, empty, ranks.index()) if carry is None else carry
-        gathered = jax.tree.map(lambda all, row: lax.dynamic_update_index_in_dim(all, row, owner, 0), gathered, shard)
-        share = jax.tree.map(lambda all: lax.dynamic_index_in_dim(all, owner, 0, keepdims=False), shares)
+        gathered = jax.tree.map(lambda rows, row: lax.dynamic_update_index_in_dim(rows, row, owner, 0), gathered, shard)
+        share = jax.tree.map(lambda rows: lax.dynamic_index_in_dim(rows, owner, 0, keepdims=False), shares)
         # Before the kernels: behind them the compilers think that these take long enough to hide a transfer.
         parts, gathered, share = lax.optimization_barrier((parts, gathered, share))
         carry, contribution, output = visit(carry, parts)

@@ -89,7 +89,7 @@ class RingSelfAttention(Schedule):
                               for rank in range(size))
                 passed_on = sends if i < size - 1 and (i or first) else ()
                 yield plan.Round(tasks, (*passed_on, *(follows if i else ())))
-            yield plan.Round((), tuple(send._replace(what=f"{send.what} home") for send in follows))
+            yield plan.Round((), tuple(send._replace(arrays=f"{send.arrays} home") for send in follows))
 
         keys, values = send("K", block.keys // 2), send("V", block.keys // 2)
         dk, dv = send("dK", block.key_gradients // 2), send("dV", block.key_gradients // 2)

@@ -70,11 +70,11 @@ def test_padded_heads_cost_as_much_as_others():
 def test_balanced_fetches_a_round_ahead_and_brings_home_a_round_later():
     """Algorithm 2, on 4 ranks: rounds of distance 1 (one helper) and 2 (none); the last results wait for no kernel."""
     forward, backward = rounds("balanced", 4, "contiguous", BLOCK, (1, 1))
-    assert [[send.what for send in one.hidden] for one in forward] == [["K, V", "Q"], ["K, V"], ["out, lse"], []]
+    assert [[send.arrays for send in one.hidden] for one in forward] == [["K, V", "Q"], ["K, V"], ["out, lse"], []]
     queries = "Q, dout, lse, delta"
-    assert [[send.what for send in one.hidden] for one in backward] == [
+    assert [[send.arrays for send in one.hidden] for one in backward] == [
         ["K, V", queries], ["K, V"], ["dK, dV", "dQ"], []]
-    assert [send.what for send in backward[-1].exposed] == ["dK, dV"]
+    assert [send.arrays for send in backward[-1].exposed] == ["dK, dV"]
     assert not any(one.exposed for one in (*forward, *backward[:-1]))
 
 
