@@ -94,9 +94,9 @@ def test_libraries_that_change_often_have_one_home(module):
 def test_memory_does_not_import_what_runs_it():
     """`model.memory` runs layers that it is handed; the model imports it, never the other way round."""
     above = ("model.llama", "model.decode")
-    found = {str(path.relative_to(ROOT)): modules for path in tracked("model/memory/*.py")
+    importing = {str(path.relative_to(ROOT)): modules for path in tracked("model/memory/*.py")
              if (modules := [module for module in imported_modules(path) if module.startswith(above)])}
-    assert found == {}
+    assert importing == {}
 
 
 @pytest.mark.parametrize("name", sorted(ALIASES))

@@ -87,17 +87,17 @@ def test_a_store_is_read_as_a_folder_is(store, tmp_path):
         put(store, f"/set/{name}", content)
     for format in ("sharegpt", "text", "tokens"):
         source = Source(str(local / "dirty.json") if format == "sharegpt" else str(local), format)
-        there = Source(source.path.replace(str(local), "memory://set"), format)
+        remote = Source(source.path.replace(str(local), "memory://set"), format)
         if format == "text":  # a text is not looked for in dirty.json
             (local / "dirty.json").unlink()
             store.rm("/set/dirty.json")
-        here, far = list(read(source, Report())), list(read(there, Report()))
-        assert len(here) == len(far) > 0
-        for one, other in zip(here, far, strict=True):
+        records, remote_records = list(read(source, Report())), list(read(remote, Report()))
+        assert len(records) == len(remote_records) > 0
+        for record, other in zip(records, remote_records, strict=True):
             if format == "tokens":
-                assert one.id == other.id and (one.tokens == other.tokens).all()
+                assert record.id == other.id and (record.tokens == other.tokens).all()
             else:
-                assert one == other
+                assert record == other
     with pytest.raises(UserError, match=r"memory://set/none\.json: no such file"):
         list(read(Source("memory://set/none.json"), Report()))
     with pytest.raises(UserError, match="nostore"):

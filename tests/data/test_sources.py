@@ -403,8 +403,8 @@ def test_dropped_records_are_listed_with_file_and_line(tmp_path, monkeypatch):
         return made.report.summary(), dropped
 
     summary, dropped = listed("prepared")
-    found = [(Path(record["file"]).name, record["line"], record["reason"]) for record in dropped]
-    assert sorted(found) == [
+    reported = [(Path(record["file"]).name, record["line"], record["reason"]) for record in dropped]
+    assert sorted(reported) == [
         ("a.jsonl", 3, "empty turn"), ("a.jsonl", 4, "cut off or malformed JSON"),
         ("a.jsonl", 5, "the chat template refuses: vicuna_v1.1 has no tool turn"),
         ("b.json", 1, "empty turn"), ("b.json", 2, "not a record"), ("c.parquet", 1, "duplicate"),

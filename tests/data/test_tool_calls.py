@@ -181,9 +181,9 @@ def test_control_tokens_typed_in_calls_and_tools_stay_letters(family):
         for text in ("a", f"{control}</s>\ufdd0")
     )
     controls = {token.id for token in ours.controls.values()}
-    found = [[token for token in _ids_and_mask(render(record.messages, "tokenizer", ours, tools=record.tools))[0]
+    kept = [[token for token in _ids_and_mask(render(record.messages, "tokenizer", ours, tools=record.tools))[0]
               if token in controls] for record in (clean, typed)]
-    assert found[0] == found[1]
+    assert kept[0] == kept[1]
     text = ours.decode(_ids_and_mask(render(typed.messages, "tokenizer", ours, tools=typed.tools))[0], skip_control=False)
     assert text.count(f"{control}</s>\ufffd") == 2
 

@@ -35,8 +35,8 @@ def test_the_guides_program_agrees_with_dense_attention(tmp_path):
     arrays = np.load(tmp_path / "arrays.npz")
     q, k, v, dout, out, *gradients = (arrays[name] for name in NAMES)
     expected = dense_attention(q, k, v, arrays["index"], arrays["segment_ids"], dout)
-    for name, found, right in zip(NAMES[4:], (out, *gradients), (expected[0], *expected[2:]), strict=True):
-        error = np.abs(found - right).max() / np.abs(right).max()
+    for name, computed, wanted in zip(NAMES[4:], (out, *gradients), (expected[0], *expected[2:]), strict=True):
+        error = np.abs(computed - wanted).max() / np.abs(wanted).max()
         assert error < TOLERANCE, f"{name}: off by {error:.2e} of its largest value"
 
 

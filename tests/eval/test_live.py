@@ -33,11 +33,11 @@ def recipe(tmp_path_factory, repository):
 
 
 def test_train_hands_them_to_the_loop(recipe, monkeypatch):
-    found = []
-    monkeypatch.setattr("trainer.loop.train", lambda config, objective, evaluations, _: found.extend(evaluations))
+    handed = []
+    monkeypatch.setattr("trainer.loop.train", lambda config, objective, evaluations, _: handed.extend(evaluations))
     monkeypatch.setattr("trainer.entry.keep_compiled", lambda folder: None)
     assert train.main(["--config", str(recipe)]) == 0
-    assert [(evaluation.name, evaluation.every) for evaluation in found] == [
+    assert [(evaluation.name, evaluation.every) for evaluation in handed] == [
         ("held_out", 10), ("needle", 2), ("short_lines", 0), ("coreference", 0), ("ruler", 0)]
 
 

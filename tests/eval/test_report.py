@@ -160,11 +160,11 @@ def test_the_cost_is_the_sum_over_the_steps(runs):
     run = report.read_run(runs / "before")
     rows = [json.loads(line) for line in (runs / "before" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(1, len(rows) + 1))
-    found = report.cost(run)
+    cost = report.cost(run)
     seconds = sum(row["step_seconds"] for row in rows)
     tokens = sum(row["step_seconds"] * row["tokens_per_second"] for row in rows)
-    assert found["tokens"] == f"{tokens:,.0f}" and found["training"] == report._duration(seconds)
-    assert found["steps"] == str(rows[-1]["step"]) and "simulated devices" in found["device hours"]
+    assert cost["tokens"] == f"{tokens:,.0f}" and cost["training"] == report._duration(seconds)
+    assert cost["steps"] == str(rows[-1]["step"]) and "simulated devices" in cost["device hours"]
 
 
 def test_a_run_with_stages_is_all_of_them(runs):

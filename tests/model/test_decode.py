@@ -39,8 +39,8 @@ def test_tokens_equal_transformers_until_each_prompt_has_met_a_stop(tmp_path, sh
         return cache, tokens
 
     vars(generator)["_generate"] = generate
-    found = generator(read_hf(tmp_path, config, model.shardings), prompts)
-    assert found == [answer[:end] for answer, end in zip(answers, ends, strict=True)] and len(set(ends)) > 1
+    continuations = generator(read_hf(tmp_path, config, model.shardings), prompts)
+    assert continuations == [answer[:end] for answer, end in zip(answers, ends, strict=True)] and len(set(ends)) > 1
     # With the last of them all decoding has ended: the fourth row, which no prompt fills, does not hold it up.
     last, steps = np.argmax(ends), max(ends) + 1
     assert computed[0][last].tolist() == answers[last][:steps] + [0] * (12 - steps) and steps < 12

@@ -19,7 +19,7 @@ def test_padded_heads_change_no_number(query, key, shape):
     """Loss and gradients as on one device, biases and all; padding is zero, gets a gradient of exactly zero, and is split."""
     config = tiny(num_attention_heads=query, num_key_value_heads=key, attention_bias=True, vocab_size=64)
     own = {name: parameter.shape for name, parameter in declare(config).items()}
-    found = []
+    results = []
     for mesh in ({}, shape):
         model = llama(config, mesh, **ALL_AT_ONCE)
         batch, _ = permuted(packed_batch(config, rows=2, length=32), model)
@@ -30,8 +30,8 @@ def test_padded_heads_change_no_number(query, key, shape):
                 room = [(0, n - m) for n, m in zip(params[name].shape, own[name], strict=True)]
                 params[name] = jax.device_put(np.pad(bias, room), model.shardings[name])
         (loss, _), gradient = jax.jit(jax.value_and_grad(mean_loss(model), has_aux=True))(params, batch)
-        found.append((float(loss), jax.tree.map(np.array, gradient), jax.tree.map(np.array, params)))
-    (loss, gradient, params), (got, got_gradient, got_params) = found
+        results.append((float(loss), jax.tree.map(np.array, gradient), jax.tree.map(np.array, params)))
+    (loss, gradient, params), (got, got_gradient, got_params) = results
     assert abs(got - loss) <= 1e-5 * abs(loss)
     padded = {name for name, shape in own.items() if got_params[name].shape != shape}
     assert padded == {f"layers.self_attn.{part}" for part in (

@@ -279,10 +279,10 @@ def test_a_packed_document_does_not_see_its_neighbours():
     batch = packed_batch(config, rows=1)
     run, params = jax.jit(model.logits), model.init(0)
     changed = {**batch, "tokens": np.where(batch["segment_ids"] == 2, batch["tokens"], (batch["tokens"] + 7) % 128)}
-    one, other = (np.asarray(run(params, permuted(b, model)[0])) for b in (batch, changed))
+    original, after = (np.asarray(run(params, permuted(b, model)[0])) for b in (batch, changed))
     second = permuted(batch, model)[0]["segment_ids"] == 2
-    np.testing.assert_array_equal(one[second], other[second])
-    assert not np.array_equal(one[~second], other[~second])
+    np.testing.assert_array_equal(original[second], after[second])
+    assert not np.array_equal(original[~second], after[~second])
 
 
 # The three bfloat16 traps. Each test also runs the naive code, and asserts that it fails the bound.

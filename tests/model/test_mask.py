@@ -86,7 +86,7 @@ def test_decoding_sees_what_training_sees(model_of, mask):
     dealt, order = permuted(batch, model)
     forward = np.empty((3, 64, 128))
     forward[:, order] = jax.jit(model.logits)(params, dealt)
-    dense, unmasked = (dense_logits(truth, one, rows, index, np.ones_like(rows), index) for one in (mask, Mask()))
+    dense, unmasked = (dense_logits(truth, applied, rows, index, np.ones_like(rows), index) for applied in (mask, Mask()))
 
     def chosen(logits):
         return [logits[row, len(prompt) - 1:len(prompt) + 11].argmax(-1).tolist() for row, prompt in enumerate(prompts)]

@@ -180,8 +180,8 @@ def test_far_positions_are_exact_by_every_rule(rule):
     near = [2**n + step for n in range(17, 27) for step in (-1, 0, 1)]
     positions = np.array([[*range(9), *near, *rng.integers(0, LONGEST, 160), LONGEST - 1]], np.int32)
     exact = positions.astype(np.float64)[..., None] * frequencies.astype(np.float64)
-    found = np.asarray(jax.jit(lambda p: angles(p, frequencies, LONGEST))(positions), np.float64)
-    assert np.abs((found - exact + np.pi) % (2 * np.pi) - np.pi).max() <= ANGLE_ERROR
+    computed = np.asarray(jax.jit(lambda p: angles(p, frequencies, LONGEST))(positions), np.float64)
+    assert np.abs((computed - exact + np.pi) % (2 * np.pi) - np.pi).max() <= ANGLE_ERROR
     x = rng.standard_normal((*positions.shape, 1, config.head_dim)).astype(np.float32)
     turn = np.exp(1j * exact)[:, :, None] * scaling * (x[..., :64] + 1j * x[..., 64:])
     got = jax.jit(lambda x, p: apply_rope(x, p, frequencies, scaling, LONGEST))(x, positions)

@@ -38,10 +38,10 @@ def test_the_gradient_is_the_sum_of_every_devices(axes, storage, kind, monkeypat
     mesh = make_mesh(MeshConfig(**axes), jax.devices())
     fn, spec, _ = gradient(mesh, storage)
     x = np.arange(8 * 16).reshape(8, 16).astype(np.float32)
-    found = fn(jax.device_put(np.zeros((3, 16, 256), np.float32), NamedSharding(mesh, spec)), x)
+    summed = fn(jax.device_put(np.zeros((3, 16, 256), np.float32), NamedSharding(mesh, spec)), x)
     others = [i for i, name in enumerate(mesh.axis_names) if name not in np.atleast_1d(storage)]
     rows = x.reshape(*mesh.devices.shape, 16)
-    for shard in found.addressable_shards:
+    for shard in summed.addressable_shards:
         place = np.argwhere(mesh.devices == shard.device)[0]
         mine = rows[tuple(place[i] if i in others else slice(None) for i in range(len(place)))].reshape(-1, 16).sum(0)
         np.testing.assert_array_equal(shard.data, np.broadcast_to(mine[shard.index[1], None], (3, len(shard.data[0]), 256)))
@@ -54,4 +54,5 @@ def test_it_is_scattered(axes, storage):
     fn, spec, rows = gradient(mesh, storage)
     w = jax.ShapeDtypeStruct((3, 4096, 1024), jnp.float32, sharding=NamedSharding(mesh, spec))
     x = jax.ShapeDtypeStruct((2048, 4096), jnp.float32, sharding=NamedSharding(mesh, rows))
-    assert {one.kind for one in transfers(fn.lower(w, x).compile().as_text(), 16)} - {"all-gather"} == {"reduce-scatter"}
+    kinds = {transfer.kind for transfer in transfers(fn.lower(w, x).compile().as_text(), 16)}
+    assert kinds - {"all-gather"} == {"reduce-scatter"}

@@ -11,14 +11,14 @@ def test_a_padded_vocabulary_changes_no_number(vocab_size, tied):
     """Loss, gradients and logits as on one device; the padding is zero and gets no gradient. With 5 ids on 4 ranks, one
     rank holds nothing but padding."""
     config = tiny(vocab_size=vocab_size, tie_word_embeddings=tied)
-    found = []
+    results = []
     for shape in ({}, {"tensor": 4}):
         model = llama(config, shape)
         batch, order = permuted(packed_batch(config, rows=2, length=32), model)
         params = model.init(0)
         (loss, _), gradient = jax.jit(jax.value_and_grad(mean_loss(model), has_aux=True))(params, batch)
-        found.append((float(loss), gradient, params, np.asarray(jax.jit(model.logits)(params, batch))[:, np.argsort(order)]))
-    (loss, gradient, params, logits), (got, got_gradient, got_params, got_logits) = found
+        results.append((float(loss), gradient, params, np.asarray(jax.jit(model.logits)(params, batch))[:, np.argsort(order)]))
+    (loss, gradient, params, logits), (got, got_gradient, got_params, got_logits) = results
     assert abs(got - loss) <= 1e-5 * abs(loss)
     assert got_logits.shape == logits.shape and np.abs(got_logits - logits).max() <= 1e-4 * np.abs(logits).max()
     for name, g in gradient.items():

@@ -64,15 +64,15 @@ def test_the_ring_is_the_only_permute_and_no_activation_is_gathered(compiled):
 @pytest.mark.slow
 def test_what_the_step_sends_and_what_hides_it(compiled):
     """Each layer's ring runs forward twice (remat `nothing`) and backward once; all but the hops home are behind a kernel."""
-    found = communication(compiled.as_text(), 64)
+    sent = communication(compiled.as_text(), 64)
     block = Block(batch=1, tokens=CONTEXT // 64, query_heads=32, kv_heads=32, head_dim=128, itemsize=2)
     forward, backward = (received(rounds, 64).max() for rounds in get_schedule("ring", 64).plan(64, block))
-    assert found["collective-permute"]["received_gib"] * GIB == pytest.approx(32 * (2 * forward + backward), rel=0.02)
-    assert found["collective-permute"]["hidden"] > 0.97
+    assert sent["collective-permute"]["received_gib"] * GIB == pytest.approx(32 * (2 * forward + backward), rel=0.02)
+    assert sent["collective-permute"]["hidden"] > 0.97
     weights = sum(math.prod(parameter.shape) for parameter in declare(LlamaConfig.preset("llama-7b")).values())
-    assert found["all-gather"]["received_gib"] * GIB == pytest.approx(2 * 2 * weights * 63 / 64, rel=0.1)
-    assert found["reduce-scatter"]["received_gib"] * GIB == pytest.approx(4 * weights * 63 / 64, rel=0.1)
-    assert found["all-reduce"]["received_gib"] < 0.1 * found["all-gather"]["received_gib"]
+    assert sent["all-gather"]["received_gib"] * GIB == pytest.approx(2 * 2 * weights * 63 / 64, rel=0.1)
+    assert sent["reduce-scatter"]["received_gib"] * GIB == pytest.approx(4 * weights * 63 / 64, rel=0.1)
+    assert sent["all-reduce"]["received_gib"] < 0.1 * sent["all-gather"]["received_gib"]
 
 
 @pytest.mark.slow
@@ -261,17 +261,17 @@ def test_the_recipe_is_that_of_the_plan_that_the_compiler_chose(monkeypatch, tmp
 def test_the_ways_of_a_job():
     """Llama 3.1 8B, four rows on 16 chips: every way has all chips, rows go to fsdp first, none is slower than the next."""
     job = Job.of("llama-3.1-8b", "v5e:4x4", 8192, batch=4)
-    found = ways(job)
-    meshes = {(way.run.mesh.fsdp, way.run.mesh.tensor, way.run.mesh.sequence) for way in found}
+    jobs = ways(job)
+    meshes = {(way.run.mesh.fsdp, way.run.mesh.tensor, way.run.mesh.sequence) for way in jobs}
     assert meshes == {(4, 1, 4), (4, 2, 2), (4, 4, 1), (2, 8, 1)}
-    runs = [way.run for way in found]
+    runs = [way.run for way in jobs]
     prefetched = {(run.attention.schedule, run.memory.remat, run.mesh.sequence > 1) for run in runs if run.memory.prefetch}
     assert prefetched == {("ring", remat, True) for remat in (
         "save_attention", "nothing", "offload", "offload_save_attention", "offload_attention")}
-    seconds = [way.time_range().high for way in found]
+    seconds = [way.time_range().high for way in jobs]
     assert all(later > 0.9 * earlier for earlier, later in itertools.pairwise(seconds)), "rounded to two digits"
-    assert len(found) > 10 and seconds[-1] > 1.2 * seconds[0]
-    assert all(sum(parts_gib(way.run, way.model).values()) < memory_gib(job.topology) for way in found)
+    assert len(jobs) > 10 and seconds[-1] > 1.2 * seconds[0]
+    assert all(sum(parts_gib(way.run, way.model).values()) < memory_gib(job.topology) for way in jobs)
 
 
 def test_an_axis_may_be_a_part_of_a_physical_one():

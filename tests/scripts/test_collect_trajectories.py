@@ -36,8 +36,8 @@ def test_an_episode_is_a_function_of_its_seed(tmp_path):
         (tmp_path / name).mkdir()
         returns += [collect(Order(TASK.name, "random", 0, seed, 5, tmp_path / name))[0] for seed in seeds]
     first, second = (read_episode(tmp_path / name / "collected_0_1000.npz", TASK) for name in ("a", "b"))
-    for one, other in zip(first, second, strict=True):
-        np.testing.assert_array_equal(one, other)
+    for array, again in zip(first, second, strict=True):
+        np.testing.assert_array_equal(array, again)
     assert returns[0] == returns[2] == episode_return(first.reward) != returns[1]
     assert (first.action[1:].reshape(-1, 5) == first.action[1::5]).all(), "held for five steps"
     np.testing.assert_array_equal(relabel(TASK, first.physics, first.action), first.reward * (np.arange(1001) > 0))

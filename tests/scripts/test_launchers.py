@@ -327,8 +327,8 @@ def test_the_compilers_know_every_flag(platform):
     given = " ".join(map(str, xla_flags.FLAGS[platform]))
     for flags, known in ((given, True), ("--xla_no_such_flag=1", False)):
         env = {**os.environ, "TPU_SKIP_MDS_QUERY": "1", xla_flags.VARIABLES[platform]: flags}
-        found = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=False)
-        assert (found.returncode == 0) == known, found.stderr[-500:]
+        process = subprocess.run([sys.executable, "-c", ask], env=env, capture_output=True, text=True, check=False)
+        assert (process.returncode == 0) == known, process.stderr[-500:]
     assert all(flag.why and flag.name.startswith("xla_") for flag in xla_flags.FLAGS[platform])
 
 

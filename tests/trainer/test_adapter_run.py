@@ -97,15 +97,15 @@ def test_the_average_is_that_of_the_saved_parameters_and_is_exported(run, tmp_pa
     for step, params in enumerate(saved[1:], start=2):
         decay = min(DECAY, (1 + step) / (10 + step))
         expected = {name: decay * x + (1 - decay) * np.asarray(params[name], np.float64) for name, x in expected.items()}
-    found = average(run / "checkpoints" / str(STEPS))
-    assert found.keys() == expected.keys() == saved[-1].keys()
+    averaged = average(run / "checkpoints" / str(STEPS))
+    assert averaged.keys() == expected.keys() == saved[-1].keys()
     for name, x in expected.items():
-        np.testing.assert_allclose(found[name], x, rtol=1e-6, atol=1e-8, err_msg=name)
-        assert np.abs(found[name] - np.asarray(saved[-1][name])).max() > 1e-4, name
+        np.testing.assert_allclose(averaged[name], x, rtol=1e-6, atol=1e-8, err_msg=name)
+        assert np.abs(averaged[name] - np.asarray(saved[-1][name])).max() > 1e-4, name
     assert export_hf.main([str(run), str(tmp_path / "averaged"), "--average"]) == 0
     tensors = load_file(tmp_path / "averaged" / "adapter_model.safetensors")
     (norm,) = [x for name, x in tensors.items() if name.endswith("model.norm.weight")]
-    np.testing.assert_array_equal(norm, found["norm.weight"])
+    np.testing.assert_array_equal(norm, averaged["norm.weight"])
 
 
 def test_the_run_its_export_and_the_merged_model_are_one_model(run, hf_model, tmp_path):

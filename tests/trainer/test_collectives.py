@@ -68,25 +68,26 @@ def prefetching(request):
 
 
 def of(step, kind, **wanted):
-    return [found for found in step if found.kind == kind and all(getattr(found, k) == x for k, x in wanted.items())]
+    return [collective for collective in step
+            if collective.kind == kind and all(getattr(collective, name) == value for name, value in wanted.items())]
 
 
-def sizes(found):
-    return Counter(elements for one in found for _, elements in one.results)
+def sizes(collectives):
+    return Counter(elements for collective in collectives for _, elements in collective.results)
 
 
 @pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
 def test_a_layers_parameters_are_gathered_once_in_each_direction(step, parameters, backward):
     expected = Counter(parameters[0].values())
-    found = sizes(of(step, "all-gather", loops=1, backward=backward))
-    assert found == Counter({size: GATHERS * count for size, count in expected.items()})
+    gathered = sizes(of(step, "all-gather", loops=1, backward=backward))
+    assert gathered == Counter({size: GATHERS * count for size, count in expected.items()})
 
 
 def test_nothing_else_is_gathered(step, parameters):
     """No hidden state, no key, no logits, no token; and no parameter again for each chunk of the sequence."""
     gathers = of(step, "all-gather")
-    assert max(found.loops for found in gathers) == 1
-    assert {dtype for found in gathers for dtype, _ in found.results} == {"bf16"}, "in compute precision"
+    assert max(collective.loops for collective in gathers) == 1
+    assert {dtype for collective in gathers for dtype, _ in collective.results} == {"bf16"}, "in compute precision"
     outside, others = sizes(of(gathers, "all-gather", loops=0)), Counter(parameters[1].values())
     assert others.keys() == outside.keys() and all(count <= 2 * others[size] for size, count in outside.items())
 
@@ -96,19 +97,19 @@ def test_gradients_are_summed_in_float32(step, parameters):
     layers, others = parameters
     shards = MESH.fsdp * MESH.sequence
     scatters = of(step, "reduce-scatter")
-    assert {dtype for found in scatters for dtype, _ in found.results} == {"f32"}
+    assert {dtype for collective in scatters for dtype, _ in collective.results} == {"f32"}
     for loops, part in ((1, layers), (0, others)):
         matrices = Counter(elements // shards for name, elements in part.items() if not name.endswith("norm.weight"))
         assert sizes(of(scatters, "reduce-scatter", loops=loops)) == matrices
     tokens = CONTEXT * ROWS // MESH.fsdp // MESH.sequence
-    for found in of(step, "all-reduce"):
-        for dtype, elements in found.results:
-            assert dtype == "f32" or (dtype == "bf16" and elements in (tokens * 512, tokens // 2 * 512)), found
+    for collective in of(step, "all-reduce"):
+        for dtype, elements in collective.results:
+            assert dtype == "f32" or (dtype == "bf16" and elements in (tokens * 512, tokens // 2 * 512)), collective
 
 
 def test_hidden_states_are_summed_over_tensor_as_often_as_the_cost_model_counts(step):
-    sums = Counter((found.loops > 0, found.backward) for found in of(step, "all-reduce") for dtype, _ in found.results
-                   if dtype == "bf16")
+    sums = Counter((collective.loops > 0, collective.backward) for collective in of(step, "all-reduce")
+                   for dtype, _ in collective.results if dtype == "bf16")
     assert (sums[True, False], sums[True, True]) == (FORWARD_SUMS, BACKWARD_SUMS)
     assert sums[False, False] + sums[False, True] == OUTER_SUMS
 
@@ -118,21 +119,24 @@ def test_the_ring_sends_keys_values_their_gradients_and_coordinates(step):
     both = 2 * tokens * heads * CONFIG.head_dim
     allowed = {("bf16", both), ("f32", both), ("s32", 2 * tokens)}
     permutes = of(step, "collective-permute")
-    assert {found.results for found in permutes} == {(one,) for one in allowed}
+    assert {collective.results for collective in permutes} == {(array,) for array in allowed}
     # Forward: K and V in one. Backward: the same, and two hops of their gradients, in float32 where sums go on.
-    assert Counter(found.backward for found in permutes if found.results[0][0] != "s32") == {False: 1, True: 3}
-    assert not of(step, "all-to-all") and {found.kind for found in step} < set(COLLECTIVES)
+    assert Counter(collective.backward for collective in permutes if collective.results[0][0] != "s32") == {False: 1, True: 3}
+    assert not of(step, "all-to-all") and {collective.kind for collective in step} < set(COLLECTIVES)
 
 
 def test_prefetched_weights_and_their_gradients_ride_behind_kernels(prefetching):
     """No layer gathers or scatters: its weights come with the ring in both directions, and only hops home have no kernel."""
-    assert not [found for found in prefetching if found.kind in ("all-gather", "reduce-scatter") and found.loops]
+    assert not [collective for collective in prefetching
+                if collective.kind in ("all-gather", "reduce-scatter") and collective.loops]
     model = Llama(CONFIG, make_mesh(RING, topology_devices("v5e:2x4")))
     layer = sum(math.prod(parameter.shape[1:]) // (RING.tensor if "tensor" in str(model.specs[name]) else 1)
                 for name, parameter in model.parameters.items() if name.startswith("layers."))
     shard = layer // RING.sequence
     for dtype in ("bf16", "f32"):
-        riding = [found for found in of(prefetching, "collective-permute") if found.results == ((dtype, shard),)]
-        home = Counter(found.computation for found in riding if not found.kernels)  # of the layers, and of one peeled off them
+        riding = [collective for collective in of(prefetching, "collective-permute") if collective.results == ((dtype, shard),)]
+        # Of the layers, and of one peeled off them.
+        home = Counter(collective.computation for collective in riding if not collective.kernels)
         assert len(riding) > home.total() and max(home.values(), default=0) <= (dtype == "f32"), home
-    assert {found.backward for found in of(prefetching, "collective-permute", results=(("bf16", shard),))} == {False, True}
+    weights = of(prefetching, "collective-permute", results=(("bf16", shard),))
+    assert {collective.backward for collective in weights} == {False, True}

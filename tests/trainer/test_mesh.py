@@ -38,7 +38,8 @@ def lines(devices: np.ndarray, axes, along: str) -> np.ndarray:
 
 def crossing(mesh, key) -> set[str]:
     """The axes along which `key` of the devices changes."""
-    return {axis for axis in MESH_AXES for line in lines(mesh.devices, MESH_AXES, axis) if len({key(one) for one in line}) > 1}
+    return {axis for axis in MESH_AXES for line in lines(mesh.devices, MESH_AXES, axis)
+            if len({key(device) for device in line}) > 1}
 
 
 @pytest.mark.parametrize(("sizes", "dcn"), [
@@ -49,7 +50,7 @@ def test_only_the_axis_named_by_dcn_crosses_from_slice_to_slice(two_slices, size
     mesh = make_mesh(MeshConfig(**sizes, dcn={dcn: 2}), two_slices)
     assert crossing(mesh, lambda device: device.slice_index) == {dcn}
     for line in lines(mesh.devices, MESH_AXES, dcn):  # each slice's part of the axis is in one piece
-        assert [one.slice_index for one in line] == sorted(one.slice_index for one in line)
+        assert [device.slice_index for device in line] == sorted(device.slice_index for device in line)
     assert {axis: size for axis, size in mesh.shape.items() if size > 1} == sizes and memory_gib("2xv5e:2x2") == 15.75
 
 
@@ -65,7 +66,8 @@ def test_the_last_axis_of_the_order_has_the_nearest_devices(last):
     mesh = make_mesh(MeshConfig(tensor=4, sequence=4, order=order), topology_devices("v5e:4x4"))
     assert mesh.axis_names == MESH_AXES and mesh.devices.shape == (1, 1, 4, 4)
     for line in lines(mesh.devices, MESH_AXES, last):
-        assert all(sum(np.abs(np.subtract(one.coords, other.coords))) == 1 for one, other in itertools.pairwise(line))
+        assert all(sum(np.abs(np.subtract(device.coords, neighbour.coords))) == 1
+                   for device, neighbour in itertools.pairwise(line))
 
 
 def test_one_process_that_simulates_has_no_slow_network():
@@ -77,10 +79,10 @@ def test_tensor_stays_in_a_host_of_gpus():
     devices = gpus(4, 8)
     for axes, hosts in ((ORDER, 1), (MESH_AXES, 2)):
         placed = _placed(config, axes, devices)
-        assert {len({one.process_index for one in line}) for line in lines(placed, axes, "tensor")} == {hosts}
+        assert {len({device.process_index for device in line}) for line in lines(placed, axes, "tensor")} == {hosts}
     across = _placed(MeshConfig(fsdp=8, tensor=2, sequence=2, dcn={"sequence": 2, "fsdp": 2}), ORDER, devices)
     for axis, hosts in (("tensor", 1), ("sequence", 2), ("fsdp", 2)):
-        assert {len({one.process_index for one in line}) for line in lines(across, ORDER, axis)} == {hosts}
+        assert {len({device.process_index for device in line}) for line in lines(across, ORDER, axis)} == {hosts}
     with pytest.raises(UserError, match=r"for devices of 4 hosts"):
         _placed(MeshConfig(fsdp=32, dcn={"fsdp": 2}), ORDER, devices)
 
@@ -93,9 +95,9 @@ def test_between_slices_nothing_goes_but_the_sums_of_gradients(two_slices):
                          num_key_value_heads=2)
     mesh = MeshConfig(data=2, fsdp=2, sequence=2, dcn={"data": 2})
     module = parse(compile_step(config, two_slices, 1024, batch=4, mesh=mesh).as_text())
-    found = [one for instructions in module.computations.values() for one in instructions]
-    inside = [one for one in found if one.opcode.removesuffix("-start") in COLLECTIVES]
-    assert inside and all(max(group) < 4 for one in inside if one.attribute("replica_groups")
-                          for group in groups(one.attribute("replica_groups"), 4))
-    sent = [one for one in found if one.opcode == "send"]
-    assert sent and {re.search(r'transfer_type="(\w+)"', one.rest)[1] for one in sent} == {"ALL_REDUCE"}
+    all_instructions = [instruction for instructions in module.computations.values() for instruction in instructions]
+    inside = [instruction for instruction in all_instructions if instruction.opcode.removesuffix("-start") in COLLECTIVES]
+    assert inside and all(max(group) < 4 for instruction in inside if instruction.attribute("replica_groups")
+                          for group in groups(instruction.attribute("replica_groups"), 4))
+    sent = [instruction for instruction in all_instructions if instruction.opcode == "send"]
+    assert sent and {re.search(r'transfer_type="(\w+)"', instruction.rest)[1] for instruction in sent} == {"ALL_REDUCE"}

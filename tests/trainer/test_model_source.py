@@ -26,10 +26,10 @@ def chosen(repository):
 
 def test_rope_theta_leaves_the_rest_of_the_preset(chosen):
     preset = LlamaConfig.preset("llama-3.1-8b")
-    found = chosen("llama-3.1-8b", rope_theta=100)
-    assert found.to_hf()["rope_theta"] == 100 != preset.rope.theta
-    assert dataclasses.replace(found.rope, theta=preset.rope.theta) == preset.rope
-    assert (found.hidden_size, found.num_key_value_heads) == (preset.hidden_size, preset.num_key_value_heads)
+    config = chosen("llama-3.1-8b", rope_theta=100)
+    assert config.to_hf()["rope_theta"] == 100 != preset.rope.theta
+    assert dataclasses.replace(config.rope, theta=preset.rope.theta) == preset.rope
+    assert (config.hidden_size, config.num_key_value_heads) == (preset.hidden_size, preset.num_key_value_heads)
 
 
 def test_rope_theta_that_is_none(chosen):
@@ -53,8 +53,8 @@ def test_what_a_recipe_cannot_say_of_a_model_is_no_field_of_it(chosen, value):
     (None, {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2}, 4, 2, 8),
 ])  # fmt: skip
 def test_what_a_preset_names_stays_and_what_it_leaves_out_follows(chosen, preset, overrides, heads, key_heads, head_dim):
-    found = chosen(preset, **overrides)
-    assert (found.num_attention_heads, found.num_key_value_heads, found.head_dim) == (heads, key_heads, head_dim)
+    config = chosen(preset, **overrides)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (heads, key_heads, head_dim)
 
 
 def test_key_heads_that_do_not_divide_the_heads_are_refused(chosen):
@@ -111,8 +111,8 @@ def test_the_tokenizer_takes_texts_as_long_as_the_model_was_trained_at(base, sai
     source = dataclasses.replace(open_model(str(base)), kind="checkpoint", folder=base)
     config = dataclasses.replace(source.config, max_position_embeddings=trained)
     dataclasses.replace(source, config=config).write_assets(base / "out", source.tokenizer(), "x", "")
-    found = json.loads((base / "out/tokenizer_config.json").read_text())
-    assert found["model_max_length"] == written and found["eos_token"] == settings["eos_token"]
+    exported = json.loads((base / "out/tokenizer_config.json").read_text())
+    assert exported["model_max_length"] == written and exported["eos_token"] == settings["eos_token"]
 
 
 def test_line_retrieval_asks_and_stops_as_the_template_says(base):

@@ -51,7 +51,7 @@ def test_the_plan_accepts_every_policy_and_no_other(capsys):
 def test_policies_named_elsewhere_are_policies():
     assert set(REMAT) == set(POLICIES)
     searched = plan_search.policies(Job.of("tiny", "v5e:2x2", 1024, mesh=schema.MeshConfig(sequence=4)))
-    assert {one.run.memory.remat for one in searched} | {*QUERY_CHUNK_POLICIES, *PREFETCH_POLICIES} <= set(POLICIES)
+    assert {job.run.memory.remat for job in searched} | {*QUERY_CHUNK_POLICIES, *PREFETCH_POLICIES} <= set(POLICIES)
 
 
 def test_axes_split_over_tensor_are_decisions_of_parallel():

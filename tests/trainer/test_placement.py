@@ -39,8 +39,8 @@ def test_every_ring_of_a_mesh_is_such_a_walk(topology, axes):
     mesh = make_mesh(MeshConfig(**axes), topology_devices(topology))
     assert len({device.id for device in mesh.devices.flat}) == mesh.size
     for ring in np.moveaxis(mesh.devices, 3, -1).reshape(-1, axes["sequence"]):
-        for one, other in itertools.pairwise([*ring, ring[0]]):
-            apart = np.abs(np.subtract((*one.coords, one.core_on_chip), (*other.coords, other.core_on_chip)))
+        for device, neighbour in itertools.pairwise([*ring, ring[0]]):
+            apart = np.abs(np.subtract((*device.coords, device.core_on_chip), (*neighbour.coords, neighbour.core_on_chip)))
             assert np.count_nonzero(apart) == 1 and apart.max() <= axes.get("tensor", 1)
 
 

@@ -229,13 +229,13 @@ def test_one_of_two_killed_ten_times_is_the_run_that_never_was(small_recipe, tmp
     assert max(seconds) < 60
     last = f"checkpoints/{small_run.STEPS}"
     for item in ("model", "optimizer"):
-        found, expected = ({name: np.asarray(x) for name, x in checkpoint.stored_arrays(folder / last, item).items()}
+        after, expected = ({name: np.asarray(x) for name, x in checkpoint.stored_arrays(folder / last, item).items()}
                            for folder in (run, whole))
-        assert found.keys() == expected.keys() and all(found[name].tobytes() == expected[name].tobytes() for name in expected)
+        assert after.keys() == expected.keys() and all(after[name].tobytes() == expected[name].tobytes() for name in expected)
     for name in ("metrics.jsonl", "held_out.jsonl"):
-        found, expected = ([{key: x for key, x in row.items() if key not in MEASURED} for row in small_run.rows(folder / name)]
+        after, expected = ([{key: x for key, x in row.items() if key not in MEASURED} for row in small_run.rows(folder / name)]
                            for folder in (run, whole))
-        assert found == expected
+        assert after == expected
 
 
 def wait_for(condition, running):
@@ -270,17 +270,17 @@ def test_the_launcher_ends_all_with_the_first_that_fails(capsys):
 def as_two(monkeypatch):
     """Calls a function with 0 and 1 in threads that take themselves for two processes, joined by JAX's own service; gives
     their futures."""
-    here, address = threading.local(), f"127.0.0.1:{launch_local.free_port()}"
+    thread, address = threading.local(), f"127.0.0.1:{launch_local.free_port()}"
     service = _jax.get_distributed_runtime_service(address, 2)
     clients = [_jax.get_distributed_runtime_client(address, number) for number in range(2)]
-    monkeypatch.setattr(cluster, "distributed", SimpleNamespace(global_state=here))
+    monkeypatch.setattr(cluster, "distributed", SimpleNamespace(global_state=thread))
     monkeypatch.setattr(cluster, "_calls", itertools.repeat(0))  # which two processes count each
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(jax, "process_index", lambda: here.number)
+    monkeypatch.setattr(jax, "process_index", lambda: thread.number)
     with ThreadPoolExecutor(2) as pool:
         def call(work):
             def process(number):
-                here.number, here.client = number, clients[number]
+                thread.number, thread.client = number, clients[number]
                 return work(number)
 
             return [pool.submit(process, number) for number in range(2)]
@@ -299,8 +299,8 @@ def test_the_first_process_works_before_the_others_which_are_told(as_two):
         done.append(told)
         return len(done)
 
-    found = as_two(lambda number: cluster.first_then_others(work, lambda made: f"made {made}"))
-    assert [future.result() for future in found] == [1, 2] and done == [None, "made 1"]
+    futures = as_two(lambda number: cluster.first_then_others(work, lambda made: f"made {made}"))
+    assert [future.result() for future in futures] == [1, 2] and done == [None, "made 1"]
 
 
 def test_an_error_of_the_first_process_is_all_processes(as_two):
@@ -439,8 +439,8 @@ def test_a_process_makes_what_its_devices_hold_and_nothing_else(prepared, sizes,
     for process in range(4):
         held = [where.devices_indices_map((rows, length))[device] for device in jax.devices()[2 * process:2 * process + 2]]
         part = part_of_slices(held, rows, length)
-        natural, here = local_order(part, order)
-        batch = permute(loader.batch(1, rows=part.rows, indices=natural), here)
+        natural, within = local_order(part, order)
+        batch = permute(loader.batch(1, rows=part.rows, indices=natural), within)
         share = len(part.rows) * len(part.tokens)
         assert sum(x.nbytes for x in batch.values()) == 24 * share
         assert share <= 2 * rows * length // (8 // mesh.shape["tensor"]), "no more than two devices' parts"

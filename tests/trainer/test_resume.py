@@ -57,9 +57,9 @@ def assert_same_run(run, whole, final_state):
     assert {key: x for key, x in data.items() if key not in NOT_TRAINED} == {
         key: x for key, x in expected_data.items() if key not in NOT_TRAINED}
     for name in ("metrics.jsonl", "held_out.jsonl"):
-        found, wanted = ([{key: value for key, value in row.items() if key not in MEASURED} for row in small_run.rows(r / name)]
+        rows, wanted = ([{key: value for key, value in row.items() if key not in MEASURED} for row in small_run.rows(r / name)]
                          for r in (run, whole))
-        assert found == wanted, name
+        assert rows == wanted, name
     assert [row["step"] for row in small_run.rows(run / "metrics.jsonl")] == list(range(1, small_run.STEPS + 1))
     assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["35", "40"]
 
@@ -176,8 +176,8 @@ def test_batches_go_on_where_they_were(objective):
     for start in (1, 20, steps):
         resumed = objective.batches(start)
         for wanted in batches[start : start + 2]:
-            found = next(resumed)
-            assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
+            batch = next(resumed)
+            assert all(np.array_equal(batch[name], wanted[name]) for name in wanted)
 
 
 def test_a_finished_run_is_left_alone(whole_run, small_recipe, capfd):

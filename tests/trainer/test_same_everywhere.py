@@ -57,12 +57,12 @@ def curve(mesh, layout, schedule, accumulation, remat, heads=HEADS):
     """Loss and gradient norm of each step: float [STEPS, 2]."""
     model, builder, step = compiled(mesh, schedule, accumulation, remat, heads)
     params = model.init(0)
-    state, found = builder.init_optimizer(params), []
+    state, figures = builder.init_optimizer(params), []
     for number in range(STEPS):
         batch, _ = permuted(packed_batch(model.config, ROWS, LENGTH, seed=number), model, layout)
         params, state, metrics = step(params, {}, state, place_batch(batch, model.mesh), np.int32(number))
-        found.append([float(metrics.loss), float(metrics.grad_norm)])
-    return np.array(found)
+        figures.append([float(metrics.loss), float(metrics.grad_norm)])
+    return np.array(figures)
 
 
 def assert_same_training(choice, heads=HEADS):
@@ -103,9 +103,9 @@ def test_the_same_training_in_every_combination(choice):
 def test_no_token_moves_to_be_in_a_part():
     """Each device divides its own rows: no collective on integers, and none but the parameters' gathers and sums."""
     text = compiled("fsdp 8", "ring", 4, "save_attention")[2].as_text()
-    found = collectives(text)
-    assert found["all-gather"] and found["reduce-scatter"]
-    assert found["all-to-all"] == found["collective-permute"] == 0
+    counts = collectives(text)
+    assert counts["all-gather"] and counts["reduce-scatter"]
+    assert counts["all-to-all"] == counts["collective-permute"] == 0
     assert not re.search(r"= s32\[[^=\n]*? (all-gather|all-reduce)(-start)?\(", text)
 
 

@@ -69,9 +69,9 @@ def test_the_loader_knows_each_tokens_source(tmp_path, repository):
     assert batch["source_ids"].dtype == np.int32 and set(np.unique(batch["source_ids"])) == {0, 1}
     for row in range(rows):
         for segment in range(1, batch["segment_ids"][row].max() + 1):
-            here = batch["segment_ids"][row] == segment
-            text = tokenizer.decode(batch["tokens"][row][here].tolist())
-            assert {"ab"[number] for number in batch["source_ids"][row][here]} == set(text) & {"a", "b"}
+            in_document = batch["segment_ids"][row] == segment
+            text = tokenizer.decode(batch["tokens"][row][in_document].tolist())
+            assert {"ab"[number] for number in batch["source_ids"][row][in_document]} == set(text) & {"a", "b"}
     assert not batch["source_ids"][batch["segment_ids"] == 0].any()
     assert "source_ids" not in Loader(made, 64, 2, seed=0).batch(0)
 

@@ -49,8 +49,8 @@ def one_step(model, builder, step, batch):
 
 def first_moments(state) -> dict:
     """Adam's first moments, name -> array: after one step, without clipping, a tenth of the gradient."""
-    (found,) = [leaf.mu for leaf in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(leaf, "mu")]
-    return {name: np.asarray(x) for name, x in found.items()}
+    (moments,) = [leaf.mu for leaf in jax.tree.leaves(state, is_leaf=lambda x: hasattr(x, "mu")) if hasattr(leaf, "mu")]
+    return {name: np.asarray(x) for name, x in moments.items()}
 
 
 def test_parts_are_added_in_float32():
@@ -125,10 +125,10 @@ def test_what_lies_on_the_host(tmp_path, memory):
     """
     batch, optimizer = packed_batch(tiny(), ROWS, LENGTH), dataclasses.replace(OPTIMIZER, clip_norm=0.5, weight_decay=0.1)
     model, builder, step = built("fsdp 8", optimizer=optimizer, memory=memory)
-    _, here, state, metrics = one_step(*built("fsdp 8", optimizer=optimizer), batch)
-    _, there, host_state, host_metrics = one_step(model, builder, step, batch)
+    _, on_device, state, metrics = one_step(*built("fsdp 8", optimizer=optimizer), batch)
+    _, on_host, host_state, host_metrics = one_step(model, builder, step, batch)
     assert float(metrics.grad_norm) > 0.5
-    for tree, other in ((here, there), (state, host_state), (metrics, host_metrics)):
+    for tree, other in ((on_device, on_host), (state, host_state), (metrics, host_metrics)):
         for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
             x, y = np.asarray(x), np.asarray(y)
             np.testing.assert_allclose(y, x, rtol=0, atol=0 if jax.__version_info__ < (0, 11) else 1e-6 * np.abs(x).max())
@@ -136,15 +136,15 @@ def test_what_lies_on_the_host(tmp_path, memory):
     def kinds(tree):
         return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}
 
-    assert kinds((here, state)) == {"device"} and kinds(host_state) == {"pinned_host"}
-    assert kinds(there) == {"pinned_host" if memory.parameters_on_host else "device"}
+    assert kinds((on_device, state)) == {"device"} and kinds(host_state) == {"pinned_host"}
+    assert kinds(on_host) == {"pinned_host" if memory.parameters_on_host else "device"}
     assets = tmp_path / "assets"
     assets.mkdir()
     with CheckpointStore(tmp_path / "run", keep=1) as store:
-        store.save(1, model=there, optimizer=host_state, data={"step": 1, "fingerprint": ""}, assets=assets)
+        store.save(1, model=on_host, optimizer=host_state, data={"step": 1, "fingerprint": ""}, assets=assets)
         store.wait()
         restored = store.restore(1, builder.abstract_params, builder.abstract_optimizer)
-    for x, y in zip(jax.tree.leaves((restored.model, restored.optimizer)), jax.tree.leaves((there, host_state)), strict=True):
+    for x, y in zip(jax.tree.leaves((restored.model, restored.optimizer)), jax.tree.leaves((on_host, host_state)), strict=True):
         assert x.sharding == y.sharding
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 

@@ -94,8 +94,8 @@ def test_flops_are_counted_by_the_tokens_that_attend_to_each_other(episodes, tmp
 
 def test_a_mesh_changes_no_token(episodes, tmp_path):
     """Every device's tokens together are those of one device, in the layout's order."""
-    one, many = (objective_of(run_config(episodes, tmp_path, mesh)) for mesh in ({}, {"fsdp": 2, "sequence": 4}))
-    whole, sharded = next(one.batches(5)), many.to_device(next(many.batches(5)))
+    single, many = (objective_of(run_config(episodes, tmp_path, mesh)) for mesh in ({}, {"fsdp": 2, "sequence": 4}))
+    whole, sharded = next(single.batches(5)), many.to_device(next(many.batches(5)))
     for name, array in sharded.items():
         assert array.sharding == many.abstract_batch()[name].sharding
         np.testing.assert_array_equal(np.asarray(array), whole[name][:, many.order])

@@ -87,15 +87,15 @@ def test_restored_where_another_padding_is_needed(tmp_path, folder, recorded):
         placed = jax.tree_util.tree_map_with_path(lambda path, x, o=other: jax.ShapeDtypeStruct(
             x.shape, x.dtype, sharding=o.shardings.get(getattr(path[-1], "key", None), o.shardings["norm.weight"])
             if x.ndim else None), moments)
-        found = restore(tmp_path / "run", abstract, placed)
-        assert found.model["embed_tokens.weight"].shape[0] == {1: 129, 2: 130, 8: 136}[tensor]
-        assert found.model["layers.self_attn.o_proj.weight"].shape[3] == {1: 44, 2: 44, 8: 42}[tensor]
-        assert found.model["layers.self_attn.k_proj.bias"].shape[1] == {1: 3, 2: 4, 8: 8}[tensor]
+        restored = restore(tmp_path / "run", abstract, placed)
+        assert restored.model["embed_tokens.weight"].shape[0] == {1: 129, 2: 130, 8: 136}[tensor]
+        assert restored.model["layers.self_attn.o_proj.weight"].shape[3] == {1: 44, 2: 44, 8: 42}[tensor]
+        assert restored.model["layers.self_attn.k_proj.bias"].shape[1] == {1: 3, 2: 4, 8: 8}[tensor]
         again = open_model(str(tmp_path / "run")).read(other)
         for name, value in params.items():
-            for got in (found.model[name], again[name]):
+            for got in (restored.model[name], again[name]):
                 np.testing.assert_array_equal(own(name, got), own(name, value))
-            for got, was in ((found.optimizer[0].mu, state[0].mu), (found.optimizer[0].nu, state[0].nu)):
+            for got, was in ((restored.optimizer[0].mu, state[0].mu), (restored.optimizer[0].nu, state[0].nu)):
                 np.testing.assert_array_equal(own(name, got[name]), own(name, was[name]))
     assert export_hf.main([str(tmp_path / "run"), str(tmp_path / "out")]) == 0
     before, after = tensors(folder), tensors(tmp_path / "out")
@@ -112,15 +112,15 @@ def test_new_rows_are_near_the_mean_and_the_same_on_every_mesh(folder):
     source = open_model(str(folder))
     grown = dataclasses.replace(source, config=dataclasses.replace(source.config, vocab_size=ROWS + 6))
     before = read_hf(folder, source.config, jax.sharding.SingleDeviceSharding(jax.devices()[0]))
-    one, many = (grown.read(llama(grown.config, shape), seed=5) for shape in ({}, {"tensor": 2, "sequence": 4}))
+    single, many = (grown.read(llama(grown.config, shape), seed=5) for shape in ({}, {"tensor": 2, "sequence": 4}))
     for name, value in before.items():
         axis = vocabulary_axes().get(name)
         if axis is None:
-            np.testing.assert_array_equal(one[name], value)
+            np.testing.assert_array_equal(single[name], value)
             continue
-        old, rows = np.split(np.asarray(one[name]), [ROWS], axis)
+        old, rows = np.split(np.asarray(single[name]), [ROWS], axis)
         np.testing.assert_array_equal(old, value)
-        np.testing.assert_allclose(np.asarray(many[name])[tuple(map(slice, one[name].shape))], one[name], atol=1e-6)
+        np.testing.assert_allclose(np.asarray(many[name])[tuple(map(slice, single[name].shape))], single[name], atol=1e-6)
         noise = rows - np.asarray(value, np.float64).mean(axis, keepdims=True)
         assert noise.shape[axis] == 6 and 0.015 < noise.std() < 0.025 and np.abs(noise).max() < 0.1
 

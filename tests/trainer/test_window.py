@@ -34,8 +34,8 @@ def test_train_runs_it_and_its_checkpoint_says_so(run):
     rows = small_run.rows(run / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3] and all(math.isfinite(row["loss_nats_per_target"]) for row in rows)
     for path in (run, run / "checkpoints", run / "checkpoints" / "3"):
-        found = open_model(str(path))
-        assert found.mask == MASK and found.folder == run / "checkpoints" / "3"
+        opened = open_model(str(path))
+        assert opened.mask == MASK and opened.folder == run / "checkpoints" / "3"
 
 
 def test_line_retrieval_answers_under_the_same_mask(run, tmp_path, monkeypatch):

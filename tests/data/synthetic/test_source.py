@@ -49,9 +49,9 @@ def test_answers_are_in_the_text_and_no_pair_is_evaluations(task):
             "variables": r"VAR (\w+) = (\d+)",
             "copying": r"(?i)(paragraph \d+): .* (\d+)\.",
         }[task]
-        found = re.findall(pairs, exercise.text)
-        assert found and not any(is_evaluation(key.lower() if task == "copying" else key, value) for key, value in found)
-        assert task not in ("lines", "needles") or not any(map(is_reserved, itertools.chain(*found)))
+        answers = re.findall(pairs, exercise.text)
+        assert answers and not any(is_evaluation(key.lower() if task == "copying" else key, value) for key, value in answers)
+        assert task not in ("lines", "needles") or not any(map(is_reserved, itertools.chain(*answers)))
 
 
 def test_the_answer_is_the_one_of_the_key():

@@ -7,12 +7,12 @@ def visible(index, segment_ids, causal=True, window=None, global_tokens=0):
     seen = np.zeros((*index.shape, index.shape[1]), bool)
     for row, (places, documents) in enumerate(zip(index, segment_ids, strict=True)):
         for document in set(documents.tolist()) - {0}:
-            here = np.flatnonzero(documents == document)
-            first = places[here].min()
-            for query in here:
-                near = here if window is None else here[np.abs(places[here] - places[query]) < window]
+            tokens = np.flatnonzero(documents == document)
+            first = places[tokens].min()
+            for query in tokens:
+                near = tokens if window is None else tokens[np.abs(places[tokens] - places[query]) < window]
                 seen[row, query, near] = True
-                seen[row, query, here[(places[here] < first + global_tokens) & (places[here] <= places[query])]] = True
+                seen[row, query, tokens[(places[tokens] < first + global_tokens) & (places[tokens] <= places[query])]] = True
                 if causal:
                     seen[row, query, places > places[query]] = False
     return seen

@@ -20,18 +20,18 @@ def operations(jaxpr, times=1):
 
 def counts(jaxpr):
     """How often each primitive runs: {name: times}."""
-    found = collections.Counter()
+    counted = collections.Counter()
     for equation, times in operations(jaxpr):
-        found[equation.primitive.name] += times
-    return found
+        counted[equation.primitive.name] += times
+    return counted
 
 
 def sent(jaxpr):
     """What a rank sends by permutes, in bytes, by how many places onwards in its line: {places: bytes}."""
-    found = collections.Counter()
+    nbytes = collections.Counter()
     for equation, times in operations(jaxpr):
         if equation.primitive.name == "ppermute":
             (source, target), *_ = equation.params["perm"]
             size = len(equation.params["perm"])
-            found[(target - source) % size] += times * sum(x.aval.size * x.aval.dtype.itemsize for x in equation.invars)
-    return found
+            nbytes[(target - source) % size] += times * sum(x.aval.size * x.aval.dtype.itemsize for x in equation.invars)
+    return nbytes

@@ -96,9 +96,9 @@ def test_one_shard_needs_no_schedule():
 
 def test_the_covering_set_holds_every_pair():
     """Counted without the generator's own bookkeeping: for any two factors, every pair of values that a possible case has."""
-    found = covering()
+    cases = covering()
     for a, b in itertools.combinations(range(len(FACTORS)), 2):
-        met = {(case[a], case[b]) for case in found}
+        met = {(case[a], case[b]) for case in cases}
         if (a, b) == (0, 1):
             assert met == {pair for pair in itertools.product(SCHEDULES, SIZES) if possible(pair)}
         else:

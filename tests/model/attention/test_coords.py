@@ -62,8 +62,8 @@ def test_masks_and_document_starts_agree_with_the_definition(data, causal, windo
     index, segments = np.arange(16, dtype=np.int32)[order][None], segments[order][None]
     starts = document_starts(index, segments)
     for document in set(segments[0].tolist()):
-        here = segments == document
-        assert (np.asarray(starts)[here] == index[here].min()).all()
+        in_document = segments == document
+        assert (np.asarray(starts)[in_document] == index[in_document].min()).all()
     coords = TokenCoords(index, segments, starts)
     expected = dense.visible(index, segments, causal, window, global_tokens)
     np.testing.assert_array_equal(visible(coords, coords, Mask(causal, window, global_tokens)), expected)

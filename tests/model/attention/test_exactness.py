@@ -175,7 +175,7 @@ def test_bfloat16_error_does_not_grow_with_the_ring():
         got = compiled(size)(*(x[:, order] for x in arrays), coords)
         errors[size] = [np.abs(np.asarray(x, np.float64) - y[:, order]).mean() for x, y in
                         ((got[0], expected[0]), (got[2], expected[2]), (got[3], expected[3]), (got[4], expected[4]))]
-    assert all(many <= 1.1 * one for one, many in zip(errors[1], errors[8], strict=True)), errors
+    assert all(ring <= 1.1 * single for single, ring in zip(errors[1], errors[8], strict=True)), errors
 
 
 @pytest.mark.parametrize("kernel", ["xla", "reference"])

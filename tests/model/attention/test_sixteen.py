@@ -12,5 +12,5 @@ def test_bfloat16_error_does_not_grow_with_the_number_of_shards(repository):
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     for schedule, errors in json.loads(done.stdout).items():
-        for one, sixteen in zip(errors["1"], errors["16"], strict=True):
-            assert 0 < sixteen <= 1.1 * one, (schedule, errors)
+        for single, sixteen in zip(errors["1"], errors["16"], strict=True):
+            assert 0 < sixteen <= 1.1 * single, (schedule, errors)

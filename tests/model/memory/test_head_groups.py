@@ -49,8 +49,8 @@ def test_groups_of_heads_are_attention():
     index = np.arange(TOKENS, dtype=np.int32)[None]
     arguments = (weights, x, index, TokenCoords(index, np.ones_like(index)))
     got, expected = jax.jit(lambda *a: tuple(jax.value_and_grad(f, (0, 1))(*a) for f in (in_groups, by_formula)))(*arguments)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert np.abs(one - other).max() <= 1e-5 * np.abs(other).max()
+    for grouped, whole in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert np.abs(grouped - whole).max() <= 1e-5 * np.abs(whole).max()
 
 
 def test_groups_project_again_so_that_not_everything_can_be_kept():

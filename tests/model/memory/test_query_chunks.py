@@ -65,8 +65,8 @@ def test_chunks_of_queries_are_the_layer(arguments, chunks, groups):
         return in_chunks(chunks, groups, *arrays)
 
     got, expected = jax.jit(lambda *a: tuple(jax.value_and_grad(f, (0, 1))(*a) for f in (ours, by_formula)))(*arguments)
-    for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
-        assert np.abs(one - other).max() <= 1e-5 * np.abs(other).max()
+    for divided, whole in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert np.abs(divided - whole).max() <= 1e-5 * np.abs(whole).max()
 
 
 def test_chunks_must_divide_a_devices_tokens(arguments):
@@ -92,7 +92,7 @@ def test_nothing_of_the_keys_is_kept_for_all_chunks():
     it out of the loop over chunks, would keep it for all groups."""
     model = llama(tiny(), {"sequence": 4}, remat="nothing", attention_groups=2, query_chunks=2,
                   kernel=get_kernel("xla"))
-    params = {name: jax.ShapeDtypeStruct(one.shape, jnp.float32) for name, one in model.parameters.items()}
+    params = {name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32) for name, parameter in model.parameters.items()}
     gradient = jax.grad(lambda params, batch: mean_loss(model)(params, batch)[0])
     text = str(jax.make_jaxpr(gradient)(params, packed_batch(model.config)))
     assert "f32[2,8,32,1,8]" in text  # keys and values of a group, stacked: 8 rows, 32 tokens a device, heads of 8

@@ -53,7 +53,7 @@ def traced(schedule, remat, gradient):
     batch = {name: jax.ShapeDtypeStruct((ROWS, LENGTH), dtype) for name, dtype in (
         ("tokens", jnp.int32), ("targets", jnp.int32), ("index", jnp.int32), ("segment_ids", jnp.int32),
         ("positions", jnp.int32), ("loss_weights", jnp.float32))}
-    params = {name: jax.ShapeDtypeStruct(one.shape, jnp.float32) for name, one in model.parameters.items()}
+    params = {name: jax.ShapeDtypeStruct(parameter.shape, jnp.float32) for name, parameter in model.parameters.items()}
 
     def loss(params, batch):
         return mean_loss(model)(params, batch)[0]
@@ -61,11 +61,11 @@ def traced(schedule, remat, gradient):
     return list(equations(jax.make_jaxpr(jax.grad(loss) if gradient else loss)(params, batch).jaxpr))
 
 
-def kernel_calls(found):
+def kernel_calls(all_equations):
     """Calls of the kernel's forward that multiply matrices: splitting for the gradient leaves calls that hold constants."""
-    return sum(one.params.get("name") == "attention_forward"
-               and any(inner.primitive.name == "dot_general" for inner in equations(one.params["jaxpr"].jaxpr))
-               for one in found)
+    return sum(call.params.get("name") == "attention_forward"
+               and any(inner.primitive.name == "dot_general" for inner in equations(call.params["jaxpr"].jaxpr))
+               for call in all_equations)
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES, ids=str)
@@ -76,10 +76,10 @@ def test_save_attention_never_runs_attention_forward_again(schedule):
     saved = traced(schedule, "save_attention", gradient=True)
     assert kernel_calls(saved) == once
     assert kernel_calls(traced(schedule, "nothing", gradient=True)) == 2 * once
-    shapes = {out.aval.shape for one in saved for out in one.outvars if hasattr(out.aval, "shape")}
-    here, all_ = LENGTH // 4, LENGTH
-    assert any(all_ in shape or here in shape for shape in shapes)
-    assert not [shape for shape in shapes if sum(size in (here, all_, here * 2) for size in shape) >= 2]
+    shapes = {out.aval.shape for equation in saved for out in equation.outvars if hasattr(out.aval, "shape")}
+    own, gathered = LENGTH // 4, LENGTH
+    assert any(gathered in shape or own in shape for shape in shapes)
+    assert not [shape for shape in shapes if sum(size in (own, gathered, own * 2) for size in shape) >= 2]
 
 
 # Policy -> the products with weights in a layer's gradient, and what the scan over layers stacks beside the coordinates.

@@ -31,12 +31,12 @@ def agrees(name, size):
     """Maximum and mean within 2% of the plan's own formula, and no collective but the planned ones."""
     row = counted(name, size)
     for which in ("forward", "backward"):
-        one = row[which]
-        assert one["kinds"] == one["planned_kinds"], which
+        figures = row[which]
+        assert figures["kinds"] == figures["planned_kinds"], which
         for kind in ("max", "mean"):
-            assert one[f"{kind}_bytes"] == pytest.approx(one[f"planned_{kind}_bytes"], rel=0.02), (which, kind)
+            assert figures[f"{kind}_bytes"] == pytest.approx(figures[f"planned_{kind}_bytes"], rel=0.02), (which, kind)
         if name in HOPS:
-            assert one["kinds"] == ["collective-permute"]
+            assert figures["kinds"] == ["collective-permute"]
     if name == "ring":  # K and V as one array, coordinates as one, in each of P - 1 hops; and P hops of dK and dV
         assert (row["forward"]["permutes"], row["backward"]["permutes"]) == (2 * (size - 1), 2 * (size - 1) + size)
     if name == "ring bidirectional":  # as many hops of halves, either way
@@ -54,7 +54,7 @@ def test_the_ring_both_ways_receives_no_more_than_one_way():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "size"), [one for one in itertools.product(CASES, (4, 8, 16)) if one not in COVERING])
+@pytest.mark.parametrize(("name", "size"), [case for case in itertools.product(CASES, (4, 8, 16)) if case not in COVERING])
 def test_every_schedules_compiled_bytes_are_the_planned_ones(name, size):
     agrees(name, size)
 
@@ -63,7 +63,7 @@ def test_every_schedules_compiled_bytes_are_the_planned_ones(name, size):
 def step(name):
     """Permutes and text of a small model's training step: 4 layers, 4/2 heads of 128, sequence 8, 512 tokens a chip."""
     text = small_step("v5e:2x4", 512, case(name, 8, 512)[0])
-    return [one for one in crossings(text) if one.kind == "collective-permute"], text
+    return [crossing for crossing in crossings(text) if crossing.kind == "collective-permute"], text
 
 
 DKV = OUT = 2 * 512 * 2 * 128
@@ -78,14 +78,16 @@ HOME = {  # elements of what no kernel hides in a layer, forward and backward
                                   for name in HOME])
 def test_every_transfer_hides_behind_a_kernel_but_the_hop_home(name):
     """Coordinates, 8 bytes a token, are left out: their first hop ends before the kernel that starts next."""
-    found, _ = step(name)
+    permutes, _ = step(name)
     for backward, expected in zip((False, True), HOME[name], strict=True):
-        here = [one for one in found if one.loops and one.backward == backward and one.results[0].dtype != "s32"]
-        bare = [array.elements for one in here if not one.kernels for array in one.results]
+        layers = [crossing for crossing in permutes
+                  if crossing.loops and crossing.backward == backward and crossing.results[0].dtype != "s32"]
+        bare = [array.elements for crossing in layers if not crossing.kernels for array in crossing.results]
         assert sorted(bare, reverse=True) == expected
-        assert name != "balanced" or all(one.kernels or one.products for one in here)
-        assert all(kernel.startswith("attention_") for one in here for kernel in one.kernels)  # Pallas's
-        assert {one.times for one in here} <= {4, 4 * (8 - 2)} and len(here) > len(expected)  # layers; rounds of a scan
+        assert name != "balanced" or all(crossing.kernels or crossing.products for crossing in layers)
+        assert all(kernel.startswith("attention_") for crossing in layers for kernel in crossing.kernels)  # Pallas's
+        assert {crossing.times for crossing in layers} <= {4, 4 * (8 - 2)}  # layers; rounds of a scan
+        assert len(layers) > len(expected)
 
 
 @pytest.mark.parametrize("topology", ["v4:2x2x2", "v5p:2x2x2"])
@@ -93,10 +95,10 @@ def test_every_transfer_of_a_round_hides_behind_a_kernel_where_rounds_are_short(
     """512 tokens a rank: the sum of the dK/dV that arrive and a round's own takes as long as K and V are under way."""
     block = Block(batch=1, tokens=512, query_heads=4, kv_heads=2, head_dim=128)
     text = compile_pass(get_schedule("ring", 8), Mask(), 8, topology_devices(topology), block, backward=True, kernel="tpu")
-    rounds = [one for one in crossings(text) if one.loops]
-    assert sorted(one.nbytes for one in rounds) == [block.coords, block.keys, block.key_gradients]
-    assert {one.times for one in rounds} == {8 - 2}
-    assert all(one.kernels for one in rounds), [one for one in rounds if not one.kernels]
+    rounds = [crossing for crossing in crossings(text) if crossing.loops]
+    assert sorted(crossing.nbytes for crossing in rounds) == [block.coords, block.keys, block.key_gradients]
+    assert {crossing.times for crossing in rounds} == {8 - 2}
+    assert all(crossing.kernels for crossing in rounds), [crossing for crossing in rounds if not crossing.kernels]
 
 
 def test_the_step_holds_nothing_of_tokens_times_tokens():
@@ -141,9 +143,9 @@ KERNEL = '%kernel = f32[2,8]{1,0} custom-call(%x), custom_call_target="tpu_custo
     ('%other = f32[2,8]{1,0} custom-call(%x), custom_call_target="AllocateBuffer"', "", False),
 ])
 def test_a_transfer_that_hides_behind_nothing_is_found(before, after, hidden):
-    (one,) = crossings(HAND.replace("BEFORE", before).replace("AFTER", after))
-    assert bool(one.kernels) == hidden and one.times == 7 and not one.backward
-    assert (one.kind, one.loops, one.results) == ("collective-permute", 1, (("f32", 16),))
+    (crossing,) = crossings(HAND.replace("BEFORE", before).replace("AFTER", after))
+    assert bool(crossing.kernels) == hidden and crossing.times == 7 and not crossing.backward
+    assert (crossing.kind, crossing.loops, crossing.results) == ("collective-permute", 1, (("f32", 16),))
 
 
 def test_a_gather_within_fusions_is_found_where_it_starts():
@@ -162,8 +164,9 @@ def test_a_gather_within_fusions_is_found_where_it_starts():
     names = ("fused_computation", "async_collective_fusion.1", "fused_computation.2")
     inside = "".join(gather.format(name=name) for name in names)
     text = text.replace("%body (p", inside + "%body (p", 1)
-    gathers = [one for one in crossings(text) if one.kind == "all-gather"]
-    assert [(one.name, one.results, one.backward) for one in gathers] == [("async-collective-start", (("f32", 64),), True)]
+    gathers = [crossing for crossing in crossings(text) if crossing.kind == "all-gather"]
+    assert [(crossing.name, crossing.results, crossing.backward) for crossing in gathers] == [
+        ("async-collective-start", (("f32", 64),), True)]
     assert received(transfers(text, 4), "all-gather").tolist() == [7 * 3 * 64] * 4  # once a round, of three others
 
 
@@ -185,15 +188,15 @@ def test_a_gather_of_a_sparse_core_is_found_once_where_it_starts():
   %product = f32[2,2] dot(%x, %x)
   %end-done = f32[8,8] async-done(%begin-update)"""
     text = HAND.replace("BEFORE", gather).replace("AFTER", "").replace("%body (p", inside + "%body (p", 1)
-    (found,) = [crossing for crossing in crossings(text) if crossing.kind == "all-gather"]
-    assert (found.results, found.products, found.times) == ((("f32", 64),), ("product",), 7)
+    (gather_crossing,) = [crossing for crossing in crossings(text) if crossing.kind == "all-gather"]
+    assert (gather_crossing.results, gather_crossing.products, gather_crossing.times) == ((("f32", 64),), ("product",), 7)
 
 
 def test_an_end_in_another_computation_hides_nothing():
     """Started in the loop's body, ended after the loop: whatever stands behind it there is no overlap."""
     text = HAND.replace("  %got = f32[2,8]{1,0} collective-permute-done(%send)\n", "").replace("%next, %got", "%next, %x")
-    (one,) = crossings(text.replace("BEFORE", KERNEL).replace("AFTER", ""))
-    assert not one.kernels
+    (crossing,) = crossings(text.replace("BEFORE", KERNEL).replace("AFTER", ""))
+    assert not crossing.kernels
 
 
 def test_a_text_that_is_not_scheduled_is_refused():
@@ -207,9 +210,9 @@ def test_bytes_of_a_text_made_by_hand():
     assert received(transfers(text, 4)).tolist() == [0, 448, 448, 448]
     gather = ("%g = bf16[4,8]{1,0} all-gather(%x), replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}\n"
               "  %s = f32[2]{0} reduce-scatter(%x), replica_groups={{0,1},{2,3}}, dimensions={0}")
-    found = transfers(HAND.replace("BEFORE", gather).replace("AFTER", ""), 4)
-    assert received(found, "all-gather").tolist() == [7 * 32] * 4  # half of 64 bytes
-    assert received(found, "reduce-scatter").tolist() == [7 * 8] * 4  # one other rank's part
+    moved = transfers(HAND.replace("BEFORE", gather).replace("AFTER", ""), 4)
+    assert received(moved, "all-gather").tolist() == [7 * 32] * 4  # half of 64 bytes
+    assert received(moved, "reduce-scatter").tolist() == [7 * 8] * 4  # one other rank's part
 
 
 def test_a_collective_in_a_loop_of_unknown_length_is_refused():

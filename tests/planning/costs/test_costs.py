@@ -48,7 +48,7 @@ def test_every_schedule_computes_every_tile_once(ranks, layout, schedule):
     if schedule == "ulysses" and BLOCK.query_heads % ranks:
         schedule = Ulysses(degree=math.gcd(ranks, BLOCK.query_heads))
     for passes in rounds(schedule, ranks, layout, BLOCK, (4, 4)):
-        assert sum(one.tiles.sum() for one in passes) == pytest.approx(tile_counts(ranks, 4, 4, layout).sum())
+        assert sum(round_.tiles.sum() for round_ in passes) == pytest.approx(tile_counts(ranks, 4, 4, layout).sum())
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
@@ -57,31 +57,31 @@ def test_every_schedule_computes_every_tile_once(ranks, layout, schedule):
 def test_what_travels_is_what_the_schedule_declares(ranks, layout, schedule):
     declared = get_schedule(schedule, ranks, layout).plan(ranks, BLOCK)
     for passes, planned in zip(rounds(schedule, ranks, layout, BLOCK, (1, 1)), declared, strict=True):
-        moved = [plan.Round((), (*one.hidden, *one.exposed)) for one in passes]
+        moved = [plan.Round((), (*round_.hidden, *round_.exposed)) for round_ in passes]
         np.testing.assert_allclose(plan.received(moved, ranks), plan.received(planned, ranks))
 
 
 def test_padded_heads_cost_as_much_as_others():
     """33 heads over 16 ranks: 3 for each, as of 48 (DistFlashAttn, section 4.3)."""
     forward, _ = rounds("ulysses", 16, "striped", dataclasses.replace(BLOCK, query_heads=33, kv_heads=33), (4, 4))
-    assert sum(one.tiles.sum() for one in forward) == pytest.approx(48 / 33 * tile_counts(16, 4, 4, "striped").sum())
+    assert sum(round_.tiles.sum() for round_ in forward) == pytest.approx(48 / 33 * tile_counts(16, 4, 4, "striped").sum())
 
 
 def test_balanced_fetches_a_round_ahead_and_brings_home_a_round_later():
     """Algorithm 2, on 4 ranks: rounds of distance 1 (one helper) and 2 (none); the last results wait for no kernel."""
     forward, backward = rounds("balanced", 4, "contiguous", BLOCK, (1, 1))
-    assert [[send.arrays for send in one.hidden] for one in forward] == [["K, V", "Q"], ["K, V"], ["out, lse"], []]
+    assert [[send.arrays for send in round_.hidden] for round_ in forward] == [["K, V", "Q"], ["K, V"], ["out, lse"], []]
     queries = "Q, dout, lse, delta"
-    assert [[send.arrays for send in one.hidden] for one in backward] == [
+    assert [[send.arrays for send in round_.hidden] for round_ in backward] == [
         ["K, V", queries], ["K, V"], ["dK, dV", "dQ"], []]
     assert [send.arrays for send in backward[-1].exposed] == ["dK, dV"]
-    assert not any(one.exposed for one in (*forward, *backward[:-1]))
+    assert not any(round_.exposed for round_ in (*forward, *backward[:-1]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_ring_self_attention_skips_nothing(layout):
-    for one in rounds("ring_self_attention", 4, layout, BLOCK, (4, 4)):
-        assert sum(r.tiles.sum() for r in one) == pytest.approx(4 * 4 * 16)
+    for direction in rounds("ring_self_attention", 4, layout, BLOCK, (4, 4)):
+        assert sum(r.tiles.sum() for r in direction) == pytest.approx(4 * 4 * 16)
 
 
 @pytest.mark.parametrize(("schedule", "layout", "bound"), [
@@ -99,8 +99,8 @@ def test_the_contiguous_ring_takes_almost_twice_as_long():
 
 def test_both_ways_round_halves_what_a_link_carries():
     network = Network(1e9, 0.0, torus=True)
-    one, both = (rounds(Ring(bidirectional=way), 8, "striped", BLOCK, (4, 4))[0] for way in (False, True))
-    assert network.seconds(both[0].hidden, 8) == pytest.approx(network.seconds(one[0].hidden, 8) / 2)
+    single, both = (rounds(Ring(bidirectional=way), 8, "striped", BLOCK, (4, 4))[0] for way in (False, True))
+    assert network.seconds(both[0].hidden, 8) == pytest.approx(network.seconds(single[0].hidden, 8) / 2)
 
 
 def _shift(by, size):
@@ -109,10 +109,10 @@ def _shift(by, size):
 
 def test_a_torus_carries_a_shift_over_every_link_between():
     torus = Network(link=1e9, latency=0.0, torus=True)
-    one, three, back = (torus.seconds((_shift(by, 1e6),), 8) for by in (1, 3, -3))
-    assert one == pytest.approx(1e-3)
-    assert three == back == pytest.approx(3 * one)
-    assert torus.seconds((_shift(1, 5e5), _shift(-1, 5e5)), 8) == pytest.approx(one / 2)
+    single, three, back = (torus.seconds((_shift(by, 1e6),), 8) for by in (1, 3, -3))
+    assert single == pytest.approx(1e-3)
+    assert three == back == pytest.approx(3 * single)
+    assert torus.seconds((_shift(1, 5e5), _shift(-1, 5e5)), 8) == pytest.approx(single / 2)
 
 
 def test_between_nodes_a_pair_has_one_card_and_a_collective_all_of_them():
@@ -147,8 +147,8 @@ def test_a_ring_hides_its_transfers_from_c_equal_to_f_over_b(share, hidden):
 @pytest.mark.parametrize(("schedule", "layout"), [("ring", "striped"), ("balanced", "contiguous"), ("attention2d", "striped")])
 def test_with_a_perfect_network_nothing_is_exposed(schedule, layout):
     hardware = dataclasses.replace(CHIP, network=Network(1e30, 0.0, torus=True))
-    found = estimate(Job(SMALL, hardware, 1 << 17, sequence=8, schedule=schedule, layout=layout))
-    assert found.step.exposed < 1e-9 * found.seconds
+    estimated = estimate(Job(SMALL, hardware, 1 << 17, sequence=8, schedule=schedule, layout=layout))
+    assert estimated.step.exposed < 1e-9 * estimated.seconds
 
 
 def test_with_a_slow_network_a_ring_takes_as_long_as_its_bytes():
@@ -162,9 +162,9 @@ def test_with_a_slow_network_a_ring_takes_as_long_as_its_bytes():
 @pytest.mark.parametrize("name", HARDWARE)
 def test_no_machine_beats_its_own_rates_and_all_its_figures_have_a_source(name):
     hardware = HARDWARE[name]
-    found = estimate(Job(SMALL, hardware, 1 << 17, sequence=8, remat="everything"))
-    assert 0 < found.mfu < max(hardware.matmul, hardware.attention)
-    assert found.seconds == pytest.approx(found.step.compute + found.step.exposed)
+    estimated = estimate(Job(SMALL, hardware, 1 << 17, sequence=8, remat="everything"))
+    assert 0 < estimated.mfu < max(hardware.matmul, hardware.attention)
+    assert estimated.seconds == pytest.approx(estimated.step.compute + estimated.step.exposed)
     named = " ".join(hardware.sources)
     assert all(word in named for word in ("peak", "matmul", "attention", "latency", "tile"))
     assert all(len(source) > 10 for source in hardware.sources.values())
@@ -190,7 +190,7 @@ def test_less_kept_takes_longer():
 
 def test_one_device_has_no_schedule():
     alone = [estimate(Job(SMALL, CHIP, 1 << 14, schedule=schedule)) for schedule in SCHEDULES]
-    assert all(one == alone[0] for one in alone)
+    assert all(seconds == alone[0] for seconds in alone)
     assert alone[0].step.exposed == 0
 
 
@@ -287,5 +287,5 @@ def test_far_hops_run_beside_no_kernel_where_the_compilers_say_so(schedule, near
     job = Job(Sizes.of(LlamaConfig.preset("llama-3.1-8b")), HARDWARE["v5e"], 1 << 20, sequence=64, schedule=schedule)
     network = dataclasses.replace(job.hardware.network, far_exposed=False)
     elsewhere = dataclasses.replace(job, hardware=dataclasses.replace(job.hardware, network=network))
-    here, there = (estimate(job).seconds for job in (job, elsewhere))
-    assert here == there if near else here > 1.05 * there
+    far, near_by = (estimate(job).seconds for job in (job, elsewhere))
+    assert far == near_by if near else far > 1.05 * near_by

@@ -66,11 +66,11 @@ def test_a_compiled_cell_is_the_one_found_by_trying_every_context(small, monkeyp
     expected = max(context for context, size in zip(contexts, sizes, strict=False) if size <= 100 / 1024)
     table = Table(tmp_path / "table.json")
     fill(table, cell)
-    found = table.filled(cell)
-    assert (found["longest"], found["next"], found["paper"]) == (expected, 2 * expected, 16 << 10)
+    filled = table.filled(cell)
+    assert (filled["longest"], filled["next"], filled["paper"]) == (expected, 2 * expected, 16 << 10)
     assert {expected, 2 * expected} <= {int(context) for context in table.of(cell, way)}
-    assert found["plan"]["peak_gib"] <= 100 / 1024 and "needs" in found["next_refused"][0]
-    assert found["plan"]["mesh"]["sequence"] == 4
+    assert filled["plan"]["peak_gib"] <= 100 / 1024 and "needs" in filled["next_refused"][0]
+    assert filled["plan"]["mesh"]["sequence"] == 4
 
 
 def test_columns_are_configurations_of_one_step(small):

@@ -98,12 +98,12 @@ def test_everything_comes_back_bitwise_on_any_mesh(run, mesh):
     state = TX.init(model)
     store = CheckpointStore(run)
     assert store.latest_good() == 20
-    found = store.restore(20, abstract(model), abstract(state))
-    assert found.step == 20 and found.data == {"step": 20}
-    assert same_bits(found.model, model) and same_bits(found.optimizer, state)
-    assert jax.tree.structure(found.optimizer) == jax.tree.structure(state)
-    assert all(found.model[name].sharding == model[name].sharding for name in model)
-    assert (found.assets / "deep/run.yaml").read_text() == "seed: 1\n"
+    restored = store.restore(20, abstract(model), abstract(state))
+    assert restored.step == 20 and restored.data == {"step": 20}
+    assert same_bits(restored.model, model) and same_bits(restored.optimizer, state)
+    assert jax.tree.structure(restored.optimizer) == jax.tree.structure(state)
+    assert all(restored.model[name].sharding == model[name].sharding for name in model)
+    assert (restored.assets / "deep/run.yaml").read_text() == "seed: 1\n"
 
 
 def test_donated_while_saving(tmp_path, assets):
@@ -117,9 +117,9 @@ def test_donated_while_saving(tmp_path, assets):
         model = step(model)
     jax.block_until_ready(model)
     store.wait()
-    found = restore_model(tmp_path / "run")
-    assert same_bits({k: found[k] for k in values()}, values())
-    np.testing.assert_array_equal(found["big"], np.arange(2**22, dtype=np.float32))
+    restored = restore_model(tmp_path / "run")
+    assert same_bits({k: restored[k] for k in values()}, values())
+    np.testing.assert_array_equal(restored["big"], np.arange(2**22, dtype=np.float32))
 
 
 def test_one_flipped_bit_in_any_file_is_found(run, warned):

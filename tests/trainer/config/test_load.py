@@ -63,9 +63,9 @@ def test_data_path_replaces_sources(tmp_path):
     assert [source.path for source in config.data.sources] == ["mine.json"] and config.data.path is None
     config = load(["--config", write(tmp_path), "--data.sources", '[{"path": "other.json", "template": "tokenizer"}]'])
     assert [(source.path, source.template) for source in config.data.sources] == [("other.json", "tokenizer")]
-    one = {"path": "a.txt", "format": "text", "template": "koala", "weight": 0.5}
-    config = load(["--config", write(tmp_path, {"data": {"sources": [one]}}), "--data.path", "mine.txt"])
-    assert resolved(config)["data"]["sources"] == [one | {"path": "mine.txt"}]
+    source = {"path": "a.txt", "format": "text", "template": "koala", "weight": 0.5}
+    config = load(["--config", write(tmp_path, {"data": {"sources": [source]}}), "--data.path", "mine.txt"])
+    assert resolved(config)["data"]["sources"] == [source | {"path": "mine.txt"}]
 
 
 def test_steps_and_epochs_replace_each_other(tmp_path):

@@ -247,34 +247,34 @@ def test_export_holds_one_layer_at_a_time(tmp_path):
 
 def test_mixed_dtypes_and_special_values_survive(tmp_path):
     config = make_model(tmp_path / "in", torch.bfloat16)
-    found = tensors(tmp_path / "in")
-    found["model.norm.weight"] = found["model.norm.weight"].float() + 1e-3
-    found["lm_head.weight"][0, :4] = torch.tensor([1e-40, -0.0, float("inf"), 9.2e-41])  # denormal in bfloat16
-    save_file(found, tmp_path / "in/model.safetensors", metadata={"format": "pt"})
+    before = tensors(tmp_path / "in")
+    before["model.norm.weight"] = before["model.norm.weight"].float() + 1e-3
+    before["lm_head.weight"][0, :4] = torch.tensor([1e-40, -0.0, float("inf"), 9.2e-41])  # denormal in bfloat16
+    save_file(before, tmp_path / "in/model.safetensors", metadata={"format": "pt"})
     params = read_hf(tmp_path / "in", config, shardings(config))
     copy_assets(tmp_path / "in", tmp_path / "assets")
     write_hf(params, config, tmp_path / "assets", tmp_path / "out")
     after = tensors(tmp_path / "out")
-    for name in found:
-        assert found[name].dtype == after[name].dtype
-        assert torch.equal(found[name].view(torch.uint8), after[name].view(torch.uint8)), name
+    for name in before:
+        assert before[name].dtype == after[name].dtype
+        assert torch.equal(before[name].view(torch.uint8), after[name].view(torch.uint8)), name
 
 
 def _replace(folder: Path, **changes) -> None:
-    found = tensors(folder)
+    stored = tensors(folder)
     for name, value in changes.items():
         name = name.replace("__", ".")
         if value is None:
-            del found[name]
+            del stored[name]
         else:
-            found[name] = value
-    save_file(found, folder / "model.safetensors", metadata={"format": "pt"})
+            stored[name] = value
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def test_what_does_not_fit_is_named(tmp_path):
     folder = tmp_path / "good"
     config = make_model(folder, torch.float32)
-    one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
     def message(change) -> str:
         broken = tmp_path / "broken"
@@ -282,7 +282,7 @@ def test_what_does_not_fit_is_named(tmp_path):
         shutil.copytree(folder, broken)
         change(broken)
         with pytest.raises(ValueError) as caught:
-            read_hf(broken, config, one)
+            read_hf(broken, config, sharding)
         assert "\n" not in str(caught.value)
         return str(caught.value)
 

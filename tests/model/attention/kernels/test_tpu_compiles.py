@@ -88,7 +88,7 @@ def test_float32_compiles_where_bfloat16_would_do():
 
 def computations(text):
     """The computations of a compiled text that hold an attention kernel: lists of (operation, result's type, line)."""
-    found, lines = [], []
+    bodies, lines = [], []
     for line in text.splitlines():
         if line.endswith("{") and not line.startswith(" "):
             lines = []
@@ -96,8 +96,8 @@ def computations(text):
         if operation:
             lines.append((operation[2], operation[1], line))
         if line.startswith("}") and any(CALL in line for *_, line in lines):
-            found.append(lines)
-    return found
+            bodies.append(lines)
+    return bodies
 
 
 SMALL = LlamaConfig(vocab_size=512, hidden_size=256, intermediate_size=512, num_hidden_layers=2, num_attention_heads=4,
@@ -116,14 +116,14 @@ def test_a_ring_is_one_kernel_a_round_and_nothing_moves_around_it():
     """A training step on v5e 2x4, 1536 tokens a device, 4 query heads of 64 on 2 key heads."""
     kernel = get_kernel(query_tile=256, key_tile=256)
     text = compile_step(SMALL, topology_devices("v5e:2x4"), 8 * 1536, kernel=kernel).as_text()
-    found = computations(text)
-    calls = [line for lines in found for operation, _, line in lines if CALL in line]
+    bodies = computations(text)
+    calls = [line for lines in bodies for operation, _, line in lines if CALL in line]
     # First round, the scan's round and last round, in both directions. The forward is never run again.
     assert [sum(name in line for line in calls) for name in ("attention_forward", "attention_backward")] == [3, 3]
     for line in calls:
         operands = line[line.index("operand_layout_constraints"):]
         assert operands.count("bf16[2,1,2,1536,64]") == 2, "K and V as they travelled: neither expanded nor cut"
-    for lines in found:
+    for lines in bodies:
         for operation, result, line in lines:
             if operation == "transpose" or (operation == "copy" and re.search(r"\[1,(1536,4|4,1536),64\]", result)):
                 raise AssertionError(f"moved around a kernel: {line.strip()[:200]}")

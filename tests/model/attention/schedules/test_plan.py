@@ -28,7 +28,7 @@ CASES = [case for case in itertools.product(SCHEDULES, ("contiguous", "striped")
 def each_once(rounds, size):
     """How often blocks meet: for [query block, key block], in shares of their queries, keys, heads and products."""
     met = np.full((size, size), Fraction(0))
-    for task in (task for one in rounds for task in one.tasks):
+    for task in (task for round_ in rounds for task in round_.tasks):
         shares = (task.part, task.key_part, task.heads)
         assert all(0 <= part < parts for part, parts in shares)
         met[np.ix_(task.queries, task.keys)] += Fraction(*task.products) / math.prod(parts for _, parts in shares)
@@ -50,8 +50,8 @@ def test_every_visible_pair_of_blocks_meets_once(schedule, layout, size, mask):
 def test_what_a_rank_computes_it_holds_or_has_been_sent(schedule, layout, size, mask):
     """A rank that never receives anything meets its own blocks alone."""
     for rounds in get_schedule(schedule, size, layout).plan(size, BLOCK, mask):
-        reached = {target for one in rounds for send in one.sends for _, target in send.pairs}
-        for task in (task for one in rounds for task in one.tasks):
+        reached = {target for round_ in rounds for send in round_.sends for _, target in send.pairs}
+        for task in (task for round_ in rounds for task in round_.tasks):
             assert task.rank in reached or {*task.queries, *task.keys} == {task.rank}
 
 
@@ -122,5 +122,5 @@ def test_attention2d_falls_as_the_root(overlap):
 def test_where_documents_start_travels_as_a_third_coordinate(schedule):
     """For global tokens: 4 bytes more for each token whose coordinates arrive."""
     rounds = [get_schedule(schedule, 3).plan(3, block).forward for block in (BLOCK, dataclasses.replace(BLOCK, coordinates=3))]
-    two, three = (plan.received(one, 3) for one in rounds)
+    two, three = (plan.received(direction, 3) for direction in rounds)
     assert (three - two == 2 * 4 * BLOCK.batch * BLOCK.tokens).all()

@@ -113,9 +113,9 @@ def test_attention2d_with_overlap_gathers_nothing_and_sends_as_much(columns):
     (forward, primitives), (backward, more) = traced(Attention2D(columns, overlap=True), layout="striped")
     collectives = ("all_", "psum", "pmax", "reduce_scatter", "ppermute")
     assert {name for name in {*primitives, *more} if name.startswith(collectives)} == {"ppermute"}
-    one, lse = KEYS // 2, TOKENS * HEADS * 4  # a rank's Q, or float32 out; its lse
-    assert sum(forward.values()) == (columns - 1) * (2 * one + lse + COORDS) + (rows - 1) * (KEYS + COORDS)
-    assert sum(backward.values()) == (columns - 1) * (3 * one + 2 * lse + COORDS) + (rows - 1) * (2 * KEYS + COORDS)
+    vectors, lse = KEYS // 2, TOKENS * HEADS * 4  # a rank's Q, or float32 out; its lse
+    assert sum(forward.values()) == (columns - 1) * (2 * vectors + lse + COORDS) + (rows - 1) * (KEYS + COORDS)
+    assert sum(backward.values()) == (columns - 1) * (3 * vectors + 2 * lse + COORDS) + (rows - 1) * (2 * KEYS + COORDS)
 
 
 def test_attention2d_takes_the_grid_of_fewest_bytes():
@@ -182,8 +182,8 @@ def test_save_attention_never_runs_attention_forward_again(schedule):
 
     def work(policy):
         layers, x = jnp.zeros((2, heads * DIM, heads, DIM, 3)), jnp.zeros((1, 32, heads * DIM))
-        found = counts(jax.make_jaxpr(jax.grad(loss), static_argnums=3)(layers, x, coords, policy).jaxpr)
-        return {name: n for name, n in found.items()
+        primitives = counts(jax.make_jaxpr(jax.grad(loss), static_argnums=3)(layers, x, coords, policy).jaxpr)
+        return {name: n for name, n in primitives.items()
                 if name in ("exp", "ppermute", "all_gather", "all_to_all", "reduce_scatter", "pmax")}
 
     assert work("save_attention") == work("everything")
