@@ -24,11 +24,11 @@ def choose(job: Job) -> Job | None:
     fits, and what the cost model thinks faster, by the high end of its range, goes before what it thinks slower.
     """
     best: tuple[tuple[bool, float], Job] | None = None
-    for way in _first_fitting(job):
-        seconds = _time_range(way)
-        rank = estimate_memory(way).fits != "yes", seconds.high if seconds else 0.0
+    for candidate in _first_fitting(job):
+        seconds = _time_range(candidate)
+        rank = estimate_memory(candidate).fits != "yes", seconds.high if seconds else 0.0
         if best is None or rank < best[0]:
-            best = rank, way
+            best = rank, candidate
     return best[1] if best else None
 
 
@@ -42,10 +42,10 @@ def longest(job: Job, choose_mesh: bool = True) -> Job | None:
     while job.context <= MOST_CONTEXT:
         if choose_mesh:
             chosen = choose(job)
-            ways = [] if chosen is None else [chosen]
+            candidates = [] if chosen is None else [chosen]
         else:
-            ways = policies(job)
-        fitting = next((way for way in ways if estimate_memory(way).fits == "yes"), None)
+            candidates = policies(job)
+        fitting = next((candidate for candidate in candidates if estimate_memory(candidate).fits == "yes"), None)
         if fitting is None:
             return best
         best, job = fitting, job.changed(data={"context_length": 2 * job.context})
@@ -55,8 +55,8 @@ def longest(job: Job, choose_mesh: bool = True) -> Job | None:
 def _first_fitting(job: Job) -> Iterator[Job]:
     """Yields on each mesh the first policy that fits, and otherwise the first that perhaps fits."""
     for mesh in meshes(job):
-        ways = [(way, estimate_memory(way).fits) for way in policies(job.changed(mesh=mesh))]
-        fitting = [way for wanted in ("yes", "perhaps") for way, fits in ways if fits == wanted]
+        candidates = [(candidate, estimate_memory(candidate).fits) for candidate in policies(job.changed(mesh=mesh))]
+        fitting = [candidate for wanted in ("yes", "perhaps") for candidate, fits in candidates if fits == wanted]
         yield from fitting[:1]
 
 
@@ -183,10 +183,10 @@ def advice(job: Job) -> Iterator[str]:
     """Yields what would make a job fit, one change a line: another mesh or policy, a shorter row, more devices."""
     if job.device_gib is None:
         return
-    way = choose(job)
-    if way is not None:
-        fits = "fits" if estimate_memory(way).fits == "yes" else "perhaps fits"
-        yield f"{fits} here with {settings(way)}: {flags(way)}"
+    candidate = choose(job)
+    if candidate is not None:
+        fits = "fits" if estimate_memory(candidate).fits == "yes" else "perhaps fits"
+        yield f"{fits} here with {settings(candidate)}: {flags(candidate)}"
         return
     shorter = _first(job.changed(data={"context_length": job.context >> power}) for power in range(1, 12)
                      if job.context % (1 << power) == 0)
@@ -201,8 +201,9 @@ def advice(job: Job) -> Iterator[str]:
 
 
 def _first(jobs: Iterable[Job]) -> Job | None:
-    """The first of the jobs that fits in some way, in that way."""
-    return next((way for job in jobs if (way := choose(job)) is not None and estimate_memory(way).fits == "yes"), None)
+    """The choice for the first of the jobs whose choice fits."""
+    chosen = (choose(job) for job in jobs)
+    return next((job for job in chosen if job is not None and estimate_memory(job).fits == "yes"), None)
 
 
 def _enough(job: Job, devices: int) -> bool:
@@ -210,4 +211,4 @@ def _enough(job: Job, devices: int) -> bool:
     if job.context % (2 * devices):
         return False
     spread = changed(job.run, mesh=dataclasses.replace(job.run.mesh, data=1, fsdp=1, tensor=1, sequence=devices, dcn={}))
-    return any(estimate_memory(way).fits == "yes" for way in policies(dataclasses.replace(job, run=spread)))
+    return any(estimate_memory(candidate).fits == "yes" for candidate in policies(dataclasses.replace(job, run=spread)))

@@ -1,4 +1,4 @@
-"""What is known of a step's memory before it is compiled: lower bounds by which a search skips hopeless ways."""
+"""What is known of a step's memory before it is compiled: lower bounds by which a search skips hopeless candidates."""
 from __future__ import annotations
 
 import functools
@@ -110,5 +110,5 @@ def trained_names(run: RunConfig, model: LlamaConfig) -> list[str]:
 
 @functools.cache
 def declared_once(model: LlamaConfig) -> dict[str, Parameter]:
-    """The model's parameters by name; a search asks for them at every way, and flax takes its time."""
+    """The model's parameters by name; a search asks for them for every candidate, and flax takes its time."""
     return declare(model)

@@ -1,6 +1,6 @@
-"""Searches for a job's best plan: the fastest way to run it that fits, and the longest context that fits.
+"""Searches for a job's best plan: the fastest mesh, schedule and policy that fit, and the longest context that fits.
 
-The cost model decides in which order the ways are tried; the compiler decides what fits.
+The cost model decides in which order the candidates are tried; the compiler decides what fits.
 """
 from __future__ import annotations
 
@@ -43,38 +43,38 @@ def policies(job: Job) -> list[Job]:
     return jobs
 
 
-def ways(job: Job) -> list[Job]:
+def candidates(job: Job) -> list[Job]:
     """The job on every mesh of its devices, with every schedule and memory policy, the fastest first by the cost model: by the
     high end of its range.
 
-    Ways whose parameters, moments and kept activations alone are too large are left out, and so are those that the cost model
-    has no rule for.
+    Candidates whose parameters, moments and kept activations alone are too large are left out, and so are those that the cost
+    model has no rule for.
     """
     ranked = []
     for mesh, schedule in itertools.product(meshes(job), SCHEDULES):
         if mesh.sequence == 1 and schedule != SCHEDULES[0]:
             continue
-        for number, way in enumerate(policies(job.changed(mesh=mesh, attention={"schedule": schedule}))):
-            if not _may_fit(way):
+        for number, candidate in enumerate(policies(job.changed(mesh=mesh, attention={"schedule": schedule}))):
+            if not _may_fit(candidate):
                 continue
             try:
-                seconds = way.time_range()
+                seconds = candidate.time_range()
             except ValueError:
                 continue
             # Estimates that differ by less than a percent or so are alike: then the policy that keeps more goes first, and
             # the schedule named first.
             rank = float(f"{seconds.high:.2g}") if seconds else 0, number
             # The cost model assumes that weights arrive while a layer computes; where prefetching achieves that, it goes first.
-            if schedule == "ring" and mesh.sequence > 1 and way.run.memory.remat in PREFETCH_POLICIES:
-                ranked.append((rank, way.changed(memory={"prefetch": True})))
-            ranked.append((rank, way))
-    return [way for _, way in sorted(ranked, key=lambda pair: pair[0])]
+            if schedule == "ring" and mesh.sequence > 1 and candidate.run.memory.remat in PREFETCH_POLICIES:
+                ranked.append((rank, candidate.changed(memory={"prefetch": True})))
+            ranked.append((rank, candidate))
+    return [candidate for _, candidate in sorted(ranked, key=lambda pair: pair[0])]
 
 
-def _may_fit(way: Job) -> bool:
+def _may_fit(job: Job) -> bool:
     """Whether the parts that are known before compiling fit on the device and on the host."""
-    for parts, limit in ((parts_gib, way.device_gib), (host_parts_gib, way.host_gib)):
-        if limit is not None and sum(parts(way.run, way.model).values()) > limit:
+    for parts, limit in ((parts_gib, job.device_gib), (host_parts_gib, job.host_gib)):
+        if limit is not None and sum(parts(job.run, job.model).values()) > limit:
             return False
     return True
 
@@ -104,12 +104,13 @@ def _ignore(job: Job, result: Any) -> None:
     """Does nothing with a job that was tried."""
 
 
-def search(job: Job, ways: Callable[[Job], list[Job]] = policies, on_try: Callable[[Job, Any], None] = _ignore,
+def search(job: Job, candidates: Callable[[Job], list[Job]] = policies, on_try: Callable[[Job, Any], None] = _ignore,
            most: int = 1 << 31) -> tuple[Job | None, dict[str, Any] | None, DoesNotFit | None]:
-    """The longest context, doubling from the job's own up to `most`, in the first of its ways that fits.
+    """The longest context, doubling from the job's own up to `most`, in the first of its candidates that fits.
 
     Args:
-      ways: a job's ways in the order in which they are tried; one that is too large is not tried at longer contexts.
+      candidates: makes a job's candidates, in the order in which they are tried; one that is too large is not tried at longer
+        contexts.
       on_try: called with each job that was tried, and its plan or refusal.
 
     Returns:
@@ -119,19 +120,19 @@ def search(job: Job, ways: Callable[[Job], list[Job]] = policies, on_try: Callab
     longest, best, refusal = None, None, None
     refused: list[Job] = []
     while job.context <= most:
-        for way in ways(job):
-            at_any_length = way.changed(data={"context_length": 1})
+        for candidate in candidates(job):
+            at_any_length = candidate.changed(data={"context_length": 1})
             if at_any_length in refused:
                 continue
             try:
-                result = planning.plan(way)
+                result = planning.plan(candidate)
             except DoesNotFit as error:
                 refusal = error
                 refused.append(at_any_length)
-                on_try(way, error)
+                on_try(candidate, error)
                 continue
-            on_try(way, result)
-            longest, best = way, result
+            on_try(candidate, result)
+            longest, best = candidate, result
             break
         else:
             break

@@ -7,7 +7,7 @@
 
 The answer is an estimate, and comes in seconds. --compile lets the machine's real compiler compile the step that train.py runs:
 memory and communication are then its own figures. With --config a recipe is planned; options beside it take precedence. Without
-a recipe, mesh, schedule or memory option the fastest way that fits is chosen, by the estimates. --best chooses in any case.
+a recipe, mesh, schedule or memory option the fastest one that fits is chosen, by the estimates. --best chooses in any case.
 --search doubles the context until nothing fits. --compare prints every schedule and layout.
 """
 from __future__ import annotations
@@ -201,7 +201,7 @@ def search_compiled(job: Job, args: argparse.Namespace) -> tuple[Job, dict[str, 
       DoesNotFit: nothing fits; ValueError: no mesh suits the length.
     """
     from planning.plan import DoesNotFit
-    from planning.search import policies, search, ways
+    from planning.search import candidates, policies, search
 
     tries = []
 
@@ -214,7 +214,7 @@ def search_compiled(job: Job, args: argparse.Namespace) -> tuple[Job, dict[str, 
               f"{'fits' if fits else 'does not fit'}: {gib:.2f} GiB", flush=True)
 
     most = {} if args.search else {"most": job.context}
-    longest, best, refusal = search(job, ways if args.best else policies, on_try, **most)
+    longest, best, refusal = search(job, candidates if args.best else policies, on_try, **most)
     if longest is None or best is None:
         raise refusal or ValueError("--best: no mesh of these devices suits this length")
     print()

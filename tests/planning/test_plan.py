@@ -19,7 +19,7 @@ from planning.compiled.transfers import collectives
 from planning.machines import memory_gib
 from planning.parts import host_parts_gib, parts_gib
 from planning.plan import DEFAULT_RECIPE, DoesNotFit, Job, compile_step, plan
-from planning.search import search, ways
+from planning.search import candidates, search
 from planning.topology import topology_devices
 from scripts.plan import main
 from scripts.plan_options import job_of, mesh_of, parser
@@ -261,17 +261,17 @@ def test_the_recipe_is_that_of_the_plan_that_the_compiler_chose(monkeypatch, tmp
 def test_the_ways_of_a_job():
     """Llama 3.1 8B, four rows on 16 chips: every way has all chips, rows go to fsdp first, none is slower than the next."""
     job = Job.of("llama-3.1-8b", "v5e:4x4", 8192, batch=4)
-    jobs = ways(job)
-    meshes = {(way.run.mesh.fsdp, way.run.mesh.tensor, way.run.mesh.sequence) for way in jobs}
+    jobs = candidates(job)
+    meshes = {(candidate.run.mesh.fsdp, candidate.run.mesh.tensor, candidate.run.mesh.sequence) for candidate in jobs}
     assert meshes == {(4, 1, 4), (4, 2, 2), (4, 4, 1), (2, 8, 1)}
-    runs = [way.run for way in jobs]
+    runs = [candidate.run for candidate in jobs]
     prefetched = {(run.attention.schedule, run.memory.remat, run.mesh.sequence > 1) for run in runs if run.memory.prefetch}
     assert prefetched == {("ring", remat, True) for remat in (
         "save_attention", "nothing", "offload", "offload_save_attention", "offload_attention")}
-    seconds = [way.time_range().high for way in jobs]
+    seconds = [candidate.time_range().high for candidate in jobs]
     assert all(later > 0.9 * earlier for earlier, later in itertools.pairwise(seconds)), "rounded to two digits"
     assert len(jobs) > 10 and seconds[-1] > 1.2 * seconds[0]
-    assert all(sum(parts_gib(way.run, way.model).values()) < memory_gib(job.topology) for way in jobs)
+    assert all(sum(parts_gib(candidate.run, candidate.model).values()) < memory_gib(job.topology) for candidate in jobs)
 
 
 def test_an_axis_may_be_a_part_of_a_physical_one():

@@ -7,7 +7,7 @@ from model.config import LlamaConfig
 from planning.costs import HARDWARE, Job, Sizes, estimate, time_range
 from planning.costs.measured import full_rate, kind, measured_steps, slowest
 from planning.plan import Job as PlanJob
-from planning.search import ways
+from planning.search import candidates
 
 # The published figures, written a second time, and those of one H200.
 SECONDS = [1.09, 2.98, 9.71, 1.42, 3.71, 10.78, 1.04, 2.88, 9.50, 1.20, 2.93, 9.34, 8.90, 8.83, 16.38, 137, 364, 696, 1346,
@@ -53,5 +53,5 @@ def test_at_full_rate_nothing_but_the_matrix_products_is_left():
 
 def test_the_search_orders_by_the_high_end():
     job = PlanJob.of(LlamaConfig.preset("llama-3.2-1b"), "v5e:2x4", 1 << 17)
-    highs = [float(f"{way.time_range().high:.2g}") for way in ways(job)]
+    highs = [float(f"{candidate.time_range().high:.2g}") for candidate in candidates(job)]
     assert highs == sorted(highs) and len(set(highs)) > 2
