@@ -76,26 +76,26 @@ class Table:
     def save(self) -> None:
         """Writes every outcome, and the cells that they fill."""
         filled = [content for cell in cells() if (content := self.filled(cell))]
-        text = json.dumps({"cells": filled, "tries": {way: tried for way, tried in self.tries.items() if tried}}, indent=1)
+        text = json.dumps({"cells": filled, "tries": {name: tried for name, tried in self.tries.items() if tried}}, indent=1)
         partial = self.path.with_suffix(".part")
         partial.write_text(text + "\n", encoding="utf-8")
         partial.replace(self.path)
 
-    def of(self, cell: Cell, way: dict) -> dict[str, dict]:
+    def of(self, cell: Cell, options: dict) -> dict[str, dict]:
         """Returns the outcomes of one cell with one choice of memory options, by context."""
-        name = f"{cell.model} {cell.topology} {cell.column} {' '.join(f'{k}={v}' for k, v in way.items())}"
+        name = f"{cell.model} {cell.topology} {cell.column} {' '.join(f'{k}={v}' for k, v in options.items())}"
         if cell.memory == LIKE_FOR_LIKE:  # of another split and dtype
             name = f"{name} {LIKE_FOR_LIKE}"
         return self.tries.setdefault(name, {})
 
-    def attempt(self, cell: Cell, context: int, way: dict) -> dict:
+    def attempt(self, cell: Cell, context: int, options: dict) -> dict:
         """Compiles one context unless its outcome is known; a context longer than one that was refused is refused as well."""
-        outcomes = self.of(cell, way)
+        outcomes = self.of(cell, options)
         refused = [tried for length, tried in outcomes.items() if int(length) < context and not tried["fits"]]
         if str(context) not in outcomes and refused:
             return refused[-1]
         if str(context) not in outcomes:
-            outcomes[str(context)] = compiled(cell.job(context, way))
+            outcomes[str(context)] = compiled(cell.job(context, options))
             self.compiles += 1
             self.save()
         return outcomes[str(context)]
@@ -103,15 +103,15 @@ class Table:
     def share(self, cell: Cell, context: int) -> float:
         """Returns the share of memory needed by the first choice of memory options that fits; if none fits, the least share."""
         shares = []
-        for way in cell.ways():
-            on_host = cell.on_host_gib(context, way)
+        for options in cell.memory_options():
+            on_host = cell.on_host_gib(context, options)
             if on_host > cell.host_gib:
                 shares.append(on_host / cell.host_gib)
                 continue
-            tried = self.attempt(cell, context, way)
+            tried = self.attempt(cell, context, options)
             shares.append(_share(cell, tried))
             outcome = f"fits with {tried['peak_gib']:.2f} GiB" if shares[-1] <= 1 else _refusal(cell, tried)
-            details = f"{way['remat']}, {tried['compile_seconds']:.0f} s"
+            details = f"{options['remat']}, {tried['compile_seconds']:.0f} s"
             print(f"{cell.name}: {tokens_text(context)} {outcome} ({details})", flush=True)
             if shares[-1] <= 1:
                 break
@@ -122,25 +122,26 @@ class Table:
 
         `next` is the double, or None where it has not been tried with every choice of memory options.
         """
-        known = [(way, {int(context): tried for context, tried in self.of(cell, way).items()}) for way in cell.ways()]
-        fitting = {context: (way, tried) for way, outcomes in reversed(known) for context, tried in outcomes.items()
+        known = [(options, {int(context): tried for context, tried in self.of(cell, options).items()})
+                 for options in cell.memory_options()]
+        fitting = {context: (options, tried) for options, outcomes in reversed(known) for context, tried in outcomes.items()
                    if _share(cell, tried) <= 1}
         most = max(fitting, default=LEAST // 2)
-        refusals = [self._refused(cell, 2 * most, way, outcomes) for way, outcomes in known]
+        refusals = [self._refused(cell, 2 * most, options, outcomes) for options, outcomes in known]
         content = {**dataclasses.asdict(cell), "paper": cell.paper, "longest": most if fitting else 0,
                    "next": None if None in refusals else 2 * most, "next_refused": [reason for reason in refusals if reason]}
         if not fitting:
             return content if content["next"] else None
-        way, tried = fitting[most]
-        job = cell.job(most, way)
+        options, tried = fitting[most]
+        job = cell.job(most, options)
         tokens = most * job.batch
         flops = flops_per_step(LlamaConfig.preset(cell.model), tokens, tokens * (most + 1) / 2)
-        return content | {"way": way, "plan": tried, "flops": flops, "estimated_step_hours": _hours(cell, job, tried)}
+        return content | {"way": options, "plan": tried, "flops": flops, "estimated_step_hours": _hours(cell, job, tried)}
 
     @staticmethod
-    def _refused(cell: Cell, context: int, way: dict, outcomes: dict[int, dict]) -> str | None:
+    def _refused(cell: Cell, context: int, options: dict, outcomes: dict[int, dict]) -> str | None:
         """Returns why a context does not fit with these memory options; None while that is not known."""
-        on_host = cell.on_host_gib(context, way)
+        on_host = cell.on_host_gib(context, options)
         if on_host > cell.host_gib:
             return f"not compiled: arrays on the host alone take {on_host:.2f} GiB of its {cell.host_gib}"
         refused = [tried for length, tried in sorted(outcomes.items()) if length <= context and _share(cell, tried) > 1]
@@ -190,23 +191,23 @@ def first_guess(cell: Cell) -> int:
     widening = config.intermediate_size / config.hidden_size
     arrays = {"ring": 6, "blockwise feed-forward": 18}.get(cell.column, 18 + 8 * widening)
 
-    def fits(context, way):
-        job = cell.job(context, way)
+    def fits(context, options):
+        job = cell.job(context, options)
         parts = parts_gib(job.run, config)
         tokens = job.context * job.batch / cell.devices
         scores = 12 * config.num_attention_heads * tokens**2 if cell.column == "vanilla" else 0
         needs = sum(parts.values()) + parts["parameters"] + (scores + arrays * 2 * tokens * config.hidden_size) / GIB
-        return needs <= capacity and cell.on_host_gib(context, way) <= cell.host_gib
+        return needs <= capacity and cell.on_host_gib(context, options) <= cell.host_gib
 
     context = MOST
-    while context > LEAST and not any(fits(context, way) for way in cell.ways()):
+    while context > LEAST and not any(fits(context, options) for options in cell.memory_options()):
         context //= 2
     return context
 
 
 def fill(table: Table, cell: Cell, compiles: int | None = None) -> None:
     """Compiles until the cell is known, or at most `compiles` times."""
-    job = cell.job(LEAST, cell.ways()[0])
+    job = cell.job(LEAST, cell.memory_options()[0])
     parts = parts_gib(job.run, job.model)
     fixed = (parts["parameters"] + parts["moments"]) / memory_gib(cell.topology)
     most = math.inf if compiles is None else table.compiles + compiles

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 from model.config import LlamaConfig
 from planning.machines import host_gib
@@ -47,7 +48,7 @@ class Cell:
     def host_gib(self) -> float:
         return host_gib(self.topology)
 
-    def ways(self) -> list[dict]:
+    def memory_options(self) -> list[dict[str, Any]]:
         """Memory options, those that spare the host's memory last; a context fits where it fits with one of them."""
         if self.memory == LIKE_FOR_LIKE:  # "full gradient checkpointing"
             return [{"remat": "nothing"}]
@@ -55,32 +56,32 @@ class Cell:
         k = best_every_k(config.num_hidden_layers)
         # Beside scores of length x length the layers' inputs are nothing, so `vanilla` keeps them all.
         device = {"remat": "nothing"} if self.column == "vanilla" else {"remat": "every_k", "every_k": k}
-        ways = [device] if self.memory == "device" else [{"remat": "offload"}, {"remat": "offload_every_k", "every_k": k}]
+        on_host = [{"remat": "offload"}, {"remat": "offload_every_k", "every_k": k}]
         if self.memory == "ours" and self.devices < 64:  # shared by hundreds, parameters and moments are little
-            ways[0]["moments_on_host"] = ways[1]["moments_on_host"] = ways[1]["parameters_on_host"] = True
+            on_host[0]["moments_on_host"] = on_host[1]["moments_on_host"] = on_host[1]["parameters_on_host"] = True
         heads = {"attention_groups": config.num_key_value_heads} if self.column == "ring" else {}  # one after the other
-        return [way | heads for way in ways]
+        return [options | heads for options in ([device] if self.memory == "device" else on_host)]
 
-    def on_host_gib(self, context: int, way: dict) -> float:
+    def on_host_gib(self, context: int, options: dict[str, Any]) -> float:
         """What the host holds for each device, known without compiling."""
-        job = self.job(context, way)
+        job = self.job(context, options)
         return sum(host_parts_gib(job.run, job.model).values())
 
-    def job(self, context: int, way: dict) -> Job:
+    def job(self, context: int, options: dict[str, Any]) -> Job:
         """The column's configuration of our step."""
         if self.memory == LIKE_FOR_LIKE:
             # The authors' code splits activations between layers over its tensor axis, as sequence parallelism does.
             mesh = MeshConfig(tensor=self.devices, sequence_parallel=True)
-            return self._job(context, way, mesh, rows=1).changed(model={"compute_dtype": "float32"})
-        return self._job(context, way, MeshConfig(fsdp=self.devices), rows=self.devices)
+            return self._job(context, options, mesh, rows=1).changed(model={"compute_dtype": "float32"})
+        return self._job(context, options, MeshConfig(fsdp=self.devices), rows=self.devices)
 
-    def _job(self, context: int, way: dict, mesh: MeshConfig, rows: int) -> Job:
+    def _job(self, context: int, options: dict[str, Any], mesh: MeshConfig, rows: int) -> Job:
         """The column's configuration of our step; other columns than the ring have this mesh and so many rows."""
         if self.column == "ring":
-            return Job.of(self.model, self.topology, context, mesh=MeshConfig(sequence=self.devices), memory=way)
+            return Job.of(self.model, self.topology, context, mesh=MeshConfig(sequence=self.devices), memory=options)
         chunks = {} if self.column == "blockwise feed-forward" else ALL_AT_ONCE
         kernel = "reference" if self.column == "vanilla" else "auto"
-        return Job.of(self.model, self.topology, context, batch=rows, mesh=mesh, memory=way | chunks,
+        return Job.of(self.model, self.topology, context, batch=rows, mesh=mesh, memory=options | chunks,
                       attention={"schedule": "local", "kernel": kernel})
 
 

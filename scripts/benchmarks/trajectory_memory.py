@@ -82,7 +82,7 @@ class Case:
     def topology(self) -> str:
         return MACHINES[self.machine][(1, 8, 32, 64).index(self.devices)]
 
-    def ways(self, layers: int) -> list[dict[str, Any]]:
+    def memory_options(self, layers: int) -> list[dict[str, Any]]:
         """Returns the memory options to try, in their order."""
         if self.attention == "ring":
             return [{}]
@@ -91,12 +91,12 @@ class Case:
         spare = [] if self.attention == "vanilla" else [{"remat": "every_k", "every_k": best_every_k(layers), **chunks}]
         return [{"remat": "nothing", **chunks}, *spare]
 
-    def job(self, way: dict[str, Any]) -> Job:
+    def job(self, options: dict[str, Any]) -> Job:
         """Returns the recipe's training step on this machine."""
         run = recipe()
         attention = {} if self.attention == "ring" else {
             "schedule": "local", "kernel": "reference" if self.attention == "vanilla" else "auto"}
-        run = changed(run, data={"context_length": self.trajectories * TOKENS}, memory=way, attention=attention,
+        run = changed(run, data={"context_length": self.trajectories * TOKENS}, memory=options, attention=attention,
                       trajectories={"in_context": self.trajectories}, mesh=MeshConfig(sequence=self.devices))
         return Job(run, trajectory_model(run), self.topology, self.name)
 
@@ -121,8 +121,8 @@ class Compilations:
     def missing(self, case: Case) -> tuple[Job, str] | None:
         """Returns the next step to compile for a row, with the name of its remat policy; None where the row is known."""
         layers = case.job({}).model.num_hidden_layers
-        for way in case.ways(layers):
-            job = case.job(way)
+        for options in case.memory_options(layers):
+            job = case.job(options)
             outcome = self.outcomes.get(case.name, {}).get(job.policy)
             if outcome is None:
                 return job, job.policy

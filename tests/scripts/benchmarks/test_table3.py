@@ -55,11 +55,11 @@ def test_a_compiled_cell_is_the_one_found_by_trying_every_context(small, monkeyp
     """The ring of a tiny model on four chips, by the TPU compiler: from 32K to the second that does not fit."""
     contexts = CONTEXTS[5:]
     cell = Cell("v5e:2x2", "tiny", "ring", "device")
-    [way] = cell.ways()
+    [options] = cell.memory_options()
     sizes = []
     monkeypatch.setattr(table3, "LEAST", 1 << 15)
     for context in contexts:
-        tried = table3.compiled(cell.job(context, way))
+        tried = table3.compiled(cell.job(context, options))
         sizes.append(tried["peak_gib"] if tried["fits"] else tried["needs_gib"])
         if sum(size > 100 / 1024 for size in sizes) == 2:
             break
@@ -68,7 +68,7 @@ def test_a_compiled_cell_is_the_one_found_by_trying_every_context(small, monkeyp
     fill(table, cell)
     filled = table.filled(cell)
     assert (filled["longest"], filled["next"], filled["paper"]) == (expected, 2 * expected, 16 << 10)
-    assert {expected, 2 * expected} <= {int(context) for context in table.of(cell, way)}
+    assert {expected, 2 * expected} <= {int(context) for context in table.of(cell, options)}
     assert filled["plan"]["peak_gib"] <= 100 / 1024 and "needs" in filled["next_refused"][0]
     assert filled["plan"]["mesh"]["sequence"] == 4
 
@@ -117,8 +117,8 @@ def test_like_for_like_cells_have_one_row_and_the_papers_split(monkeypatch):
     alike = [cell for cell in cells() if cell.memory == LIKE_FOR_LIKE]
     assert [(cell.topology, cell.column) for cell in alike] == [("a100:8", column) for column in COLUMNS]
     for cell in alike:
-        [way] = cell.ways()
-        job = cell.job(4096, way)
+        [options] = cell.memory_options()
+        job = cell.job(4096, options)
         assert (job.batch, job.run.model.compute_dtype, job.run.memory.remat) == (1, "float32", "nothing")
         mesh = job.run.mesh
         assert (mesh.tensor, mesh.sequence, mesh.fsdp) == ((1, 8, 1) if cell.column == "ring" else (8, 1, 1))

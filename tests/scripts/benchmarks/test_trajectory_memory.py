@@ -25,7 +25,7 @@ def compiled(monkeypatch, tmp_path):
 
 
 def test_jobs_are_the_recipes_step():
-    jobs = {case.name: [case.job(way) for way in case.ways(27)] for case in cases(["v5e"])}
+    jobs = {case.name: [case.job(options) for options in case.memory_options(27)] for case in cases(["v5e"])}
     [ring] = jobs["v5e_ring_128_on_64"]
     assert ring.run == trajectory_memory.recipe()
     for name, (job, *_) in jobs.items():
