@@ -2,6 +2,7 @@
 
     python -m scripts.benchmarks.kernel_registers            # compiles all, and writes docs/results/kernel_registers.json
     python -m scripts.benchmarks.kernel_registers --check    # compiles all, and fails where one is worse than stored
+    python -m scripts.benchmarks.kernel_registers --backend mosaic   # compiles these with whatever JAX is installed, and prints
     python -m scripts.benchmarks.kernel_registers --try h100 forward 128 128 128 4 3   # Triton's with other tiles
 
 Needs no GPU, but JAX's CUDA plugin and its compiler's wheels. The kernels are compiled for described GPUs: Mosaic's with
@@ -175,7 +176,7 @@ def read_triton(folder: Path, kernel: str) -> Figures:
     launches = "".join(path.read_text() for path in folder.glob("*.thunk_sequence.txt"))
     launch = next((line for line in launches.splitlines() if f" {name} " in line), "")
     if path is None:
-        raise UserError(f"XLA wrote no text of the kernel {name}")
+        raise UserError(f"XLA wrote no text of the kernel {name}; that of JAX 0.10 does, and that of 0.11 and 0.12 does not")
     ptx = path.read_text()
     architecture = re.search(r"^\.target (\w+)", ptx, re.MULTILINE)
     ptxas = next(file.locate() for file in importlib.metadata.files(PTXAS_PACKAGE) or () if file.name == "ptxas")
@@ -186,8 +187,8 @@ def read_triton(folder: Path, kernel: str) -> Figures:
     return read_figures(done.stderr, ptx, launch)
 
 
-def compile_all(folder: Path, tried: list[str] | None) -> dict[str, list[list]]:
-    """Compiles kernels in this process, whose compilers write into the folder, and returns the Figures of `cases_of(tried)`."""
+def compile_all(folder: Path, tried: list[str] | None, backend: str | None) -> dict[str, list[list]]:
+    """Compiles kernels in this process, whose compilers write into the folder, and returns the Figures of `cases_of`."""
     import jax
     import numpy as np
 
@@ -195,7 +196,7 @@ def compile_all(folder: Path, tried: list[str] | None) -> dict[str, list[list]]:
     from planning.topology import topology_devices
 
     figures, xla = [], folder / "xla"
-    for case in cases_of(tried):
+    for case in cases_of(tried, backend):
         if tried:
             for tables in gpu.TUNING.values():
                 tables[case.kernel][case.head_dim] = gpu.Tuning(*map(int, tried[3:]))
@@ -209,19 +210,25 @@ def compile_all(folder: Path, tried: list[str] | None) -> dict[str, list[list]]:
     return {"figures": figures}
 
 
-def cases_of(tried: list[str] | None) -> list[Case]:
-    """Returns all cases, or the one that is tried with other tiles: [chip, kernel, head size, tile, step, warps, stages]."""
-    return [Case("triton", tried[0], tried[1], int(tried[2]))] if tried else CASES
+def cases_of(tried: list[str] | None, backend: str | None) -> list[Case]:
+    """Returns all cases, those of a backend, or the one that is tried with other tiles.
+
+    Args:
+      tried: [chip, kernel, head size, tile, step, warps, stages].
+    """
+    if tried:
+        return [Case("triton", tried[0], tried[1], int(tried[2]))]
+    return [case for case in CASES if backend in (None, case.backend)]
 
 
-def measure(tried: list[str] | None = None) -> dict[Case, Figures]:
+def measure(tried: list[str] | None = None, backend: str | None = None) -> dict[Case, Figures]:
     """Compiles kernels in a process of its own, whose compilers are told by its environment to write what they make."""
     with tempfile.TemporaryDirectory() as folder:
         dumps = {"MOSAIC_GPU_DUMP_TO": folder, "MOSAIC_GPU_DUMP_PTX": "1", "MOSAIC_GPU_DUMP_PTXAS": "1",
                  "XLA_FLAGS": f"--xla_dump_to={folder}/xla --xla_dump_hlo_as_text=false"}
-        arguments = ("--into", folder, *(("--try", *tried) if tried else ()))
+        arguments = ("--into", folder, *(("--try", *tried) if tried else ()), *(("--backend", backend) if backend else ()))
         compiled = in_own_process(NAME, *arguments, environment={**dumps, "JAX_PLATFORMS": "cpu"})
-    return {case: Figures(*values) for case, values in zip(cases_of(tried), compiled["figures"], strict=True)}
+    return {case: Figures(*values) for case, values in zip(cases_of(tried, backend), compiled["figures"], strict=True)}
 
 
 def summarize(figures: dict[Case, Figures]) -> dict[str, dict[str, str]]:
@@ -288,13 +295,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="compare with the stored result, and write nothing")
     parser.add_argument("--try", nargs=7, dest="tried", help="compile one of Triton's kernels with these tiles",
                         metavar=("CHIP", "KERNEL", "HEAD_DIM", "TILE", "STEP", "WARPS", "STAGES"))
+    parser.add_argument("--backend", choices=tuple(COPIES), help="compile these kernels alone, print them, and write nothing")
     parser.add_argument("--into", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.into:
-        print(json.dumps(compile_all(args.into, args.tried)))
+        print(json.dumps(compile_all(args.into, args.tried, args.backend)))
         return 0
-    if args.tried:
-        return entry.run(lambda: print(*measure(args.tried).values()))
+    if args.tried or args.backend:
+        return entry.run(lambda: print(*(f"{case}: {figures}" for case, figures in measure(args.tried, args.backend).items()),
+                                       sep="\n"))
     return check() if args.check else entry.run(write)
 
 

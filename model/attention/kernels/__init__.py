@@ -99,8 +99,8 @@ def get_kernel(name: str = "auto", *, query_tile: int = 0, key_tile: int = 0) ->
     """The kernel of this name; the same arguments give the same object, so that nothing is compiled twice.
 
     Args:
-      name: `auto` is `tpu` on TPUs, `mosaic` on Hopper GPUs for operands of 16 bits, `gpu` on NVIDIA GPUs otherwise and where
-        a tile's size is given, and `xla` elsewhere and for global tokens.
+      name: `auto` is `tpu` on TPUs, `mosaic` on Hopper GPUs for operands of 16 bits, `gpu` on NVIDIA GPUs otherwise, where a
+        tile's size is given and with JAX 0.12 (`mosaic.SLOW_SINCE`), and `xla` elsewhere and for global tokens.
       query_tile, key_tile: tokens in a tile; 0 leaves the choice to the kernel. `reference` has no tiles and reads neither.
 
     Raises:
@@ -121,5 +121,5 @@ def get_kernel(name: str = "auto", *, query_tile: int = 0, key_tile: int = 0) ->
         return MosaicKernel(get_kernel("auto"))
     if name == "auto":
         tpu, gpu, xla = (get_kernel(platform, **tiles) for platform in ("tpu", "gpu", "xla"))
-        return PlatformKernel(tpu, gpu if tiles else MosaicKernel(gpu, warns=False), xla)
+        return PlatformKernel(tpu, gpu if tiles else MosaicKernel(gpu, asked_for=False), xla)
     raise ValueError(f"kernel: found {name!r}; known: {', '.join(KERNELS)}")

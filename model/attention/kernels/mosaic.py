@@ -30,6 +30,9 @@ from .mosaic_tiles import HEAD_DIMS, ROWS, WARPGROUPS
 from .padding import pad, padded
 
 TILE = ROWS * WARPGROUPS  # lengths are padded to multiples of it: every tile of queries or keys is half of it, or all
+# From this version of JAX on Mosaic's kernels are compiled by nvJitLink, which ignores that warpgroups exchange registers:
+# accumulators spill, and products wait for each other (docs/notes/kernels.md).
+SLOW_SINCE = (0, 12)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +41,7 @@ class MosaicKernel(AccumulatingKernel):
 
     Attributes:
       other: serves the rest: global tokens, soft-caps, float32, wider heads, other devices.
-      warns: whether a warning names what `other` serves, for those who asked for this kernel.
+      asked_for: whether it was chosen by name: then a warning names what `other` serves, and no version of JAX is refused.
       query_shards, key_shards: as of `over_shards`.
       rows_in_order: as of `with_rows_in_order`.
       interpret: parameters of Mosaic's interpreter (`InterpretGPUParams`), which runs the same kernels anywhere, slowly, for
@@ -46,7 +49,7 @@ class MosaicKernel(AccumulatingKernel):
     """
 
     other: Kernel
-    warns: bool = True
+    asked_for: bool = True
     query_shards: int = 1
     key_shards: int = 1
     rows_in_order: bool = False
@@ -142,10 +145,18 @@ class MosaicKernel(AccumulatingKernel):
             reason = f"devices other than Hopper GPUs ({device_kind()})"
         if reason:
             self._warn(reason)
-        return bool(reason)
+        return bool(reason) or (self.interpret is None and not self.asked_for and self._is_slow())
+
+    def _is_slow(self) -> bool:
+        """Whether JAX's compiler makes these kernels slower than the other ones, which a warning then says."""
+        if jax.__version_info__ < SLOW_SINCE:
+            return False
+        warnings.warn(f"attention kernel: the compiler of JAX {jax.__version__} makes products of the kernel 'mosaic' wait for "
+                      "each other, so 'gpu' serves in its place; jax[cuda13]<0.12 would be faster", stacklevel=5)
+        return True
 
     def _warn(self, reason: str) -> None:
-        if self.warns:
+        if self.asked_for:
             warnings.warn(f"attention kernel: {reason} are served by the kernel 'auto', not by 'mosaic'", stacklevel=5)
 
 

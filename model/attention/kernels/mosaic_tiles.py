@@ -7,6 +7,7 @@ both computing ones have freed it, and a barrier tells these that it has arrived
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -38,15 +39,15 @@ class Arithmetic:
 
     def load(self, ref: Any, *index: Any) -> jax.Array:
         """A tile of float32, from the device's memory."""
-        return ref[index] if self.interpret else plgpu.load(ref, index, layout=plgpu.Layout.WGMMA, optimized=False)
+        return self._load(ref, index, plgpu.Layout.WGMMA)
 
     def rows(self, ref: Any, *index: Any) -> jax.Array:
         """A number for each row of a tile."""
-        return ref[index] if self.interpret else plgpu.load(ref, index, layout=plgpu.Layout.WGMMA.reduce(1), optimized=False)
+        return self._load(ref, index, plgpu.Layout.WGMMA.reduce(1))
 
     def columns(self, ref: Any, *index: Any) -> jax.Array:
         """A number for each column of a tile."""
-        return ref[index] if self.interpret else plgpu.load(ref, index, layout=plgpu.Layout.WGMMA.reduce(0), optimized=False)
+        return self._load(ref, index, plgpu.Layout.WGMMA.reduce(0))
 
     def within(self, interval: tuple[Any, Any], *index: Any, start: jax.Array, columns: int) -> jax.Array:
         """Whether column j of a tile, number `start` + j of the block, is in the interval of its row; bool [rows, columns].
@@ -104,6 +105,13 @@ class Arithmetic:
                 plgpu.wgmma(accumulator, left, right)
 
         return tuple(pl.run_state(multiply)([plgpu.ACC.init(sums) for sums, *_ in products]))
+
+    def _load(self, ref: Any, index: tuple[Any, ...], layout: Any) -> jax.Array:
+        if self.interpret:
+            return ref[index]
+        # JAX 0.12 has the index in the reference alone; before it is an argument too.
+        no_further_index = ((),) if "idx" in inspect.signature(plgpu.load).parameters else ()
+        return plgpu.load(ref.at[index], *no_further_index, layout=layout, optimized=False)
 
     def _as(self, x: jax.Array, layout: Any) -> jax.Array:
         return x if self.interpret else plgpu.layout_cast(x, layout)

@@ -186,11 +186,25 @@ def test_its_tiles_are_its_own():
     ids=["hopper", "float32", "older"])
 def test_auto_takes_it_on_hopper_gpus_for_16_bits_and_warns_of_nothing(kind, dtype, takes, monkeypatch, recwarn):
     monkeypatch.setattr(mosaic, "device_kind", lambda: kind)
+    monkeypatch.setattr(mosaic, "SLOW_SINCE", (1000,))
     kernel = get_kernel("auto").gpu
     traced = str(jax.make_jaxpr(lambda *blocks: kernel.forward(*blocks, mask=Mask(), scale=1.0))(*blocks(dtype)))
     assert ("core_map" in traced or "mpmd_map" in traced, "pallas_call" in traced) == (takes, not takes)
     assert not [warning for warning in recwarn if "attention kernel" in str(warning.message)]
     assert not isinstance(get_kernel("auto", key_tile=64).gpu, MosaicKernel), "tiles that were asked for are Triton's"
+
+
+def test_auto_leaves_it_where_jaxs_compiler_makes_it_slow(monkeypatch):
+    """Who asks for it by name has it all the same."""
+    monkeypatch.setattr(mosaic, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(mosaic, "SLOW_SINCE", (0,))
+
+    def traced(kernel):
+        return str(jax.make_jaxpr(lambda *blocks: kernel.forward(*blocks, mask=Mask(), scale=1.0))(*blocks(jnp.bfloat16)))
+
+    with pytest.warns(UserWarning, match=r"wait for each other, so 'gpu' serves .*; jax\[cuda13\]<0\.12 would"):
+        assert "pallas_call" in traced(get_kernel("auto").gpu)
+    assert "pallas_call" not in traced(get_kernel("mosaic"))
 
 
 def test_promised_rows_are_not_asked_for_their_order():
