@@ -106,7 +106,14 @@ def compiled(kernel_name: str, mask_name: str, head_dim: int):
 
 
 def attend(kernel_name: str, head_dim: int, dtype: str, mask_name: str, layout: str, packing: str) -> dict[str, np.ndarray]:
-    """Returns RESULTS of two shards, by four calls of the kernel each way, in the order of the row."""
+    """Returns RESULTS of two shards, by four calls of the kernel each way, in the order of the row.
+
+    Args:
+      dtype: of the operands; mask_name, packing: as of CASES.
+
+    Returns:
+      float64 by name: lse [1, H, LENGTH], the others [1, LENGTH, H, head_dim].
+    """
     extend, gradients = compiled(kernel_name, mask_name, head_dim)
     order = permutation(LENGTH, 2, layout)
     q, k, v, dout = (jnp.asarray(x)[:, order] for x in arrays(head_dim, dtype))
