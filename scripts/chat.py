@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from data.conversation import Message
 from data.errors import UserError
+from data.printable import printable
 from eval import runner
 from trainer import entry
 
@@ -141,7 +142,7 @@ def talk(args: argparse.Namespace) -> None:
             continue
         before = conversation.generator.prefilled
         try:
-            print(entry.printable(conversation.ask(question)), flush=True)
+            print(printable(conversation.ask(question)), flush=True)
         except UserError as error:
             print(f"note: {error}", file=sys.stderr)
             continue

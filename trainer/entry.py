@@ -122,14 +122,6 @@ def _one_line(message: str) -> str:
     return line if len(line) <= MAX_MESSAGE else f"{line[:half]} ... {line[-half:]}"
 
 
-def printable(text: str) -> str:
-    """Returns a model's text as a terminal may be given it: U+FFFD in place of control characters, which it would obey.
-
-    Line ends and tabs stay.
-    """
-    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
-
-
 def run(work: Callable[[], object], output: str | Path | None = None) -> int:
     """Runs a command's work and returns its exit code.
 

@@ -21,10 +21,10 @@ from typing import Any
 import numpy as np
 
 from data.errors import UserError
+from data.printable import printable
 from model.attention import Mask
 from model.config import LlamaConfig
 from trainer.devices import peak_flops
-from trainer.entry import printable
 from trainer.flops import flops_per_step, pairs_per_layer
 from trainer.reporting.boards import Board, TensorBoard, WeightsAndBiases
 from trainer.run.directory import RunDirectory
