@@ -9,9 +9,9 @@ _REPLACED = frozenset(_REORDERING + "\u2028\u2029")
 def printable(text: str) -> str:
     """Returns a text with U+FFFD in place of every character that a terminal would obey rather than show.
 
-    These are control characters other than line ends and tabs (escape sequences begin with one), marks that change the direction
-    of writing, and halves of surrogate pairs, which cannot be written at all. Everything that is printed and is not ours goes
-    through this function: data, names of files and fields, a hub's messages, what another process says.
+    These are control characters other than line ends and tabs (escape sequences begin with one), marks that change the
+    direction of writing, and halves of surrogate pairs, which cannot be written at all. Everything that is printed and is not
+    ours goes through this function: data, names of files and fields, a hub's messages, what another process says.
     """
     if text.isascii() and text.isprintable():
         return text

@@ -24,8 +24,6 @@ ONE_HOME = {
     "orbax": {"trainer/checkpoint/saving.py", "trainer/checkpoint/store.py"},
     "jax.experimental.topologies": {"planning/topology.py"},
 }
-# Old names of commands: each file only runs the command's new name, whatever room that is in.
-ALIASES = {"data/inspect.py", "scripts/bench_kernels.py", "scripts/costs.py", "scripts/papers.py", "scripts/table3.py"}
 
 
 def tracked(pattern: str) -> list[Path]:
@@ -97,18 +95,6 @@ def test_memory_does_not_import_what_runs_it():
     importing = {str(path.relative_to(ROOT)): modules for path in tracked("model/memory/*.py")
              if (modules := [module for module in imported_modules(path) if module.startswith(above)])}
     assert importing == {}
-
-
-@pytest.mark.parametrize("name", sorted(ALIASES))
-def test_old_names_only_run_the_new_ones(name):
-    path = ROOT / name
-    assert imported_modules(path) == {"runpy"}
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 6
-
-
-def test_aliases_are_listed():
-    """Running another module by its name is what old names do, and nothing else."""
-    assert {str(path.relative_to(ROOT)) for path in code_files() if "runpy" in imported_modules(path)} == ALIASES
 
 
 def test_every_folder_of_code_is_a_package():

@@ -82,8 +82,8 @@ IDENTITY_FACTS = (
     "were given 240 steps after that was seen.",
 )
 TABLE3_FACTS = (
-    "Cells of `contexts`: device memory only / with host memory (the paper's); of `like for like`: ours (the paper's). Every "
-    "try with its plan is in docs/plans/table3.json, the picture in docs/plans/table3.png.",
+    "Cells of `contexts`: device memory only / with host memory (the paper's); of `like for like`: ours (the paper's). The "
+    "longest contexts' plans are in docs/plans/table3.json, the picture in docs/plans/table3.png.",
     "A cell's double was refused by the compiler, or not compiled where its arrays on the host alone take more than it has: "
     "`rings` says which.",
     "Hours by the cost model, with as much of the largest transfer beside compute as the compiled step hides.",

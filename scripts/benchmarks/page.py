@@ -73,7 +73,7 @@ SECTIONS = {
     "Longest contexts": ("contexts", "adapter_contexts"),
     "Ring Attention's Table 3": ("table3",),
     "Measured steps, and ours by the cost model": ("measured_steps",),
-    "Plans of recipes and pods": ("recipes", "family_plans", "adapter_plans", "pods"),
+    "Plans of recipes and pods": ("recipes", "pods"),
     "The papers, by the cost model": ("papers",),
     "SmolLM2-135M before and after practising retrieval": ("retrieval",),
     "SmolLM2-135M at twice the length it knows": ("extension",),

@@ -92,9 +92,33 @@ def save(name: str, result: Result, folder: Path = FOLDER) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     partial = path.with_suffix(".part")
-    partial.write_text(json.dumps(fields, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.write_text(as_text(fields), encoding="utf-8")
     partial.replace(path)
     return path
+
+
+def as_text(fields: Mapping[str, object]) -> str:
+    """Returns a result's fields as JSON with each row, of the result and of its tables, in a line of its own."""
+    parts = []
+    for name, value in fields.items():
+        if name == "rows":
+            text = _in_lines("{", [f"{_json(row_id)}: {_json(row)}" for row_id, row in value.items()], "}")
+        elif name == "tables":
+            tables = [f'{_json(table_name)}: {{"columns": {_json(table["columns"])}, "rows": '
+                      + _in_lines("[", map(_json, table["rows"]), "]") + "}" for table_name, table in value.items()]
+            text = _in_lines("{", tables, "}")
+        else:
+            text = _json(value)
+        parts.append(f"{_json(name)}: {text}")
+    return _in_lines("{", parts, "}") + "\n"
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _in_lines(opening: str, lines: Iterable[str], closing: str) -> str:
+    return opening + "\n" + ",\n".join(lines) + "\n" + closing
 
 
 def measured(title: str, rows: Mapping[str, Mapping[str, str]], command: str, depends_on: Iterable[str], **rest) -> Result:

@@ -31,12 +31,21 @@ from planning.parts import parts_gib
 from planning.plan import DoesNotFit, Job, plan, sizes_text
 from planning.topology import topology_devices
 from scripts.benchmarks.commands import make_parser, read_json, tokens_text
-from scripts.benchmarks.table3_cells import LIKE_FOR_LIKE, MEMORIES, Cell, cells
+from scripts.benchmarks.table3_cells import (
+    FILE,
+    LIKE_FOR_LIKE,
+    MEMORIES,
+    Cell,
+    cells,
+    read_cells,
+    write_cells,
+)
 from scripts.benchmarks.table3_picture import draw, show
 from trainer import entry
 from trainer.flops import flops_per_step
 
 LEAST, MOST = 1 << 10, 1 << 30  # contexts
+CELL_FIELDS = tuple(field.name for field in dataclasses.fields(Cell))
 
 
 def longest(share: Callable[[int], float], start: int, fixed: float = 0.0, power: int = 1,
@@ -67,19 +76,32 @@ def longest(share: Callable[[int], float], start: int, fixed: float = 0.0, power
 
 
 class Table:
-    """The file of compilations so far: for each column, model, machine and choice of memory options, context -> outcome."""
+    """The stored cells, and the compilations of cells that are not known yet.
 
-    def __init__(self, path: Path):
-        self.path, self.compiles = path, 0
-        self.tries = read_json(path)["tries"] if path.exists() else {}
+    Compilations are kept in a file of their own, which is not part of the repository: for each column, model, machine and
+    choice of memory options, context -> outcome. With it an interrupted search goes on.
+    """
+
+    def __init__(self, path: Path, compilations: Path):
+        self.path, self.compilations, self.compiles = path, compilations, 0
+        self.stored = {Cell(*(content[name] for name in CELL_FIELDS)): content for content in read_cells(path)}
+        self.tries = read_json(compilations) if compilations.exists() else {}
 
     def save(self) -> None:
         """Writes every outcome, and the cells that they fill."""
-        filled = [content for cell in cells() if (content := self.filled(cell))]
-        text = json.dumps({"cells": filled, "tries": {name: tried for name, tried in self.tries.items() if tried}}, indent=1)
-        partial = self.path.with_suffix(".part")
-        partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(self.path)
+        write_cells((content for cell in cells() if (content := self.content(cell))), self.path)
+        self.compilations.parent.mkdir(parents=True, exist_ok=True)
+        partial = self.compilations.with_suffix(".part")
+        partial.write_text(json.dumps({name: tried for name, tried in self.tries.items() if tried}), encoding="utf-8")
+        partial.replace(self.compilations)
+
+    def is_known(self, cell: Cell) -> bool:
+        """Whether a cell's longest context is stored, and that its double does not fit."""
+        return cell in self.stored and self.stored[cell]["next"] is not None
+
+    def content(self, cell: Cell) -> dict | None:
+        """Returns what is stored of a cell, or else what its compilations so far say; None without any."""
+        return self.stored[cell] if self.is_known(cell) else self.filled(cell) or self.stored.get(cell)
 
     def of(self, cell: Cell, options: dict) -> dict[str, dict]:
         """Returns the outcomes of one cell with one choice of memory options, by context."""
@@ -207,6 +229,8 @@ def first_guess(cell: Cell) -> int:
 
 def fill(table: Table, cell: Cell, compiles: int | None = None) -> None:
     """Compiles until the cell is known, or at most `compiles` times."""
+    if table.is_known(cell):
+        return
     job = cell.job(LEAST, cell.memory_options()[0])
     parts = parts_gib(job.run, job.model)
     fixed = (parts["parameters"] + parts["moments"]) / memory_gib(cell.topology)
@@ -222,7 +246,7 @@ def work(args: argparse.Namespace) -> None:
     picture = output_file(args.picture or args.output.with_suffix(".png"))
     output_file(args.output)
     jax.config.update("jax_platforms", "cpu")
-    table = Table(args.output)
+    table = Table(args.output, args.compilations)
     missing = set()
     for cell in () if args.show else cells(args.only):
         try:
@@ -238,7 +262,7 @@ def work(args: argparse.Namespace) -> None:
             print(f"{cell.name}: the compiler failed: {str(error).splitlines()[0][:200]}", file=sys.stderr)
     if not args.show:
         table.save()
-    filled = {cell: table.filled(cell) for cell in cells()}
+    filled = {cell: table.content(cell) for cell in cells()}
     show(filled)
     draw({cell: content["longest"] for cell, content in filled.items()
           if content and content["longest"] and cell.memory in MEMORIES}, picture)
@@ -250,8 +274,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--only", nargs="+", default=[], help="words that a cell's name has: model, topology, column, memory")
     parser.add_argument("--show", action="store_true", help="compile nothing")
     parser.add_argument("--compiles", type=int, help="at most so many for a cell; a later start goes on")
-    parser.add_argument("--output", type=Path, default=Path("docs/plans/table3.json"), help="the table, read first and then "
-                        "written again (default docs/plans/table3.json, the repository's own)")
+    parser.add_argument("--output", type=Path, default=FILE, help="the table, read first and then written again "
+                        "(default docs/plans/table3.json, the repository's own)")
+    parser.add_argument("--compilations", type=Path, default=Path(".cache/table3.json"), help="every compilation of cells that "
+                        "the table lacks, so that a later start goes on (default .cache/table3.json)")
     parser.add_argument("--picture", type=Path, help="where to draw (default: beside the table)")
     args = parser.parse_args(argv)
     return entry.run(lambda: work(args))

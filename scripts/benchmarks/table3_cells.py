@@ -2,7 +2,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from model.config import LlamaConfig
@@ -12,8 +15,11 @@ from planning.plan import Job
 from planning.search import best_every_k
 from scripts.benchmarks.paper_rows import RING_ATTENTION_COLUMNS as COLUMNS
 from scripts.benchmarks.paper_rows import RING_ATTENTION_CONTEXTS as PAPER
+from scripts.benchmarks.plan_store import kept
+from scripts.benchmarks.results import ROOT
 from trainer.config.schema import MeshConfig
 
+FILE = ROOT / "docs" / "plans" / "table3.json"
 MEMORIES = ("device", "ours")
 LIKE_FOR_LIKE = "paper"
 # Chunk sizes with which position-wise work runs on all of a device's tokens at once.
@@ -103,3 +109,16 @@ def is_gpu(topology: str) -> bool:
 def table_rows() -> list[tuple[str, str]]:
     """Returns the topology and the model of each row of the paper's table."""
     return [(topology, model) for topology, models in PAPER.items() for model in models]
+
+
+def read_cells(file: Path = FILE) -> list[dict[str, Any]]:
+    """Returns what is stored of each cell: its names, the longest context with its plan, and why its double does not fit."""
+    return json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+
+
+def write_cells(contents: Iterable[dict[str, Any]], file: Path = FILE) -> None:
+    """Stores cells in one step, each in its line, with what is kept of its plan."""
+    lines = [json.dumps(content | ({"plan": kept(content["plan"])} if "plan" in content else {})) for content in contents]
+    partial = file.with_suffix(".part")
+    partial.write_text("[\n" + ",\n".join(lines) + "\n]\n", encoding="utf-8")
+    partial.replace(file)

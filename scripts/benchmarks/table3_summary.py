@@ -3,17 +3,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scripts.benchmarks.commands import read_json, tokens_text
+from scripts.benchmarks.commands import tokens_text
 from scripts.benchmarks.paper_rows import RING_ATTENTION_COLUMNS, RING_ATTENTION_CONTEXTS
 from scripts.benchmarks.results import row
 from scripts.benchmarks.summaries import Rows, Tables
-from scripts.benchmarks.table3_cells import LIKE_FOR_LIKE
+from scripts.benchmarks.table3_cells import LIKE_FOR_LIKE, read_cells
 
 
 def table3(out: Path) -> tuple[Rows, Tables]:
     """Reads docs/plans/table3.json, the command's own record."""
     cells = {(cell["topology"], cell["model"], cell["column"], cell["memory"]): cell
-             for cell in read_json(Path("docs/plans/table3.json"))["cells"]}
+             for cell in read_cells()}
     contexts = {name: cell["longest"] for name, cell in cells.items()}
     rings, lines, held, twice = {}, [], 0, 0
     for topology, models in RING_ATTENTION_CONTEXTS.items():

@@ -9,7 +9,8 @@ from data.printable import printable
 ATTACKS = {
     "clears the screen": "\x1b[2J\x1b[H", "sets the title": "\x1b]0;title\x07", "writes the clipboard": "\x1b]52;c;aGk=\x07",
     "8-bit control sequence": "\x9b2J", "carriage return": "all is well\rerror", "backspace": "abc\x08\x08\x08xyz",
-    "right-to-left override": "user\u202etxt.exe", "isolate": "a\u2066b\u2069", "half a surrogate pair": "\ud83d", "null": "a\0b",
+    "right-to-left override": "user\u202etxt.exe", "isolate": "a\u2066b\u2069",
+    "half a surrogate pair": "\ud83d", "null": "a\0b",
 }
 
 

@@ -1,12 +1,11 @@
 """The pictures in docs/: each fits a screen and is shown by a page, and no legend or title lies over another part."""
-import json
 import re
 import struct
 from pathlib import Path
 
 import pytest
 
-from scripts.benchmarks.table3_cells import MEMORIES, Cell
+from scripts.benchmarks.table3_cells import MEMORIES, Cell, read_cells
 from scripts.benchmarks.table3_picture import draw
 from tests.pictures import overlaps
 
@@ -32,8 +31,7 @@ def test_every_picture_is_shown_by_a_page():
 
 
 def test_nothing_lies_over_another_part_of_table3(saved_figures, tmp_path):
-    stored = json.loads((DOCS / "plans" / "table3.json").read_text())["cells"]
-    cells = [cell for cell in stored if cell["memory"] in MEMORIES]  # those like for like are in the text alone
+    cells = [cell for cell in read_cells() if cell["memory"] in MEMORIES]  # those like for like are in the text alone
     assert len(cells) == 152
     draw({Cell(*(cell[name] for name in ("topology", "model", "column", "memory"))): cell["longest"]
           for cell in cells}, tmp_path / "table3.png")

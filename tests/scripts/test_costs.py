@@ -1,5 +1,4 @@
-"""`python -m scripts.plan --hardware` (once scripts.costs) and `python -m scripts.benchmarks.activation_memory`: what they
-print, and one-line errors."""
+"""`python -m scripts.plan --hardware` and `python -m scripts.benchmarks.activation_memory`: output, one-line errors."""
 import json
 
 import pytest

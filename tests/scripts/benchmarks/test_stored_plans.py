@@ -3,26 +3,26 @@ import re
 
 import pytest
 
+from scripts.benchmarks.plan_store import read_plans
 from scripts.benchmarks.results import ROOT
 from scripts.benchmarks.stored_plans import (
     CONTEXTS,
     MEMORY_1M,
-    RECIPES,
     line,
     memory_text,
     policy,
-    read_plan,
+    recipe_plans,
     seconds_text,
     two_digits,
 )
 
-PLANS = {ROOT / "configs" / recipes.folder / f"{name}.yaml": plan for recipes in RECIPES.values()
-         for name, plan in recipes.plans.items()}
+STORED = read_plans()
+PLANS = recipe_plans(STORED)
 
 
-@pytest.mark.parametrize("recipe", PLANS, ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", PLANS)
 def test_a_recipes_head_gives_the_figures_of_its_plan(recipe):
-    head, plan = recipe.read_text(encoding="utf-8").split("\n\n")[0], PLANS[recipe]
+    head, plan = (ROOT / "configs" / f"{recipe}.yaml").read_text(encoding="utf-8").split("\n\n")[0], PLANS[recipe]
     assert f"; {seconds_text(plan)} s a step, by the estimate" in head
     assert f"; {memory_text(plan)} GiB on each " in head
 
@@ -44,8 +44,8 @@ def test_a_policy_names_only_what_is_not_the_default():
 
 
 def test_every_plan_of_a_result_is_there_and_says_what_made_it():
-    for file in (*(file for file, *_ in CONTEXTS.values()), *MEMORY_1M.values()):
-        assert {"python", "jax", "jaxlib", "flags"} < set(read_plan(file)["made_with"]), file
+    for name in (*(name for name, *_ in CONTEXTS.values()), *MEMORY_1M.values()):
+        assert {"python", "jax", "jaxlib"} < set(STORED[name]["made_with"]), name
 
 
 def test_two_digits_are_significant_ones():
@@ -54,7 +54,8 @@ def test_two_digits_are_significant_ones():
 
 def test_the_page_of_memory_gives_the_figures_of_its_plans():
     page = (ROOT / "docs" / "meshes_and_memory.md").read_text(encoding="utf-8")
-    linked = re.findall(r"\]\(plans/(\S+\.json)\).*\| ([\d.]+ of [\d.]+) \|", page)
-    assert len(linked) >= 9
-    for name, figures in linked:
-        assert figures == memory_text(read_plan(name)), name
+    rows = re.findall(r"`([\w/]+)` \|.*\| ([\d.]+ of [\d.]+) \|", page)
+    named = {name: figures for name, figures in rows if name in STORED}
+    assert len(named) >= 9
+    for name, figures in named.items():
+        assert figures == memory_text(STORED[name]), name

@@ -1,0 +1,51 @@
+"""The plans that pages, results and the planner's calibration rest on: docs/plans/plans.json, one plan on each line.
+
+A plan of a recipe has the recipe's path below configs/ as its name; other names say model, context and machine. A plan keeps
+what is read of it: what was asked, versions and flags of the compiler, memory by parts, bytes by kind of transfer and the share
+of them that is sent beside compute, and estimated times.
+"""
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from planning.memory_options import MEMORY_OPTIONS
+from scripts.benchmarks.results import ROOT
+
+FILE = ROOT / "docs" / "plans" / "plans.json"
+KEPT = ("model", "topology", "context", "batch", "mesh", "schedule", *MEMORY_OPTIONS, "peak_gib", "temporaries_gib", "host_gib",
+        "device_gib", "left_gib", "communication", "estimated_step_seconds", "estimated_step_seconds_low",
+        "estimated_step_seconds_high", "made_with", "jax", "compiler_flags")
+DIGITS = 6  # significant
+
+
+def read_plans(file: Path = FILE) -> dict[str, dict[str, Any]]:
+    """Returns the stored plans by name, in alphabetical order."""
+    return json.loads(file.read_text(encoding="utf-8"))
+
+
+def write_plans(plans: dict[str, dict[str, Any]], file: Path = FILE) -> None:
+    """Stores plans in one step, each in its line, with what is kept of it."""
+    lines = [f"{json.dumps(name)}: {json.dumps(kept(plan))}" for name, plan in sorted(plans.items())]
+    partial = file.with_suffix(".part")
+    partial.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+    partial.replace(file)
+
+
+def kept(plan: dict[str, Any]) -> dict[str, Any]:
+    """Returns what is stored of a plan: KEPT, without what is off, numbers with DIGITS significant digits."""
+    fields = {name: _rounded(plan[name]) for name in KEPT if name in plan}
+    if "made_with" in fields:
+        fields.pop("jax", None)  # it is among the versions
+    return fields
+
+
+def _rounded(value: Any) -> Any:
+    """Returns a value without what is off or empty within it; `times`, how often a transfer occurs, is read by nothing."""
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, dict):
+        is_empty = {name: inner is False or inner == [] or inner == {} for name, inner in value.items()}
+        return {name: _rounded(inner) for name, inner in value.items() if name != "times" and not is_empty[name]}
+    return value
