@@ -4,8 +4,8 @@
     python -m scripts.benchmarks --only step kernels   # these, fresh or not
     python -m scripts.benchmarks --stale               # lists results whose code has changed, measures nothing
 
-A result is fresh while the files that it depends on are those that were measured. Results carried over from the page of
-before count by the files of the commit that recorded them.
+A result is fresh while the programs that it depends on are those that were measured: see `freshness`. Results carried over
+from the page of before count by the programs of the commit that recorded them.
 """
 from __future__ import annotations
 

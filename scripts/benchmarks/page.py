@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from scripts.benchmarks.results import ROOT, Result, combine, load_all
+from scripts.benchmarks.results import ROOT, Result, load_all
 
 PAGE = ROOT / "BENCHMARKS.md"
 INTRODUCTION = """\
@@ -35,7 +37,7 @@ PROVENANCE = """\
 
 Commands that are cut short stand whole in the result files, as do the dates and commits of single rows. `carried`: taken over
 from the hand-written page of before, with the commit that recorded the figures. `inputs`:
-a digest of the files that the result depends on.
+a digest of the programs that the result depends on.
 """
 # What users ask first: question, and the NAME.ROW that answers it.
 HEADLINES = (
@@ -184,11 +186,11 @@ def short(command: str, width: int = 60) -> str:
 
 
 def provenance(results: Mapping[str, Result]) -> str:
-    """Returns the section of dates, commits and commands. `inputs` digests the fingerprints of the files it depends on."""
+    """Returns the section of dates, commits and commands. `inputs` digests what it depends on."""
     rows = []
     for name, result in results.items():
         if result.date:
-            digest = combine(sorted(result.depends_on.items()))[:8]
+            digest = hashlib.sha256(json.dumps(result.depends_on, sort_keys=True).encode()).hexdigest()[:8]
             dates = sorted({result.date, *(row["date"] for row in result.rows.values() if "date" in row)})
             commits = {result.commit, *(row["commit"] for row in result.rows.values() if "commit" in row)}
             commit = result.commit if len(commits) == 1 else f"{len(commits)} commits"

@@ -17,7 +17,6 @@ from __future__ import annotations
 import dataclasses
 import datetime
 import functools
-import hashlib
 import importlib.metadata
 import json
 import os
@@ -26,6 +25,8 @@ import re
 import subprocess
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from scripts.benchmarks import freshness
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "docs" / "results"
@@ -48,7 +49,7 @@ class Result:
       date: day of the measurement, YYYY-MM-DD.
       commit: commit of the measured code; for carried results the commit that recorded the figures.
       hardware, versions: of the machine that measured; None or absent where that was not recorded.
-      depends_on: glob pattern -> fingerprint of the matching files at that commit (see `fingerprint`).
+      depends_on: glob pattern -> digest of the programs in the matching files at that commit (see `freshness`).
       seconds: how long the command took, None where that was not recorded.
       carried: whether the figures were taken over from the hand-written page that preceded the result files.
       note: page of docs/notes that says what was tried and why.
@@ -134,24 +135,12 @@ def row(what: str, found: str, goal: str = "", held: bool | None = None, **rest:
 
 
 def fingerprint(pattern: str) -> str:
-    """Returns a hash of the names and contents of the repository's files that match a glob pattern."""
-    paths = sorted(path for path in ROOT.glob(pattern) if path.is_file() and "__pycache__" not in path.parts)
-    return combine((path.relative_to(ROOT).as_posix(), git_blob(path.read_bytes())) for path in paths)
-
-
-def git_blob(content: bytes) -> str:
-    """Returns the id that git gives a file with this content, so that an old commit's files need no reading."""
-    return hashlib.sha1(b"blob %d\0" % len(content) + content).hexdigest()
-
-
-def combine(blobs: Iterable[tuple[str, str]]) -> str:
-    """Returns one hash of (path, git blob id) pairs in order."""
-    lines = "".join(f"{path} {blob}\n" for path, blob in blobs)
-    return hashlib.sha256(lines.encode()).hexdigest()[:16]
+    """Returns a digest of the programs in the repository's files that match a glob pattern, see `freshness`."""
+    return freshness.fingerprint(pattern, ROOT)
 
 
 def changed(result: Result) -> list[str]:
-    """Returns the patterns of `depends_on` whose files have changed since the result was measured; empty: it is fresh."""
+    """Returns the patterns of `depends_on` whose programs have changed since the result was measured; empty: it is fresh."""
     return [pattern for pattern, known in result.depends_on.items() if fingerprint(pattern) != known]
 
 

@@ -59,14 +59,15 @@ def test_a_result_is_stale_once_a_file_has_changed(monkeypatch, tmp_path):
     monkeypatch.setattr(results, "ROOT", tmp_path)
     (tmp_path / "code").mkdir()
     file = tmp_path / "code" / "step.py"
-    file.write_text("one")
+    file.write_text("x = 1")
     before = fingerprint("code/**/*.py")
     result = Result("t", {"a": row("a", "1")}, "c", "2026-01-01", "abc", {}, {}, {"code/**/*.py": before})
     assert changed(result) == []
-    file.write_text("two")
+    file.write_text("x = 2")
     assert changed(result) == ["code/**/*.py"]
-    file.write_text("one")
-    (file.parent / "more.py").touch()
+    file.write_text("x = 1  # again")
+    assert changed(result) == []
+    (file.parent / "more.py").write_text("y = 1")
     assert changed(result) == ["code/**/*.py"]
 
 

@@ -1,0 +1,77 @@
+"""What a result depends on: a digest of the programs in files, which a changed program changes and a rename does not.
+
+Of Python files the digest is of what runs: without comments, docstrings, annotations, imports and the words of messages, with
+every name that the files define themselves replaced by its number in the statement. Names of libraries stay, since exp is not
+log. So other names, another format, another file for a function or another order of functions age nothing. A function that is
+cut in two counts as changed, though it computes the same. Of other files the digest is of their bytes.
+"""
+from __future__ import annotations
+
+import ast
+import hashlib
+import itertools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+# Fields of Python's syntax tree that say nothing about what runs, or that only some versions of Python have.
+_LEFT_OUT = {"annotation", "returns", "type_comment", "type_params", "type_ignores", "kind", "ctx", "simple"}
+
+
+def fingerprint(pattern: str, root: Path) -> str:
+    """Returns the digest of the programs in the files below `root` that match a glob pattern."""
+    paths = sorted(path for path in root.glob(pattern) if path.is_file() and "__pycache__" not in path.parts)
+    return digest((path.relative_to(root).as_posix(), path.read_bytes()) for path in paths)
+
+
+def digest(files: Iterable[tuple[str, bytes]]) -> str:
+    """Returns the digest, 16 hexadecimal digits, of files given as (path, content)."""
+    others, trees = [], []
+    for path, content in files:
+        if path.endswith(".py"):
+            trees.append(ast.parse(content))
+        else:
+            others.append(f"{path} {hashlib.sha256(content).hexdigest()}")
+    defined = set(itertools.chain.from_iterable(_defined(tree) for tree in trees))
+    programs = [_text(statement, defined, {}) for tree in trees for statement in _statements(tree)]
+    return hashlib.sha256("\n".join([*sorted(others), *sorted(programs)]).encode()).hexdigest()[:16]
+
+
+def _statements(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Yields the statements of a module that run something: no imports, and no strings by themselves."""
+    for statement in tree.body:
+        if not isinstance(statement, ast.Import | ast.ImportFrom) and not _is_string(statement):
+            yield statement
+
+
+def _is_string(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _defined(tree: ast.AST) -> Iterator[str]:
+    """Yields the names that a module defines: of functions, classes, arguments, variables and attributes that are assigned."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.arg):
+            yield node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.attr
+
+
+def _text(node: object, defined: set[str], numbers: dict[str, int]) -> str:
+    """Returns a syntax tree as text, each defined name being its number in `numbers`, which grows by those not seen before."""
+    if isinstance(node, list):
+        return "[" + ",".join(_text(item, defined, numbers) for item in node if not _is_string(item)) + "]"
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return "message" if " " in node.value else repr(node.value)
+    if isinstance(node, ast.JoinedStr) and any(" " in str(part.value) for part in node.values if isinstance(part, ast.Constant)):
+        return "message"
+    if isinstance(node, ast.AST):
+        fields = [_text(value, defined, numbers) for name, value in ast.iter_fields(node)
+                  if name not in _LEFT_OUT and value is not None and value != []]
+        return f"{type(node).__name__}({','.join(fields)})"
+    if isinstance(node, str) and node in defined:
+        return f"#{numbers.setdefault(node, len(numbers))}"
+    return repr(node)

@@ -1,0 +1,59 @@
+"""What ages a result: a changed program does, another name, comment, format or place does not."""
+import pytest
+
+from scripts.benchmarks.freshness import digest
+
+PROGRAM = b'''
+"""A module."""
+import jax.numpy as jnp
+
+SCALE = 2
+
+def weighted(values, weights):
+    """Returns the sum."""
+    if not len(values):
+        raise ValueError(f"no values, {weights} alone")
+    return SCALE * jnp.exp(values - weights).sum()
+
+class Loss:
+    name: str = "mean"
+
+    def __call__(self, x):
+        return weighted(x, self.name)
+'''
+SAME = {
+    "comments and format": PROGRAM.replace(b"    return SCALE", b"    # why\n    return (SCALE").replace(b".sum()", b".sum())"),
+    "docstrings": PROGRAM.replace(b"Returns the sum.", b"The sum of all."),
+    "names": PROGRAM.replace(b"weighted", b"f").replace(b"values", b"x_1").replace(b"SCALE", b"FACTOR"),
+    "annotations": PROGRAM.replace(b"def weighted(values, weights)", b"def weighted(values: int, weights: int) -> int"),
+    "messages": PROGRAM.replace(b"no values, {weights} alone", b"not one value"),
+    "imports": PROGRAM.replace(b"import jax.numpy as jnp", b"from jax import numpy as jnp"),
+}
+CHANGED = {
+    "a library's function": (b"jnp.exp", b"jnp.log"),
+    "an operator": (b"values - weights", b"values + weights"),
+    "the order of arguments": (b"values - weights", b"weights - values"),
+    "a number": (b"SCALE = 2", b"SCALE = 3"),
+    "a word that decides": (b'"mean"', b'"total"'),
+    "a condition": (b"if not len", b"if len"),
+}
+
+
+@pytest.mark.parametrize("program", SAME.values(), ids=SAME)
+def test_what_computes_the_same_ages_nothing(program):
+    assert program != PROGRAM and digest([("a.py", program)]) == digest([("a.py", PROGRAM)])
+
+
+@pytest.mark.parametrize(("old", "new"), CHANGED.values(), ids=CHANGED)
+def test_another_program_ages_a_result(old, new):
+    assert digest([("a.py", PROGRAM.replace(old, new))]) != digest([("a.py", PROGRAM)])
+
+
+def test_functions_may_move_between_files():
+    first, second = PROGRAM.split(b"class Loss")
+    moved = [("a.py", b"class Loss" + second), ("b.py", first)]
+    assert digest(moved) == digest([("a.py", PROGRAM)])
+
+
+def test_other_files_count_by_their_bytes():
+    assert digest([("a.yaml", b"x: 1")]) != digest([("a.yaml", b"x:  1")])
