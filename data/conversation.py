@@ -24,6 +24,8 @@ class Message:
     """In a tool's turn, the id of the call that it answers."""
     name: str | None = None
     """In a tool's turn, the name of the tool."""
+    reasoning: str | None = None
+    """What an assistant thought before its answer, where the record keeps it apart; templates have it as `reasoning_content`."""
 
     def __post_init__(self):
         if self.role not in ROLES:
