@@ -22,7 +22,7 @@ from jaxtyping import Array, Float
 from .config import LlamaConfig
 from .feedforward import RMSNorm, param, scaled_norm
 from .frozen import array
-from .loss import LossSums, global_sums
+from .loss import LocalLosses, LossSums, global_sums
 from .memory.chunked import chunked, chunked_total, product
 from .modules import EndsFactory
 from .transformer import TOKENS, Batch, Transformer
@@ -136,8 +136,8 @@ class AgenticTransformer(Transformer):
         logits = numbers[..., split:] if self.sizes.components > 1 else jnp.zeros((*x.shape[:2], 1), jnp.float32)
         return Mixture(actions, jax.nn.log_softmax(logits))
 
-    def local_losses(self, params: Shards, batch: Batch) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
-        """Returns the weighted sum of this device's losses, and each token's, without gradient."""
+    def local_losses(self, params: Shards, batch: Batch) -> LocalLosses:
+        """Returns the losses of this device's tokens."""
         def losses(weights, arrays, labels):
             actions, log_probabilities = self._predict(weights, arrays["x"])
             squares = jnp.square(actions - labels["targets"][:, :, None])
@@ -145,10 +145,11 @@ class AgenticTransformer(Transformer):
                 return jnp.mean(squares[:, :, 0], -1)
             return -jax.nn.logsumexp(log_probabilities - jnp.sum(squares, -1) / (2 * MIXTURE_DEVIATION**2), -1)
 
-        x = self.local_hidden(params, batch)
+        x, sums = self.local_layers(params, batch)
         with jax.named_scope("head_and_loss"):
-            return chunked_total(losses, self._head_weights(params), {"x": x}, {"targets": batch["targets"]},
-                                 batch["loss_weights"], dtype=self.dtype, chunk=self.memory.loss_chunk)
+            total, tokens = chunked_total(losses, self._head_weights(params), {"x": x}, {"targets": batch["targets"]},
+                                          batch["loss_weights"], dtype=self.dtype, chunk=self.memory.loss_chunk)
+        return LocalLosses(total, tokens, self.auxiliary_losses(sums))
 
     # Of a global batch
 
@@ -159,8 +160,7 @@ class AgenticTransformer(Transformer):
         -log sum_k p_k exp(-|a - a_k|^2 / (2 MIXTURE_DEVIATION^2)), which is 0 where one of them is certain and right.
         """
         def local(params, batch):
-            total, losses = self.local_losses(params, batch)
-            return global_sums(total, losses, batch["loss_weights"], None, 0)
+            return global_sums(self.local_losses(params, batch), batch["loss_weights"], None, 0)
 
         return self._sharded(local, PartitionSpec())(params, batch)
 

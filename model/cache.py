@@ -234,7 +234,7 @@ class CachedModel:
             k, v = (write_heads(old, new, number) for old, new in ((k, new_k), (v, new_v)))
             cached = Keys(jnp.swapaxes(k[number], 1, 2), jnp.swapaxes(v[number], 1, 2), slots)
             attended = attend(layer.attention, Queries(q, coords), Keys(new_k, new_v, coords), cached, before)
-            return (layer.finish(weights, x, attended.astype(x.dtype), labels), k, v), None
+            return (layer.finish(weights, x, attended.astype(x.dtype), labels).hidden, k, v), None
 
         (x, k, v), _ = scan_periods(
             [functools.partial(run_layer, layer) for layer in layers], (model.local_embed(params, batch), cache.k, cache.v),

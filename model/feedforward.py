@@ -23,6 +23,9 @@ Shape = tuple[int, ...]
 Axes = tuple[str, ...]
 # The tokens' numbers within a layer, from which the masks of dropout follow; None without dropout.
 DropoutKeys = UInt32[Array, "B T"] | None
+# What a feed-forward gives beside its output, by name: float32 sums over a device's tokens, of any shape and with gradient,
+# from which a model makes auxiliary losses (`Transformer.auxiliary_losses`). They are the same on all tensor ranks.
+Auxiliary = dict[str, Float[Array, "..."]]
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
@@ -207,10 +210,11 @@ class FeedForward(nnx.Module):
                                     name="down_proj", config=config, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T E"], parallel: TensorParallel,
-                 dropout: DropoutKeys = None) -> Float[Array, "B T E"]:
-        """Returns the feed-forward of normalised hidden states, summed over the tensor ranks; `dropout` as of `Projection`."""
+                 dropout: DropoutKeys = None) -> tuple[Float[Array, "B T E"], Auxiliary]:
+        """Returns the feed-forward of normalised hidden states, summed over the tensor ranks, and no auxiliary sums; `dropout`
+        is as of `Projection`."""
         x = parallel.whole(x)
         gate = self.gate_proj.add_bias(self.gate_proj(x, parallel, dropout))
         up = self.up_proj.add_bias(self.up_proj(x, parallel, dropout))
         down = self.down_proj(self.activation(gate) * up, parallel, dropout)
-        return self.down_proj.add_bias(parallel.combine(down, "mlp"))
+        return self.down_proj.add_bias(parallel.combine(down, "mlp")), {}

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jaxtyping import Array, Float
@@ -14,7 +14,8 @@ from jaxtyping import Array, Float
 from .attention import AttentionOp, Keys, Queries, TokenCoords, attend
 from .config import LlamaConfig
 from .dropout import TokenInfo
-from .memory.chunked import chunked
+from .feedforward import Auxiliary
+from .memory.chunked import chunked_with_sums
 from .memory.options import MemoryConfig
 from .modules import bind, read_by
 from .rope_config import RopeConfig
@@ -22,6 +23,19 @@ from .sharding import TensorParallel
 
 Heads = Float[Array, "B T H D"]
 Hidden = Float[Array, "B T E"]
+
+
+class LayerOutput(NamedTuple):
+    """What a layer gives, or all layers together.
+
+    Attributes:
+      hidden: the hidden states.
+      auxiliary: the layer's sums over a device's tokens; those of all layers are stacked on a leading axis. Dense layers have
+        none, {}.
+    """
+
+    hidden: Hidden
+    auxiliary: Auxiliary
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +57,7 @@ class Layer:
     rope: RopeConfig | None
     length: int
 
-    def __call__(self, weights: dict, x: Hidden, labels: TokenInfo, coords: TokenCoords) -> Hidden:
+    def __call__(self, weights: dict, x: Hidden, labels: TokenInfo, coords: TokenCoords) -> LayerOutput:
         """Returns the layer's output."""
         q, k, v = self.project(weights, x, labels)
         return self.finish(weights, x, self.attend(q, k, v, coords), labels)
@@ -60,17 +74,17 @@ class Layer:
                 x = arrays["x"] if self.config.norms == "after" else layer.input_layernorm(arrays["x"])
                 x = self.parallel.whole(x)
             with jax.named_scope("qkv_projection"):
-                return layer.self_attn.project(x, labels["tokens"], self.rope, self.length, self.parallel, stages)
+                return {}, layer.self_attn.project(x, labels["tokens"], self.rope, self.length, self.parallel, stages)
 
         return self._position_wise(project, read_by(stages, weights), {"x": x}, {"tokens": labels},
-                                   self.memory.projection_chunk, "x" if through else None)
+                                   self.memory.projection_chunk, "x" if through else None)[1]
 
     def attend(self, q: Heads, k: Heads, v: Heads, coords: TokenCoords) -> Heads:
         """Returns attention's output for this device's queries over the keys of all shards."""
         with jax.named_scope("attention"):
             return attend(self.attention, Queries(q, coords), Keys(k, v, coords)).out
 
-    def finish(self, weights: dict, x: Hidden, attended: Heads, labels: TokenInfo) -> Hidden:
+    def finish(self, weights: dict, x: Hidden, attended: Heads, labels: TokenInfo) -> LayerOutput:
         """Returns the layer's output from its input and attention's output."""
         def finish(weights, arrays, labels):
             layer, norms, dropout = bind(self.config, weights), self.config.norms, labels["dropout"]
@@ -79,12 +93,15 @@ class Layer:
                 x = self._add(arrays["x"], branch if norms == "before" else layer.post_attention_layernorm(branch))
             with jax.named_scope("feed_forward"):
                 if norms == "before":
-                    return self._add(x, layer.mlp(layer.post_attention_layernorm(x), self.parallel, dropout))
+                    branch, auxiliary = layer.mlp(layer.post_attention_layernorm(x), self.parallel, dropout)
+                    return auxiliary, self._add(x, branch)
                 hidden = layer.pre_feedforward_layernorm(x) if norms == "both" else x
-                return self._add(x, layer.post_feedforward_layernorm(layer.mlp(hidden, self.parallel, dropout)))
+                branch, auxiliary = layer.mlp(hidden, self.parallel, dropout)
+                return auxiliary, self._add(x, layer.post_feedforward_layernorm(branch))
 
-        return self._position_wise(finish, read_by(("output",), weights), {"x": x, "attended": attended},
-                                   {"dropout": labels.dropout}, self.memory.feed_forward_chunk)
+        auxiliary, hidden = self._position_wise(finish, read_by(("output",), weights), {"x": x, "attended": attended},
+                                                {"dropout": labels.dropout}, self.memory.feed_forward_chunk)
+        return LayerOutput(hidden, auxiliary)
 
     def _add(self, x: Hidden, branch: Hidden) -> Hidden:
         """Returns the residual stream with what a branch adds to it."""
@@ -92,12 +109,12 @@ class Layer:
         return x + (branch if multiplier == 1 else branch * multiplier)
 
     def _position_wise(self, fn: Callable, weights: dict, arrays: dict, labels: dict, chunk: int,
-                       through: str | None = None) -> Any:
-        """Runs fn in chunks of tokens that are computed again in the backward pass; with the remat policy `everything`, which
-        keeps the results of products, all at once."""
+                       through: str | None = None) -> tuple[Any, Any]:
+        """Returns the sums and the results of fn, run in chunks of tokens that are computed again in the backward pass; with
+        the remat policy `everything`, which keeps the results of products, all at once."""
         if self.memory.policy.products:
-            results = fn(weights, arrays, labels)
-            return (arrays[through], *results) if through else results
+            sums, results = fn(weights, arrays, labels)
+            return sums, (arrays[through], *results) if through else results
         # With split tokens a rank's chunks would not be chunks of the tokens that all ranks together have.
         chunk = 0 if self.parallel.split_tokens else chunk
-        return chunked(fn, weights, arrays, labels, dtype=self.dtype, chunk=chunk, through=through)
+        return chunked_with_sums(fn, weights, arrays, labels, dtype=self.dtype, chunk=chunk, through=through)

@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 
 from . import modules
 from .embed_and_head import EmbedAndHead
-from .loss import LossSums, global_sums
+from .loss import LocalLosses, LossSums, global_sums
 from .transformer import TOKENS, Batch, Transformer
 from .weights import Shards
 
@@ -41,10 +41,11 @@ class Llama(Transformer):
         ends = self.embed_and_head
         return ends.logits(self.weights.whole(params, ends.head_names), x)
 
-    def local_losses(self, params: Shards, batch: Batch) -> tuple[Float[Array, ""], Float[Array, "B T"]]:
-        """Returns the weighted sum of this device's losses, and each token's, without gradient."""
-        ends, x = self.embed_and_head, self.local_hidden(params, batch)
-        return ends.losses(self.weights.whole(params, ends.head_names), x, batch["targets"], batch["loss_weights"])
+    def local_losses(self, params: Shards, batch: Batch) -> LocalLosses:
+        """Returns the losses of this device's tokens."""
+        ends, (x, sums) = self.embed_and_head, self.local_layers(params, batch)
+        total, losses = ends.losses(self.weights.whole(params, ends.head_names), x, batch["targets"], batch["loss_weights"])
+        return LocalLosses(total, losses, self.auxiliary_losses(sums))
 
     # Of a global batch
 
@@ -57,14 +58,13 @@ class Llama(Transformer):
           sources: how many sources the batch's `source_ids` [B, L] tell apart; each then has sums of its own.
         """
         def local(params, batch):
-            total, losses = self.local_losses(params, batch)
-            return global_sums(total, losses, batch["loss_weights"], batch.get("source_ids"), sources)
+            return global_sums(self.local_losses(params, batch), batch["loss_weights"], batch.get("source_ids"), sources)
 
         return self._sharded(local, PartitionSpec())(params, batch)
 
     def token_losses(self, params: Shards, batch: Batch) -> Float[Array, "B L"]:
         """Returns -log p(target) of every token, float32."""
-        return self._sharded(lambda params, batch: self.local_losses(params, batch)[1], TOKENS)(params, batch)
+        return self._sharded(lambda params, batch: self.local_losses(params, batch).tokens, TOKENS)(params, batch)
 
     def logits(self, params: Shards, batch: Batch) -> Float[Array, "B L V"]:
         """Returns the float32 logits of every token. For tests and short inputs."""

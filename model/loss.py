@@ -18,17 +18,38 @@ class SourceSums(NamedTuple):
     weight: Float[Array, " S"]
 
 
+class LocalLosses(NamedTuple):
+    """The losses of one device's tokens, inside `shard_map`.
+
+    Attributes:
+      total: the weighted sum of the tokens' losses, which gradients pass through.
+      tokens: each token's loss, without gradient.
+      auxiliary: what the layers' auxiliary losses add to the total, by name; {} in dense models.
+    """
+
+    total: Float[Array, ""]
+    tokens: Float[Array, "B T"]
+    auxiliary: dict[str, Float[Array, ""]]
+
+
 class LossSums(NamedTuple):
     """Sums over all tokens of a global batch, or of several batches; total / weight is the mean loss in nats.
 
     Attributes:
       total: the sum of weighted losses, float32; weight: the sum of their weights.
       by_source: both for each source.
+      auxiliary: by name the losses that layers add to the total, on its scale; {} in dense models.
     """
 
     total: Float[Array, ""]
     weight: Float[Array, ""]
     by_source: SourceSums
+    auxiliary: dict[str, Float[Array, ""]]
+
+    @property
+    def trained(self) -> Float[Array, ""]:
+        """What gradients are taken of: the total with the auxiliary losses added to it."""
+        return sum(self.auxiliary.values(), start=self.total)
 
 
 def token_losses(logits: Float[Array, "B c V"], targets: Int[Array, "B c"], parallel: TensorParallel) -> Float[Array, "B c"]:
@@ -51,12 +72,11 @@ def token_losses(logits: Float[Array, "B c V"], targets: Int[Array, "B c"], para
     return maximum + jnp.log(total) - target_logits
 
 
-def global_sums(total: Float[Array, ""], losses: Float[Array, "B T"], weights: Float[Array, "B T"],
-                source_ids: Int[Array, "B T"] | None, sources: int) -> LossSums:
+def global_sums(losses: LocalLosses, weights: Float[Array, "B T"], source_ids: Int[Array, "B T"] | None,
+                sources: int) -> LossSums:
     """Returns the sums over all devices that hold tokens, from a device's own tokens. Runs inside `shard_map`.
 
     Args:
-      total: the weighted sum of `losses`, which gradients pass through; none pass through `losses`.
       source_ids: the number of each token's source; not read where `sources`, their number, is 0.
     """
     def over_devices(x):
@@ -66,8 +86,9 @@ def global_sums(total: Float[Array, ""], losses: Float[Array, "B T"], weights: F
         return over_devices(jnp.where(source_ids == jnp.arange(sources)[:, None, None], x, 0).sum((1, 2)))
 
     empty = jnp.zeros(0, jnp.float32)
-    of_sources = SourceSums(by_source(losses * weights), by_source(weights)) if sources else SourceSums(empty, empty)
-    return LossSums(over_devices(total), over_devices(jnp.sum(weights)), of_sources)
+    of_sources = SourceSums(by_source(losses.tokens * weights), by_source(weights)) if sources else SourceSums(empty, empty)
+    return LossSums(over_devices(losses.total), over_devices(jnp.sum(weights)), of_sources,
+                    jax.tree.map(over_devices, losses.auxiliary))
 
 
 @jax.custom_vjp

@@ -22,7 +22,8 @@ from .attention import AttentionOp, Mask, TokenCoords, document_starts
 from .attention.kernels import Kernel, get_kernel
 from .config import LlamaConfig
 from .dropout import TokenInfo
-from .layer import Layer
+from .feedforward import Auxiliary
+from .layer import Layer, LayerOutput
 from .memory.options import MemoryConfig, check_combination
 from .memory.runners import layer_runner
 from .modules import LAYERS, EndsFactory, bind, declare, declare_layer, init, init_adapters, module_of, own_shapes
@@ -247,12 +248,26 @@ class Transformer(abc.ABC):
         """Returns the first layer's input."""
 
     def local_hidden(self, params: Shards, batch: Batch) -> Float[Array, "B T E"]:
-        """Returns the last layer's output."""
+        """Returns the last layer's hidden states."""
+        return self.local_layers(params, batch).hidden
+
+    def local_layers(self, params: Shards, batch: Batch) -> LayerOutput:
+        """Returns the last layer's hidden states, and the auxiliary sums of all layers."""
         labels = TokenInfo(batch["positions"], batch.get("dropout"))
         runner = layer_runner(self.layers(labels.positions.shape[1] * self.mesh.shape["sequence"]), self.weights)
         x = self.local_embed(params, batch)
-        x = runner.run(self.weights.of_layers(params), x, labels, self.local_coords(batch))
-        return self.parallel.whole(x)
+        output = runner.run(self.weights.of_layers(params), x, labels, self.local_coords(batch))
+        return output._replace(hidden=self.parallel.whole(output.hidden))
+
+    def auxiliary_losses(self, sums: Auxiliary) -> dict[str, Float[Array, ""]]:
+        """Returns this device's summands of the losses that the layers' auxiliary sums make, by name: float32, on the scale of
+        the weighted sum of the tokens' losses, which they are added to. Dense layers give no sums, and make no losses.
+
+        Args:
+          sums: of all layers, stacked [N, ...], over this device's tokens.
+        """
+        assert not sums, f"no loss is made of {', '.join(sums)}"
+        return {}
 
     def _sharded(self, fn: Callable, out_specs: Any) -> Callable:
         return jax.shard_map(fn, mesh=self.mesh, in_specs=(self.specs, TOKENS), out_specs=out_specs, check_vma=False)

@@ -57,7 +57,7 @@ class WeightGatherer:
     def gathered_layer(self, whole: dict[str, jax.Array]) -> dict[str, Weight]:
         """Returns a layer's weights from gathered arrays: without the padding of their hidden axis, and the frozen ones marked
         as such."""
-        quantized = set(quantized_names(whole))
+        quantized = tuple(quantized_names(whole))  # in one order, so that each process compiles the same program
         plain = {name: self._weight(LAYERS + name, array, self.parameters[LAYERS + name].axes[1:])
                  for name, array in whole.items() if weight_of(name) not in quantized}
         return {**plain, **{name: self._quantized(name, whole) for name in quantized}}

@@ -9,7 +9,7 @@ import numpy as np
 
 from model.loss import LossSums
 
-from .objective import BY_SOURCE, Objective, Params
+from .objective import AUXILIARY, BY_SOURCE, Objective, Params
 from .step import StepBuilder
 
 
@@ -61,4 +61,5 @@ class HeldOutLoss:
         return {f"held_out_{self._objective.loss_name}": float(sums.total / sums.weight),
                 f"held_out_{self._objective.weight_name}": float(sums.weight),
                 **{f"held_out_{BY_SOURCE}{name}": float(totals[i] / weights[i])
-                   for i, name in enumerate(self._objective.sources) if weights[i]}}
+                   for i, name in enumerate(self._objective.sources) if weights[i]},
+                **{f"held_out_{AUXILIARY}{name}": float(loss / sums.weight) for name, loss in sums.auxiliary.items()}}

@@ -26,7 +26,7 @@ from .config.load import resolved
 from .config.schema import RunConfig
 from .evaluation import Evaluation
 from .mesh import make_mesh, start_devices
-from .objective import BY_SOURCE, DeviceBatch, HostBatch, Objective, Params
+from .objective import AUXILIARY, BY_SOURCE, DeviceBatch, HostBatch, Objective, Params
 from .reporting.boards import import_wandb
 from .reporting.metrics import Meter, MetricsLog
 from .reporting.profiling import Profiler
@@ -304,7 +304,8 @@ class _Training:
         named = {self.objective.loss_name: float(metrics.loss), self.objective.weight_name: float(metrics.weight),
                  "grad_norm": float(metrics.grad_norm), "learning_rate": float(metrics.learning_rate)}
         by_source = zip(self.objective.sources, map(float, metrics.loss_by_source), strict=True)
-        return named | {BY_SOURCE + source: loss for source, loss in by_source if not math.isnan(loss)}
+        named |= {BY_SOURCE + source: loss for source, loss in by_source if not math.isnan(loss)}
+        return named | {AUXILIARY + name: float(loss) for name, loss in metrics.auxiliary.items()}
 
     def _check_finite(self, metrics: StepMetrics) -> None:
         """Reports the step and its records if the loss or the gradient is not finite.

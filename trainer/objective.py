@@ -28,6 +28,8 @@ AbstractBatch = Mapping[str, jax.ShapeDtypeStruct]
 """Shapes, dtypes and shardings of a global batch, by array name."""
 BY_SOURCE = "loss_by_source/"
 """Begins the name of a metric that is one source's loss; the source's name follows."""
+AUXILIARY = "auxiliary_loss/"
+"""Begins the name of a metric that is a loss of the layers', such as a router's; its name follows."""
 
 
 class TrainableModel(Protocol):
@@ -93,11 +95,11 @@ class Objective(abc.ABC):
 
     @abc.abstractmethod
     def loss(self, params: LossParams, batch: DeviceBatch) -> LossSums:
-        """Computes the loss of a global batch, whose `total` is differentiated with respect to `params`.
+        """Computes the loss of a global batch, whose `trained` is differentiated with respect to `params`.
 
         Returns:
-          The sums of weighted losses and of weights over the batch, and those of each of `sources`. The step adds up the sums
-          of all parts of a batch and divides once.
+          The sums of weighted losses and of weights over the batch, those of each of `sources`, and auxiliary losses, if there
+          are any. The step adds up the sums of all parts of a batch and divides once.
         """
 
     @abc.abstractmethod

@@ -42,6 +42,8 @@ class StepMetrics(NamedTuple):
     learning_rate: Float[Array, ""]
     loss_by_source: Float[Array, " S"]
     """The mean loss of each source; not a number for a source without weight in the batch."""
+    auxiliary: dict[str, Float[Array, ""]]
+    """The losses that layers add to it, by name, divided by the same weight; {} in dense models."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,12 +169,13 @@ class StepBuilder:
         if adapter is not None and adapter.dropout_rate:
             batch = {**batch, "dropout": token_keys(self.seed, step, batch["index"])}
         sums, gradient = self._over_parts(functools.partial(self._sums_and_gradient, trainable, frozen), batch)
-        loss, gradient = jax.tree.map(lambda x: x / jnp.maximum(sums.weight, 1e-9), (sums.total, gradient))
+        loss, auxiliary, gradient = jax.tree.map(lambda x: x / jnp.maximum(sums.weight, 1e-9),
+                                                 (sums.total, sums.auxiliary, gradient))
         norm = optax.global_norm(gradient)
         rate = learning_rate(self.optimizer_config, self.train_config.steps, step)
         by_source = sums.by_source.total / sums.by_source.weight
         finite = jnp.isfinite(loss) & jnp.isfinite(norm) if self.train_config.non_finite == "skip" else True
-        metrics = StepMetrics(loss, sums.weight, norm, rate, by_source)
+        metrics = StepMetrics(loss, sums.weight, norm, rate, by_source, auxiliary)
         return *self._update(trainable, optimizer_state, gradient, finite), metrics
 
     def _update(self, trainable: Params, state: Any, gradient: Params, finite: Bool[Array, ""] | bool) -> tuple[Params, Any]:
@@ -192,7 +195,7 @@ class StepBuilder:
         def total(variables):
             params = jax.tree.map(OnHost, trainable, variables) if on_host else variables
             sums = self.loss({**params, **frozen}, batch)
-            return sums.total, sums
+            return sums.trained, sums
 
         # The gradient of a parameter in the host's memory is taken with respect to its placeholder on the device.
         variables = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), trainable) if on_host else trainable

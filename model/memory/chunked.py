@@ -175,11 +175,21 @@ def vjp(fn: Callable, weights: Mapping[str, Weight], *arrays: Any, has_aux: bool
 
 def chunked(fn: Callable, weights: Mapping[str, Weight], arrays: Arrays, constants: Arrays, *, dtype: Any, chunk: int = 0,
             through: str | None = None) -> Any:
-    """Returns fn(weights, arrays, constants), computed in chunks of the sequence.
+    """Returns fn(weights, arrays, constants), a tree of arrays [B, T, ...], computed in chunks of the sequence.
+
+    All arguments are as of `chunked_with_sums`, but that fn returns no sums.
+    """
+    return chunked_with_sums(lambda *part: ((), fn(*part)), weights, arrays, constants, dtype=dtype, chunk=chunk,
+                             through=through)[1]
+
+
+def chunked_with_sums(fn: Callable, weights: Mapping[str, Weight], arrays: Arrays, constants: Arrays, *, dtype: Any,
+                      chunk: int = 0, through: str | None = None) -> tuple[Any, Any]:
+    """Returns fn(weights, arrays, constants), computed in chunks of the sequence: its sums over all tokens, and its results.
 
     Args:
-      fn: position-wise; takes weights, float arrays and constants of one chunk [B, c, ...],
-        and returns a tree of arrays [B, c, ...]. It must close over no traced value.
+      fn: position-wise; takes weights, float arrays and constants of one chunk [B, c, ...], and returns a tree of float32 sums
+        over the chunk's tokens and a tree of arrays [B, c, ...]. It must close over no traced value.
       weights: whole, float32 by type, or frozen.
       arrays: differentiated, [B, T, ...]; constants: arrays [B, T, ...] of any dtype, without gradient.
       dtype: the compute dtype, in which the weights' values are exact.
@@ -192,19 +202,20 @@ def chunked(fn: Callable, weights: Mapping[str, Weight], arrays: Arrays, constan
     @jax.custom_vjp
     def run(weights, arrays, constants):
         cast_weights = cast(weights, dtype)
-        y = _sum_over_chunks(lambda part: ((), fn(cast(cast_weights, jnp.float32), *part)), (arrays, constants), size)[1]
-        return (arrays[through], *y) if through else y
+        sums, y = _sum_over_chunks(lambda part: fn(cast(cast_weights, jnp.float32), *part), (arrays, constants), size)
+        return sums, (arrays[through], *y) if through else y
 
     def forward(weights, arrays, constants):
         return run(weights, arrays, constants), (cast(weights, dtype), arrays, constants)
 
-    def backward(residuals, dy):
+    def backward(residuals, cotangents):
         cast_weights, arrays, constants = residuals
+        d_sums, dy = cotangents
 
         def step(part):
             arrays, constants, dy = part
             passed, dy = (dy[0], dy[1:]) if through else (None, dy)
-            dw, dx = vjp(lambda w, a: fn(w, a, constants), cast(cast_weights, jnp.float32), arrays)[1](dy)
+            dw, dx = vjp(lambda w, a: fn(w, a, constants), cast(cast_weights, jnp.float32), arrays)[1]((d_sums, dy))
             return dw, {**dx, through: passed + dx[through]} if through else dx
 
         return *_sum_over_chunks(step, (arrays, constants, dy), size), None

@@ -12,7 +12,7 @@ from jaxtyping import Array, Float
 
 from model.attention import TokenCoords
 from model.dropout import TokenInfo
-from model.layer import Layer
+from model.layer import Layer, LayerOutput
 from model.weights import Shards, WeightGatherer
 
 from .remat import scan_layers
@@ -33,8 +33,8 @@ class LayerRunner(abc.ABC):
     weights: WeightGatherer
 
     @abc.abstractmethod
-    def run(self, shards: Shards, x: Float[Array, "B T E"], labels: TokenInfo, coords: TokenCoords) -> Float[Array, "B T E"]:
-        """Returns the output of the last layer.
+    def run(self, shards: Shards, x: Float[Array, "B T E"], labels: TokenInfo, coords: TokenCoords) -> LayerOutput:
+        """Returns the last layer's hidden states, and the auxiliary sums of all layers.
 
         Args:
           shards: of all layers' parameters, stacked, named as within the layer.
@@ -54,15 +54,16 @@ class ScanRunner(LayerRunner):
             x, labels, coords = carry
             shards, number = of_layer
             x = checkpoint_name(x, "layer_input")
-            y = self.run_layer(layer, self.weights.layer(shards), x, labels.of_layer(number), coords)
-            return (y, labels, coords), None
+            y, auxiliary = self.run_layer(layer, self.weights.layer(shards), x, labels.of_layer(number), coords)
+            return (y, labels, coords), auxiliary
 
         memory = self.layers[0].memory
         bodies = [functools.partial(body, layer) for layer in self.layers]
         numbers = None if labels.dropout is None else jnp.arange(jax.tree.leaves(shards)[0].shape[0])
-        return scan_layers(bodies, (x, labels, coords), (shards, numbers), memory.remat, memory.every_k)[0]
+        (y, *_), auxiliary = scan_layers(bodies, (x, labels, coords), (shards, numbers), memory.remat, memory.every_k)
+        return LayerOutput(y, auxiliary)
 
     def run_layer(self, layer: Layer, weights: dict[str, jax.Array], x: Float[Array, "B T E"], labels: TokenInfo,
-                  coords: TokenCoords) -> Float[Array, "B T E"]:
+                  coords: TokenCoords) -> LayerOutput:
         """Returns one layer's output from its whole weights."""
         return layer(weights, x, labels, coords)

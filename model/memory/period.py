@@ -84,6 +84,13 @@ def _is_on_host(x: jax.Array) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
+def unzipped(results: Results) -> tuple[Results, Results]:
+    """Returns the first of each layer's results, and the second, where bodies return pairs of results."""
+    of_whole, of_left = results
+    firsts, seconds = ((tuple(pair[i] for pair in of_whole), tuple(pair[i] for pair in of_left)) for i in range(2))
+    return firsts, seconds
+
+
 def stacked(results: Results) -> Any:
     """Returns the layers' results on one leading axis, in the order of the layers."""
     of_whole, of_left = results

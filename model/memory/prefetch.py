@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec
 
 from model.attention import AttentionPartial, Keys, Payload, Queries
 from model.frozen import Weight, split
-from model.layer import Layer
+from model.layer import Layer, LayerOutput
 from model.modules import read_by
 from model.sharding import gather_frozen, reduce_scatter
 from model.weights import Shards, WeightGatherer
@@ -27,7 +27,7 @@ from model.weights import Shards, WeightGatherer
 from .chunked import vjp
 from .layer_runner import LayerRunner
 from .packed_shards import PackedShards
-from .period import scan_periods, stacked
+from .period import scan_periods, stacked, unzipped
 
 # Of packed shards with a leading axis of ranks: that axis is split over the sequence.
 RANKS = PartitionSpec("sequence")
@@ -66,7 +66,7 @@ class _PrefetchedLayers:
     count: int
 
     def forward(self, shards: Shards, x, labels, coords):
-        """Returns the last layer's output, and the residuals."""
+        """Returns the output of all layers, and the residuals."""
         policy = self.layers[0].memory.policy
 
         def run_layer(layer, carry, i):
@@ -78,43 +78,48 @@ class _PrefetchedLayers:
                 Queries(q, coords), Keys(k, v, coords), self._of_layer(shards, i + 1)[0])
             attention = jax.device_put((out, lse), _SPACES[policy.attention]) if policy.attention else ()
             kept = jax.device_put(x, _SPACES[policy.inputs])
-            return (layer.finish(weights, x, out, of_layer), whole, labels, coords), (kept, *attention)
+            y, auxiliary = layer.finish(weights, x, out, of_layer)
+            return (y, whole, labels, coords), ((kept, *attention), auxiliary)
 
         # In stages, where the compiler needs them.
         whole = [gather_frozen(array[None], RANKS) for array in self._of_layer(shards, 0)[0]]
-        (y, whole, *_), kept = scan_periods([functools.partial(run_layer, layer) for layer in self.layers],
-                                            (x, whole, labels, coords), jnp.arange(self.count))
-        return y, (shards, kept, whole, labels, coords)
+        (y, whole, *_), results = scan_periods([functools.partial(run_layer, layer) for layer in self.layers],
+                                               (x, whole, labels, coords), jnp.arange(self.count))
+        kept, auxiliary = unzipped(results)
+        return LayerOutput(y, stacked(auxiliary)), (shards, kept, whole, labels, coords)
 
-    def backward(self, residuals, dy):
+    def backward(self, residuals, cotangents):
         """Returns the gradients of the shards and of x."""
         shards, kept, whole, labels, coords = residuals
+        dy, d_auxiliary = cotangents
 
         def run_layer(layer, carry, layer_inputs):
             dx, whole, d_above, labels, coords = carry
-            i, (x, *attention) = layer_inputs
+            (i, d_auxiliary), (x, *attention) = layer_inputs
             x, *attention = jax.device_put((x, *attention), jax.memory.Space.Device)
             travelled, others = map(self._split, (self.packed.unpack(whole), self._of_layer(shards, i)[1]))
             trained, unpack_gradients, frozen = jax.vjp(
                 lambda *trained: split(self._weights({**trained[0], **travelled[1]}, {**trained[1], **others[1]})),
                 travelled[0], others[0], has_aux=True)
             below = self._of_layer(shards, i - 1)[0]
-            dx, dw, whole, d_above = self._backward_layer(layer, {**trained, **frozen}, (x, *attention), dx, below, d_above,
-                                                          labels.of_layer(i), coords)
+            d_output = LayerOutput(dx, d_auxiliary)
+            dx, dw, whole, d_above = self._backward_layer(layer, {**trained, **frozen}, (x, *attention), d_output, below,
+                                                          d_above, labels.of_layer(i), coords)
             d_travelling, d_others = unpack_gradients({name: dw[name] for name in trained})
             d_packed = self.packed.pack_gradients(d_travelling)
             return (dx, whole, d_packed, labels, coords), (self.packed.unpack_gradient(d_above), d_others)
 
         (dx, _, d_first, *_), results = scan_periods(
             [functools.partial(run_layer, layer) for layer in self.layers],
-            (dy, whole, self.packed.zero_gradients(), labels, coords), jnp.arange(self.count), kept, reverse=True)
+            (dy, whole, self.packed.zero_gradients(), labels, coords), (jnp.arange(self.count), d_auxiliary), kept,
+            reverse=True)
         d_above, d_others = stacked(results)
         first = self.packed.unpack_gradient([reduce_scatter(RANKS, array)[0] for array in d_first])
         # Layer i's gradients returned while layer i - 1 ran.
         d_travelling = {name: jnp.concatenate([first[name][None], d_above[name][:-1]]) for name in first}
         return {name: {**d_travelling, **d_others}.get(name) for name in shards}, dx, None, None
 
-    def _backward_layer(self, layer, weights, kept, dx, below, d_above, labels, coords):
+    def _backward_layer(self, layer, weights, kept, d_output, below, d_above, labels, coords):
         """Returns a layer's dx and dw; `below`, the packed shards of the layer below, of all ranks; and this rank's sum of
         `d_above`, the packed gradients of the layer above.
 
@@ -128,7 +133,7 @@ class _PrefetchedLayers:
         if not saved:
             saved, whole = attention.forward_and_gather(queries, keys, below)
         dw_output, dx, dout = vjp(
-            lambda *arrays: layer.finish(*arrays, labels), read_by(("output",), weights), x, saved[0])[1](dx)
+            lambda *arrays: layer.finish(*arrays, labels), read_by(("output",), weights), x, saved[0])[1](d_output)
         payload = Payload(below if whole is None else None, d_above)
         dqkv, whole_after, d_above = attention.backward_and_exchange(queries, keys, AttentionPartial(*saved), dout, payload)
         dw_project, dx = pull((dx, *dqkv))

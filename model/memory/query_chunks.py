@@ -27,6 +27,7 @@ from jaxtyping import Array, Float
 from model.attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords
 from model.dropout import TokenInfo
 from model.frozen import Weight, split
+from model.layer import LayerOutput
 
 from .chunked import cast, over_chunks, vjp
 from .head_groups import OUT_AND_LSE, HeadGroups
@@ -48,7 +49,7 @@ class LayerInChunks:
 
     Attributes:
       project: (weights, x, labels, stages) -> x, and those of q, k and v that `stages` names, for the weights' heads.
-      finish: (weights, x, attention's output, labels) -> the layer's output. Both are position-wise and close over no traced
+      finish: (weights, x, attention's output, labels) -> LayerOutput. Both are position-wise and close over no traced
         value.
       chunks: how many; divides a device's tokens.
       dtype: the compute dtype.
@@ -62,7 +63,7 @@ class LayerInChunks:
     dtype: Any
 
     def __call__(self, weights: dict[str, Weight], x: Float[Array, "B T E"], labels: TokenInfo,
-                 coords: TokenCoords) -> Float[Array, "B T E"]:
+                 coords: TokenCoords) -> LayerOutput:
         """Returns the layer's output.
 
         Args:
@@ -82,19 +83,31 @@ class LayerInChunks:
         weights = cast(weights, self.dtype)
         residuals = (weights, x, labels, coords)
 
-        def run_chunk(source, chunk):
+        def run_chunk(carry, chunk):
+            source, sums = carry
             # Without the barrier, what all chunks do alike with the keys would be hoisted, and kept by differentiation.
             source, (x, labels, chunk_coords) = lax.optimization_barrier((source, chunk))
             float32_weights = cast(weights, jnp.float32)
             _, q = self.project(float32_weights, x, labels, "q")
             out, _ = self._attend(weights, source, q, chunk_coords)
-            return source, self.finish(float32_weights, x, out, labels)
+            hidden, auxiliary = self.finish(float32_weights, x, out, labels)
+            return (source, jax.tree.map(jnp.add, sums, auxiliary)), hidden
 
-        y = over_chunks(run_chunk, self._key_source(*residuals), residuals[1:], x.shape[1] // self.chunks)[1]
-        return y, residuals
+        (_, sums), y = over_chunks(run_chunk, (self._key_source(*residuals), self._zero_sums(*residuals)), residuals[1:],
+                                   x.shape[1] // self.chunks)
+        return LayerOutput(y, sums), residuals
 
-    def _backward(self, residuals, dy):
+    def _zero_sums(self, weights, x, labels, coords):
+        """Zeros like the layer's auxiliary sums."""
+        def sums():
+            _, q = self.project(cast(weights, jnp.float32), x, labels, "q")
+            return self.finish(cast(weights, jnp.float32), x, q, labels).auxiliary  # q has the shape of attention's output
+
+        return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sums))
+
+    def _backward(self, residuals, cotangents):
         weights, x, labels, coords = residuals
+        dy, d_auxiliary = cotangents
 
         def add_chunk(sums, chunk):
             dw, dkv, source = sums
@@ -102,7 +115,8 @@ class LayerInChunks:
             float32_weights = cast(weights, jnp.float32)
             (_, q), pull = vjp(lambda w, x: self.project(w, x, labels, "q"), float32_weights, x)
             out, lse = self._attend(weights, source, q, chunk_coords)
-            dw_finish, dx, dout = vjp(lambda *arrays: self.finish(*arrays, labels), float32_weights, x, out)[1](dy)
+            dw_finish, dx, dout = vjp(lambda *arrays: self.finish(*arrays, labels), float32_weights, x, out)[1](
+                LayerOutput(dy, d_auxiliary))
             dkv, dq = self._gradients(dkv, weights, source, Queries(q, chunk_coords), AttentionPartial(out, lse), dout)
             dw_project, dx = pull((dx, dq))
             return (jax.tree.map(lambda *parts: sum(parts), dw, dw_finish, dw_project), dkv, source), dx

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from .period import scan_periods, split_by_memory
+from .period import scan_periods, split_by_memory, stacked
 from .policies import POLICIES, RematPolicy
 
 
@@ -32,8 +32,9 @@ def _layer_policy(policy: RematPolicy) -> Callable[..., Any]:
     return policies.save_from_both_policies(policies.dots_saveable, policies.save_only_these_names(*device))
 
 
-def scan_layers(bodies: Sequence[Callable], carry: Any, layers: Any, remat: str, every_k: int = 1) -> Any:
-    """Returns the last carry of a scan over the layers, which keeps for the backward pass what the remat policy names.
+def scan_layers(bodies: Sequence[Callable], carry: Any, layers: Any, remat: str, every_k: int = 1) -> tuple[Any, Any]:
+    """Returns the last carry of a scan over the layers, and all layers' results, stacked. The scan keeps for the backward pass
+    what the remat policy names.
 
     With `save_attention` the backward pass never runs attention forward again (DistFlashAttn, section 3.3). With `everything`
     it repeats only element-wise work, and no layer runs in chunks. With `every_k` it runs k layers again to get their inputs,
@@ -41,7 +42,7 @@ def scan_layers(bodies: Sequence[Callable], carry: Any, layers: Any, remat: str,
     with Sublinear Memory Cost, section 4).
 
     Args:
-      bodies: one for each kind of layer, as of `scan_periods`, without results; each names its hidden states `layer_input`,
+      bodies: one for each kind of layer, as of `scan_periods`; each names its hidden states `layer_input`,
         and attention's results `attention_out` and `attention_lse`, by `checkpoint_name`.
       layers: a tree of arrays with the layers on the leading axis.
       remat: a name of `POLICIES`; every_k: a divisor of the number of layers, for the policies that group layers.
@@ -49,7 +50,8 @@ def scan_layers(bodies: Sequence[Callable], carry: Any, layers: Any, remat: str,
     policy = POLICIES[remat]
     remat_layer = functools.partial(jax.checkpoint, policy=_layer_policy(policy), prevent_cse=False)
     if not policy.every_k:
-        return scan_periods(bodies, carry, layers, remat=remat_layer)[0]
+        carry, results = scan_periods(bodies, carry, layers, remat=remat_layer)
+        return carry, stacked(results)
     on_device, with_host = split_by_memory(layers)
     groups = [x.reshape(-1, every_k, *x.shape[1:]) for x in on_device]
 
@@ -57,8 +59,11 @@ def scan_layers(bodies: Sequence[Callable], carry: Any, layers: Any, remat: str,
         number, group = xs
         # Hidden states alone: TPU compilers cannot put the integer labels of the carry on the host.
         carry = jax.tree.map(lambda x: checkpoint_name(x, "group_input") if x.ndim > 2 else x, carry)
-        return scan_periods(bodies, carry, with_host(group), remat=remat_layer, start=number * every_k, count=every_k)[0], None
+        carry, results = scan_periods(bodies, carry, with_host(group), remat=remat_layer, start=number * every_k, count=every_k)
+        return carry, stacked(results)
 
     group_policy = _keep([], ["group_input"] if policy.inputs == "host" else [])
     count = jax.tree.leaves(layers)[0].shape[0] // every_k
-    return lax.scan(jax.checkpoint(run_group, policy=group_policy, prevent_cse=False), carry, (jnp.arange(count), groups))[0]
+    run_group = jax.checkpoint(run_group, policy=group_policy, prevent_cse=False)
+    carry, results = lax.scan(run_group, carry, (jnp.arange(count), groups))
+    return carry, jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), results)

@@ -50,7 +50,7 @@ class Regression(Objective):
     def loss(self, params, batch):
         errors = batch["observations"] @ params["layers.weight"][0] + params["bias"] - batch["actions"]
         none = jnp.zeros(0)
-        return LossSums((batch["weights"] * (errors**2).sum((1, 2))).sum(), batch["weights"].sum(), SourceSums(none, none))
+        return LossSums((batch["weights"] * (errors**2).sum((1, 2))).sum(), batch["weights"].sum(), SourceSums(none, none), {})
 
     def abstract_batch(self):
         tokens = PartitionSpec(BATCH_AXES, "sequence")

@@ -62,7 +62,7 @@ def test_parts_are_added_in_float32():
         none = jnp.zeros(0)
         narrow = params["w"].astype(jnp.bfloat16) * batch["tokens"].astype(jnp.bfloat16)
         return LossSums(jnp.sum(narrow.astype(jnp.float32) * batch["loss_weights"]), jnp.sum(batch["loss_weights"]),
-                        SourceSums(none, none))
+                        SourceSums(none, none), {})
 
     builder = StepBuilder(model, loss, text_batch(8, 1, model.mesh), OPTIMIZER, TrainConfig(steps=20, accumulation=8))
     batch = {name: np.ones((8, 1), x.dtype) for name, x in builder.abstract_batch.items()}

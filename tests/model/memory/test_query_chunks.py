@@ -7,6 +7,7 @@ import pytest
 from model.attention import AttentionOp, TokenCoords
 from model.attention.kernels import get_kernel
 from model.attention.schedules import Balanced, Ulysses
+from model.layer import LayerOutput
 from model.memory.chunked import chunked, product
 from model.memory.head_groups import HeadGroups
 from model.memory.query_chunks import LayerInChunks
@@ -22,8 +23,14 @@ def inward(weights, x, positions, which="qkv"):
 
 
 def onward(weights, x, attended):
+    """The output, and an auxiliary sum over the tokens."""
     x = x + product("bthd,hde->bte", attended, weights["o_proj"])
-    return x + jnp.tanh(product("bte,ef->btf", x, weights["mlp"]))
+    branch = product("bte,ef->btf", x, weights["mlp"])
+    return LayerOutput(x + jnp.tanh(branch), {"squares": jnp.sum(jnp.square(branch), (0, 1))})
+
+
+def total(output):
+    return jnp.sum(jnp.sin(output.hidden)) + jnp.dot(jnp.arange(HIDDEN), output.auxiliary["squares"])
 
 
 def in_chunks(chunks, groups, weights, x, positions, coords):
@@ -36,7 +43,7 @@ def in_chunks(chunks, groups, weights, x, positions, coords):
         return onward(weights, x, attended)
 
     layer = LayerInChunks(project, finish, op, chunks, HeadGroups(groups, HEAD_AXES), jnp.float32)
-    return jnp.sum(jnp.sin(layer(weights, x, positions, coords)))
+    return total(layer(weights, x, positions, coords))
 
 
 def by_formula(weights, x, positions, coords):
@@ -45,7 +52,7 @@ def by_formula(weights, x, positions, coords):
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) * SIZE ** -0.5
     seen = coords.index[:, :, None] >= coords.index[:, None, :]
     out = jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(jnp.where(seen[:, None], scores, -jnp.inf), -1), v)
-    return jnp.sum(jnp.sin(onward(weights, x, out)))
+    return total(onward(weights, x, out))
 
 
 @pytest.fixture(scope="module")

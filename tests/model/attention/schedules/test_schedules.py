@@ -173,7 +173,7 @@ def test_save_attention_never_runs_attention_forward_again(schedule):
             return (x + attended.reshape(x.shape), coords), None
 
         def run(layers, x, coords):
-            x, _ = scan_layers([body], (x, coords), layers, policy)
+            (x, _), _ = scan_layers([body], (x, coords), layers, policy)
             return x
 
         tokens = PartitionSpec(None, "sequence")
