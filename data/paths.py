@@ -15,6 +15,7 @@ import fsspec
 from data import hub
 from data.errors import UserError, first_line
 from data.folders import building
+from data.within import check_within
 
 STORES = ("gs", "gcs", "s3", "s3a", "hf", "az", "abfs", "abfss", "adl", "oss", "oci", "hdfs", "webhdfs", "sftp", "http",
           "https", "file", "memory")
@@ -105,6 +106,8 @@ def find_files(path: str | Path, suffixes: Sequence[str]) -> list[File]:
             return [File(str(path))]
         names = sorted(name for name in file_system.find(inner_path)
                        if File(name).suffix in suffixes and PurePosixPath(name).name not in left_out)
+        for name in () if is_remote(path) else names:
+            check_within(inner_path, name)
         return [File(file_system.unstrip_protocol(name) if is_remote(path) else name) for name in names]
 
 

@@ -12,6 +12,7 @@ from jaxtyping import Int
 
 from data.engines import ControlToken, Engine, HuggingFace, Sentencepiece, TokenSpan
 from data.errors import UserError, first_line
+from data.within import check_within, file_within
 
 # The files of a tokenizer. A saved tokenizer has those of them that the original had.
 FILES = (
@@ -92,12 +93,13 @@ class Tokenizer:
         """
         path = Path(path).expanduser()
         if path.is_dir():
-            files = {name: (path / name).read_bytes() for name in FILES if (path / name).is_file()}
+            files = {name: file.read_bytes() for name in FILES if (file := file_within(path, name))}
             if "tokenizer.json" not in files and "tokenizer.model" not in files:
                 models = sorted(path.glob("*.model"))
                 if len(models) != 1:
                     names = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
                     raise UserError(f"{path}: no tokenizer in this folder (found {names}); {WOULD_WORK}")
+                check_within(path, models[0])
                 files["tokenizer.model"] = models[0].read_bytes()
         elif path.is_file():
             files = {"tokenizer.json" if path.suffix == ".json" else "tokenizer.model": path.read_bytes()}

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 from trainer import entry
@@ -24,6 +26,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     arguments = make_parser().parse_args(argv)
+    warnings.showwarning = lambda message, *_, **__: print(f"warning: {message}", file=sys.stderr)
 
     def work() -> None:
         # Imported here, so that --help answers at once and Ctrl-C ends with one line.
@@ -33,16 +36,18 @@ def main(argv: list[str] | None = None) -> int:
         from model.config import LlamaConfig
         from model.modules import own_shapes
         from trainer.checkpoint.store import save_checkpoint
-        from trainer.huggingface.assets import copy_assets
-        from trainer.huggingface.folder import resolve_model_path
+        from trainer.huggingface.assets import copy_assets, write_config
+        from trainer.huggingface.folder import folder_config, resolve_model_path
         from trainer.huggingface.read import read_hf
 
         new_folder(checkpoint_path(arguments.checkpoint, "CHECKPOINT"))  # before reading all weights, which takes long
         source = resolve_model_path(arguments.hf_dir)
-        config = LlamaConfig.from_hf(source)
+        config = folder_config(source)
         cpu = jax.sharding.SingleDeviceSharding(jax.local_devices(backend="cpu")[0])
         with tempfile.TemporaryDirectory() as scratch:
             copy_assets(source, scratch)
+            if config != LlamaConfig.from_hf(scratch):  # a head of its own
+                write_config(config, scratch)
             params = read_hf(source, config, cpu)
             save_checkpoint(arguments.checkpoint, model=params, assets=scratch, shapes=own_shapes(config))
         count = sum(value.size for value in params.values())

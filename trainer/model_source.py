@@ -17,6 +17,7 @@ import numpy as np
 from data.errors import UserError
 from data.templates import end_ids, missing_controls
 from data.tokenizer import Tokenizer
+from data.within import file_within
 from model.adapter import AdapterConfig
 from model.attention import Mask
 from model.checks import is_int
@@ -29,8 +30,8 @@ from .checkpoint.manifest import MANIFEST, fingerprint
 from .checkpoint.store import assets_dir, best_or_itself, read_data, restore_model, stored_parameters
 from .config.schema import DataConfig, ModelConfig
 from .huggingface import peft
-from .huggingface.assets import copy_assets, trained_mask, trained_quantization, write_source_dtype
-from .huggingface.folder import resolve_model_path, weights_fingerprint
+from .huggingface.assets import copy_assets, trained_mask, trained_quantization, write_config, write_source_dtype
+from .huggingface.folder import folder_config, resolve_model_path, weights_fingerprint
 from .huggingface.read import read_hf, stored_hf
 from .huggingface.table import hf_layout
 
@@ -47,6 +48,7 @@ class ModelSource:
       mask: the attention mask that it was trained with by this project.
       verified: all of the checkpoint has been compared with its manifest.
       adapter: the adapter that stands beside this model, if one is read.
+      stored_config: the sizes of the weights in the files, without what a run adds; None from scratch.
     """
 
     config: LlamaConfig
@@ -56,6 +58,7 @@ class ModelSource:
     mask: Mask = Mask()
     verified: bool = False
     adapter: AdapterSource | None = None
+    stored_config: LlamaConfig | None = None
 
     def read(self, model: Llama, seed: int = 0) -> dict[str, jax.Array]:
         """Reads the parameters onto the mesh of `model`, each device its own part; from scratch, draws them.
@@ -77,11 +80,11 @@ class ModelSource:
         base = {entry.name: model.parameters[entry.name] for entry in hf_layout(model.config) if entry.name in model.parameters}
         shardings = {name: model.shardings[name] for name in base}
         dtypes = {name: parameter.dtype for name, parameter in base.items()}
+        stored = self.stored_config
+        assert stored is not None
         if self.kind == "huggingface":
-            stored = LlamaConfig.from_hf(self.folder)
             params = read_hf(self.folder, stored, shardings, dtypes, model.in_memory)
         else:
-            stored = LlamaConfig.from_hf(self.folder / "assets")
             shapes = {name: parameter.shape for name, parameter in base.items()}
             params = {} if model.quantized_names else restore_model(self.folder, shardings, dtype=dtypes, shapes=shapes,
                                                                     verified=self.verified)
@@ -118,7 +121,8 @@ class ModelSource:
         """Returns the base's parameters on disk, of which a layer is read when it is sliced; files are closed with `stack`."""
         assert self.folder is not None
         if self.kind == "huggingface":
-            return stored_hf(self.folder, LlamaConfig.from_hf(self.folder), stack)
+            assert self.stored_config is not None
+            return stored_hf(self.folder, self.stored_config, stack)
         return stored_parameters(self.folder, verified=self.verified)
 
     def with_vocabulary(self, tokenizer: Tokenizer) -> ModelSource:
@@ -153,15 +157,15 @@ class ModelSource:
             copy_assets(self.folder, assets)
         else:
             shutil.copytree(self.folder / "assets", assets)  # verified when the model was opened
-        (assets / "config.json").write_text(json.dumps(self.config.to_hf(), indent=2) + "\n", encoding="utf-8")
+        write_config(self.config, assets)
         generation = assets / "generation_config.json"
-        if generation.exists():
+        if generation.exists() and set(_ids(_read_json(generation).get("eos_token_id"))) != set(_ids(self.config.eos_token_id)):
             _set_fields(generation, eos_token_id=self.config.to_hf()["eos_token_id"])
         tokenizer.save(assets, chat_template)
         settings = assets / "tokenizer_config.json"
         length = self.config.max_position_embeddings
         # Tokenizers cut texts at this length, or warn.
-        shortest = json.loads(settings.read_text(encoding="utf-8")).get("model_max_length") if settings.exists() else None
+        shortest = _read_json(settings).get("model_max_length") if settings.exists() else None
         if isinstance(shortest, int | float) and shortest < length:
             _set_fields(settings, model_max_length=length)
         (assets / "run.yaml").write_text(resolved, encoding="utf-8")
@@ -179,9 +183,18 @@ def _read_some(stored: Mapping[str, Any], parameters: Mapping[str, Parameter],
     return {name: read(name, parameter) for name, parameter in parameters.items()}
 
 
+def _ids(value: Any) -> list[Any]:
+    """The ids of a field that holds one, several, or null for none."""
+    return list(value) if isinstance(value, list | tuple) else [] if value is None else [value]
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
 def _set_fields(path: Path, **fields: object) -> None:
     """Sets fields of a JSON file and leaves its others as they are."""
-    content = {**json.loads(path.read_text(encoding="utf-8")), **fields}
+    content = {**_read_json(path), **fields}
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
@@ -226,11 +239,13 @@ def open_model(path: str) -> ModelSource:
         assets = assets_dir(folder)
         if (assets / peft.CONFIG).is_file():
             return open_adapter(path)
-        source = ModelSource(LlamaConfig.from_hf(assets), "checkpoint", assets.parent, assets, trained_mask(assets),
+        config = LlamaConfig.from_hf(assets)
+        source = ModelSource(config, "checkpoint", assets.parent, assets, trained_mask(assets), stored_config=config,
                              verified=not (folder / MANIFEST).exists())  # the search for a run's newest good one verifies it
     else:
         folder = resolve_model_path(path)
-        source = ModelSource(LlamaConfig.from_hf(folder), "huggingface", folder, folder)
+        config = folder_config(folder)
+        source = ModelSource(config, "huggingface", folder, folder, stored_config=config)
     return source.ending_at(_generation_ends(source.tokenizer_path))
 
 
@@ -324,7 +339,7 @@ def _generation_ends(folder: Path) -> list[int]:
     """The eos ids in generation_config.json: chat models often name their end of a turn only there."""
     path = folder / "generation_config.json"
     try:
-        ends = json.loads(path.read_text(encoding="utf-8")).get("eos_token_id") if path.is_file() else None
+        ends = _read_json(path).get("eos_token_id") if file_within(folder, path.name) else None
     except (ValueError, AttributeError, RecursionError):
         raise ValueError(f"{path}: not a JSON object; download it again") from None
     return [id for id in (ends if isinstance(ends, list) else [ends]) if is_int(id) and id >= 0]

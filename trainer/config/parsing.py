@@ -92,7 +92,7 @@ def _raise_refused(values: Iterator[_Value], source: str, error: Exception) -> t
         single.add_argument("--value", type=kind)
         try:
             if isinstance(value, _Words):
-                single.parse_args(["--value", value])
+                single.parse_args(["--value", str(value)])  # a list in another class of str is refused
             else:
                 single.parse_object({"value": value})
         except _REFUSED:

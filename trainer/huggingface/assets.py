@@ -2,16 +2,21 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import json
 import shutil
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from data.within import file_within
 from model.adapter import Quantization
 from model.attention import Mask
+from model.config import LlamaConfig
+from model.rope_config import RopeConfig
 
 from .folder import tensor_dtypes
 from .table import DTYPES
@@ -24,6 +29,11 @@ ASSET_FILES = (
     "chat_template.json",
 )
 
+# Fields of config.json about files of the source that an export does not have, or has in another form.
+_OF_ITS_FILES = ("auto_map", "quantization_config")
+# Fields that a change of the rotary embedding makes void, in all spellings.
+_ROPE = frozenset(("rope_theta", "rope_scaling", "rope_parameters", "rope_local_base_freq", "original_max_position_embeddings"))
+
 SOURCE_DTYPE_FILE = "source_dtype.json"
 
 
@@ -32,10 +42,67 @@ def copy_assets(folder: str | Path, assets: str | Path) -> None:
     folder, assets = Path(folder), Path(assets)
     assets.mkdir(parents=True, exist_ok=True)
     for name in ASSET_FILES:
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, assets / name)
+        if file := file_within(folder, name):
+            shutil.copyfile(file, assets / name)
     dtypes = {name: dtype for name, dtype in tensor_dtypes(folder).items() if dtype in DTYPES.values()}  # not those of codes
     write_source_dtype(assets, dtypes)
+
+
+def described(config: LlamaConfig, source: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Returns the config.json of a model that was trained from another one, and the fields of that one's that are left out.
+
+    Fields that nothing here reads are kept, since other programs do; so are those that training has not changed, as they were
+    spelled. Left out are those that would be wrong: inside a RoPE that training changed, of weights in other numbers, and of
+    code that is not exported.
+
+    Args:
+      config: the trained model.
+      source: the config.json of the model that it was trained from.
+    """
+    fields = config.to_hf()
+    only_there = [name for name in source if name not in fields]
+    try:
+        before = LlamaConfig.from_hf_dict(dict(source)).to_hf()
+    except ValueError:  # of another model
+        return fields, only_there
+    changed = {name for name in fields if name not in before or fields[name] != before[name]}
+    if changed.intersection(_ROPE):
+        changed |= _ROPE
+    left_out = [name for name in source if name in _OF_ITS_FILES or (name in changed and name not in fields)]
+    kept = {name: value for name, value in source.items() if name not in left_out and name not in changed}
+    result = {**fields, **kept}
+    for rope in ("rope_scaling", "rope_parameters"):
+        unknown = _unknown_numbers(source.get(rope))
+        if changed.intersection(_ROPE):
+            left_out += [f"{rope}.{name}" for name in unknown]
+        elif isinstance(result.get(rope), dict) and not any(isinstance(value, dict) for value in result[rope].values()):
+            # Programs read one of the two spellings: what one had, both have.
+            other = source.get("rope_parameters" if rope == "rope_scaling" else "rope_scaling")
+            result[rope] = {**_unknown_numbers(other), **result[rope]}
+    try:
+        same = dataclasses.replace(LlamaConfig.from_hf_dict(result), adapter=config.adapter) == config
+    except ValueError:
+        same = False
+    # A field that contradicts what training changed: none that is only the source's is kept.
+    return (result, left_out) if same else (fields, only_there)
+
+
+def _unknown_numbers(rope: Any) -> dict[str, Any]:
+    """The fields of a RoPE in config.json that `RopeConfig` does not hold."""
+    known = {field.name for field in dataclasses.fields(RopeConfig)} | {"rope_type", "type", "rope_theta"}
+    fields = rope if isinstance(rope, dict) else {}
+    return {name: value for name, value in fields.items() if name not in known and not isinstance(value, dict)}
+
+
+def write_config(config: LlamaConfig, assets: str | Path) -> None:
+    """Writes the config.json of a trained model over that of its source in `assets`, if there is one. A warning names the
+    fields that are left out; see `described`."""
+    path = Path(assets) / "config.json"
+    source = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    content, left_out = described(config, source) if source else (config.to_hf(), [])
+    if left_out:
+        warnings.warn(f"{path.name} of the source: left out, since they do not hold for this model: {', '.join(left_out)}", stacklevel=2)
+    path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def write_source_dtype(assets: str | Path, dtypes: Mapping[str, str] | str) -> None:

@@ -11,6 +11,8 @@ import numpy as np
 from model.adapter import NF4_BLOCK
 from model.quantization import NESTED_BLOCK, NF4_LEVELS, Nf4, dynamic_levels, nested_count
 
+from .table import check_numbers
+
 STATE = "quant_state.bitsandbytes__nf4"
 # What stands beside the tensor of the codes, under its name.
 _PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map", STATE)
@@ -50,6 +52,8 @@ def read_nf4(files: Mapping[str, Any], name: str, shape: tuple[int, ...], rows: 
     if missing:
         raise ValueError(f"tensor {missing[0]} is missing beside the codes of {name}; NF4 is read with double quantization")
     arrays = {part: files[f"{name}.{part}"].get_tensor(f"{name}.{part}") for part in _PARTS}
+    # Of the scales alone: a code of 4 bits stands for a number, whichever it is.
+    check_numbers(f"{name}.nested_absmax", arrays["nested_absmax"])
     state = json.loads(arrays[STATE].tobytes().decode())
     needed = {"quant_type": "nf4", "blocksize": NF4_BLOCK, "nested_blocksize": NESTED_BLOCK, "shape": list(shape)}
     for field, value in needed.items():

@@ -1,19 +1,29 @@
 """Hugging Face model folders: where one lies, its safetensors files, and whether they hold the model that it describes."""
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
+import math
+import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NoReturn
 
+import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from data.within import file_within
 from model.config import LlamaConfig
+from model.rope import inverse_frequencies
+from model.rope_config import RopeConfig
 
 from .bitsandbytes import is_nf4, parts
 from .table import DTYPES, HFEntry
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_COMPARED_NUMBERS = 1 << 22  # of two tensors at a time
 
 
 def resolve_model_path(path: str | Path) -> Path:
@@ -41,6 +51,52 @@ def resolve_model_path(path: str | Path) -> Path:
         command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
         raise ValueError(
             f"{path}: neither a folder nor in the local Hugging Face cache; download it: {command}") from None
+
+
+def folder_config(folder: str | Path) -> LlamaConfig:
+    """Returns the sizes of the model in a Hugging Face folder.
+
+    A head in its files that differs from the embedding is the model's own, whatever tie_word_embeddings says, as in
+    transformers; a warning names it.
+
+    Raises:
+      ValueError: as `LlamaConfig.from_hf` and `open_tensors`.
+    """
+    folder = Path(folder)
+    file_within(folder, "config.json")
+    config = LlamaConfig.from_hf(folder)
+    if not config.tie_word_embeddings or not any(folder.glob("model*.safetensors*")):
+        return config
+    with ExitStack() as stack:
+        files = open_tensors(folder, stack)
+        if not {HEAD, EMBEDDING} <= files.keys() or _are_equal(
+                *(files[name].get_slice(name) for name in (HEAD, EMBEDDING))):
+            return config
+    warnings.warn(f"{folder}: tie_word_embeddings is true in config.json, but {HEAD} differs from {EMBEDDING}: "
+                  "both are kept, and the model is not tied, as in transformers", stacklevel=2)
+    return dataclasses.replace(config, tie_word_embeddings=False)
+
+
+def _are_equal(first: Any, second: Any) -> bool:
+    """Whether two tensors in files hold the same numbers; read some rows at a time, up to the first that differ."""
+    shape = first.get_shape()
+    if shape != second.get_shape():
+        return False
+    rows = max(1, _COMPARED_NUMBERS // max(1, math.prod(shape[1:])))
+    ranges = [slice(start, min(start + rows, shape[0])) for start in range(0, shape[0], rows)]
+    parts = ((first[part], second[part]) for part in ranges)
+    return all(np.array_equal(one.astype(np.float32), other.astype(np.float32)) for one, other in parts)
+
+
+def _compare_frequencies(folder: Path, files: Mapping[str, Any], name: str, config: LlamaConfig) -> None:
+    """Warns of a table of RoPE's frequencies in the files that is not the one of config.json, which is used."""
+    stored = files[name].get_tensor(name).astype(np.float32)
+    # Old exports have the table from before any rule for longer texts.
+    tables = [inverse_frequencies(rope, config.rotary_dim) for rope in (config.rope, RopeConfig(theta=config.rope.theta))]
+    # The tolerance is two places of bfloat16, in which such a table was rounded with the model; 6e-8 is float16's least step.
+    if not any(stored.shape == table.shape and np.allclose(stored, table, 2 ** -7, 6e-8) for table in tables):
+        warnings.warn(f"{folder}: tensor {name} holds other frequencies than rope_theta and rope_scaling of config.json "
+                      "give; those of config.json are used, as in transformers", stacklevel=2)
 
 
 def tensor_dtypes(folder: str | Path) -> dict[str, str]:
@@ -72,11 +128,11 @@ def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
 
     If several files hold a tensor, it is read from the one that the index names.
     """
-    index_file, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+    index_file = folder / "model.safetensors.index.json"
     indexed: dict[str, Path] = {}
-    if single.is_file():
+    if single := file_within(folder, "model.safetensors"):
         paths = [single]
-    elif index_file.is_file():
+    elif file_within(folder, index_file.name):
         indexed = _read_index(index_file)
         paths = sorted(set(indexed.values()))
     else:
@@ -84,6 +140,7 @@ def open_tensors(folder: Path, stack: ExitStack) -> dict[str, Any]:
     tensors: dict[str, Any] = {}
     holders: dict[str, Path] = {}
     for path in paths:
+        file_within(folder, path.name)
         try:
             opened = stack.enter_context(safe_open(path, framework="np"))
         except FileNotFoundError:
@@ -149,7 +206,9 @@ def check_tensors(folder: Path, files: Mapping[str, Any], layout: list[HFEntry],
             if tensor.get_dtype() not in DTYPES:
                 raise ValueError(f"{folder}: tensor {name} is {tensor.get_dtype()}; supported are {', '.join(DTYPES)}")
     for name in sorted(set(files) - expected):
-        # Old exports store the table of frequencies; tied models may store the head a second time.
-        if name.endswith("rotary_emb.inv_freq") or (name == "lm_head.weight" and config.tie_word_embeddings):
+        if name == HEAD and config.tie_word_embeddings:
+            continue  # an equal copy: `folder_config` has compared it
+        if name.endswith("rotary_emb.inv_freq"):  # old exports store the table of frequencies
+            _compare_frequencies(folder, files, name, config)
             continue
         raise ValueError(f"{folder}: tensor {name} does not belong to the model that config.json describes")

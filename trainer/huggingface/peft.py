@@ -20,6 +20,7 @@ from safetensors.numpy import save_file
 
 from data.folders import building, holds_files
 from data.paths import new_folder
+from data.within import file_within
 from model.adapter import ATTENTION, MAGNITUDE, PROJECTIONS, AdapterConfig
 from model.checks import as_float, require_int, require_number
 from model.config import LlamaConfig
@@ -28,7 +29,7 @@ from model.llama import Llama
 from model.modules import LAYERS, declare
 
 from .read import padded_part
-from .table import DTYPES, HFEntry, hf_layout
+from .table import DTYPES, HFEntry, HoldsNaN, check_numbers, hf_layout
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
@@ -118,7 +119,9 @@ def write_adapter(params: Mapping[str, Any], config: LlamaConfig, base: str, out
         value = np.asarray(params[entry.name])[tuple(map(slice, entry.shape))]
         for i, name in enumerate(entry.hf_names()):
             tensor = tensors.setdefault(name, np.zeros(entry.file_shape, value.dtype))
-            tensor[entry.rows, *entry.columns] = entry.to_hf(value if entry.layers is None else value[i])
+            part = entry.to_hf(value if entry.layers is None else value[i])
+            check_numbers(name, part)
+            tensor[entry.rows, *entry.columns] = part
     with building(out, holds_files) as scratch:
         write_config(config.adapter, config.family, base, scratch)
         save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
@@ -133,6 +136,7 @@ def read_config(folder: str | Path) -> tuple[AdapterConfig, str]:
       ValueError: it is none, or of a kind that is not supported; one line that names the field.
     """
     path = Path(folder).expanduser() / CONFIG
+    file_within(path.parent, CONFIG)
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
@@ -207,6 +211,7 @@ def read_adapter(folder: str | Path, model: Llama) -> dict[str, jax.Array]:
       ValueError: names the tensor that is missing, unknown, or of another shape than the model's, as of another base or rank.
     """
     path = Path(folder).expanduser() / WEIGHTS
+    file_within(path.parent, WEIGHTS)
     try:
         with safe_open(path, framework="np") as file:
             files = dict.fromkeys(file.keys(), file)
@@ -219,6 +224,8 @@ def read_adapter(folder: str | Path, model: Llama) -> dict[str, jax.Array]:
                 params[entry.name] = jax.make_array_from_callback(in_memory.shape, model.shardings[entry.name], read)
                 params[entry.name].block_until_ready()
             return params
+    except HoldsNaN as error:
+        raise ValueError(f"{path}: {error}") from None
     except FileNotFoundError:
         raise ValueError(f"{path}: no such file; peft writes it beside {CONFIG}") from None
     except (SafetensorError, OSError) as error:

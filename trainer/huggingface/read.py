@@ -15,7 +15,7 @@ from model.quantization import Nf4, dequantize_nf4
 
 from .bitsandbytes import is_nf4, read_nf4
 from .folder import check_tensors, open_tensors
-from .table import HFEntry, hf_layout
+from .table import HFEntry, HoldsNaN, hf_layout
 
 
 def read_hf(
@@ -34,7 +34,7 @@ def read_hf(
 
     Raises:
       ValueError: names the tensor that is missing, unknown, of another shape, or of a dtype other than bfloat16, float16 and
-        float32; or the folder has no safetensors.
+        float32, or that holds NaN; or the folder has no safetensors.
     """
     with ExitStack() as stack:
         files = open_tensors(Path(folder), stack)
@@ -50,7 +50,10 @@ def read_hf(
             sharding = shardings[entry.name] if isinstance(shardings, Mapping) else shardings
             dtype_of_entry = np.dtype(dtype[entry.name] if isinstance(dtype, Mapping) else dtype)
             read = functools.partial(padded_part, files, entry, padded.shape, dtype_of_entry)
-            params[entry.name] = jax.make_array_from_callback(padded.shape, sharding, read)
+            try:
+                params[entry.name] = jax.make_array_from_callback(padded.shape, sharding, read)
+            except HoldsNaN as error:
+                raise ValueError(f"{folder}: {error}") from None
             # Transfers may lag behind; waiting keeps one array's parts on the host, not those of all.
             params[entry.name].block_until_ready()
         return params
@@ -71,7 +74,7 @@ class StoredParameter:
         return whole if dtype is None else whole.astype(dtype)
 
     def _read(self, name: str) -> np.ndarray:
-        return self.entry.read(self.files[name].get_slice(name), tuple(map(slice, self.entry.layer_shape)))
+        return self.entry.read(self.files, name, tuple(map(slice, self.entry.layer_shape)))
 
 
 class StoredCodes(StoredParameter):
@@ -114,9 +117,9 @@ def padded_part(
 def _read_part(files: Mapping[str, Any], entry: HFEntry, index: tuple[slice, ...], dtype: Any) -> np.ndarray:
     """Reads the part `index` of a parameter as `dtype`, layer by layer if it stacks the layers."""
     if entry.layers is None:
-        return np.ascontiguousarray(entry.read(files[entry.hf_name].get_slice(entry.hf_name), index).astype(dtype))
+        return np.ascontiguousarray(entry.read(files, entry.hf_name, index).astype(dtype))
     names = entry.hf_names()[index[0]]
-    parts = (entry.read(files[name].get_slice(name), index[1:]) for name in names)
+    parts = (entry.read(files, name, index[1:]) for name in names)
     shape = tuple(len(range(*axis_slice.indices(size))) for axis_slice, size in zip(index, entry.shape, strict=True))
     result = np.empty(shape, dtype)
     for layer, part in enumerate(parts):

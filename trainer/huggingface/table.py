@@ -17,6 +17,28 @@ from model.padding import fits
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
+# The bits of an infinity in the dtypes of 16 bits, without its sign; those of NaN are more.
+_INFINITY = {"bfloat16": np.uint16(0x7F80), "float16": np.uint16(0x7C00)}
+
+
+class HoldsNaN(ValueError):
+    """A tensor holds NaN. The message names it."""
+
+
+def check_numbers(name: str, tensor: np.ndarray) -> None:
+    """Checks that a tensor holds no NaN.
+
+    Raises:
+      HoldsNaN: `tensor`, called `name`, does.
+    """
+    infinity = _INFINITY.get(str(tensor.dtype))
+    # numpy compares integers several times faster than it finds NaN in numbers of 16 bits.
+    found = np.isnan(tensor) if infinity is None else (tensor.view(np.uint16) & np.uint16(0x7FFF)) > infinity
+    if found.any():
+        raise HoldsNaN(f"tensor {name} holds NaN ({np.count_nonzero(found):,} of the {tensor.size:,} numbers read of it); "
+                       "a whole copy of the model, or one without, would work")
+
+
 @dataclass(frozen=True)
 class HFEntry:
     """One of our parameters, and the Hugging Face tensors that it is made of.
@@ -79,12 +101,16 @@ class HFEntry:
         """A Hugging Face tensor, or the rows of it that are this parameter's, as one layer of our parameter."""
         return (tensor.T if self.transpose else tensor).reshape(self.layer_shape)
 
-    def read(self, tensor: Any, index: tuple[slice, ...]) -> np.ndarray:
+    def read(self, files: Mapping[str, Any], name: str, index: tuple[slice, ...]) -> np.ndarray:
         """Reads the part `index` of one layer of our parameter; of the file only the rows and columns that hold it.
 
         Args:
-          tensor: a slice of a safetensors file (`get_slice`).
+          files: the opened safetensors file of each tensor.
+          name: one of `hf_names`.
           index: one slice for each axis of `layer_shape`.
+
+        Raises:
+          HoldsNaN: as `check_numbers`.
         """
         bounds = [axis_slice.indices(size)[:2] for axis_slice, size in zip(index, self.layer_shape, strict=True)]
         stored_shape = self.hf_shape[::-1] if self.transpose else self.hf_shape
@@ -106,7 +132,9 @@ class HFEntry:
             shape += [stop - start, *inner_sizes]
             finer += [slice(None), *(slice(*bound) for bound in bounds[first + 1:axis])]
         rows, *columns = reversed(file_index) if self.transpose else file_index
+        tensor = files[name].get_slice(name)
         value = tensor[_shifted(rows, self.first_row), *(_shifted(part, self.first_column) for part in columns)]
+        check_numbers(name, value)
         return (value.T if self.transpose else value).reshape(shape)[tuple(finer)]
 
 

@@ -16,14 +16,15 @@ import numpy as np
 
 from data.folders import building, holds_files
 from data.paths import new_folder
+from data.within import file_within
 from model.adapter import PROJECTIONS
 from model.attention import Mask
 from model.config import LlamaConfig
 from model.quantization import quantize_nf4
 
 from . import bitsandbytes
-from .assets import ASSET_FILES, source_dtype, trained_mask
-from .table import DTYPES, HFEntry, check_params, hf_layout
+from .assets import ASSET_FILES, source_dtype, trained_mask, write_config
+from .table import DTYPES, HFEntry, check_numbers, check_params, hf_layout
 
 
 def write_hf(
@@ -45,7 +46,7 @@ def write_hf(
 
     Raises:
       UserError: `out` is not empty, or cannot be written.
-      ValueError: `params` are not those of `config`'s model.
+      ValueError: `params` are not those of `config`'s model, or hold NaN; names the parameter or tensor.
     """
     assets, out = Path(assets), new_folder(out)
     layout = hf_layout(config)
@@ -58,11 +59,13 @@ def write_hf(
     with building(out, holds_files) as scratch:
         _write_weights(params, layout, common, exceptions, scratch, max_shard_bytes, nf4)
         for name in ASSET_FILES:
-            if (assets / name).is_file():
-                shutil.copyfile(assets / name, scratch / name)
+            if file := file_within(assets, name):
+                shutil.copyfile(file, scratch / name)
         # Both spellings: transformers 4 reads torch_dtype, transformers 5 dtype.
         quantization = {"quantization_config": {**bitsandbytes.CONFIG, "bnb_4bit_compute_dtype": common}} if nf4 else {}
-        _write_json(scratch / "config.json", {**config.to_hf(), "torch_dtype": common, "dtype": common, **quantization})
+        write_config(config, scratch)
+        described = json.loads((scratch / "config.json").read_text(encoding="utf-8"))
+        _write_json(scratch / "config.json", {**described, "torch_dtype": common, "dtype": common, **quantization})
         if not (scratch / "generation_config.json").exists():
             ids = {"bos_token_id": config.bos_token_id, "pad_token_id": config.pad_token_id,
                    "eos_token_id": config.to_hf()["eos_token_id"]}
@@ -133,7 +136,13 @@ class _Planned:
         """Yields what the tensors consist of, in their order: of one that is made of several parameters, each by itself."""
         for entry in self.entries:
             value = entry.to_hf(_one_layer(params[entry.name], entry, self.layer))
-            yield np.ascontiguousarray(value, np.dtype(self.dtype_name))
+            with np.errstate(over="ignore"):  # named below
+                written = np.ascontiguousarray(value, np.dtype(self.dtype_name))
+            check_numbers(self.name, written)
+            if self.dtype_name == "float16" and np.isinf(written).sum() > np.isinf(value).sum():
+                raise ValueError(f"tensor {self.name} has numbers up to {np.abs(value).max():g}, which {self.dtype_name}, "
+                                 "the dtype of the model that it was trained from, cannot hold")
+            yield written
 
 
 class _PlannedCodes(_Planned):

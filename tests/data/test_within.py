@@ -1,0 +1,103 @@
+"""Files of a folder are read only where they lie inside it, whatever links say."""
+import os
+import random
+from pathlib import Path
+
+import pytest
+
+from data.errors import UserError
+from data.paths import find_files
+from data.within import check_within, file_within
+
+
+def snapshot(root: Path, name: str = "models--org--name") -> Path:
+    """A folder of the Hugging Face cache with one file, a link to a blob."""
+    folder, blobs = root / name / "snapshots" / "0123", root / name / "blobs"
+    folder.mkdir(parents=True)
+    blobs.mkdir()
+    (blobs / "abcd").write_text("{}")
+    (folder / "config.json").symlink_to("../../blobs/abcd")
+    return folder
+
+
+def test_plain_files_and_links_inside_are_read(tmp_path):
+    (tmp_path / "model/inner").mkdir(parents=True)
+    (tmp_path / "model/inner/real").write_text("x")
+    (tmp_path / "model/linked").symlink_to("inner/real")
+    (tmp_path / "by_link").symlink_to("model")
+    for folder in (tmp_path / "model", tmp_path / "by_link"):
+        assert file_within(folder, "linked").read_text() == "x"
+        assert file_within(folder, "inner/real").read_text() == "x"
+        assert file_within(folder, "missing") is None
+        assert file_within(folder, "inner") is None, "a folder is no file"
+
+
+def test_the_caches_blobs_are_read_and_nothing_else_beside_them(tmp_path):
+    folder = snapshot(tmp_path)
+    assert file_within(folder, "config.json").read_text() == "{}"
+    (tmp_path / "models--org--name/refs").write_text("secret")
+    (folder / "merges.txt").symlink_to("../../refs")
+    with pytest.raises(UserError, match=r"merges\.txt: leads to .*refs, outside of its folder"):
+        file_within(folder, "merges.txt")
+    other = snapshot(tmp_path, "models--org--other")
+    (other / "merges.txt").symlink_to(folder.parents[1] / "blobs/abcd")
+    with pytest.raises(UserError, match="outside of its folder"):
+        file_within(other, "merges.txt")
+
+
+def test_a_link_in_the_place_of_the_blobs_leads_out(tmp_path):
+    (tmp_path / "secrets").mkdir()
+    (tmp_path / "secrets/id_rsa").write_text("secret")
+    folder = tmp_path / "models--a--b/snapshots/0"
+    folder.mkdir(parents=True)
+    (tmp_path / "models--a--b/blobs").symlink_to(tmp_path / "secrets")
+    (folder / "merges.txt").symlink_to("../../blobs/id_rsa")
+    with pytest.raises(UserError, match="outside of its folder"):
+        file_within(folder, "merges.txt")
+
+
+def test_what_is_no_file_is_refused_and_names_are_printable(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UserError, match="pipe: is neither a file nor a folder"):
+        file_within(tmp_path, "pipe")
+    (tmp_path / "evil\x1b[2J").symlink_to("/etc/passwd")
+    with pytest.raises(UserError) as error:
+        file_within(tmp_path, "evil\x1b[2J")
+    assert "\x1b" not in str(error.value)
+
+
+def test_data_folders_too(tmp_path):
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data/a.jsonl").write_text("{}")
+    assert len(find_files(tmp_path / "data", (".jsonl",))) == 1
+    (tmp_path / "secret.jsonl").write_text("{}")
+    (tmp_path / "data/b.jsonl").symlink_to(tmp_path / "secret.jsonl")
+    with pytest.raises(UserError, match=r"b\.jsonl: leads to .*secret\.jsonl, outside of its folder"):
+        find_files(tmp_path / "data", (".jsonl",))
+    assert len(find_files(tmp_path / "data/b.jsonl", (".jsonl",))) == 1, "a link that the user names is the user's"
+
+
+def test_links_of_many_folders(tmp_path):
+    """500 folders with links at random: read is what lies inside, by an independent judgement of each link."""
+    draw = random.Random(0)
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside/secret").write_text("secret")
+    for number in range(500):
+        folder = tmp_path / f"{number}"
+        (folder / "sub").mkdir(parents=True)
+        (folder / "real").write_text("ours")
+        # The last link of a chain decides.
+        ends = {"real": True, "../outside/secret": False, f"../{number}/real": True, str(tmp_path / "outside/secret"): False,
+                "sub/../real": True, "sub/../../outside/secret": False, f"../{(number + 1) % 500}x": False, "nowhere": True}
+        target, inside = draw.choice(list(ends.items()))
+        for hop in range(draw.randrange(4)):
+            (folder / f"hop{hop}").symlink_to(target)
+            target = f"hop{hop}"
+        (folder / "merges.txt").symlink_to(target)
+        if inside:
+            found = file_within(folder, "merges.txt")
+            assert found is None or found.read_text() == "ours"
+        else:
+            with pytest.raises(UserError, match="outside of its folder"):
+                file_within(folder, "merges.txt")
+        check_within(folder, folder / "real")

@@ -1,0 +1,211 @@
+"""What a Hugging Face folder says besides its weights' shapes: heads, tables, NaN, links, and fields that nothing here reads."""
+import json
+import shutil
+import warnings
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from data.errors import UserError
+from data.tokenizer import Tokenizer
+from model.config import LlamaConfig
+from scripts import export_hf, import_hf
+from tests.model.build import llama
+from trainer.huggingface import peft
+from trainer.huggingface.assets import copy_assets, described
+from trainer.huggingface.folder import folder_config
+from trainer.huggingface.table import HoldsNaN, check_numbers
+from trainer.huggingface.write import write_hf
+from trainer.model_source import open_model
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+@pytest.fixture
+def folder(hf_model, tmp_path):
+    """A copy of a very small model, to be changed."""
+    return shutil.copytree(hf_model, tmp_path / "model")
+
+
+def change_json(path, **fields):
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def change_weights(folder, change):
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def round_trip(folder, tmp_path):
+    assert import_hf.main([str(folder), str(tmp_path / "checkpoint")]) == 0
+    assert export_hf.main([str(tmp_path / "checkpoint"), str(tmp_path / "out")]) == 0
+    return tmp_path / "out"
+
+
+def logits(folder):
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    with torch.no_grad():
+        return model(torch.arange(3, 19)[None]).logits.numpy()
+
+
+def test_a_head_of_its_own_is_kept_though_the_config_ties_it(folder, tmp_path):
+    change_json(folder / "config.json", tie_word_embeddings=True)
+
+    def untie(weights):
+        torch.manual_seed(1)
+        weights[HEAD] = torch.randn_like(weights[EMBEDDING])
+
+    change_weights(folder, untie)
+    with pytest.warns(UserWarning, match=f"{HEAD} differs from {EMBEDDING}: both are kept"):
+        folder_config(folder)
+    out = round_trip(folder, tmp_path)
+    assert torch.equal(load_file(out / "model.safetensors")[HEAD], load_file(folder / "model.safetensors")[HEAD])
+    np.testing.assert_array_equal(logits(out), logits(folder))
+    with pytest.warns(UserWarning, match="differs"):
+        source = open_model(str(folder))
+    assert not source.config.tie_word_embeddings
+    assert "lm_head.weight" in source.read(llama(source.config))
+
+
+def test_an_equal_copy_of_the_embedding_is_left_out(folder, tmp_path):
+    change_json(folder / "config.json", tie_word_embeddings=True)
+    change_weights(folder, lambda weights: weights.update({HEAD: weights[EMBEDDING].clone()}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert folder_config(folder).tie_word_embeddings
+    out = round_trip(folder, tmp_path)
+    assert HEAD not in load_file(out / "model.safetensors")
+    np.testing.assert_array_equal(logits(out), logits(folder))
+
+
+@pytest.mark.parametrize(("theta", "dtype", "named"), [(None, torch.float32, False), (None, torch.float16, False),
+                                                       (None, torch.bfloat16, False), (12345.0, torch.float32, True)])
+def test_a_table_of_frequencies_is_compared(folder, theta, dtype, named):
+    config = folder_config(folder)
+    # transformers' own formula.
+    size = config.head_dim
+    table = 1.0 / ((theta or config.rope.theta) ** (torch.arange(0, size, 2).float() / size))
+    change_weights(folder, lambda weights: weights.update(
+        {"model.layers.0.self_attn.rotary_emb.inv_freq": table.to(dtype)}))
+    source = open_model(str(folder))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        source.read(llama(source.config))
+    assert any("rotary_emb.inv_freq holds other frequencies" in str(warning.message) for warning in caught) == named
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_nan_is_found_wherever_it_is(dtype):
+    special = np.array([0, -0.0, np.inf, -np.inf, 1e-40, 65504, -1], np.float32).astype(dtype)
+    check_numbers("x", special)
+    check_numbers("x", np.zeros((0, 3), dtype))
+    for place in range(12):
+        for nan in (np.nan, -np.nan):
+            tensor = np.ones((3, 4), dtype)
+            tensor.flat[place] = nan
+            for view in (tensor, tensor.T, tensor[:, ::-1]):
+                with pytest.raises(HoldsNaN, match=r"tensor x holds NaN \(1 of the 12 numbers"):
+                    check_numbers("x", view)
+
+
+def test_nan_in_a_given_model_is_named_by_tensor(folder, tmp_path, capsys):
+    name = "model.layers.1.mlp.up_proj.weight"
+
+    def spoil(weights):
+        weights[name][1, 2] = float("nan")
+
+    change_weights(folder, spoil)
+    source = open_model(str(folder))
+    with pytest.raises(ValueError, match=rf"^{folder}: tensor {name} holds NaN \(1 of"):
+        source.read(llama(source.config))
+    assert import_hf.main([str(folder), str(tmp_path / "checkpoint")]) != 0
+    assert f"tensor {name} holds NaN" in capsys.readouterr().err
+    assert not (tmp_path / "checkpoint").exists()
+
+
+def test_nan_and_overflow_are_named_at_export(hf_model, tmp_path):
+    source = open_model(str(hf_model))
+    params = {name: np.array(value) for name, value in source.read(llama(source.config)).items()}
+    copy_assets(hf_model, tmp_path / "assets")
+    name = "layers.mlp.up_proj.weight"
+    params[name][1, 0, 0] = 1e6
+    (tmp_path / "assets/source_dtype.json").write_text('{"dtype": "float16", "tensors": {}}')
+    tensor = r"tensor model\.layers\.1\.mlp\.up_proj\.weight"
+    with pytest.raises(ValueError, match=rf"{tensor} has numbers up to 1e\+06, which float16"):
+        write_hf(params, source.config, tmp_path / "assets", tmp_path / "out")
+    params[name][1, 0, 0] = np.nan
+    with pytest.raises(ValueError, match=rf"{tensor} holds NaN"):
+        write_hf(params, source.config, tmp_path / "assets", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["merges.txt", "config.json", "generation_config.json", "tokenizer.json", "model.safetensors",
+                                  "chat_template.jinja", "vocab.json"])
+def test_a_link_that_leads_out_is_refused_by_name(folder, tmp_path, capsys, name):
+    secret = tmp_path / "secret"
+    (folder / name).rename(secret) if (folder / name).exists() else secret.write_text("TOP SECRET")
+    (folder / name).symlink_to(secret)
+    assert import_hf.main([str(folder), str(tmp_path / "checkpoint")]) != 0
+    assert f"{folder / name}: leads to {secret}, outside of its folder" in capsys.readouterr().err
+    assert not (tmp_path / "checkpoint").exists()
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / peft.CONFIG).symlink_to(secret)
+    with pytest.raises(UserError, match="outside of its folder"):
+        peft.read_config(tmp_path / "adapter")
+
+
+def test_a_tokenizers_folder_too(folder, tmp_path):
+    (tmp_path / "secret").write_text("TOP SECRET")
+    (folder / "chat_template.jinja").unlink(missing_ok=True)
+    (folder / "chat_template.jinja").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=r"chat_template\.jinja: leads to"):
+        Tokenizer.load(folder)
+
+
+def test_fields_that_nothing_reads_survive(folder, tmp_path, capsys):
+    chunks = {"chunk_size": 262144, "local_size": 8192, "original_max_position_embeddings": 262144}
+    change_json(folder / "config.json", dual_chunk_attention_config=chunks, house_note="kept",
+                auto_map={"AutoModelForCausalLM": "modeling.Own"})
+    (folder / "generation_config.json").write_text(json.dumps({"temperature": 0.6, "top_k": 20, "own_field": [1, 2]}))
+    given = json.loads((folder / "config.json").read_text())
+    out = round_trip(folder, tmp_path)
+    assert "config.json of the source: left out, since they do not hold for this model: auto_map\n" in capsys.readouterr().err
+    written = json.loads((out / "config.json").read_text())
+    assert {name: value for name, value in written.items() if name in given} == {
+        name: value for name, value in given.items() if name != "auto_map"} | {"dtype": written["dtype"]}
+    assert json.loads((out / "generation_config.json").read_text()) == {"temperature": 0.6, "top_k": 20, "own_field": [1, 2]}
+    loaded = transformers.AutoConfig.from_pretrained(out)
+    assert loaded.dual_chunk_attention_config == chunks
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "attn_factor": 0.878}
+SIZES = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "vocab_size": 64, "hidden_size": 32,
+         "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def test_numbers_of_rope_that_nothing_reads_survive_unless_it_changes():
+    source = SIZES | {"rope_theta": 1e6, "rope_scaling": YARN, "max_position_embeddings": 2048}
+    config = LlamaConfig.from_hf_dict(source)
+    written, left_out = described(config, source)
+    assert written["rope_scaling"] == YARN and left_out == []
+    assert written["rope_parameters"]["attn_factor"] == YARN["attn_factor"], "programs read one of the two"
+    longer = config.with_positions(rope_scaling={"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 512})
+    written, left_out = described(longer, source)
+    assert left_out == ["rope_scaling.attn_factor"]
+    assert "attn_factor" not in written["rope_scaling"] and LlamaConfig.from_hf_dict(written) == longer
+
+
+def test_what_training_changed_is_written_and_the_rest_is_as_it_was_spelled():
+    source = SIZES | {"rope_theta": 10000, "pad_token_id": None, "eos_token_id": 2, "own": {"a": [1]}}
+    config = LlamaConfig.from_hf_dict(source)
+    assert described(config, source)[0].items() >= source.items()
+    changed = LlamaConfig.from_hf_dict(source | {"vocab_size": 70, "eos_token_id": [2, 5], "max_position_embeddings": 9999})
+    written, left_out = described(changed, source)
+    assert LlamaConfig.from_hf_dict(written) == changed and left_out == []
+    assert (written["vocab_size"], written["eos_token_id"], written["max_position_embeddings"]) == (70, [2, 5], 9999)
+    assert written["own"] == {"a": [1]}
