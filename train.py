@@ -2,8 +2,9 @@
 
 With --dry-run [MACHINE [--gpu-memory GIB]] it says what the run would take, and stops. Alone, it lists the recipes. Every field
 is described by --help, or those of a section by --help SECTION. LONGSTRIPE_TRACEBACK=1 shows where an error comes from.
-Exit codes: 0 trained; 1 a dry run that does not fit; 2 an error in one line that you can fix; 130 stopped by Ctrl-C, 143 by
-SIGTERM: the running step is finished and saved, and the same command resumes the run; a second Ctrl-C ends at once.
+Exit codes: 0 trained; 1 a dry run that does not fit; 2 an error in one line that you can fix; 75 one that another start may
+pass, such as a lost connection; 130 stopped by Ctrl-C, 143 by SIGTERM: the running step is finished and saved, and the same
+command resumes the run; a second Ctrl-C ends at once.
 """
 import sys
 from pathlib import Path

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO
 
-from data.errors import UserError
+from data.errors import TransientError, UserError
 from data.folders import named_errors, sync
 
 CHUNK = 1 << 20  # bytes
@@ -43,7 +43,8 @@ def download_file(url: str, path: Path, attempts: int = 8, first_wait: float = 1
         on_failure: called with a sentence before each further attempt.
 
     Raises:
-        UserError: the file does not exist, the server cannot be reached, or the disk is full.
+        UserError: the file does not exist, or the server refuses it.
+        TransientError: the server cannot be reached, or the disk is full.
     """
     if not url.startswith(("http://", "https://")):
         raise UserError(f"{url}: is no address of a file; one that begins with https:// would work")
@@ -58,8 +59,8 @@ def download_file(url: str, path: Path, attempts: int = 8, first_wait: float = 1
             has = part.stat().st_size if part.exists() else 0
             failures, most = (1, has) if has > most else (failures + 1, most)
             if failures >= attempts:
-                raise UserError(f"{url}: {error}, after {failures} attempts without progress; {has:,} bytes are kept, and "
-                                "the same command goes on from there") from None
+                raise TransientError(f"{url}: {error}, after {failures} attempts without progress; {has:,} bytes are kept, "
+                                     "and the same command goes on from there") from None
             wait = min(first_wait * 2 ** (failures - 1), LONGEST_WAIT)
             on_failure(f"{error}; the next attempt is in {wait:g} s")
             time.sleep(wait)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TextIO
 
-from data.errors import UserError
+from data.errors import TransientError, UserError, is_transient
 
 _LOCK = "lock"
 # Unfinished folders of prepared data, .HASH-RANDOM, also as earlier releases named them.
@@ -32,13 +32,13 @@ def no_room(error: BaseException) -> str | None:
 
 @contextlib.contextmanager
 def named_errors(folder: Path) -> Iterator[None]:
-    """Raises UserError, naming the folder that is written to, for an error of a full disk that names no file."""
+    """Raises TransientError, naming the folder that is written to, for an error of a full disk that names no file."""
     try:
         yield
     except OSError as error:
         if error.errno not in _NO_ROOM or error.filename is not None:
             raise
-        raise UserError(f"{folder}: {error.strerror}; with more room there the same command goes on") from error
+        raise TransientError(f"{folder}: {error.strerror}; with more room there the same command goes on") from error
 
 
 @contextlib.contextmanager
@@ -49,13 +49,14 @@ def exclusive(path: Path, work: str) -> Iterator[None]:
         work: what the holder does, for the message.
 
     Raises:
-        UserError: another process holds it.
+        TransientError: another process holds it.
     """
     with path.open("a", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UserError(f"{path.parent}: another process {work}; wait until it has ended, or name another folder") from None
+            raise TransientError(
+                f"{path.parent}: another process {work}; wait until it has ended, or name another folder") from None
         except OSError:  # a file system without locks
             pass
         yield
@@ -92,6 +93,8 @@ def check_files(folder: Path, recorded: str) -> None:
         except PermissionError:
             raise
         except OSError as error:
+            if is_transient(error):
+                raise
             raise UserError(f"{folder}: {name} is damaged ({error.strerror})") from error
         if not same:
             raise UserError(f"{folder}: {name} is damaged (not as it was written)")
@@ -126,7 +129,8 @@ def building(folder: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
         is_whole: whether an existing folder can be used. One that cannot is replaced.
 
     Raises:
-        UserError: the parent of `folder` cannot be written to, or its disk is full.
+        UserError: the parent of `folder` cannot be written to.
+        TransientError: its disk is full.
     """
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -145,8 +149,8 @@ def building(folder: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
     except Exception as error:
         if (problem := no_room(error)) is None:
             raise
-        raise UserError(f"{folder.parent}: {problem} while {folder.name} was written; more room there, or another folder, "
-                        "would work") from error
+        raise TransientError(f"{folder.parent}: {problem} while {folder.name} was written; more room there, or another "
+                             "folder, would work") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
 

@@ -14,12 +14,12 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import NoReturn
 
-from data.errors import UserError
 from data.folders import named_errors
-
-MAX_MESSAGE = 4000  # characters of an error; the values of a recipe that it names may be of any size
+from trainer.run.outcome import STOPPED, SUCCESS, TERMINATED, TRY_AGAIN, UNEXPECTED, one_line, outcome_of
+from trainer.run.preemption import Preempted
 
 
 def at_least_one(text: str) -> int:
@@ -84,44 +84,6 @@ def keep_compiled(folder: str | None = None) -> None:
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder or cache_folder("xla")))
 
 
-def _out_of_memory(error: RuntimeError) -> str | None:
-    """The message for an error of the compiler or runtime that memory ran out, with advice; None for other errors."""
-    _, status, details = str(error).partition("RESOURCE_EXHAUSTED:")  # the status code; the details are passed on as they are
-    if not status:
-        return None
-    needed = details.strip().partition("\n")[0].rstrip(".")
-    return (f"out of memory: {needed}; less is taken with memory.remat nothing, every_k or offload, with chunks "
-            "(memory.query_chunks, memory.feed_forward_chunk, memory.loss_chunk) and over a larger mesh.sequence; "
-            "python -m scripts.plan tells beforehand what fits" + _gpu_advice())
-
-
-def _lost_connection(error: RuntimeError) -> str | None:
-    """The message for a transfer between CPUs that failed because another process is gone; None for other errors."""
-    cluster = sys.modules.get("trainer.run.cluster")  # a command without JAX does not import it
-    if cluster is None or cluster.client() is None or "Gloo" not in str(error):
-        return None
-    return (f"the connection to another process was lost ({str(error).splitlines()[0]}); once all processes are started again, "
-            "the same command resumes from the last checkpoint")
-
-
-def _gpu_advice() -> str:
-    """What else to do on a GPU whose share of memory nobody has set; "" elsewhere."""
-    import jax
-
-    from .xla_flags import MEMORY_SHARE, OLD_MEMORY_SHARE
-
-    if jax.default_backend() != "gpu" or os.environ.get(MEMORY_SHARE) or os.environ.get(OLD_MEMORY_SHARE):
-        return ""
-    return ('; JAX takes 75% of a GPU and 64 GiB of its host by default; eval "$(python -m trainer.xla_flags gpu)" before the '
-            "start allows more")
-
-
-def _one_line(message: str) -> str:
-    """The message in one line of at most MAX_MESSAGE characters; the middle of a longer one is left out."""
-    line, half = " ".join(message.split("\n")), MAX_MESSAGE // 2
-    return line if len(line) <= MAX_MESSAGE else f"{line[:half]} ... {line[-half:]}"
-
-
 def run(work: Callable[[], object], output: str | Path | None = None) -> int:
     """Runs a command's work and returns its exit code.
 
@@ -129,11 +91,10 @@ def run(work: Callable[[], object], output: str | Path | None = None) -> int:
       work: raises an error that the user can mend, or another one.
       output: the file or folder that the command writes, by which an error of a full disk that names no file is named.
 
-    It is 0 for success, 2 with one line on standard error for an error that the user can mend, 130 after Ctrl-C, and 143 after
-    SIGTERM. LONGSTRIPE_TRACEBACK=1 raises the errors that would be one line.
+    The code is that of `trainer.run.outcome.outcome_of`: 0 for success, 2 with one line on standard error for an error that the
+    user can mend, 75 with one line for what another start may pass, 130 after Ctrl-C, and 143 after SIGTERM.
+    LONGSTRIPE_TRACEBACK=1 raises the errors that would be one line.
     """
-    from trainer.run.preemption import Preempted
-
     # A Ctrl-C within a callback, from which Python lets no exception escape, is sent again a moment later.
     unraisable, sys.unraisablehook = sys.unraisablehook, _interrupt_again
     # These stay when the work has ended, since the threads of a failed save may end later.
@@ -143,64 +104,48 @@ def run(work: Callable[[], object], output: str | Path | None = None) -> int:
     try:
         with contextlib.nullcontext() if output is None else named_errors(Path(output)):
             work()
-    except Preempted as notice:
-        print(notice, file=sys.stderr)
-        return notice.exit_code
-    except KeyboardInterrupt:
-        return _stopped()
-    except Exception as error:
-        if _wraps_an_interrupt(error):
-            return _stopped()
-        message = _message_for_the_user(error)
-        if message is None or os.environ.get("LONGSTRIPE_TRACEBACK"):
-            _leave_others(error, 1)
+    except (Exception, KeyboardInterrupt) as error:
+        outcome = outcome_of(error)
+        if outcome.code == TRY_AGAIN and (cluster := _cluster()) is not None:
+            # Where another process has said why it ended, that is the reason, rather than the connection that was lost by it.
+            outcome = cluster.first_failure() or outcome
+        if outcome.code in (STOPPED, TERMINATED):
+            # What was interrupted while it was being made may fail once more as it is deleted.
+            sys.unraisablehook = lambda _: None
+            print(outcome.message, file=sys.stderr, flush=True)
+            if not isinstance(error, Preempted):
+                _leave_others(error, outcome.code)
+            return outcome.code
+        if outcome.message is None or os.environ.get("LONGSTRIPE_TRACEBACK"):
+            _leave_others(error, UNEXPECTED)
             raise
-        print(f"error: {_one_line(str(message))}", file=sys.stderr, flush=True)
-        _leave_others(error, 2)
-        return 2
+        print(f"error: {outcome.message}", file=sys.stderr, flush=True)
+        _leave_others(error, outcome.code)
+        return outcome.code
     finally:
         sys.unraisablehook = unraisable
-    return 0
-
-
-def _message_for_the_user(error: Exception) -> object:
-    """What says in one line what the user can mend; None for an error of another kind, whose traceback is needed."""
-    if isinstance(error, MemoryError):
-        return (f"out of memory: {str(error) or 'the host has no more'}; a host with more memory, or fewer programs beside "
-                "this one, would work")
-    if isinstance(error, RuntimeError):
-        return _out_of_memory(error) or _lost_connection(error)
-    return error if isinstance(error, (UserError, ValueError, OSError)) else None
-
-
-def _wraps_an_interrupt(error: BaseException | None) -> bool:
-    """Whether a Ctrl-C caused the error: a compiled module interrupted while it loads raises ImportError."""
-    while error is not None and not isinstance(error, KeyboardInterrupt):
-        error = error.__cause__ or error.__context__
-    return error is not None
-
-
-def _stopped() -> int:
-    # What was interrupted while it was being made may fail once more as it is deleted; `run` sets the hook back afterwards.
-    sys.unraisablehook = lambda _: None
-    print("stopped", file=sys.stderr)
-    return 130
+    return SUCCESS
 
 
 def leave(code: int) -> NoReturn:
     """Ends the process with the code of `run`; after Ctrl-C at once, without waiting for threads that are writing."""
-    if code == 128 + signal.SIGINT:
+    if code == STOPPED:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
 
 
+def _cluster() -> ModuleType | None:
+    """`trainer.run.cluster` if this process has joined a cluster; a command without JAX does not import it."""
+    cluster = sys.modules.get("trainer.run.cluster")
+    return cluster if cluster is not None and cluster.client() is not None else None
+
+
 def _leave_others(error: BaseException, code: int) -> None:
-    """Calls `cluster.leave_others` if this process may have joined a cluster; prints the traceback of an error of ours."""
-    cluster = sys.modules.get("trainer.run.cluster")  # a command without JAX does not import it
-    if cluster is not None and cluster.client() is not None:
-        if code == 1:
+    """Calls `cluster.leave_others` if this process has joined a cluster; prints the traceback of an error of ours."""
+    if (cluster := _cluster()) is not None:
+        if code == UNEXPECTED:
             traceback.print_exception(error)
         cluster.leave_others(error, code)
 
@@ -208,7 +153,7 @@ def _leave_others(error: BaseException, code: int) -> None:
 def _without_traceback(record: logging.LogRecord) -> bool:
     """The filter of Orbax's log, which prints the traceback of an error that it also raises."""
     if not os.environ.get("LONGSTRIPE_TRACEBACK"):
-        record.msg, record.args, record.exc_info = _one_line(record.getMessage()), (), None
+        record.msg, record.args, record.exc_info = one_line(record.getMessage()), (), None
     return True
 
 
@@ -217,7 +162,7 @@ def _in_one_line(error: threading.ExceptHookArgs) -> None:
     if os.environ.get("LONGSTRIPE_TRACEBACK") or error.thread is None:
         threading.__excepthook__(error)
     else:
-        print(_one_line(f"warning: thread {error.thread.name}: {error.exc_value}"), file=sys.stderr)
+        print(one_line(f"warning: thread {error.thread.name}: {error.exc_value}"), file=sys.stderr)
 
 
 def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
@@ -232,4 +177,4 @@ def _interrupt_again(unraisable: sys.UnraisableHookArgs) -> None:
 
 @functools.lru_cache(maxsize=1000)
 def _warn_once(text: str) -> None:
-    print(_one_line(text), file=sys.stderr)
+    print(one_line(text), file=sys.stderr)

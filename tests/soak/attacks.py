@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from data.errors import UserError
-from trainer.entry import _one_line
+from trainer.run.outcome import one_line
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 FOLDER = ROOT / ".cache" / "soak" / "attacks"
@@ -83,7 +83,7 @@ def refusal(*names: str) -> Iterator[list[str]]:
         messages.append(message)
         if not any(name in message for name in names):
             raise Fell(f"the message names none of {', '.join(names)}: {type(error).__name__}: {message[:300]}") from error
-        if "\n" in _one_line(message) or not message.strip() or "Traceback" in message:
+        if "\n" in one_line(message) or not message.strip() or "Traceback" in message:
             raise Fell(f"not one line: {message[:300]!r}") from error
 
 

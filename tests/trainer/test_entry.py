@@ -139,7 +139,7 @@ def test_a_full_disk_is_named_by_the_commands_output(tmp_path, capsys):
     def work():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    assert entry.run(work, tmp_path / "out") == 2
+    assert entry.run(work, tmp_path / "out") == 75
     assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'out'}: No space left on device; with more room")
 
 
@@ -154,7 +154,7 @@ def test_every_evaluation_names_its_output(name, arguments, tmp_path, monkeypatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(module, "evaluate", full)
-    assert module.main(["--checkpoint", "x", "--output", str(tmp_path / "out"), *arguments]) == 2
+    assert module.main(["--checkpoint", "x", "--output", str(tmp_path / "out"), *arguments]) == 75
     assert str(tmp_path / "out") in capsys.readouterr().err
 
 
@@ -169,7 +169,7 @@ def test_a_lost_connection_is_one_line_for_a_process_of_several(joined, monkeypa
         with pytest.raises(jax.errors.JaxRuntimeError):
             entry.run(work)
         return
-    assert entry.run(work) == 2
+    assert entry.run(work) == 75
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert said.startswith("error: the connection to another process was lost (UNKNOWN: Gloo AllGather")

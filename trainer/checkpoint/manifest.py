@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from data.errors import is_transient
 from data.folders import sync
 
 MANIFEST = "manifest.json"
@@ -55,12 +56,15 @@ def read_manifest(folder: Path) -> dict[str, Any]:
     Raises:
       ForeignError: the folder has no manifest of this project.
       DamagedError: the manifest has changed since it was written.
+      OSError: a mount or disk fails, which says nothing about the files.
     """
     try:
         data = (folder / MANIFEST).read_bytes()
     except (FileNotFoundError, NotADirectoryError):
         raise ForeignError(f"{folder}: not a checkpoint of this project (no {MANIFEST})") from None
-    except OSError as error:  # such as a folder in its place, or a bad disk
+    except OSError as error:  # such as a folder in its place
+        if is_transient(error):
+            raise
         raise DamagedError(f"{folder}: {MANIFEST} cannot be read ({error.strerror})") from None
     try:
         content = json.loads(data)
@@ -111,6 +115,8 @@ def verify(folder: Path, items: Sequence[str] | None = None) -> dict[str, Any]:
         except (FileNotFoundError, NotADirectoryError):
             return f"{name} is missing"
         except OSError as error:
+            if is_transient(error):
+                raise
             return f"{name} cannot be read ({error.strerror})"
         return None
 

@@ -15,7 +15,18 @@ import jax
 from jax._src import distributed, xla_bridge  # as Orbax does: the public API has no barrier and no view of the backends
 
 from data.errors import UserError
+from data.printable import printable
 from trainer.config.schema import DistributedConfig
+from trainer.run.outcome import (
+    MAX_MESSAGE,
+    STOPPED,
+    TERMINATED,
+    TRY_AGAIN,
+    WRONG_INPUT,
+    Outcome,
+    error_with,
+    outcome_of,
+)
 from trainer.run.rendezvous import meet
 
 # A process without a heartbeat for so long is taken for dead, and JAX ends the others with a message of its own. Heartbeats are
@@ -89,7 +100,7 @@ def first_then_others(work: Callable[[str | None], T], encode: Callable[[T], str
 
     Raises:
       Exception: whatever `work` raises in this process.
-      UserError: with the message of an error that `work` raised in another process.
+      UserError, TransientError: with the message of an error that `work` raised in another process.
     """
     if jax.process_count() == 1:
         return work(None)
@@ -98,22 +109,22 @@ def first_then_others(work: Callable[[str | None], T], encode: Callable[[T], str
         try:
             result = work(None)
         except BaseException as error:
-            client().key_value_set(key, json.dumps({"error": _message(error)}))
+            client().key_value_set(key, _encoded(error))
             raise
         client().key_value_set(key, json.dumps({"result": encode(result)}))
     else:
         message = json.loads(client().blocking_key_value_get(key, WAIT_MILLISECONDS))
-        if "error" in message:
-            raise UserError(message["error"])
+        if "code" in message:
+            raise _decoded(message)
         try:
             result = work(message["result"])
         except Exception as error:
-            client().key_value_set(f"{key} failed/{jax.process_index()}", _message(error))
+            client().key_value_set(f"{key} failed/{jax.process_index()}", _encoded(error))
             barrier(key)
             raise
     barrier(key)
     for _, failure in client().key_value_dir_get(f"{key} failed"):
-        raise UserError(failure)
+        raise _decoded(json.loads(failure))
     return result
 
 
@@ -136,17 +147,24 @@ def require_same(values: Mapping[str, Any]) -> None:
     first_then_others(compare, lambda _: json.dumps(values))
 
 
-def _message(error: BaseException) -> str:
-    return str(error) or type(error).__name__
+def _encoded(error: BaseException, prefix: str = "") -> str:
+    """An error of this process as the others are told of it: its exit code, and its message."""
+    message = f"{prefix}{str(error) or type(error).__name__}"
+    return json.dumps({"code": outcome_of(error).code, "message": " ".join(message.split())[:MAX_MESSAGE]})
+
+
+def _decoded(told: Mapping[str, Any]) -> UserError:
+    """The error that ends this process after what another one has told."""
+    return error_with(told["code"], printable(told["message"]))
 
 
 @contextlib.contextmanager
 def _at_most(seconds: float, message: str) -> Iterator[None]:
-    """Ends this process with exit code 2 and an error line if the block takes longer, whatever it waits for."""
+    """Ends this process with TRY_AGAIN and an error line if the block takes longer, whatever it waits for."""
 
     def end() -> None:
         print(f"error: {message}", file=sys.stderr, flush=True)
-        os._exit(2)
+        os._exit(TRY_AGAIN)
 
     timer = threading.Timer(seconds, end)
     timer.daemon = True
@@ -164,6 +182,17 @@ def _initialize(**arguments: Any) -> None:
         threading.Thread(target=_end_with_others, name=_end_with_others.__name__, daemon=True).start()
 
 
+def first_failure() -> Outcome | None:
+    """How the first process that failed alone has ended all; None if none has, or the cluster is gone."""
+    try:
+        told = json.loads(client().key_value_try_get(_FAILURE))
+    except Exception:  # not found; or the cluster has ended, of which the caller has an error of its own
+        return None
+    # What would be wrong again is wrong in all, and a signal to one is one to all; the rest another start may pass.
+    code = told["code"] if told["code"] in (WRONG_INPUT, STOPPED, TERMINATED) else TRY_AGAIN
+    return Outcome(code, printable(told["message"]))
+
+
 def leave_others(error: BaseException, code: int) -> None:
     """Ends this process with an exit code after telling the others of its error, which ends them too.
 
@@ -175,8 +204,7 @@ def leave_others(error: BaseException, code: int) -> None:
     _leaving.set()
     # All may have failed by the same error: the first to say so is enough.
     with contextlib.suppress(Exception):
-        state.client.key_value_set(
-            _FAILURE, f"process {state.process_id} of {state.num_processes} failed: {' '.join(_message(error).split())[:2000]}")
+        state.client.key_value_set(_FAILURE, _encoded(error, f"process {state.process_id} of {state.num_processes} failed: "))
     if state.process_id == 0:
         time.sleep(4 * _LOOK_SECONDS)  # for the others to read it: this process has the key-value store
     sys.stdout.flush()
@@ -185,12 +213,9 @@ def leave_others(error: BaseException, code: int) -> None:
 
 
 def _end_with_others() -> None:
-    """Ends this process with exit code 2 when another one has failed, wherever this one waits for it."""
+    """Ends this process when another one has failed, wherever this one waits for it; see `first_failure` for its code."""
     while not _leaving.wait(_LOOK_SECONDS):
-        try:
-            failure = client().key_value_try_get(_FAILURE)
-        except Exception:  # not found; or the cluster has ended, of which this thread has nothing to say
-            continue
-        if not _leaving.wait(_LOOK_SECONDS):  # this process may be about to report the same error itself
-            print(f"error: {failure}", file=sys.stderr, flush=True)
-            os._exit(2)
+        # After the second wait, as this process may be about to report the same error itself.
+        if (failure := first_failure()) is not None and not _leaving.wait(_LOOK_SECONDS):
+            print(f"error: {failure.message}", file=sys.stderr, flush=True)
+            os._exit(failure.code)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from typing import TextIO
 
-from data.errors import UserError
+from data.errors import TransientError
 
 # A network file system keeps the lock of a dead host for a while (NFSv4 for 90 seconds). A run that was preempted and goes on
 # on another host waits for so long.
@@ -22,7 +22,7 @@ def held(path: pathlib.Path) -> Iterator[None]:
     """Holds the lock file `path`, which names the process that holds it and stays when that process is gone.
 
     Raises:
-      UserError: another process holds it, as in `require_free`.
+      TransientError: another process holds it, as in `require_free`.
     """
     with open(path, "a+", encoding="utf-8") as file:
         _lock(file)
@@ -34,7 +34,7 @@ def held(path: pathlib.Path) -> Iterator[None]:
 
 
 def require_free(path: pathlib.Path) -> None:
-    """Raises UserError, naming the holder, if a process holds the lock file `path`. One on another host gets time to end."""
+    """Raises TransientError, naming the holder, if a process holds the lock file `path`. One elsewhere gets time to end."""
     if path.exists():
         with open(path, "a+", encoding="utf-8") as file:
             _lock(file)
@@ -47,12 +47,12 @@ def _lock(file: TextIO) -> None:
         file.seek(0)
         folder, holder = pathlib.Path(file.name).parent, file.read() or "another process is training there"
         if f" on {socket.gethostname()} " in holder:
-            raise UserError(f"{folder}: {holder}; wait for its end, stop it, or give another --run_dir")
+            raise TransientError(f"{folder}: {holder}; wait for its end, stop it, or give another --run_dir")
         if deadline is None:
             deadline = time.monotonic() + LEASE_SECONDS
             print(f"{folder}: {holder}; waiting for its end", file=sys.stderr)
         if time.monotonic() > deadline:
-            raise UserError(f"{folder}: {holder}; stop it, or delete {file.name} where that host is gone")
+            raise TransientError(f"{folder}: {holder}; stop it, or delete {file.name} where that host is gone")
         time.sleep(1)
 
 

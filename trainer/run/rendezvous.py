@@ -7,7 +7,9 @@ import socket
 import sys
 import time
 
-from data.errors import UserError
+from data.errors import TransientError, UserError
+from data.printable import printable
+from trainer.run.outcome import error_with, outcome_of
 
 # How long processes wait for each other: on one machine they start together, on several an image may have to be fetched.
 LOCAL_SECONDS = 60
@@ -25,7 +27,8 @@ def meet(address: str, process: int, processes: int, seconds: float | None = Non
       seconds: how long to wait; LOCAL_SECONDS or SECONDS unless given.
 
     Raises:
-      UserError: the address cannot be used, a process does not come in time, or two say that they are the same.
+      TransientError: a process does not come in time, or the port is in use.
+      UserError: the address cannot be used, or two processes say that they are the same.
     """
     host, port = _split(address)
     if seconds is None:
@@ -48,7 +51,7 @@ def _gather(address: str, port: int, processes: int, deadline: float, seconds: f
     """Process 0 waits for all others, and tells them to go on or why not."""
     arrived: dict[int, socket.socket] = {}
     refused: list[socket.socket] = []
-    problem = None
+    problem: UserError | None = None
     with _listening(address, port) as server:
         while len(arrived) < processes - 1 and problem is None:
             server.settimeout(max(deadline - time.monotonic(), 0.01))
@@ -57,23 +60,26 @@ def _gather(address: str, port: int, processes: int, deadline: float, seconds: f
             except TimeoutError:
                 missing = [number for number in range(1, processes) if number not in arrived]
                 if time.monotonic() >= deadline:
-                    problem = (f"process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))} of {processes} did not come "
-                               f"to process 0 at {address} within {seconds:.0f} s; start all of them with the same "
-                               "distributed.coordinator and num_processes")
+                    problem = TransientError(
+                        f"process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))} of {processes} did not come to "
+                        f"process 0 at {address} within {seconds:.0f} s; start all of them with the same "
+                        "distributed.coordinator and num_processes")
                 continue
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # not one of ours
             if count != processes:
-                problem = f"process {number} was started with distributed.num_processes {count}, process 0 with {processes}"
+                problem = UserError(
+                    f"process {number} was started with distributed.num_processes {count}, process 0 with {processes}")
             elif number in arrived:
-                problem = f"two processes at {address} have distributed.process_id {number}; each needs a number of its own"
+                problem = UserError(
+                    f"two processes at {address} have distributed.process_id {number}; each needs a number of its own")
             if problem:
                 refused.append(connection)
             else:
                 arrived[number] = connection
-    _answer([*arrived.values(), *refused], problem or _GO)
+    _answer([*arrived.values(), *refused], _GO if problem is None else json.dumps(outcome_of(problem)))
     if problem:
-        raise UserError(problem)
+        raise problem
 
 
 def _listening(address: str, port: int) -> socket.socket:
@@ -118,7 +124,8 @@ def _report(
             if answer == _GO:
                 return
             if answer:
-                raise UserError(answer)
+                code, message = json.loads(answer)
+                raise error_with(code, printable(message))
             problem = "it ended without an answer"
         except OSError as error:
             problem = error.strerror or str(error)
@@ -126,8 +133,9 @@ def _report(
             print(f"process {process}: waiting for process 0 at {address} for up to {seconds:.0f} s", file=sys.stderr)
             has_printed = True
         time.sleep(min(0.2, max(left, 0)))
-    raise UserError(f"process {process}: process 0 was not reached at distributed.coordinator {address} within {seconds:.0f} s "
-                    f"({problem}); start it too, with an address and port that this machine can reach")
+    raise TransientError(
+        f"process {process}: process 0 was not reached at distributed.coordinator {address} within {seconds:.0f} s "
+        f"({problem}); start it too, with an address and port that this machine can reach")
 
 
 def _receive(connection: socket.socket) -> str:
