@@ -34,7 +34,7 @@ quickstart: install
 	$(RUN) -m scripts.quickstart
 
 test: $(VENV)/.requirements-test.stamp
-	$(RUN) -m pytest tests -n 2 --dist loadfile
+	$(RUN) -m pytest tests -n 2 --dist loadfile $(PYTEST_FLAGS)
 
 lint: $(VENV)/.requirements-test.stamp
 	$(RUN) -m ruff check .

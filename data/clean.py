@@ -250,12 +250,13 @@ def _with_call_ids(messages: list[Message]) -> list[Message]:
                 {**call, "id": call.get("id") or new_id(turn, number, call)} for number, call in enumerate(message.tool_calls)
             )
             unanswered = [call["id"] for call in calls]
-            message = replace(message, tool_calls=calls)
+            result.append(replace(message, tool_calls=calls))
         elif message.role == "tool" and message.tool_call_id is None and unanswered:
-            message = replace(message, tool_call_id=unanswered[0])
-        if message.tool_call_id in unanswered:
-            unanswered.remove(message.tool_call_id)
-        result.append(message)
+            result.append(replace(message, tool_call_id=unanswered[0]))
+        else:
+            result.append(message)
+        if result[-1].tool_call_id in unanswered:
+            unanswered.remove(result[-1].tool_call_id)
     return result
 
 

@@ -26,7 +26,7 @@ from eval.scoring import Z95
 from trainer import entry
 
 if TYPE_CHECKING:
-    from model.decode import Generator
+    from model.decode import Generator, Scores
 
 LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 """What tasks call the most tokens of an answer; lm-eval takes the first that is there."""
@@ -187,14 +187,14 @@ class Harness:
             totals.append(sum(sum(score.log_likelihoods) for score in self._score(pieces, [1] * len(pieces))))
         return totals
 
-    def _score(self, texts: list[list[int]], starts: list[int]) -> list[Any]:
+    def _score(self, texts: list[list[int]], starts: list[int]) -> list[Scores]:
         """Returns the scores of texts; those with a common beginning are scored one after the other."""
-        generator, scores = self._generator(0), [None] * len(texts)
+        generator = self._generator(0)
+        scores: dict[int, Scores] = {}
         for chosen in self._batches(range(len(texts)), texts):
-            scores = generator.score(self.opened.params, [texts[i] for i in chosen], [starts[i] for i in chosen])
-            for i, score in zip(chosen, scores, strict=True):
-                scores[i] = score  # type: ignore[call-overload]
-        return scores
+            batch = generator.score(self.opened.params, [texts[i] for i in chosen], [starts[i] for i in chosen])
+            scores.update(zip(chosen, batch, strict=True))
+        return [scores[i] for i in range(len(texts))]
 
     def _batches(self, numbers: Iterable[int], ids: list[list[int]]) -> Iterator[list[int]]:
         """Yields the numbers in batches. Texts with a common beginning are in the same row of successive batches."""

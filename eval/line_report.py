@@ -185,8 +185,8 @@ def _plot_panel(
 ) -> None:
     """Plots the scores against `x_of(score)`, which `name` describes; `annotate` adds the numbers to the points."""
     families = list(dict.fromkeys(item.family for item in scores))
-    for (family, beyond), group in curves(scores).items():
-        group = sorted(group, key=x_of)
+    for (family, beyond), curve in curves(scores).items():
+        group = sorted(curve, key=x_of)
         x = [x_of(item) for item in group]
         below = [max(item.accuracy - item.low, 0) for item in group]
         above = [max(item.high - item.accuracy, 0) for item in group]

@@ -69,10 +69,10 @@ def chart(series: Series, x_label: str, y_label: str, log: bool = False) -> str:
     if not points:
         return ""
     scale = math.log2 if log else float
-    x_ticks = ticks(*(bound(scale(x) for x, _ in points) for bound in (min, max)), whole=log)
-    y_ticks = ticks(*(bound(y for _, y in points) for bound in (min, max)))
-    x_low, x_high = (bound(scale(x) for x, _ in points) for bound in (min, max))
-    x_ticks = [x for x in x_ticks if x_low <= x <= x_high] or [x_low]
+    scaled, values = [scale(x) for x, _ in points], [y for _, y in points]
+    x_low, x_high = min(scaled), max(scaled)
+    x_ticks = [x for x in ticks(x_low, x_high, whole=log) if x_low <= x <= x_high] or [x_low]
+    y_ticks = ticks(min(values), max(values))
     y_low, y_high = y_ticks[0], y_ticks[-1]
     x_span, y_span = x_high - x_low or 1.0, y_high - y_low
 

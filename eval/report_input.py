@@ -102,7 +102,7 @@ def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
     # By where it really is, since --evaluations may name folders of the run.
     files = sorted({path.resolve(): path for root in (*evaluations, folder) for path in root.rglob("results.json")}.values())
     results = [evaluation for path in files if (evaluation := _evaluation(path))]
-    curves = {}
+    curves: dict[str, Any] = {}
     for root in (folder, *evaluations):
         for path in sorted(root.rglob("loss_by_position.json")):
             curves |= _json(path).get("curves", {})

@@ -50,9 +50,9 @@ def dry_run(config: RunConfig, machine: str = "", gpu_memory: str | None = None)
         if len(stages) > 1:
             print(f"stage {number} of {len(stages)}")
         # A later stage begins with the model of the one before, which has the first one's shape.
-        stage = dataclasses.replace(stage, model=dataclasses.replace(
+        continued = dataclasses.replace(stage, model=dataclasses.replace(
             config.model, overrides={**config.model.overrides, **stage.model.overrides}))
-        fits &= _report(stage, topology, bool(machine), usable_gib)
+        fits &= _report(continued, topology, bool(machine), usable_gib)
     print("nothing was trained: without --dry-run the same command trains")
     return fits
 

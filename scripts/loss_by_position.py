@@ -58,8 +58,10 @@ class Buckets:
         # frexp is exact, whereas the logarithm of a power of two may be rounded down.
         bucket = np.frexp(positions[counted] + 1.0)[1] - 1
         losses = losses[counted].astype(np.float64)
-        for sums, values in ((self.count, np.ones_like(losses)), (self.total, losses), (self.squares, losses**2)):
-            sums += np.bincount(bucket, values, minlength=len(sums))
+        length = len(self.count)
+        self.count += np.bincount(bucket, minlength=length)
+        self.total += np.bincount(bucket, losses, minlength=length)
+        self.squares += np.bincount(bucket, losses**2, minlength=length)
 
     def rows(self) -> list[dict]:
         """Returns a row of loss_by_position.json for each bucket with a target.

@@ -131,8 +131,8 @@ def test_busy_replies_end_a_conversation_and_talk_about_them_does_not():
 def test_either_apostrophe_is_one(apostrophe):
     busy = f"You{apostrophe}ve reached our usage limit. Try again later."
     assert contents(talk("a", "b", "c", busy)) == ["a", "b"]
-    for refusal in ("I'm sorry, but I can't help with that.", "I can't assist with it.", "Well, I'm just an AI of few words."):
-        refusal = refusal.replace("'", apostrophe)
+    for written in ("I'm sorry, but I can't help with that.", "I can't assist with it.", "Well, I'm just an AI of few words."):
+        refusal = written.replace("'", apostrophe)
         assert contents(talk("a", refusal)) == ["a", refusal]
         with pytest.raises(Drop, match="refusal"):
             contents(talk("a", refusal), refusals=True)

@@ -156,8 +156,8 @@ def conversations(file, controls, count=200):
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 def test_ids_and_mask_of_200_conversations_are_the_text_written_by_hand(pair, template, file):
     ours, theirs = pair
-    for number, talk in enumerate(conversations(file, ours.controls)):
-        talk = [("system", "Be brief.\n\nBe kind."), *talk] if number % 3 == 0 else talk
+    for number, turns in enumerate(conversations(file, ours.controls)):
+        talk = [("system", "Be brief.\n\nBe kind."), *turns] if number % 3 == 0 else turns
         ids, mask = ids_and_mask(theirs, by_hand(template, talk, ours.bos_token or "", ours.eos_token))
         segments = render(_messages(talk), template, ours)
         assert (_ids(segments), mask_of(segments)) == (ids, mask), talk

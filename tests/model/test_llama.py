@@ -232,9 +232,9 @@ def test_a_hidden_size_that_the_ranks_do_not_divide_is_filled_up_in_memory(prefe
     for name, g in gradients.items():
         part = tuple(map(slice, expected[2][name].shape))
         own[name] = g[part].copy()
-        g = g.copy()
-        g[part] = 0
-        assert not g.any(), name
+        filling = g.copy()
+        filling[part] = 0
+        assert not filling.any(), name
     assert_same((loss, weight, own), expected)
 
 

@@ -130,8 +130,8 @@ def test_what_lies_on_the_host(tmp_path, memory):
     assert float(metrics.grad_norm) > 0.5
     for tree, other in ((on_device, on_host), (state, host_state), (metrics, host_metrics)):
         for x, y in zip(jax.tree.leaves(tree), jax.tree.leaves(other), strict=True):
-            x, y = np.asarray(x), np.asarray(y)
-            np.testing.assert_allclose(y, x, rtol=0, atol=0 if jax.__version_info__ < (0, 11) else 1e-6 * np.abs(x).max())
+            atol = 0 if jax.__version_info__ < (0, 11) else 1e-6 * np.abs(np.asarray(x)).max()
+            np.testing.assert_allclose(np.asarray(y), np.asarray(x), rtol=0, atol=atol)
 
     def kinds(tree):
         return {x.sharding.memory_kind for x in jax.tree.leaves(tree) if x.ndim}

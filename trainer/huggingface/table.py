@@ -196,10 +196,12 @@ def _fused(entries: list[HFEntry], module: str, projections: tuple[str, ...]) ->
     fused, first_row = [], 0
     for entry in entries:
         if entry.name in names:
-            entry = dataclasses.replace(entry, hf_name=f"model.layers.{{i}}.{module}.weight", first_row=first_row,
-                                        file_rows=file_rows)
-            first_row = entry.rows.stop
-        fused.append(entry)
+            part = dataclasses.replace(entry, hf_name=f"model.layers.{{i}}.{module}.weight", first_row=first_row,
+                                       file_rows=file_rows)
+            fused.append(part)
+            first_row = part.rows.stop
+        else:
+            fused.append(entry)
     return fused
 
 

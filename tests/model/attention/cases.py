@@ -50,8 +50,8 @@ def documents(kind, length):
     index = np.tile(np.arange(length, dtype=np.int32), (2, 1))
     segments = np.ones((2, length), np.int32)
     if kind == "packed":
-        for row, ends in enumerate(((97, 100, 420, 700, 801), (311, 613))):
-            ends = [end * length // 840 for end in ends]
+        for row, ends_of_840 in enumerate(((97, 100, 420, 700, 801), (311, 613))):
+            ends = [end * length // 840 for end in ends_of_840]
             segments[row] = np.searchsorted(ends, np.arange(length), side="right") + 1
             segments[row, ends[-1]:] = 0
     return index, segments
@@ -96,9 +96,9 @@ def truth(heads, kind, mask, length):
 
 def check(got, expected, order):
     """Compares out, lse, dq, dk, dv, permuted by `order`, with the truth in the row's order."""
-    for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=True):
-        x = np.asarray(x, np.float64)
-        y = y[:, :, order] if name == "lse" else y[:, order]
+    for name, array, in_row_order in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=True):
+        x = np.asarray(array, np.float64)
+        y = in_row_order[:, :, order] if name == "lse" else in_row_order[:, order]
         if name == "lse":
             hidden = np.isneginf(y)
             assert (np.isneginf(x) == hidden).all()

@@ -41,8 +41,8 @@ def equations(jaxpr):
     """Every equation, those of inner programs too."""
     for equation in jaxpr.eqns:
         yield equation
-        for inner in jax.tree.leaves(list(equation.params.values())):
-            inner = getattr(inner, "jaxpr", inner)
+        for parameter in jax.tree.leaves(list(equation.params.values())):
+            inner = getattr(parameter, "jaxpr", parameter)
             if hasattr(inner, "eqns"):
                 yield from equations(inner)
 

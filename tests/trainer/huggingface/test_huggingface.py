@@ -262,8 +262,8 @@ def test_mixed_dtypes_and_special_values_survive(tmp_path):
 
 def _replace(folder: Path, **changes) -> None:
     stored = tensors(folder)
-    for name, value in changes.items():
-        name = name.replace("__", ".")
+    for keyword, value in changes.items():
+        name = keyword.replace("__", ".")
         if value is None:
             del stored[name]
         else:
