@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 REQUIREMENTS := requirements$(if $(filter cpu,$(PLATFORM)),,-$(PLATFORM)).txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test lint cycles registers bench evidence soak
+.PHONY: help install quickstart test harness lint cycles registers bench evidence soak
 .DELETE_ON_ERROR:
 
 help:
@@ -40,6 +40,10 @@ lint: $(VENV)/.requirements-test.stamp
 	$(RUN) -m ruff check .
 	$(RUN) -m mypy
 	$(RUN) -m pytest -q tests/test_dependencies.py
+
+# The tests of eval.harness, which needs lm-eval; make VENV=... keeps it out of the environment of the others.
+harness: $(VENV)/.requirements-eval.stamp $(VENV)/.requirements-test.stamp
+	$(RUN) -m pytest tests/eval/test_harness.py --skips /dev/null
 
 # No TPU is needed: the compiler tells the cycles of a tile.
 cycles: $(VENV)/.requirements-test.stamp

@@ -12,14 +12,17 @@ from __future__ import annotations
 import argparse
 import bisect
 import dataclasses
+import difflib
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from data.conversation import Message
 from data.errors import UserError
 from data.paths import output_folder
+from data.printable import printable
 from data.templates import render
 from eval import adapters, runner
 from eval.scoring import Z95
@@ -309,6 +312,17 @@ def rows_of(results: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def check_tasks(tasks: Sequence[str], known: Collection[str]) -> None:
+    """Raises UserError, with the nearest name, if one of these is neither the name of a task that is known nor a file."""
+    for task in tasks:
+        if task in known or Path(task).is_file():
+            continue
+        near = difflib.get_close_matches(task, known, n=1)
+        meant = f" (did you mean {near[0]}?)" if near else ""
+        raise UserError(f"--tasks: lm-eval has no task {printable(task)!r}{meant}; lm-eval ls tasks lists them, and "
+                        "--include-path takes a folder with tasks of your own")
+
+
 def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Evaluates the tasks and writes the results."""
     runner.check_flags(args)
@@ -317,12 +331,17 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
         from lm_eval.tasks import TaskManager
     except ImportError:
         raise UserError("lm-eval is not installed; pip install -r requirements-eval.txt installs it") from None
+    if args.include_path and not Path(args.include_path).is_dir():
+        raise UserError(f"--include-path: {printable(args.include_path)} is no folder")
+    tasks = args.tasks.split(",")
+    task_manager = TaskManager(include_path=args.include_path)
+    check_tasks(tasks, task_manager.all_tasks)
     folder = output_folder(args.output)
     opened = runner.open_respondent(args)
     harness = Harness(opened, args.length or opened.respondent.trained_length, args.max_new_tokens)
     results = lm_eval.simple_evaluate(
-        model=make_model(harness), tasks=args.tasks.split(","), num_fewshot=args.few_shot, limit=args.limit,
-        apply_chat_template=args.chat, task_manager=TaskManager(include_path=args.include_path))
+        model=make_model(harness), tasks=tasks, num_fewshot=args.few_shot, limit=args.limit,
+        apply_chat_template=args.chat, task_manager=task_manager)
     rows = rows_of(results)
     if harness.truncated:
         print(f"warning: {harness.truncated} prompts were longer than {harness.length} tokens and were cut at their beginning")

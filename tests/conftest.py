@@ -40,39 +40,14 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
+pytest_plugins = ["tests.skips"]
 
 
 PEAKS = pytest.StashKey[list[float]]()
-UNLISTED = pytest.StashKey[list[str]]()
-
-
-def pytest_addoption(parser):
-    """Adds the flag with which CI refuses tests that are skipped without anybody noticing."""
-    parser.addoption("--skips", metavar="FILE", help="fail where a test is skipped that is not in this list (tests/skips.txt)")
-
-
-def unlisted_skips(reports, lines) -> list[str]:
-    """Returns the skipped tests of these reports that no line of the list names, with the reasons they were skipped for.
-
-    Args:
-      lines: a file or test, by the beginning of its pytest id, then at least two spaces and why it may be skipped.
-    """
-    listed = [line.partition("  ") for line in lines if line.strip() and not line.startswith("#")]
-    if unexplained := [test for test, _, why in listed if not why.strip()]:
-        raise ValueError(f"skips without a reason: {', '.join(unexplained)}")
-    return sorted({f"{report.nodeid}: {report.longrepr[2]}" for report in reports
-                   if not any(report.nodeid.startswith(test) for test, _, _ in listed)})
 
 
 def pytest_sessionfinish(session):
     """Gives the largest memory of this process, in GiB, to the process that prints the summary (which may be this one)."""
-    file = session.config.getoption("--skips")
-    if file and not hasattr(session.config, "workeroutput"):
-        reports = session.config.pluginmanager.get_plugin("terminalreporter").stats.get("skipped", [])
-        lines = pathlib.Path(file).read_text(encoding="utf-8").splitlines()
-        session.config.stash[UNLISTED] = unlisted_skips(reports, lines)
-        if session.config.stash[UNLISTED]:
-            session.exitstatus = pytest.ExitCode.TESTS_FAILED
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
     if hasattr(session.config, "workeroutput"):
         session.config.workeroutput["peak"] = peak
@@ -88,9 +63,7 @@ def pytest_testnodedown(node):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    """Prints skipped tests that may not be, and the largest memory of each process; a run's own processes are not in it."""
-    for skipped in config.stash.get(UNLISTED, []):
-        terminalreporter.write_line(f"skipped, and not in {config.getoption('--skips')}: {skipped}", red=True)
+    """Prints the largest memory that each process of the tests has held; a run's own processes are not in it."""
     peaks = sorted(config.stash.get(PEAKS, []), reverse=True)
     terminalreporter.write_line(f"largest resident memory of each process: {', '.join(f'{peak:.2f}' for peak in peaks)} GiB")
 

@@ -197,3 +197,13 @@ def test_short_tasks_of_a_book(hf_model, tmp_path, monkeypatch):
     assert harness.main(flags) == 0
     results = {row["task"]: row["cases"] for row in json.loads((tmp_path / "out" / "results.json").read_text())["results"]}
     assert results == {"book_next_sentence acc": 4, "book_last_word acc": 4}
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    (["--tasks", "hellaswag,arc_esay"], "error: --tasks: lm-eval has no task 'arc_esay' (did you mean arc_easy?); "),
+    (["--tasks", "arc_easy", "--include-path", "nowhere"], "error: --include-path: nowhere is no folder")])
+def test_an_unknown_task_is_a_line(hf_model, tmp_path, capsys, flags, said):
+    """Before the model is read."""
+    assert harness.main(["--checkpoint", str(hf_model), "--output", str(tmp_path / "out"), *flags]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(said) and error.count("\n") == 1 and not (tmp_path / "out").exists()
