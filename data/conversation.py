@@ -25,7 +25,7 @@ class Message:
     name: str | None = None
     """In a tool's turn, the name of the tool."""
     reasoning: str | None = None
-    """What an assistant thought before its answer, where the record keeps it apart; templates have it as `reasoning_content`."""
+    """What an assistant thought before its answer, where a record keeps it apart; `reasoning_content` in templates."""
 
     def __post_init__(self):
         if self.role not in ROLES:
