@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, replace
+from datetime import datetime
 from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
@@ -17,16 +18,15 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int32, UInt8
 
-from data.clean import SPLIT, TOOLS_LEFT_OUT
+from data.clean import SPLIT
 from data.conversation import Conversation, Message, Record, Text, with_last_answer_trained
 from data.splitting import split
-from data.templates import TemplateError, render, writes_tools
+from data.templates import TemplateError, encode_conversation
 from data.tokenizer import Tokenizer
 
 NO_TARGET = "no trained token"
 FOREIGN_ID = "an id that the tokenizer does not have"
 CUT = "longer than context_length, cut"
-TYPED = "control token in a turn's text, encoded as plain text: "  # and the token; data.text_tokens could make it one
 BATCH = 64  # records that a process receives at a time
 
 
@@ -50,6 +50,14 @@ class Encoded:
     """Why there are no documents."""
 
 
+class _Rendered(NamedTuple):
+    """A conversation, or a part of one, under its template."""
+
+    document: TokenDocument
+    notes: frozenset[str]
+    """What the template leaves out, as the report counts it."""
+
+
 @dataclass(frozen=True)
 class Encoder:
     """Encodes records one at a time."""
@@ -67,13 +75,8 @@ class Encoder:
         """Returns the documents of one record, or why there are none."""
         changes: set[str] = set()
         if isinstance(record, Conversation):
-            changes = {TYPED + token for turn in record.messages for token in self.tokenizer.typed(turn.content)}
-            template, tools = self.templates[record.source], record.tools
-            if tools and not writes_tools(template, self.tokenizer):
-                changes.add(TOOLS_LEFT_OUT)
-                tools = ()
             try:
-                parts = self._encode_conversation(record.messages, template, tools)
+                parts = self._encode_conversation(record.messages, self.templates[record.source], record.tools, changes)
             except TemplateError as error:
                 return Encoded([], drop_reason=str(error))
         elif isinstance(record, Text):
@@ -96,21 +99,29 @@ class Encoder:
         return Encoded(documents, frozenset(changes))
 
     def _encode_conversation(
-        self, messages: Sequence[Message], template: str, tools: Sequence[dict[str, Any]]
+        self, messages: Sequence[Message], template: str, tools: Sequence[dict[str, Any]], changes: set[str]
     ) -> list[TokenDocument]:
-        """Returns the conversation, or its parts if it is split; a part of one exchange may exceed context_length."""
+        """Returns the conversation, or its parts if it is split; a part of one exchange may exceed context_length.
+
+        Adds to `changes` what the template leaves out.
+        """
         if self.train_on == "last":
             messages = with_last_answer_trained(messages)
-        if not self.split:
-            return [self._render(messages, template, tools)]
         render = partial(self._render, template=template, tools=tools)
-        return list(split(messages, render, lambda document: len(document.tokens), self.context_length))
+        whole = render(messages)
+        changes |= whole.notes
+        if not self.split or len(whole.document.tokens) <= self.context_length:
+            return [whole.document]
+        parts = list(split(messages, render, lambda part: len(part.document.tokens), self.context_length, whole))
+        changes.update(*(part.notes for part in parts))
+        return [part.document for part in parts]
 
-    def _render(self, messages: Sequence[Message], template: str, tools: Sequence[dict[str, Any]]) -> TokenDocument:
-        segments = render(messages, template, self.tokenizer, tools=tools)
+    def _render(self, messages: Sequence[Message], template: str, tools: Sequence[dict[str, Any]]) -> _Rendered:
+        segments, notes = encode_conversation(messages, template, self.tokenizer, tools=tools)
         tokens = np.fromiter((token for segment in segments for token in segment.ids), np.int32)
         lengths = [len(segment.ids) for segment in segments]
-        return TokenDocument(tokens, np.repeat([segment.train for segment in segments], lengths).astype(np.uint8))
+        mask = np.repeat([segment.train for segment in segments], lengths).astype(np.uint8)
+        return _Rendered(TokenDocument(tokens, mask), notes)
 
     def _encode_text(self, text: str, prompt: int) -> TokenDocument:
         """Returns a text between BOS and EOS, as far as the tokenizer has them, trained on after its first `prompt` characters.
@@ -139,7 +150,8 @@ def encode_all(encoder: Encoder, records: Iterable[Record], processes: int = 1) 
     spawn = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="longstripe-tokenizer-") as folder:
         encoder.tokenizer.save(folder)  # since not all objects of the tokenizer libraries can be pickled
-        arguments = (replace(encoder, tokenizer=None), folder, encoder.tokenizer.text_tokens)
+        tokenizer = encoder.tokenizer
+        arguments = (replace(encoder, tokenizer=None), folder, tokenizer.text_tokens, tokenizer.template_date)
         with ProcessPoolExecutor(processes, spawn, _set_up_process, arguments) as pool:
             try:
                 while batch := list(islice(records, BATCH)):
@@ -170,10 +182,11 @@ def _ctrl_c_blocked() -> Iterator[None]:
 _process_encoder: Encoder | None = None  # the encoder of a process that encode_all has started
 
 
-def _set_up_process(encoder: Encoder, folder: str, text_tokens: tuple[str, ...]) -> None:
+def _set_up_process(encoder: Encoder, folder: str, text_tokens: tuple[str, ...], template_date: datetime) -> None:
     global _process_encoder
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _process_encoder = replace(encoder, tokenizer=Tokenizer.load(folder).with_text_tokens(text_tokens))
+    tokenizer = Tokenizer.load(folder).with_text_tokens(text_tokens).with_template_date(template_date)
+    _process_encoder = replace(encoder, tokenizer=tokenizer)
 
 
 def _end_with_parent() -> None:

@@ -27,7 +27,7 @@ from data.tokenizer import Tokenizer
 if TYPE_CHECKING:
     import tqdm
 
-RULES = "prepare-3"  # to be changed with every change to the documents, so that existing folders are not reused
+RULES = "prepare-4"  # to be changed with every change to the documents, so that existing folders are not reused
 # Of files with these fields, folders of releases that left them out are not reused.
 TOOL_RULES, TOOL_FIELDS = b"tools-1", re.compile(rb"\b(?:tools|tool_calls?|function_call|completion)\b")
 # Of conversations with these words, folders of releases that knew only the straight apostrophe in them are not reused.

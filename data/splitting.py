@@ -16,6 +16,7 @@ def split(
     render: Callable[[Sequence[Message]], Rendered],
     length: Callable[[Rendered], int],
     max_length: int,
+    whole: Rendered | None = None,
 ) -> Iterator[Rendered]:
     """Splits a conversation between exchanges into consecutive parts of at most `max_length`, and yields them rendered.
 
@@ -27,8 +28,9 @@ def split(
         render: renders a conversation.
         length: the length of a rendered conversation.
         max_length: how long a part should be at most.
+        whole: the conversation rendered, if it has been already.
     """
-    whole = render(messages)
+    whole = render(messages) if whole is None else whole
     if length(whole) <= max_length:
         yield whole
         return

@@ -1,9 +1,11 @@
 """Tokenizers of Hugging Face folders and sentencepiece models; text never becomes a control token."""
 
+import copy
 import hashlib
 import json
 import re
 from collections.abc import Iterable, Sequence
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 
@@ -24,6 +26,8 @@ FILES = (
     "chat_template.jinja",
 )
 WOULD_WORK = "a folder with tokenizer.json or tokenizer.model, or a sentencepiece .model file, would work"
+# The date that chat templates write, unless a recipe has another: one of its own, so that the same data gives the same ids.
+TEMPLATE_DATE = datetime(2025, 1, 1)
 _NONCHARACTERS = re.compile("[\ufdd0\ufdd1]")
 
 
@@ -44,6 +48,8 @@ class Tokenizer:
     """The tokenizer's own chat template, in Jinja."""
     text_tokens: tuple[str, ...]
     """Added tokens that would be control tokens, but may be typed in a text."""
+    template_date: datetime = TEMPLATE_DATE
+    """What strftime_now writes in a chat template."""
 
     def __init__(self, files: dict[str, bytes], engine: Engine, path: str, text_tokens: tuple[str, ...] = ()):
         """Makes a tokenizer of the contents of its `files`; `path` names it in messages."""
@@ -130,6 +136,12 @@ class Tokenizer:
         tokens = tuple(sorted(set(tokens)))
         return Tokenizer(self._files, type(self._engine)(self._files), "the tokenizer", tokens) if tokens else self
 
+    def with_template_date(self, date: datetime) -> "Tokenizer":
+        """Returns this tokenizer with another date for chat templates that write one."""
+        tokenizer = copy.copy(self)
+        tokenizer.template_date = date
+        return tokenizer
+
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text at the beginning of a document, without BOS or EOS; none is a control token's."""
         return [token for token, _, _ in self.encode_spans(text)]
@@ -176,28 +188,13 @@ class Tokenizer:
             raise UserError(f"the tokenizer has no control token {token!r}; it has {', '.join(sorted(self.controls))}")
         return self.controls[token].id
 
-    @cached_property
-    def control_pattern(self) -> re.Pattern[str]:
-        """Matches control tokens in a template's own text, with the white space that they strip; one group for each.
-
-        Where several match, the longest one does.
-        """
-        patterns = []
-        for control in sorted(self.controls.values(), key=lambda control: -len(control.text)):
-            left, right = (r"\s*" if strip else "" for strip in control.strips)
-            patterns.append(left + f"({re.escape(control.text)})" + right)
-        return re.compile("|".join(patterns) or r"(?!)")
-
     def typed(self, text: str) -> set[str]:
         """Returns the texts of control tokens that a text contains; `encode` treats them as letters."""
-        return set(self._typed_pattern.findall(text))
-
-    def guard_controls(self, text: str, guard: str) -> str:
-        """Returns a text in which every control token has `guard` after its first letter, so that it is not found again."""
-        return self._typed_pattern.sub(lambda match: match.group()[0] + guard + match.group()[1:], text)
+        return set(self.typed_pattern.findall(text))
 
     @cached_property
-    def _typed_pattern(self) -> re.Pattern[str]:
+    def typed_pattern(self) -> re.Pattern[str]:
+        """Matches the texts of control tokens; where several match, the longest one does."""
         longest_first = sorted(self.controls, key=len, reverse=True)
         return re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 

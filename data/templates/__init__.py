@@ -1,27 +1,27 @@
 """Chat templates: which ids a conversation has, and which of them are trained on.
 
-`rendering` runs a Jinja template in the `sandbox` and cuts the result into the template's own text and the contents of turns;
-`tools` does the same for conversations with tool calls. Only then are control tokens looked for, and only in the template's own
-text (`encoder`). `built_in` has the templates that every tokenizer can use.
+`rendering` runs a Jinja template in the `sandbox` with the real contents, as strings that know where their characters came from
+(`tracked`). Control tokens are looked for in the template's own text, and in turns only where the template looks for them
+(`encoder`); `loss` says what is trained on. `built_in` has the templates that every tokenizer can use.
 """
 
-import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from data.conversation import Message
 from data.errors import UserError, nearest
 from data.templates.built_in import BUILT_IN, CONTROLS, NAMES
-from data.templates.encoder import ConversationEncoder
+from data.templates.encoder import encode, find_controls
 from data.templates.errors import TemplateError
-from data.templates.rendering import Content, render_pieces
-from data.templates.tools import render_tool_pieces
+from data.templates.loss import trained_ranges
+from data.templates.notes import notes_of
+from data.templates.rendering import Template
 from data.tokenizer import Tokenizer
 
+TYPED = "control token in a turn's text, encoded as plain text: "  # and the token; data.text_tokens could make it one
 _FIELD = "data.template, or the template of one of data.sources"  # for messages
 
 
@@ -70,8 +70,21 @@ def end_ids(template: str, tokenizer: Tokenizer) -> tuple[int, ...]:
         segments = render([Message("user", "a"), Message("assistant", "a")], template, tokenizer)
     except TemplateError:  # the template needs more than these two turns
         return ()
-    last = [segment.ids[-1] for segment in segments if segment.train][-1:]
-    return tuple(token for token in last if token in {control.id for control in tokenizer.controls.values()})
+    controls = {control.id for control in tokenizer.controls.values()}
+    for token in reversed([token for segment in segments if segment.train for token in segment.ids]):
+        if token in controls:
+            return (token,)
+        if tokenizer.decode([token]).strip():  # the answer's own text
+            break
+    return ()
+
+
+class Encoding(NamedTuple):
+    """What becomes of a conversation."""
+
+    segments: list[Segment]
+    notes: frozenset[str]
+    """What is not as it was given, such as reasoning that the template leaves out, as the report counts it."""
 
 
 def render(
@@ -81,50 +94,49 @@ def render(
     add_generation_prompt: bool = False,
     tools: Sequence[dict[str, Any]] = (),
 ) -> list[Segment]:
-    """Returns the ids of a conversation, in segments that are trained on or not.
+    """Returns the segments of `encode_conversation`."""
+    return encode_conversation(messages, template, tokenizer, add_generation_prompt, tools).segments
 
-    For clean text (no white space at the ends of turns, no control tokens in them) the ids equal those of transformers'
-    apply_chat_template; a control token that is typed in a turn remains text. BOS is added only where the template writes it.
 
-    Trained on are the assistant's texts, what the generation prompt leaves for the assistant to write before a text (such as
-    a space), and the end token that follows it; except in turns whose Message.train is False. Of a turn with tool calls,
-    everything is trained on that the template writes between the generation prompt and the turn's end token, with both calls
-    and their marks.
+def encode_conversation(
+    messages: Sequence[Message],
+    template: str,
+    tokenizer: Tokenizer,
+    add_generation_prompt: bool = False,
+    tools: Sequence[dict[str, Any]] = (),
+) -> Encoding:
+    """Returns the ids of a conversation, in segments that are trained on or not, and what the template left out.
+
+    The text is that of transformers' apply_chat_template, and so are the ids, but for control tokens that are typed in a turn:
+    these remain text, except for tags that the template itself looks for, such as Qwen 3's </think>. BOS is added only where
+    the template writes it.
+
+    Trained on are the {% generation %} blocks of a template that has them. Without them: all that the template writes between
+    the generation prompt and the end token of an assistant's turn, with calls, reasoning and their marks. Turns whose
+    Message.train is False are not.
 
     Args:
         messages: the turns.
         template: the name of a chat template, one of NAMES.
-        tokenizer: the tokenizer.
+        tokenizer: the tokenizer; its `template_date` is what strftime_now writes.
         add_generation_prompt: whether the heading of an assistant's turn follows the conversation.
-        tools: descriptions of tools for the template; see `writes_tools`.
+        tools: descriptions of tools for the template.
 
     Raises:
         TemplateError: the conversation does not fit the template, such as one with tool calls that it does not write.
         UserError: see `jinja_template`.
     """
-    source = jinja_template(template, tokenizer)
-    roles = tuple(message.role for message in messages)
-    trained_turns = {number for number, role in enumerate(roles) if role == "assistant" and messages[number].train}
+    if not messages:
+        raise TemplateError("a conversation without turns")
     specials = (tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token)
-    encoder = ConversationEncoder(tokenizer)
-    if tools or any(message.tool_calls for message in messages):
-        pieces = render_tool_pieces(source, messages, tools, specials, add_generation_prompt, tokenizer)
-    else:
-        pieces = render_pieces(source, roles, specials, add_generation_prompt)
-    for piece in pieces:
-        if isinstance(piece, Content):
-            content = messages[piece.turn].content
-            text = json.dumps(content, ensure_ascii=False) if piece.as_json else content
-            encoder.add_content(text, piece.turn in trained_turns)
-        else:
-            encoder.add_template_text(piece, trained_turns)
-    return _segments(encoder.finish())
+    program = Template(jinja_template(template, tokenizer), specials, tokenizer.template_date)
+    rendered = program.render(messages, tools, add_generation_prompt)
+    notes = notes_of(rendered, messages, tools, program.source)
+    controls, typed = find_controls(rendered, tokenizer)
+    trained = trained_ranges(rendered, controls, messages, program, tokenizer, tools)
+    ids = encode(rendered, controls, trained, tokenizer)
+    return Encoding(_segments(ids), notes | {TYPED + token for token in typed})
 
 
 def _segments(ids: list[tuple[int, bool]]) -> list[Segment]:
     return [Segment(tuple(token for token, _ in group), train) for train, group in groupby(ids, key=itemgetter(1))]
-
-
-def writes_tools(template: str, tokenizer: Tokenizer) -> bool:
-    """Returns whether a chat template reads descriptions of tools; those of the built-in ones are for text alone."""
-    return re.search(r"\btools\b", jinja_template(template, tokenizer)) is not None

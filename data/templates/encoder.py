@@ -1,88 +1,150 @@
-"""Encodes a rendered conversation, and says which of its ids are trained on."""
+"""Encodes a rendered conversation: finds its control tokens, and which of its ids are trained on."""
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
-from data.templates.rendering import TemplateText, Written
-from data.templates.tools import GUARDED
+from data.templates.rendering import Rendered
 from data.tokenizer import Tokenizer
 
 
-class ConversationEncoder:
-    """Encodes a conversation from texts of the template and contents of turns.
+class Control(NamedTuple):
+    """A control token in a text."""
+
+    start: int
+    """Where it begins, with the white space before it that the tokenizer removes."""
+    end: int
+    token_start: int
+    token_end: int
+    id: int
+
+
+class Controls(NamedTuple):
+    """The control tokens of a text."""
+
+    controls: list[Control]
+    typed: frozenset[str]
+    """The texts of control tokens that turns contain and that remain text."""
+
+
+def find_controls(rendered: Rendered, tokenizer: Tokenizer) -> Controls:
+    """Returns the control tokens that the template writes, and those in turns' texts that the template looks for there.
+
+    A control token that is typed in a turn remains text, but for tags that a template handles itself, as Qwen 3's looks for
+    </think> in an answer; never BOS, EOS or padding.
+    """
+    text = rendered.text
+    found = [(match.start(), match.end()) for match in tokenizer.typed_pattern.finditer(text)]
+    typed: set[str] = set()
+    turns = [(at, at + length) for at, length in _turn_ranges(rendered)]
+    if found and turns and _any_overlap(found, turns):
+        own = []
+        for start, end in _template_ranges(rendered, tokenizer):
+            for match in tokenizer.typed_pattern.finditer(text[start:end]):
+                place = (start + match.start(), start + match.end())
+                if match.group() not in _ends_of(tokenizer) or not _any_overlap([place], turns):
+                    own.append(place)
+        typed = {text[start:end] for start, end in found if not _any_overlap([(start, end)], own)}
+        found = own
+    controls, previous = [], 0
+    for number, (start, end) in enumerate(found):
+        token = tokenizer.controls[text[start:end]]
+        limit = found[number + 1][0] if number + 1 < len(found) else len(text)
+        first = start - (len(text[previous:start]) - len(text[previous:start].rstrip())) if token.strips[0] else start
+        last = end + (len(text[end:limit]) - len(text[end:limit].lstrip())) if token.strips[1] else end
+        controls.append(Control(first, last, start, end, token.id))
+        previous = last
+    return Controls(controls, frozenset(typed))
+
+
+def _ends_of(tokenizer: Tokenizer) -> tuple[str | None, ...]:
+    return tokenizer.bos_token, tokenizer.eos_token, tokenizer.pad_token
+
+
+def _turn_ranges(rendered: Rendered) -> Iterator[tuple[int, int]]:
+    """Yields (start, length) of the text that comes from turns."""
+    at = 0
+    for length, source, _ in rendered.runs:
+        if source is not None:
+            yield at, length
+        at += length
+
+
+def _any_overlap(ranges: Sequence[tuple[int, int]], others: Sequence[tuple[int, int]]) -> bool:
+    """Returns whether one of some ranges overlaps one of some others; both are in order."""
+    index = 0
+    for start, end in ranges:
+        while index < len(others) and others[index][1] <= start:
+            index += 1
+        if index < len(others) and others[index][0] < end:
+            return True
+    return False
+
+
+def _template_ranges(rendered: Rendered, tokenizer: Tokenizer) -> list[tuple[int, int]]:
+    """Returns the ranges of the template's own text, and of tags in turns that it looks for."""
+    ranges: list[tuple[int, int]] = []
+    handled: dict[int, list[tuple[int, int]]] = {}
+    at = 0
+    for length, source, offset in rendered.runs:
+        parts = [(at, at + length)]
+        if source is not None:
+            if id(source) not in handled:
+                handled[id(source)] = _handled(source, tokenizer)
+            parts = []
+            if offset is not None:
+                for start, end in handled[id(source)]:
+                    low, high = max(start, offset), min(end, offset + length)
+                    if low < high:
+                        parts.append((at + low - offset, at + high - offset))
+        for start, end in parts:
+            if ranges and ranges[-1][1] >= start:
+                ranges[-1] = (ranges[-1][0], max(end, ranges[-1][1]))
+            else:
+                ranges.append((start, end))
+        at += length
+    return ranges
+
+
+def _handled(source, tokenizer: Tokenizer) -> list[tuple[int, int]]:
+    """Returns the ranges of a text in which the template looked for a text with a control token in it."""
+    ranges = list(source.found)
+    for needle in source.needles:
+        if tokenizer.typed_pattern.search(needle):
+            ranges += [match.span() for match in re.finditer(re.escape(needle), source.text)]
+    return sorted(ranges)
+
+
+def encode(
+    rendered: Rendered, controls: Sequence[Control], trained: Sequence[tuple[int, int]], tokenizer: Tokenizer
+) -> list[tuple[int, bool]]:
+    """Returns the ids of a conversation, each with whether it is trained on.
 
     All text between two control tokens is encoded at once, because tokens form across the border of template and contents
-    ("USER:" + " hello"). The offsets of the tokens then tell which of them are trained on.
+    ("USER:" + " hello"). A token is trained on if any of its characters are.
+
+    Args:
+        rendered: the conversation.
+        controls: its control tokens.
+        trained: the ranges of characters that are trained on, in order.
+        tokenizer: the tokenizer.
     """
+    ids: list[tuple[int, bool]] = []
+    index = 0  # of the first range that does not end before the token
 
-    def __init__(self, tokenizer: Tokenizer):
-        self._tokenizer = tokenizer
-        self._ids: list[tuple[int, bool]] = []  # (id, is it trained on)
-        self._texts: list[tuple[str, bool]] = []  # texts since the last control token; are they trained on
-        self._beginning = True
-        self._train_end_token = False  # whether the next control token ends an answer that is trained on
+    def is_trained(start: int, end: int) -> bool:
+        nonlocal index
+        while index < len(trained) and trained[index][1] <= start:
+            index += 1
+        return index < len(trained) and trained[index][0] < end
 
-    def add_content(self, text: str, train: bool) -> None:
-        """Adds the content of a turn."""
-        self._add(text, train)
-        self._train_end_token = train
-
-    def add_template_text(self, piece: TemplateText, trained_turns: set[int]) -> None:
-        """Adds text of the template, of which the parts that the assistant writes in these turns are trained on."""
-        text, offset = piece.text, 0
-        written = [part for part in piece.written if part.turn in trained_turns]
-        for match in self._tokenizer.control_pattern.finditer(text):
-            before = text[offset : match.start()]
-            self._add_parts(text, offset, match.start(), written)
-            self._train_end_token = self._train_end_token and not before.strip()
-            if self._train_end_token:
-                self._train_text_before_end_token(before)
-            self._encode_texts()
-            start = match.start(match.lastindex)
-            in_call = any(part.start <= start < part.end for part in written if part.is_call)
-            self._ids.append((self._tokenizer.controls[match.group(match.lastindex)].id, self._train_end_token or in_call))
-            self._train_end_token = False
-            offset = match.end()
-        self._add_parts(text, offset, len(text), written)
-        self._train_end_token = False
-
-    def finish(self) -> list[tuple[int, bool]]:
-        """Returns the ids of the conversation, each with whether it is trained on."""
-        self._encode_texts()
-        return self._ids
-
-    def _add(self, text: str, train: bool) -> None:
-        text = text.replace(GUARDED, "")
-        if text:
-            self._texts.append((text, train))
-
-    def _add_parts(self, text: str, offset: int, end: int, trained: Sequence[Written]) -> None:
-        """Adds text[offset:end], of which the given parts, which are in order, are trained on."""
-        for part in trained:
-            if offset < part.end and part.start < end:
-                start = max(part.start, offset)
-                self._add(text[offset:start], False)
-                offset = min(part.end, end)
-                self._add(text[start:offset], True)
-        self._add(text[offset:end], False)
-
-    def _train_text_before_end_token(self, text: str) -> None:
-        # llama-2 writes a space between the answer and EOS: without it, the model would not get to EOS.
-        if text and self._texts and self._texts[-1][0] == text:
-            self._texts[-1] = (text, True)
-
-    def _encode_texts(self) -> None:
-        """Encodes the texts since the last control token; a token is trained on if any of its characters are."""
-        trained_ranges, length = [], 0
-        for text, train in self._texts:
-            if train:
-                trained_ranges.append((length, length + len(text)))
-            length += len(text)
-        spans = self._tokenizer.encode_spans("".join(text for text, _ in self._texts), self._beginning)
-        self._texts, self._beginning = [], False
-        index = 0  # of the first range that does not end before the token
-        for token, start, end in spans:
-            while index < len(trained_ranges) and trained_ranges[index][1] <= start:
-                index += 1
+    at = 0
+    for control in controls:
+        for token, start, end in tokenizer.encode_spans(rendered.text[at : control.start], at == 0):
             # A token without characters of its own lies where the next one begins.
-            last = end if end > start else start + 1
-            self._ids.append((token, index < len(trained_ranges) and trained_ranges[index][0] < last))
+            ids.append((token, is_trained(at + start, at + max(end, start + 1))))
+        ids.append((control.id, is_trained(control.token_start, control.token_end)))
+        at = control.end
+    for token, start, end in tokenizer.encode_spans(rendered.text[at:], at == 0):
+        ids.append((token, is_trained(at + start, at + max(end, start + 1))))
+    return ids

@@ -1,94 +1,498 @@
-"""The Jinja environment of chat templates: what templates may call, and how their work is counted."""
-import json
-import re
-from collections.abc import Iterable, Iterator
-from typing import NoReturn
+"""The Jinja environment of chat templates: what templates may use, and how their work is counted.
 
-from jinja2 import nodes
+A template is compiled without evaluating anything, and its tree is changed so that loops, macros, comparisons, slices and `~`
+run through the functions below, which count. What stands on no list here is refused by its name.
+"""
+
+import operator
+import re
+from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime
+from typing import Any, NoReturn
+
+from jinja2 import nodes, pass_context, pass_environment
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
-from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.filters import FILTERS, make_attrgetter
+from jinja2.runtime import LoopContext, Macro, Undefined
+from jinja2.sandbox import ImmutableSandboxedEnvironment, modifies_known_mutable
+from jinja2.tests import TESTS
+from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 from data.templates.errors import TemplateError
+from data.templates.tracked import Safe, Tracked, concat, meter, percent, text_of, to_json, walk
+
+# Those of the published templates of TRL and of the model families.
+ALLOWED_FILTERS = frozenset([
+    "capitalize", "count", "d", "default", "dictsort", "first", "float", "format", "indent", "int", "items", "join", "last",
+    "length", "list", "lower", "map", "max", "min", "reject", "rejectattr", "replace", "reverse", "safe", "select",
+    "selectattr", "sort", "string", "title", "tojson", "trim", "unique", "upper",
+])
+ALLOWED_TESTS = frozenset([
+    "!=", "<", "<=", "==", ">", ">=", "boolean", "defined", "divisibleby", "eq", "equalto", "even", "false", "float", "ge",
+    "gt", "in", "integer", "iterable", "le", "lt", "mapping", "ne", "none", "number", "odd", "sequence", "string", "true",
+    "undefined",
+])
+_OTHER_FUNCTIONS = ("cycler", "joiner", "lipsum")  # Jinja's own, which no published template calls
+_METHODS: tuple[tuple[type, frozenset[str]], ...] = (
+    (str, frozenset([
+        "capitalize", "count", "endswith", "find", "format", "index", "isalnum", "isalpha", "isdecimal", "isdigit", "islower",
+        "isnumeric", "isspace", "isupper", "join", "lower", "lstrip", "partition", "removeprefix", "removesuffix", "replace",
+        "rfind", "rpartition", "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "title", "upper",
+    ])),
+    (dict, frozenset(["copy", "get", "items", "keys", "values"])),
+    (list, frozenset(["copy", "count", "index"])),
+    (tuple, frozenset(["count", "index"])),
+)
+_TAGS = (
+    nodes.Template, nodes.Output, nodes.TemplateData, nodes.For, nodes.If, nodes.Macro, nodes.CallBlock, nodes.FilterBlock,
+    nodes.With, nodes.Assign, nodes.AssignBlock, nodes.ExprStmt, nodes.Break, nodes.Continue, nodes.Scope,
+)
+_NAMES_OF_TAGS = {nodes.ScopedEvalContextModifier: "autoescape", nodes.FromImport: "from"}
+_COMPARISONS: dict[str, Callable[[Any, Any], Any]] = {
+    "eq": operator.eq, "ne": operator.ne, "gt": operator.gt, "gteq": operator.ge, "lt": operator.lt, "lteq": operator.le,
+    "in": lambda left, right: left in right, "notin": lambda left, right: left not in right,
+}
+_COMPARING_TESTS = {
+    "==": "eq", "eq": "eq", "equalto": "eq", "!=": "ne", "ne": "ne", ">": "gt", "gt": "gt", ">=": "gteq", "ge": "gteq",
+    "<": "lt", "lt": "lt", "<=": "lteq", "le": "lteq", "in": "in",
+}
+
+
+def _refuse(kind: str, name: str) -> NoReturn:
+    raise TemplateError(f"the chat template uses the {kind} {name[:60]}, which is not allowed")
 
 
 class Environment(ImmutableSandboxedEnvironment):
-    """Counts iterations, calls and the sizes of texts, so that no template runs for ever or fills the memory."""
+    """transformers' environment for chat templates, in which texts are tracked and work is counted."""
 
-    intercepted_binops = frozenset(["+", "*", "**"])
-    steps_left = 0
+    intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%", "**"])
+    concat = staticmethod(concat)  # Jinja joins with it what macros and blocks print
 
-    def count(self, steps: int = 1) -> None:
-        """Counts steps of work; raises TemplateError where `steps_left` are used up."""
-        self.steps_left -= steps
-        if self.steps_left < 0:
-            raise TemplateError("the chat template goes on and on: too many iterations")
+    def __init__(self, **options: Any):
+        super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, finalize=_printed,
+                         extensions=["jinja2.ext.loopcontrols", Generation], **options)
+        self.filters = {**{name: FILTERS[name] for name in ALLOWED_FILTERS & FILTERS.keys()}, **_filters()}
+        tests = {name: _comparing_test(comparison) for name, comparison in _COMPARING_TESTS.items()}
+        self.tests = {**{name: TESTS[name] for name in ALLOWED_TESTS}, **tests}
+        self.globals = {
+            "dict": TemplateDict(), "namespace": TemplateNamespace, "raise_exception": raise_exception, "range": counted_range,
+            "strftime_now": _no_date, **{name: _refusing(name) for name in _OTHER_FUNCTIONS},
+        }
 
-    def _parse(self, *arguments):
+    def _parse(self, *arguments: Any) -> nodes.Template:
         template = super()._parse(*arguments)
-        for loop in list(template.find_all(nodes.For)):
-            loop.iter = nodes.Filter(loop.iter, "counted", [], [], None, None, lineno=loop.lineno)
-        for concat in list(template.find_all(nodes.Concat)):
-            concat.nodes = [nodes.Filter(node, "sized", [], [], None, None, lineno=node.lineno) for node in concat.nodes]
-        return template
+        _check(template)
+        return _Counting().visit(template)
 
-    def sized(self, value: object) -> object:
-        """Returns the value, and counts a step for each 100 of its items."""
-        if isinstance(value, str | list | tuple):
-            self.count(len(value) // 100)
-        return value
+    def getattr(self, obj: Any, attribute: str) -> Any:
+        """Returns an attribute or item of a value, as `obj.attribute` in a template; of texts, tracked methods."""
+        for kind, methods in _METHODS:
+            if isinstance(obj, kind):
+                return self._attribute_of_data(obj, attribute, kind, methods)
+        if not isinstance(obj, LoopContext | Namespace | Macro | Undefined) and hasattr(type(obj), attribute):
+            if attribute.startswith("_"):
+                return self.unsafe_undefined(obj, attribute)
+            _refuse("attribute", attribute)
+        return super().getattr(obj, attribute)
 
-    def counted(self, values: Iterable[object]) -> Iterator[object]:
-        """Yields the values, and counts each: what every loop of a template runs over."""
-        for value in values:
-            self.count()
-            yield value
+    def _attribute_of_data(self, obj: Any, attribute: str, kind: type, methods: frozenset[str]) -> Any:
+        if attribute in methods:
+            return getattr(Tracked(obj) if type(obj) is str else obj, attribute)
+        if hasattr(kind, attribute):
+            if attribute.startswith("_") or modifies_known_mutable(obj, attribute):
+                return self.unsafe_undefined(obj, attribute)
+            _refuse("method", attribute)
+        if kind is dict and attribute in obj:
+            return obj[attribute]
+        return self.undefined(obj=obj, name=attribute)
 
-    def range(self, *arguments: int) -> range:
-        """Returns Python's range, counted before it is run over."""
-        numbers = range(*arguments)
-        self.count(len(numbers))
-        return numbers
+    def getitem(self, obj: Any, argument: Any) -> Any:
+        """Returns an item or attribute of a value, as `obj[argument]` in a template."""
+        if isinstance(argument, tuple):
+            walk(argument)
+        try:
+            return (Tracked(obj) if type(obj) is str else obj)[argument]
+        except (TypeError, LookupError):
+            if isinstance(argument, str):
+                return self.getattr(obj, str.__str__(argument))
+        return self.undefined(obj=obj, name=argument)
 
-    def call(self, context, function, *arguments, **options):
-        self.count(20)  # a macro's call takes as long as many iterations
+    def call(self, context: Any, function: Any, *arguments: Any, **options: Any) -> Any:
+        meter.spend(20)  # a macro's call takes as long as many iterations
+        if not isinstance(function, Macro):
+            for argument in (*arguments, *options.values()):
+                if isinstance(argument, list | tuple | dict):
+                    walk(argument)
+            if isinstance(function, type(len)) and isinstance(function.__self__, list | tuple | dict):
+                walk(list(function.__self__))
         return super().call(context, function, *arguments, **options)
 
-    def call_binop(self, context, operator, left, right):
+    def call_filter(self, name: str, *arguments: Any, **options: Any) -> Any:
+        """Calls a filter by name, as the filter `map` does."""
+        if name not in ALLOWED_FILTERS:
+            _refuse("filter", str(name))
+        meter.spend(2)
+        return super().call_filter(name, *arguments, **options)
+
+    def call_test(self, name: str, *arguments: Any, **options: Any) -> Any:
+        """Calls a test by name, as the filter `select` does."""
+        if name not in ALLOWED_TESTS:
+            _refuse("test", str(name))
+        meter.spend(2)
+        return super().call_test(name, *arguments, **options)
+
+    def call_binop(self, context: Any, sign: str, left: Any, right: Any) -> Any:
+        if sign == "%" and isinstance(left, str):
+            return percent(Tracked(left), right) if not isinstance(left, Safe) else left % right
         both = isinstance(left, int) and isinstance(right, int)
-        if both and operator != "+" and left.bit_length() * (right if operator == "**" else 1) > 10_000:
+        if both and sign in ("*", "**") and left.bit_length() * (right if sign == "**" else 1) > 10_000:
             raise TemplateError("the chat template computes a number of thousands of digits")
-        for text, number in ((left, right), (right, left)):
-            if operator == "*" and isinstance(text, str | list | tuple) and isinstance(number, int):
-                self.count(len(text) * max(number, 0) // 100)
-        return self.sized(super().call_binop(context, operator, left, right))
+        for value, number in ((left, right), (right, left)):
+            if sign == "*" and isinstance(value, str | list | tuple) and isinstance(number, int):
+                meter.spend(max(number, 0) * (1 + len(value) // (100 if isinstance(value, str) else 4)) // 4)
+        result = super().call_binop(context, sign, left, right)
+        if isinstance(result, str | list | tuple):
+            meter.spend(len(result) // (100 if isinstance(result, str) else 10))
+        elif isinstance(result, int) and result.bit_length() > 40_000:
+            raise TemplateError("the chat template computes a number of thousands of digits")
+        return result
 
 
-class Generation(Extension):
-    """{% generation %}, which marks the assistant's text for transformers' masks, and has no effect here."""
+@pass_context  # with it, Jinja prints nothing while it compiles
+def _printed(context: Any, value: Any) -> str:
+    """Returns what `{{ value }}` prints."""
+    text = text_of(value)
+    meter.spend(1 + len(text) // 100)
+    return text
 
-    tags = {"generation"}  # noqa: RUF012 - Jinja's own attribute
 
-    def parse(self, parser):
-        next(parser.stream)
-        return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+# Functions of templates.
+
+
+class TemplateDict:
+    """The function `dict`, as transformers gives it to templates."""
+
+    def __call__(self, *arguments: Any, **options: Any) -> dict:
+        return dict(*arguments, **options)
+
+
+class TemplateNamespace(Namespace):
+    """The function `namespace`, as transformers gives it to templates: names that begin with _ are refused."""
+
+    def __init__(*args: Any, **options: Any):
+        self, args = args[0], args[1:]
+        values = dict(*args, **options)
+        for name in values:
+            _check_name(name)
+        Namespace.__init__(self, values)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        _check_name(name)
+        Namespace.__setitem__(self, name, value)
+
+
+def _check_name(name: Any) -> None:
+    if isinstance(name, str) and name.startswith("_"):
+        raise SecurityError(f"a chat template cannot set {name!r} of a namespace: it begins with _")
 
 
 def raise_exception(message: str) -> NoReturn:
     """Raises TemplateError; templates call it for conversations that they do not take."""
-    raise TemplateError(f"the chat template refuses: {message}")
+    raise TemplateError(f"the chat template refuses: {str(message)[:1000]}")
 
 
-def tojson(value: object, ensure_ascii: bool = False, indent: int | None = None, separators: tuple[str, str] | None = None,
-           sort_keys: bool = False) -> str:
-    """Returns JSON as transformers' templates write it: without HTML escapes, with Python's own options."""
-    text = json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-    # A mark in quotes becomes a mark that contains a quote; see rendered_parts.
-    return re.sub('"\ufdd0(\\d+)\ufdd1"', '\ufdd0\\1"\ufdd1', text)
+def counted_range(*arguments: int) -> range:
+    """Returns Python's range, counted before it is run over."""
+    numbers = range(*arguments)
+    # len(numbers) raises OverflowError beyond 2**63.
+    meter.spend(len(numbers))
+    return numbers
 
 
-def make_environment() -> Environment:
-    """Returns the environment with the filters and functions that transformers gives its templates, without strftime_now."""
-    environment = Environment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", Generation])
-    environment.filters.update(tojson=tojson, counted=environment.counted, sized=environment.sized)
-    environment.globals.update(range=environment.range, raise_exception=raise_exception)
-    return environment
+_DATE_FORMAT = re.compile(r"(?:%-?[A-Za-z%]|[^%])*")
+
+
+def strftime(date: datetime, form: str) -> str:
+    """Returns a date in a form as transformers' strftime_now does, without widths in it."""
+    if len(form) > 200 or not _DATE_FORMAT.fullmatch(form):
+        raise TemplateError("the chat template writes the date in a form with a width, or of more than 200 characters")
+    return date.strftime(form)
+
+
+def _no_date(form: str) -> NoReturn:
+    raise AssertionError("strftime_now is given to each rendering")
+
+
+def _refusing(name: str) -> Callable[..., NoReturn]:
+    def function(*arguments: Any, **options: Any) -> NoReturn:
+        _refuse("function", name)
+
+    return function
+
+
+# Filters and tests.
+
+
+def counted(values: Iterable[Any], steps: int = 1) -> Iterator[Any]:
+    """Yields the values, and counts each: what every loop of a template runs over."""
+    for value in Tracked(values) if type(values) is str else values:
+        meter.spend(steps)
+        yield value
+
+
+def _spent(value: Any, steps: int) -> Any:
+    meter.spend(steps)
+    return value
+
+
+def _tilde(parts: list[Any]) -> Tracked:
+    return concat(map(text_of, parts))
+
+
+def _sliced(value: Any, start: Any, stop: Any, step: Any) -> Any:
+    if isinstance(value, str | list | tuple):
+        meter.spend(1 + len(value) // (100 if isinstance(value, str) else 10))
+    return (Tracked(value) if type(value) is str else value)[start:stop:step]
+
+
+def _hashable(value: Any) -> Any:
+    walk(value)
+    return value
+
+
+def compared(left: Any, sign: str, right: Any) -> Any:
+    """Returns the result of a comparison, and counts what Python goes through for it."""
+    if sign in ("in", "notin"):
+        if isinstance(right, str):
+            meter.spend(1 + len(right) // 100)
+        elif isinstance(right, dict):
+            walk(left)
+        else:
+            walk(right)
+            walk(left)
+    elif isinstance(left, str) and isinstance(right, str):
+        meter.spend(min(len(left), len(right)) // 100)
+    else:
+        walk(left)
+        walk(right)
+    return _COMPARISONS[sign](left, right)
+
+
+def _comparing_test(sign: str) -> Callable[[Any, Any], Any]:
+    return lambda left, right: compared(left, sign, right)
+
+
+def _soft(value: Any) -> Tracked:
+    """Returns a text itself, and of other values what they print."""
+    text = value if isinstance(value, str) else text_of(value)
+    return text if isinstance(text, Tracked) else Tracked(text)
+
+
+def _plain(value: Any) -> Tracked:
+    """Returns what a value prints."""
+    return Tracked(text_of(value))
+
+
+@pass_environment
+def _joined(environment: Any, value: Any, between: Any = "", attribute: Any = None) -> Tracked:
+    values = counted(value)
+    if attribute is not None:
+        values = map(make_attrgetter(environment, attribute), values)
+    return _plain(between).join(map(text_of, values))
+
+
+def _indented(value: Any, width: int | str = 4, first: bool = False, blank: bool = False) -> Tracked:
+    if isinstance(width, int):
+        meter.spend(max(width, 0) // 10)
+        width = " " * width
+    # An end of line is added, so that a last empty line is one, as in Jinja's filter.
+    lines = (_soft(value) + "\n").splitlines()
+    between = Tracked("\n" + width) if blank else Tracked("\n")
+    rest = lines[1:] if blank else [Tracked(width) + line if line else line for line in lines[1:]]
+    text = between.join([*lines[:1], *rest])
+    return Tracked(width) + text if first else text
+
+
+def _items(value: Any) -> Iterator[Any]:
+    if isinstance(value, Undefined):
+        return iter(())
+    if not isinstance(value, dict):
+        raise TypeError("Can only get item pairs from a mapping.")
+    meter.spend(len(value))
+    return iter(list(value.items()))
+
+
+def _eager(name: str) -> Callable[..., Any]:
+    """Returns a filter of Jinja's that yields, as one that counts, and does its work at once."""
+    function = FILTERS[name]
+
+    @pass_context
+    def eager(context: Any, value: Any, *arguments: Any, **options: Any) -> Iterator[Any]:
+        return iter(list(function(context, counted(value, 2), *arguments, **options)))
+
+    return eager
+
+
+def _walking(name: str) -> Callable[..., Any]:
+    """Returns a filter of Jinja's that compares values, as one that counts them."""
+    function = FILTERS[name]
+
+    def walking(environment: Any, value: Any, *arguments: Any, **options: Any) -> Any:
+        values = list(counted(value))
+        walk(values)
+        result = function(environment, values, *arguments, **options)
+        return iter(list(result)) if name == "unique" else result
+
+    walking.jinja_pass_arg = function.jinja_pass_arg
+    return walking
+
+
+def _sorted_items(value: dict, *arguments: Any, **options: Any) -> list[Any]:
+    walk(value)
+    return FILTERS["dictsort"](value, *arguments, **options)
+
+
+def _format(value: Any, *arguments: Any, **options: Any) -> Any:
+    if options:
+        raise TemplateError("the chat template formats a text by names, which is not allowed")
+    return percent(_plain(value), arguments)
+
+
+def _reversed(value: Any) -> Any:
+    if isinstance(value, str):
+        return Tracked(value)[::-1]
+    values = list(counted(value))
+    return iter(values[::-1])
+
+
+def _title(value: Any) -> Tracked:
+    return _soft(value).mapped(FILTERS["title"])
+
+
+def _replaced(value: Any, old: Any, new: Any, count: int | None = None) -> Tracked:
+    return _plain(value).replace(_plain(old), _plain(new), -1 if count is None else count)
+
+
+def _filters() -> dict[str, Callable[..., Any]]:
+    return {
+        # What the compiler puts in: see _Counting.
+        "counted": counted, "spent": _spent, "tilde": _tilde, "sliced": _sliced, "hashable": _hashable, "compared": compared,
+        "capitalize": lambda value: _soft(value).capitalize(),
+        "format": _format,
+        "indent": _indented,
+        "items": _items,
+        "join": _joined,
+        "list": lambda value: list(counted(value)),
+        "lower": lambda value: _soft(value).lower(),
+        "replace": _replaced,
+        "reverse": _reversed,
+        "safe": lambda value: Safe(text_of(value)),
+        "string": _soft,
+        "title": _title,
+        "tojson": to_json,
+        "trim": lambda value, chars=None: _soft(value).strip(chars),
+        "upper": lambda value: _soft(value).upper(),
+        "dictsort": _sorted_items,
+        **{name: _eager(name) for name in ("map", "select", "reject", "selectattr", "rejectattr")},
+        **{name: _walking(name) for name in ("min", "max", "sort", "unique")},
+    }
+
+
+# What happens to a template's tree.
+
+
+class Generation(Extension):
+    """{% generation %}, which marks the assistant's text for the loss."""
+
+    tags = {"generation"}  # noqa: RUF012 - Jinja's own attribute
+
+    def parse(self, parser: Any) -> nodes.CallBlock:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(["name:endgeneration"], drop_needle=True)
+        return nodes.CallBlock(self.call_method("mark"), [], [], body).set_lineno(line)
+
+    def mark(self, caller: Callable[[], str]) -> str:
+        """Returns a block's text, and notes its range in the text that has been printed so far, as transformers does."""
+        text = caller()
+        start = meter.printed
+        meter.generated.append((start, start + len(text)))
+        return text
+
+
+def _check(template: nodes.Template) -> None:
+    """Raises TemplateError where a template uses what is on no list."""
+    for node in template.find_all(nodes.Stmt):
+        if not isinstance(node, _TAGS):
+            _refuse("tag", _NAMES_OF_TAGS.get(type(node), type(node).__name__.lower()))
+    for node in template.find_all(nodes.Filter):
+        if node.name not in ALLOWED_FILTERS:
+            _refuse("filter", node.name)
+    for node in template.find_all(nodes.Test):
+        if node.name not in ALLOWED_TESTS:
+            _refuse("test", node.name)
+    for node in template.find_all(nodes.For):
+        if node.recursive:
+            _refuse("tag", "for ... recursive")
+
+
+def _work(body: list[nodes.Node]) -> int:
+    """Returns how many steps a body takes at most once, without its inner loops' further rounds."""
+    data = sum(len(node.data) for part in body for node in part.find_all(nodes.TemplateData))
+    return 1 + sum(1 for part in body for _ in part.find_all(nodes.Node)) // 4 + data // 100
+
+
+def _filter(node: nodes.Expr, name: str, *arguments: nodes.Expr) -> nodes.Filter:
+    return nodes.Filter(node, name, list(arguments), [], None, None, lineno=node.lineno)
+
+
+class _Counting(NodeTransformer):
+    """Puts the functions that count into a template."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        steps = _work(node.body)
+        self.generic_visit(node)
+        node.iter = _filter(node.iter, "counted", nodes.Const(steps))
+        return node
+
+    def visit_Macro(self, node: nodes.Macro) -> nodes.Macro:
+        return self._counted_body(node)
+
+    def visit_CallBlock(self, node: nodes.CallBlock) -> nodes.CallBlock:
+        return self._counted_body(node)
+
+    def _counted_body(self, node: Any) -> Any:
+        steps = _work(node.body)
+        self.generic_visit(node)
+        count = _filter(nodes.Const(None, lineno=node.lineno), "spent", nodes.Const(steps))
+        node.body.insert(0, nodes.ExprStmt(count, lineno=node.lineno))
+        return node
+
+    def visit_Compare(self, node: nodes.Compare) -> nodes.Expr:
+        self.generic_visit(node)
+        left, comparisons = node.expr, []
+        for operand in node.ops:
+            comparisons.append(_filter(left, "compared", nodes.Const(operand.op), operand.expr))
+            left = operand.expr
+        result = comparisons[0]
+        for following in comparisons[1:]:
+            result = nodes.And(result, following, lineno=node.lineno)
+        return result
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Expr:
+        self.generic_visit(node)
+        return _filter(nodes.List(node.nodes, lineno=node.lineno), "tilde")
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
+        self.generic_visit(node)
+        if not isinstance(node.arg, nodes.Slice):
+            return node
+        ends = [part or nodes.Const(None) for part in (node.arg.start, node.arg.stop, node.arg.step)]
+        return _filter(node.node, "sliced", *ends)
+
+    def visit_Pair(self, node: nodes.Pair) -> nodes.Pair:
+        self.generic_visit(node)
+        if not isinstance(node.key, nodes.Const):
+            node.key = _filter(node.key, "hashable")
+        return node

@@ -1,142 +1,103 @@
-"""Renders a chat template and cuts the result into the template's own text and the contents of turns.
+"""Renders a chat template with the contents of turns, and says which characters of the text come from which turn."""
 
-A template is rendered with marks in place of the turns' contents. The result is cut at the marks, so that it is known which
-characters come from the template and which from a turn.
-"""
-
-from collections import Counter
+import re
 from collections.abc import Sequence
-from functools import lru_cache
+from datetime import datetime
+from functools import partial
 from typing import Any, NamedTuple
 
+from data.conversation import Message
 from data.errors import UserError
 from data.templates.errors import TemplateError
-from data.templates.sandbox import STEPS, STEPS_PER_TURN, compile_template
+from data.templates.sandbox import STEPS, STEPS_PER_VALUE, compile_template
+
+_GENERATION = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
-class Content(NamedTuple):
-    """The content of a turn, in a rendered template."""
-
-    turn: int
-    as_json: bool
-    """Whether the template writes it in quotes and escaped, as Llama 3.1's writes tool turns."""
-
-
-class Written(NamedTuple):
-    """Part of a template's text that the assistant has to write itself, since the generation prompt lacks it."""
-
-    start: int
-    end: int
-    turn: int
-    is_call: bool = False
-    """Whether it belongs to a turn with tool calls, of which control tokens are trained on too."""
-
-
-class TemplateText(NamedTuple):
-    """Text between two contents, in a rendered template."""
+class Rendered(NamedTuple):
+    """A conversation as a template writes it."""
 
     text: str
-    written: tuple[Written, ...] = ()
-    """The parts of the text that the assistant has to write itself, in order."""
+    runs: Sequence[tuple]
+    """Where the characters come from, see data.templates.tracked.Run."""
+    sources: list
+    """The texts that the template was given, as data.templates.tracked.Source."""
+    generated: list[tuple[int, int]] | None
+    """Ranges in {% generation %} blocks; None if the template has no such block."""
 
 
-def rendered_parts(
-    source: str, roles: tuple[str, ...], specials: tuple[str | None, ...], add_generation_prompt: bool,
-    fields: Sequence[dict[str, Any]] = (), tools: list | None = None,
-) -> list[str | Content]:
-    """Renders a template with marks for contents and cuts it at them: texts and contents in the template's order.
+class Template(NamedTuple):
+    """A chat template and all that it is given beside conversations."""
 
-    A mark is the turn's number between two Unicode noncharacters, which no other text contains.
+    source: str
+    """The template in Jinja."""
+    specials: tuple[str | None, ...]
+    """Texts of BOS, EOS and the padding token."""
+    date: datetime
+    """What strftime_now writes."""
 
-    Args:
-        source: the template in Jinja.
-        roles: the role of each turn.
-        specials: texts of BOS, EOS and the padding token.
-        add_generation_prompt: whether the heading of an assistant's turn follows.
-        fields: further fields of each turn, see `_fields`; a turn's `content` among them replaces its mark.
-        tools: descriptions of tools.
-    """
-    messages = [{"role": role, "content": f"\ufdd0{number}\ufdd1"} for number, role in enumerate(roles)]
-    for message, more in zip(messages, fields, strict=False):
-        message.update(more)
-    names = zip(("bos_token", "eos_token", "pad_token"), specials, strict=True)
-    compiled = compile_template(source)
-    compiled.environment.steps_left = STEPS + STEPS_PER_TURN * len(roles)
-    try:
-        text = compiled.render(
-            messages=messages, add_generation_prompt=add_generation_prompt, tools=tools, documents=None,
-            **{name: token for name, token in names if token is not None},
-        )
-    except UserError:
-        raise
-    except Exception as error:  # Jinja's own errors and whatever a template's expressions raise
-        turns = ", ".join(roles[:8]) + ", ..." * (len(roles) > 8)
-        raise TemplateError(f"the chat template refuses turns {turns}: {str(error)[:200]}") from None
-    parts: list[str | Content] = []
-    pieces = text.split("\ufdd0")
-    if pieces[0]:
-        parts.append(pieces[0])
-    for piece in pieces[1:]:
-        mark, _, following_text = piece.partition("\ufdd1")
-        # A quote in the mark is put there by tojson, see compile_template.
-        parts.append(Content(int(mark.rstrip('"')), as_json=mark.endswith('"')))
-        if following_text:
-            parts.append(following_text)
-    turns = Counter(part.turn for part in parts if isinstance(part, Content))
-    for number, role in enumerate(roles):
-        # Some templates leave out the text beside a call.
-        if (times := turns[number]) != 1 and not (times == 0 and "tool_calls" in messages[number]):
-            raise TemplateError(
-                f"the chat template writes turn {number} ({role}) {times} times, not once and without changes"
-            )
-    return parts
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), add_generation_prompt: bool = False
+    ) -> Rendered:
+        """Renders a conversation.
 
+        Args:
+            messages: the turns.
+            tools: descriptions of tools.
+            add_generation_prompt: whether the heading of an assistant's turn follows.
 
-def render_pieces(
-    source: str, roles: tuple[str, ...], specials: tuple[str | None, ...], add_generation_prompt: bool
-) -> tuple[Content | TemplateText, ...]:
-    """Returns the result of `_render_pieces`, remembered for conversations of up to 64 turns: longer ones are rarely alike."""
-    make = _remembered_pieces if len(roles) <= 64 else _render_pieces
-    return make(source, roles, specials, add_generation_prompt)
+        Raises:
+            TemplateError: the template refuses the conversation, or does what is not allowed.
+        """
+        from data.templates.environment import strftime
+        from data.templates.tracked import Source, concat, meter, track
+
+        compiled = compile_template(self.source)
+        sources: list[Source] = []
+        turns = [_fields(message, number, sources) for number, message in enumerate(messages)]
+        descriptions = track(list(tools), -1, "tools", sources) or None
+        names = zip(("bos_token", "eos_token", "pad_token"), self.specials, strict=True)
+        characters = sum(len(source.text) for source in sources)
+        meter.left = meter.limit = STEPS + STEPS_PER_VALUE * (len(sources) + len(turns)) + characters
+        meter.printed, meter.generated = 0, []
+        context = compiled.new_context({
+            "messages": turns, "add_generation_prompt": add_generation_prompt, "tools": descriptions, "documents": None,
+            "strftime_now": partial(strftime, self.date), **{name: token for name, token in names if token is not None},
+        })
+        pieces = []
+        try:
+            for piece in compiled.root_render_func(context):
+                pieces.append(piece)
+                meter.printed += len(piece)
+            text = concat(pieces)
+        except UserError:
+            raise
+        except Exception as error:  # Jinja's own errors and whatever a template's expressions raise
+            roles = [message.role for message in messages]
+            turns = ", ".join(roles[:8]) + ", ..." * (len(roles) > 8)
+            raise TemplateError(f"the chat template refuses turns {turns}: {_words(error)}") from None
+        has_blocks = _GENERATION.search(self.source) is not None
+        return Rendered(str.__str__(text), text.runs, sources, meter.generated if has_blocks else None)
 
 
-def _render_pieces(
-    source: str, roles: tuple[str, ...], specials: tuple[str | None, ...], add_generation_prompt: bool
-) -> tuple[Content | TemplateText, ...]:
-    """Renders a template for turns of these roles.
-
-    Args:
-        source: the template in Jinja.
-        roles: the role of each turn.
-        specials: texts of BOS, EOS and the padding token.
-        add_generation_prompt: whether the heading of an assistant's turn follows.
-    """
-    if not roles:
-        raise TemplateError("a conversation without turns")
-    parts = rendered_parts(source, roles, specials, add_generation_prompt)
-    prompt = _generation_prompt(source, roles, specials)
-    pieces: list[Content | TemplateText] = []
-    for part, following in zip(parts, [*parts[1:], None], strict=True):
-        if isinstance(part, Content):
-            pieces.append(part)
-            continue
-        answer = following.turn if isinstance(following, Content) and roles[following.turn] == "assistant" else None
-        written = answer is not None and prompt and len(prompt) < len(part) and part.startswith(prompt)
-        pieces.append(TemplateText(part, (Written(len(prompt), len(part), answer),) if written else ()))
-    return tuple(pieces)
+def _words(error: Exception) -> str:
+    if isinstance(error, RecursionError):
+        return "macros or lists nested too deeply"
+    return str(error)[:200]
 
 
-# Jinja runs once for each sequence of roles.
-_remembered_pieces = lru_cache(maxsize=4096)(_render_pieces)
+def _fields(message: Message, turn: int, sources: list) -> dict[str, Any]:
+    """Returns the fields of a turn as transformers gives them to a template, tracked."""
+    from data.templates.tracked import track
 
-
-def _generation_prompt(source: str, roles: tuple[str, ...], specials: tuple[str | None, ...]) -> str | None:
-    """Returns what the template writes before the first answer when it asks for one; None if there is no such text."""
-    first_answer = roles.index("assistant") if "assistant" in roles else 0
-    if not first_answer:
-        return None
-    try:
-        tail = rendered_parts(source, roles[:first_answer], specials, True)[-1]
-    except TemplateError:  # the template accepts complete conversations only
-        return None
-    return tail if isinstance(tail, str) else None
+    fields: dict[str, Any] = {"role": message.role, "content": track(message.content, turn, "content", sources)}
+    if message.reasoning is not None:
+        reasoning = track(message.reasoning, turn, "reasoning", sources)
+        fields.update(thinking=reasoning, reasoning_content=reasoning)
+    if message.tool_calls:
+        fields["tool_calls"] = track(message.tool_calls, turn, "tool_calls", sources)
+    for name in ("tool_call_id", "name"):
+        text = getattr(message, name)
+        if text is not None:
+            fields[name] = track(text, turn, name, sources)
+    return fields

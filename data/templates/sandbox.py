@@ -7,27 +7,32 @@ from data.errors import UserError
 if TYPE_CHECKING:
     from jinja2 import Template
 
-# Iterations that a template may make for one conversation; those of published models make a few for each turn.
-STEPS = 1_000_000
-STEPS_PER_TURN = 1_000
+# Work that a template may do for one conversation: so much anyhow, and so much for each turn or other value in it and for
+# each character. A step is about four parts of an expression, or 100 characters of a text. Published models' templates take
+# some hundred steps for a turn.
+STEPS = 200_000
+STEPS_PER_VALUE = 5_000
+MAX_SOURCE = 200_000  # characters of a template; the longest of published models have 20,000
 
 
 @lru_cache(maxsize=32)
 def compile_template(source: str) -> "Template":
-    """Compiles a template in the same Jinja environment as transformers', without strftime_now.
-
-    Templates that would print today's date then print their fixed one.
+    """Compiles a template in the same Jinja environment as transformers'.
 
     Raises:
-      UserError: it is not Jinja, or too large to be compiled.
+      UserError: it is not Jinja, too large to be compiled, or uses what is not allowed.
     """
     from jinja2 import TemplateSyntaxError
 
-    from data.templates.environment import make_environment
+    from data.templates.environment import Environment
 
+    if len(source) > MAX_SOURCE:
+        raise UserError(f"the tokenizer's chat template has {len(source):,} characters; up to {MAX_SOURCE:,} would work")
     try:
-        return make_environment().from_string(source)
+        return Environment().from_string(source)
     except TemplateSyntaxError as error:
         raise UserError(f"the tokenizer's chat template is not Jinja: line {error.lineno}: {error.message}") from None
     except (RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as error:  # of the compiler, or of constants
+        if isinstance(error, UserError):
+            raise
         raise UserError(f"the tokenizer's chat template cannot be compiled ({type(error).__name__})") from None

@@ -1,0 +1,66 @@
+"""Says what a rendered conversation does not contain of what it was given."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from data.clean import TOOLS_LEFT_OUT
+from data.conversation import Message
+from data.templates.errors import TemplateError
+from data.templates.rendering import Rendered
+
+REASONING_LEFT_OUT = "reasoning left out: the template cannot write it"
+EARLIER_REASONING_LEFT_OUT = "reasoning of earlier turns left out by the template"
+TEXT_LEFT_OUT = "text of a turn left out by the template"
+
+
+def notes_of(rendered: Rendered, messages: Sequence[Message], tools: Sequence[dict[str, Any]], template: str) -> frozenset[str]:
+    """Returns what the template has left out, as the report counts it.
+
+    Raises:
+        TemplateError: it writes no turn at all, or does not write a turn's calls.
+    """
+    notes: set[str] = set()
+    written: dict[int, list[tuple[int, int]]] = {}  # by the id of a source, ranges of it
+    for length, source, offset in rendered.runs:
+        if source is not None:
+            whole = (0, len(source.text))
+            written.setdefault(id(source), []).append(whole if offset is None else (offset, offset + length))
+    if not written and any(message.content.strip() for message in messages):
+        raise TemplateError("the chat template writes nothing of the turns")
+    fields = {source.field for source in rendered.sources if id(source) in written and source.turn < 0}
+    if tools and "tools" not in fields:
+        notes.add(TOOLS_LEFT_OUT)
+    for source in rendered.sources:
+        ranges = written.get(id(source))
+        if source.field == "content":
+            if source.text and _is_cut(source, ranges or []):
+                notes.add(TEXT_LEFT_OUT)
+        elif source.field == "reasoning" and source.text.strip() and not ranges:
+            can_write = re.search(r"\b(?:reasoning_content|thinking)\b", template)
+            notes.add(EARLIER_REASONING_LEFT_OUT if can_write else REASONING_LEFT_OUT)
+    _check_calls(rendered, messages, written)
+    return frozenset(notes)
+
+
+def _is_cut(source, ranges: list[tuple[int, int]]) -> bool:
+    """Returns whether something of a text is missing, but for white space and what the template looks for."""
+    if sum(end - start for start, end in ranges) >= len(source.text.strip()):
+        return False
+    looked_for = [match.span() for needle in source.needles for match in re.finditer(re.escape(needle), source.text)]
+    at = 0
+    for start, end in [*sorted([*ranges, *source.found, *looked_for]), (len(source.text), len(source.text))]:
+        if source.text[at:start].strip():
+            return True
+        at = max(at, end)
+    return False
+
+
+def _check_calls(rendered: Rendered, messages: Sequence[Message], written: dict[int, list[tuple[int, int]]]) -> None:
+    names = {(message_number, call["function"]["name"])
+             for message_number, message in enumerate(messages) for call in message.tool_calls}
+    found = {(source.turn, source.text) for source in rendered.sources
+             if source.field == "tool_calls" and id(source) in written}
+    if names - found:
+        raise TemplateError("the chat template does not write a turn's `tool_calls`; one that does, such as the model's own "
+                            "(template: tokenizer), would work")

@@ -1,0 +1,568 @@
+"""Strings that know where each of their characters came from, and how much work a template has done with them.
+
+A chat template is rendered with the real contents of turns as `Tracked` strings: whatever the template cuts out of them, joins
+or replaces, the result still says which characters are the template's and which are a turn's. Every operation has the result of
+Python's own, character for character.
+"""
+
+import json
+import re
+import string
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from jinja2 import Undefined
+
+from data.templates.errors import TemplateError
+
+
+class Source:
+    """A text that a conversation gives to the template, such as a turn's content."""
+
+    __slots__ = ("field", "found", "needles", "text", "turn")
+
+    def __init__(self, turn: int, field: str, text: str):
+        """Args: turn: its number, -1 for descriptions of tools; field: the field of the turn; text: the text."""
+        self.turn, self.field, self.text = turn, field, text
+        self.needles: set[str] = set()
+        """Texts of the template's own that it looked for in any place of this one."""
+        self.found: list[tuple[int, int]] = []
+        """Ranges in which it found what it looked for at one place alone, such as the beginning."""
+
+
+Run = tuple[int, Source | None, int | None]
+"""(number of characters, the text that they come from or None for the template's own, their offset in it).
+
+The offset is None where characters were escaped on the way."""
+
+
+class Meter(threading.local):
+    """Counts the work of the template that is being rendered in this thread, and what it has printed."""
+
+    left = limit = 0
+    """Steps that are left, and that there were."""
+    printed = 0
+    """Number of characters."""
+    generated: list[tuple[int, int]]
+    """Ranges of the text that stand in {% generation %} blocks."""
+
+    def spend(self, steps: int) -> None:
+        """Counts steps of work; raises TemplateError where none are left."""
+        self.left -= steps
+        if self.left < 0:
+            raise TemplateError(f"the chat template goes on and on: too many iterations, or texts too long (more than "
+                                f"{self.limit:,} steps of work)")
+
+
+meter = Meter()
+
+
+def _runs_of(text: str) -> Sequence[Run]:
+    if isinstance(text, Tracked):
+        return text.runs
+    return ((len(text), None, 0),) if text else ()
+
+
+def concat(pieces: Iterable[str]) -> "Tracked":
+    """Returns the pieces as one text."""
+    pieces = list(pieces)
+    runs: list[Run] = []
+    for piece in pieces:
+        for run in _runs_of(piece):
+            if runs and _continues(runs[-1], run):
+                runs[-1] = (runs[-1][0] + run[0], run[1], runs[-1][2])
+            else:
+                runs.append(run)
+    meter.spend(sum(map(len, pieces)) // 100 + (len(pieces) + len(runs)) // 8)
+    return Tracked("".join(pieces), runs)
+
+
+def _continues(before: Run, run: Run) -> bool:
+    """Returns whether a run goes on where the one before it ends."""
+    if before[1] is not run[1]:
+        return False
+    if run[1] is None or (before[2] is None and run[2] is None):
+        return True
+    return before[2] is not None and before[2] + before[0] == run[2]
+
+
+class Tracked(str):
+    """A str with its runs, whose lengths add up to its own."""
+
+    __slots__ = ("runs",)
+
+    def __new__(cls, text: str, runs: Sequence[Run] | None = None):
+        self = super().__new__(cls, text)
+        self.runs = _runs_of(text) if runs is None else runs
+        return self
+
+    def __str__(self) -> "Tracked":
+        return self
+
+    def same(self, text: "Tracked") -> "Tracked":
+        """Returns a result of a method, which `Safe` marks as safe."""
+        return text
+
+    def _cuts(self, ranges: Iterable[tuple[int, int]]) -> list["Tracked"]:
+        """Returns the parts of these ranges (start, end), which are in order and do not overlap."""
+        pieces, runs = [], self.runs
+        number = at = 0  # the first run that may reach into the range, and where it begins
+        plain = str.__getitem__
+        for start, end in ranges:
+            cut: list[Run] = []
+            while number < len(runs) and at + runs[number][0] <= start:
+                at += runs[number][0]
+                number += 1
+            following, begin = number, at
+            while following < len(runs) and begin < end:
+                length, source, offset = runs[following]
+                low, high = max(start, begin), min(end, begin + length)
+                if low < high:
+                    cut.append((high - low, source, None if offset is None else offset + low - begin))
+                begin += length
+                following += 1
+            pieces.append(self.same(Tracked(plain(self, slice(start, end)), cut)))
+        meter.spend(len(self) // 100 + len(pieces) + len(runs) // 8)
+        return pieces
+
+    def _cut(self, start: int, end: int) -> "Tracked":
+        if start == 0 and end == len(self):
+            return self
+        return self._cuts([(start, max(start, end))])[0]
+
+    def look_for(self, needle: str) -> None:
+        """Notes that the template looks for a text of its own in this one."""
+        if needle and not any(source for _, source, _ in _runs_of(needle)):
+            for _, source, _ in self.runs:
+                if source is not None:
+                    source.needles.add(str.__str__(needle))
+
+    def _find_at(self, start: int, end: int, needle: str) -> None:
+        """Notes that the template found a text of its own at one place."""
+        if any(source for _, source, _ in _runs_of(needle)):
+            return
+        at = 0
+        for length, source, offset in self.runs:
+            low, high = max(start, at), min(end, at + length)
+            if source is not None and offset is not None and low < high:
+                source.found.append((offset + low - at, offset + high - at))
+            at += length
+
+    def __getitem__(self, key: Any) -> "Tracked":
+        if isinstance(key, slice):
+            start, stop, step = key.indices(len(self))
+            if step == 1:
+                return self._cut(start, max(start, stop))
+            return self.same(concat(self._character(number) for number in range(start, stop, step)))
+        return self._character(range(len(self))[key])
+
+    def _character(self, number: int) -> "Tracked":
+        return self._cut(number, number + 1)
+
+    def __iter__(self) -> Iterator["Tracked"]:
+        return iter(self._cuts((number, number + 1) for number in range(len(self))))
+
+    def __reversed__(self) -> Iterator["Tracked"]:
+        return reversed(list(self))
+
+    def __add__(self, other: Any) -> "Tracked":
+        return concat([self, other]) if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: Any) -> "Tracked":
+        return concat([other, self]) if isinstance(other, str) else NotImplemented
+
+    def __mul__(self, count: Any) -> "Tracked":
+        if not isinstance(count, int):
+            return NotImplemented
+        meter.spend((len(self) // 100 + len(self.runs) + 1) * max(count, 0) // 8 + len(self) * max(count, 0) // 100)
+        return self.same(concat([self] * count))
+
+    __rmul__ = __mul__
+
+    def __mod__(self, values: Any) -> "Tracked":
+        return percent(self, values)
+
+    # Methods by which templates cut.
+
+    def strip(self, chars: str | None = None) -> "Tracked":
+        left = len(self) - len(str.lstrip(self, chars))
+        return self._cut(left, left + len(str.strip(self, chars)))
+
+    def lstrip(self, chars: str | None = None) -> "Tracked":
+        return self._cut(len(self) - len(str.lstrip(self, chars)), len(self))
+
+    def rstrip(self, chars: str | None = None) -> "Tracked":
+        return self._cut(0, len(str.rstrip(self, chars)))
+
+    def removeprefix(self, prefix: str) -> "Tracked":
+        return self._cut(len(prefix), len(self)) if self.startswith(prefix) else self
+
+    def removesuffix(self, suffix: str) -> "Tracked":
+        return self._cut(0, len(self) - len(suffix)) if self.endswith(suffix) else self
+
+    def split(self, sep: str | None = None, maxsplit: int = -1) -> list["Tracked"]:
+        meter.spend(self._parts(sep))
+        return self._where(str.split(self, sep, maxsplit), sep)
+
+    def rsplit(self, sep: str | None = None, maxsplit: int = -1) -> list["Tracked"]:
+        meter.spend(self._parts(sep))
+        return self._where(str.rsplit(self, sep, maxsplit), sep)
+
+    def _parts(self, sep: str | None) -> int:
+        """Returns at most how many parts a text is split into."""
+        return len(self) // 100 + (len(self) // 2 if sep is None else str.count(self, sep) if sep else 0)
+
+    def _where(self, parts: list[str], sep: str | None) -> list["Tracked"]:
+        """Returns the parts that a method of str has split this text into, cut out of it."""
+        if sep is not None:
+            self.look_for(sep)
+        ranges, at = [], 0
+        for part in parts:
+            start = str.index(self, part, at) if sep is None else at
+            at = start + len(part)
+            ranges.append((start, at))
+            at += len(sep or "")
+        return self._cuts(ranges)
+
+    def splitlines(self, keepends: bool = False) -> list["Tracked"]:
+        meter.spend(len(self) // 8)
+        ranges, at = [], 0
+        for whole, part in zip(str.splitlines(self, True), str.splitlines(self, keepends), strict=True):
+            ranges.append((at, at + len(part)))
+            at += len(whole)
+        return self._cuts(ranges)
+
+    def partition(self, sep: str) -> tuple["Tracked", ...]:
+        self.look_for(sep)
+        return self._three(sep, str.find(self, sep), (self, Tracked(""), Tracked(""))) if sep else str.partition(self, sep)
+
+    def rpartition(self, sep: str) -> tuple["Tracked", ...]:
+        self.look_for(sep)
+        return self._three(sep, str.rfind(self, sep), (Tracked(""), Tracked(""), self)) if sep else str.rpartition(self, sep)
+
+    def _three(self, sep: str, start: int, absent: tuple["Tracked", ...]) -> tuple["Tracked", ...]:
+        end = start + len(sep)
+        return absent if start < 0 else tuple(self._cuts([(0, start), (start, end), (end, len(self))]))
+
+    # Methods by which templates join and replace.
+
+    def replace(self, old: str, new: str, count: int = -1) -> "Tracked":
+        if not old:
+            raise TemplateError("the chat template replaces an empty text, which is not allowed")
+        self.look_for(old)
+        if old not in self or not count:
+            return self
+        times = str.count(self, old)
+        meter.spend((len(self) + times * len(new)) // 100 + times * (1 + len(_runs_of(new)) // 8))
+        return self.same(Tracked(new).join(self.split(old, count)))
+
+    def join(self, parts: Iterable[Any]) -> "Tracked":
+        joined: list[str] = []
+        for number, part in enumerate(parts):
+            if not isinstance(part, str):
+                raise TypeError(f"sequence item {number}: expected str instance, {type(part).__name__} found")
+            meter.spend(1 + len(part) // 100 + len(self) // 100)
+            if number:
+                joined.append(self)
+            joined.append(part)
+        return self.same(concat(joined))
+
+    def format(self, *values: Any, **named: Any) -> "Tracked":
+        """Returns str.format's result for fields without widths and attributes."""
+        pieces, numbers = [], iter(range(len(values)))
+        for text, field, spec, conversion in string.Formatter().parse(self):
+            pieces.append(Tracked(text))
+            if field is None:
+                continue
+            if spec or conversion or not re.fullmatch(r"\d{0,3}|[A-Za-z]\w*", field):
+                raise TemplateError("the chat template formats a text with a width or an attribute, which is not allowed")
+            value = named[field] if field.isidentifier() else values[int(field) if field else next(numbers)]
+            pieces.append(text_of(value))
+        return concat(pieces)
+
+    # Methods by which templates look.
+
+    def __contains__(self, needle: Any) -> bool:
+        if isinstance(needle, str):
+            self.look_for(needle)
+        return str.__contains__(self, needle)
+
+    def startswith(self, prefix: Any, *borders: int) -> bool:
+        for needle in prefix if isinstance(prefix, tuple) else (prefix,):
+            if str.startswith(self, needle, *borders):
+                self._find_at(0, len(needle), needle) if not borders else self.look_for(needle)
+                return True
+        return False
+
+    def endswith(self, suffix: Any, *borders: int) -> bool:
+        for needle in suffix if isinstance(suffix, tuple) else (suffix,):
+            if str.endswith(self, needle, *borders):
+                self._find_at(len(self) - len(needle), len(self), needle) if not borders else self.look_for(needle)
+                return True
+        return False
+
+    def find(self, needle: str, *borders: int) -> int:
+        self.look_for(needle)
+        return str.find(self, needle, *borders)
+
+    def rfind(self, needle: str, *borders: int) -> int:
+        self.look_for(needle)
+        return str.rfind(self, needle, *borders)
+
+    def index(self, needle: str, *borders: int) -> int:
+        self.look_for(needle)
+        return str.index(self, needle, *borders)
+
+    def count(self, needle: str, *borders: int) -> int:
+        self.look_for(needle)
+        return str.count(self, needle, *borders)
+
+    # Methods that change letters.
+
+    def upper(self) -> "Tracked":
+        return self.mapped(str.upper)
+
+    def lower(self) -> "Tracked":
+        return self.mapped(str.lower)
+
+    def capitalize(self) -> "Tracked":
+        return self.mapped(str.capitalize)
+
+    def title(self) -> "Tracked":
+        return self.mapped(str.title)
+
+    def mapped(self, change: Callable[[str], str]) -> "Tracked":
+        """Returns `change` of this text, which gives a letter for a letter.
+
+        Raises:
+            TemplateError: the result has another length, so that its letters cannot be told apart.
+        """
+        meter.spend(len(self) // 100)
+        text = change(str.__str__(self))
+        if len(text) != len(self) and any(source for _, source, _ in self.runs):
+            raise TemplateError("the chat template changes the letters of a turn's text into others, which cannot be followed")
+        return self.same(Tracked(text, self.runs if len(text) == len(self) else None))
+
+
+class Safe(Tracked):
+    """A text that a template has marked as `safe`: what is added to it is escaped for HTML, as Jinja does."""
+
+    __slots__ = ()
+
+    def __str__(self) -> Tracked:
+        return Tracked(str.__str__(self), self.runs)
+
+    def same(self, text: Tracked) -> "Safe":
+        return Safe(str.__str__(text), text.runs)
+
+    def __add__(self, other: Any) -> Tracked:
+        return self.same(concat([self, _escaped(other)])) if isinstance(other, str) else NotImplemented
+
+    def __radd__(self, other: Any) -> Tracked:
+        return self.same(concat([_escaped(other), self])) if isinstance(other, str) else NotImplemented
+
+    def _not_followed(self, *values: Any, **named: Any) -> Tracked:
+        raise TemplateError("the chat template changes a text that it has marked as `safe`, which is not allowed")
+
+    replace = join = format = __mod__ = _not_followed
+
+
+def _escaped(text: str) -> str:
+    if isinstance(text, Safe):
+        return text
+    for letter, entity in (("&", "&amp;"), (">", "&gt;"), ("<", "&lt;"), ("'", "&#39;"), ('"', "&#34;")):
+        if letter in str.__str__(text):
+            text = concat(_between(Tracked(text)._where(str.split(text, letter), letter), entity))
+    return text
+
+
+def _between(pieces: Sequence[str], text: str) -> Iterator[str]:
+    for number, piece in enumerate(pieces):
+        if number:
+            yield text
+        yield piece
+
+
+def percent(text: Tracked, values: Any) -> Tracked:
+    """Returns `text % values` for the formats %s, %d and %%."""
+    values = iter(values if isinstance(values, tuple) else (values,))
+    pieces: list[str] = []
+    at = 0
+    for match in re.finditer("%(.?)", str.__str__(text), re.DOTALL):
+        pieces.append(text[at : match.start()])
+        at = match.end()
+        if match[1] == "%":
+            pieces.append("%")
+        elif match[1] in ("s", "d"):
+            try:
+                value = next(values)
+            except StopIteration:
+                raise TypeError("not enough arguments for format string") from None
+            pieces.append(text_of(value) if match[1] == "s" else "%d" % value)  # noqa: UP031 - of numbers alone
+        else:
+            raise TemplateError("the chat template formats a text by % with a width or a kind other than %s and %d, "
+                                "which is not allowed")
+    if next(values, values) is not values:
+        raise TypeError("not all arguments converted during string formatting")
+    return concat([*pieces, text[at:]])
+
+
+def text_of(value: Any) -> str:
+    """Returns str(value), which for lists and dictionaries still knows where their texts came from.
+
+    Raises:
+        TemplateError: it is a value that no conversation contains, such as a function.
+    """
+    if isinstance(value, str):
+        return str(value)
+    if isinstance(value, list | tuple | dict):
+        parts: list[str] = []
+        _represent(value, parts)
+        return concat(parts)
+    if value is None or isinstance(value, bool | int | float | Undefined | range):
+        return str(value)
+    raise TemplateError(f"the chat template prints a {type(value).__name__}, which is not allowed")
+
+
+def _represent(value: Any, parts: list[str]) -> None:
+    """Adds the parts of repr(value) to a list."""
+    meter.spend(4)
+    if isinstance(value, str):
+        parts.append(quoted(value, str.__repr__(value), _like_repr))
+    elif isinstance(value, dict):
+        parts.append("{")
+        for number, (key, item) in enumerate(value.items()):
+            if number:
+                parts.append(", ")
+            _represent(key, parts)
+            parts.append(": ")
+            _represent(item, parts)
+        parts.append("}")
+    elif isinstance(value, list | tuple):
+        parts.append("[" if isinstance(value, list) else "(")
+        for number, item in enumerate(value):
+            if number:
+                parts.append(", ")
+            _represent(item, parts)
+        parts.append("]" if isinstance(value, list) else ",)" if len(value) == 1 else ")")
+    elif value is None or isinstance(value, bool | int | float | Undefined | range):
+        parts.append(repr(value))
+    else:
+        raise TemplateError(f"the chat template prints a {type(value).__name__}, which is not allowed")
+
+
+def _like_repr(part: str, whole: str) -> str:
+    """Returns the letters of a part as they stand in the representation of a whole text."""
+    other = "'" if whole[0] == '"' else '"'  # makes repr choose the same quotes; stands first, and is never escaped
+    return str.__repr__(other + part)[2:-1]
+
+
+def quoted(text: str, whole: str, quote_part: Callable[[str, str], str]) -> str:
+    """Returns a text in quotes, tracked.
+
+    Args:
+        text: the text.
+        whole: the text in quotes.
+        quote_part: (part, whole) -> the letters of a part of the text as they stand within the quotes.
+    """
+    meter.spend(1 + len(whole) // 100)
+    if not isinstance(text, Tracked):
+        return whole
+    if len(whole) == len(text) + 2:
+        return Tracked(whole, [(1, None, 0), *text.runs, (1, None, 0)])
+    pieces: list[Run] = [(1, None, 0)]
+    letters, at = [whole[0]], 0
+    for length, source, _ in text.runs:
+        letters.append(quote_part(str.__getitem__(text, slice(at, at + length)), whole))
+        pieces.append((len(letters[-1]), source, None))
+        at += length
+    if "".join(letters) + whole[-1] != whole:
+        raise TemplateError("the chat template quotes a turn's text in a way that cannot be followed")
+    return Tracked(whole, [*pieces, (1, None, 0)])
+
+
+def to_json(value: object, ensure_ascii: bool = False, indent: int | str | None = None,
+            separators: tuple[str, str] | None = None, sort_keys: bool = False) -> Tracked:
+    """Returns JSON as transformers' templates write it: without HTML escapes, with json.dumps's own options."""
+    quote = json.encoder.encode_basestring_ascii if ensure_ascii else json.encoder.encode_basestring
+    between, colon = separators or ((", ", ": ") if indent is None else (",", ": "))
+    if isinstance(indent, int):
+        meter.spend(max(indent, 0) // 10)
+        indent = " " * indent
+    meter.spend((len(between) + len(colon)) // 10)
+
+    def text(value: str) -> str:
+        return quoted(value, quote(str.__str__(value)), lambda part, _: quote(part)[1:-1])
+
+    def key_text(key: Any) -> str:
+        if isinstance(key, str):
+            return text(key)
+        if key is None or isinstance(key, bool | int | float):
+            return f'"{json.dumps(key)}"'
+        raise TypeError(f"keys must be str, int, float, bool or None, not {type(key).__name__}")
+
+    parts: list[str] = []
+
+    def write(value: Any, depth: int) -> None:
+        meter.spend(4 + (len(indent or "") * depth + len(between) + len(colon)) // 50)
+        if isinstance(value, str):
+            parts.append(text(value))
+        elif isinstance(value, dict | list | tuple):
+            is_dict = isinstance(value, dict)
+            if not value:
+                parts.append("{}" if is_dict else "[]")
+                return
+            line = "" if indent is None else "\n" + indent * (depth + 1)
+            parts.append(("{" if is_dict else "[") + line)
+            items = (sorted(value.items()) if sort_keys else value.items()) if is_dict else value
+            for number, item in enumerate(items):
+                if number:
+                    parts.append(between + line)
+                if is_dict:
+                    parts.extend((key_text(item[0]), colon))
+                write(item[1] if is_dict else item, depth + 1)
+            parts.append(("" if indent is None else "\n" + indent * depth) + ("}" if is_dict else "]"))
+        else:
+            parts.append(json.dumps(value))
+
+    write(value, 0)
+    return concat(parts)
+
+
+def walk(value: Any) -> None:
+    """Counts a step for every value in a nested one, which Python is about to go through."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, str):
+            meter.spend(1 + len(value) // 100)
+        elif isinstance(value, list | tuple | range):
+            meter.spend(1 + len(value))
+            if not isinstance(value, range):
+                waiting.extend(value)
+        elif isinstance(value, dict):
+            meter.spend(1 + 2 * len(value))
+            waiting.extend(value)
+            waiting.extend(value.values())
+
+
+def track(value: Any, turn: int, field: str, sources: list[Source]) -> Any:
+    """Returns a JSON value with every text in it, keys too, tracked; adds their sources to `sources`."""
+    if isinstance(value, str):
+        source = Source(turn, field, value)
+        sources.append(source)
+        return Tracked(value, ((len(value), source, 0),) if value else ())
+    if isinstance(value, dict):
+        return {track(key, turn, field, sources): track(item, turn, field, sources) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [track(item, turn, field, sources) for item in value]
+    return value
+
+
+def positions(runs: Iterable[Run]) -> Iterator[tuple[int, int, Source | None, int | None]]:
+    """Yields (start, end, source, offset) of every run."""
+    at = 0
+    for length, source, offset in runs:
+        yield at, at + length, source, offset
+        at += length
