@@ -66,8 +66,10 @@ def _text(node: object, defined: set[str], numbers: dict[str, int]) -> str:
         return "[" + ",".join(_text(item, defined, numbers) for item in node if not _is_string(item)) + "]"
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return "message" if " " in node.value else repr(node.value)
-    if isinstance(node, ast.JoinedStr) and any(" " in str(part.value) for part in node.values if isinstance(part, ast.Constant)):
-        return "message"
+    if isinstance(node, ast.JoinedStr):
+        words = [str(part.value) for part in node.values if isinstance(part, ast.Constant)]
+        if " " in "".join(words):
+            return "message"
     if isinstance(node, ast.AST):
         fields = [_text(value, defined, numbers) for name, value in ast.iter_fields(node)
                   if name not in _LEFT_OUT and value is not None and value != []]
