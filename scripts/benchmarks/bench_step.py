@@ -1,13 +1,15 @@
-"""Measures one device's training step beside transformers + torch on a CPU: speed, memory, share of the matrix-product rate.
+"""Measures one device's training step beside transformers + torch: speed, memory, share of the matrix-product rate.
 
-    python -m scripts.benchmarks.bench_step [--lengths 2048 4096] [--steps 3] [--output DIR]
+    python -m scripts.benchmarks.bench_step [--lengths 2048 4096] [--steps 3] [--output DIR]            # on a CPU
+    python -m scripts.benchmarks.bench_step --model llama-3.2-1b --dtype bfloat16 --torch-liger \\
+        --lengths 8192 32768 --documents 16                                                             # on a GPU
     python -m scripts.benchmarks.bench_step --side ours --model llama-3.1-8b --layers 4 --dtype bfloat16 \\
-        --remat save_attention \\
-        --lengths 32768 131072 1048576                                                    # on a GPU or TPU: MFU
+        --remat save_attention --lengths 32768 131072 1048576                                           # on a GPU or TPU: MFU
 
-One step (forward, backward, clipping, AdamW) on one row of one document; SmolLM2-135M in float32 unless asked otherwise. Each
-side runs in a process of its own, one after the other in turns, and the fastest step counts. torch runs as a user would: SDPA,
-and from 4096 tokens on gradient checkpointing, without which it needs more memory.
+One step (forward, backward, clipping, AdamW) on one row of one document, or of as many as --documents says; SmolLM2-135M in
+float32 unless asked otherwise. Each side runs in a process of its own, one after the other in turns, and the fastest step
+counts. torch runs as a user would: SDPA, and on a CPU from 4096 tokens on gradient checkpointing, without which it needs more
+memory. On a GPU both sides have float32 weights and moments and products in bfloat16 (--dtype, torch's autocast).
 """
 from __future__ import annotations
 
@@ -23,10 +25,14 @@ import numpy as np
 from data.paths import output_folder
 from scripts.benchmarks.commands import add_output_folder, in_own_process, make_parser, write_json
 from scripts.benchmarks.kernel_case import measure_products
+from scripts.benchmarks.torch_step import TorchOptions, add_flags, torch_step
 from trainer import entry
 
 CHECKPOINT_FROM = 4096  # tokens from which torch recomputes its layers
-OPTIONS = ("steps", "model", "layers", "dtype", "remat", "kernel", "chunk", "loss_chunk")  # that a side's process is given
+# What a side's process is given: options with a value, and those without.
+OPTIONS = ("steps", "model", "layers", "dtype", "remat", "kernel", "chunk", "loss_chunk", "documents", "torch_attention",
+           "torch_weights")
+SWITCHES = ("moments_on_host", "torch_recompute", "torch_liger", "torch_compile")
 
 
 def matmul_rate(multiply) -> float:
@@ -37,6 +43,15 @@ def matmul_rate(multiply) -> float:
         multiply()
         times.append(time.perf_counter() - start)
     return 2 * 2048**3 / min(times)
+
+
+def document_lengths(length: int, count: int) -> list[int]:
+    """Returns the lengths of `count` documents that fill a row of `length` tokens, between 1/4 and 7/4 of their mean."""
+    if count == 1:
+        return [length]
+    shares = np.random.default_rng(1).uniform(0.25, 1.75, count)
+    ends = np.round(np.cumsum(shares) / shares.sum() * length).astype(int)
+    return np.diff([0, *ends]).tolist()
 
 
 def preset(args):
@@ -81,8 +96,11 @@ def ours(length: int, args) -> dict:
     compile_seconds, plan = time.perf_counter() - start, planned_memory(step)
     tokens = np.random.default_rng(0).integers(0, builder.model.config.vocab_size, (1, length + 1), np.int32)
     index = np.arange(length, dtype=np.int32)[None]
-    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "index": index, "positions": index,
-             "segment_ids": np.ones_like(index), "loss_weights": np.ones(index.shape, np.float32)}
+    lengths = document_lengths(length, args.documents)
+    positions = np.concatenate([np.arange(document, dtype=np.int32) for document in lengths])[None]
+    segments = np.repeat(np.arange(1, len(lengths) + 1, dtype=np.int32), lengths)[None]
+    batch = {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "index": index, "positions": positions,
+             "segment_ids": segments, "loss_weights": np.ones(index.shape, np.float32)}
     batch = {name: jax.device_put(x, builder.abstract_batch[name].sharding) for name, x in batch.items()}
     params = builder.model.init(0)
     moments = builder.init_optimizer(params)
@@ -112,42 +130,33 @@ def jax_matmul_rate(dtype: str) -> float:
 
 
 def theirs(length: int, args) -> dict:
-    """Returns the seconds of each step of transformers' model under torch in float32 on the CPU, and its loss."""
+    """Returns the seconds of each step of transformers' model under torch, its loss, and facts of the device."""
     import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    model = LlamaForCausalLM(LlamaConfig(**preset(args).to_hf(), attn_implementation="sdpa")).train()
-    if length >= CHECKPOINT_FROM:
-        model.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, model.config.vocab_size, (1, length)))
-    seconds = []
-    for _ in range(args.steps + 1):
-        start = time.perf_counter()
-        optimizer.zero_grad()
-        loss = model(tokens, labels=tokens, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        seconds.append(time.perf_counter() - start)
+    options = TorchOptions.of(args)
+    on_cpu = not torch.cuda.is_available()
+    if on_cpu and length >= CHECKPOINT_FROM:
+        options = dataclasses.replace(options, recompute=True)
+    result = torch_step(preset(args), document_lengths(length, args.documents), args.steps, options)
     a = torch.ones(2048, 2048)
-    return {"seconds": seconds, "loss": float(loss), "matmul": matmul_rate(lambda: a @ a)}
+    return result | ({"matmul": matmul_rate(lambda: a @ a)} if on_cpu else {})
 
 
 def measure(side: str, length: int, args) -> dict:
     """Runs one side in a process of its own, so that its peak memory is its own."""
-    options = [word for name in OPTIONS for word in (f"--{name}", str(getattr(args, name)))]
-    return in_own_process("bench_step", "--one", side, "--lengths", str(length), *options,
-                          *(["--moments_on_host"] if args.moments_on_host else []))
+    options = [word for name in OPTIONS for word in (f"--{name.replace('_', '-')}", str(getattr(args, name)))]
+    switches = [f"--{name.replace('_', '-')}" for name in SWITCHES if getattr(args, name)]
+    return in_own_process("bench_step", "--one", side, "--lengths", str(length), *options, *switches)
 
 
 def compare(length: int, args) -> list[dict]:
     """Returns a row for each side: its fastest step of all turns, and its largest peak of memory."""
     from trainer.flops import flops_per_step
 
-    flops = flops_per_step(preset(args), length, length * (length + 1) // 2)
+    pairs = sum(tokens * (tokens + 1) // 2 for tokens in document_lengths(length, args.documents))
+    flops = flops_per_step(preset(args), length, pairs)
     turns = [(side, measure(side, length, args)) for side in args.side * args.turns]
-    matmul = max(result["matmul"] for _, result in turns)
+    matmul = max(result.get("matmul", 0.0) for _, result in turns)
     rows = []
     for side in args.side:
         results = [result for name, result in turns if name == side]
@@ -157,11 +166,19 @@ def compare(length: int, args) -> list[dict]:
         rows.append({
             "side": side, "length": length, "tokens_per_second": length / seconds, "step_seconds": seconds,
             "peak_gib": max(result["peak_gib"] for result in results), "device_gib": results[0].get("device_gib"),
-            "matmul_gflops": max(result["matmul"] for result in results) / 1e9, "share_of_matmul": flops / seconds / matmul,
+            "matmul_gflops": max(result.get("matmul", 0.0) for result in results) / 1e9,
+            "share_of_matmul": flops / seconds / matmul if matmul else None,
             "mfu": flops / seconds / peak if peak else None, "device": results[0].get("device", "cpu"),
-            "loss": results[0]["loss"], "remat": args.remat, "kernel": args.kernel, "layers": args.layers,
-            **{name: results[0].get(name) for name in ("planned_gib", "planned_host_gib", "compile_seconds")}})
+            "loss": results[0]["loss"], "model": args.model, "documents": args.documents, **_settings(side, args),
+            **{name: results[0].get(name) for name in ("planned_gib", "planned_host_gib", "compile_seconds", "versions")}})
     return rows
+
+
+def _settings(side: str, args) -> dict:
+    """Returns how a side ran, as its row has it."""
+    if side == "ours":
+        return {"layers": args.layers, "remat": args.remat, "kernel": args.kernel}
+    return {"layers": args.layers, **dataclasses.asdict(TorchOptions.of(args))}
 
 
 def report(args) -> None:
@@ -171,16 +188,19 @@ def report(args) -> None:
     print(f"{'side':8} {'tokens':>7} {'tokens/s':>9} {'s/step':>8} {'peak GiB':>9} {'planned':>8} {'matmul GFLOP/s':>15} "
           f"{'share':>7} {'MFU':>6}")
     for row in rows:
-        mfu = "-" if row["mfu"] is None else f"{row['mfu']:.1%}"
         peak = row["device_gib"] or row["peak_gib"]
         planned = f"{row['planned_gib']:.2f}" if row["device_gib"] and row["planned_gib"] else "-"
         print(f"{row['side']:8} {row['length']:7} {row['tokens_per_second']:9.1f} {row['step_seconds']:8.2f} {peak:9.2f} "
-              f"{planned:>8} {row['matmul_gflops']:15.1f} {row['share_of_matmul']:7.1%} {mfu:>6}")
+              f"{planned:>8} {row['matmul_gflops']:15.1f} {_percent(row['share_of_matmul']):>7} {_percent(row['mfu']):>6}")
     speeds = {(row["side"], row["length"]): row["tokens_per_second"] for row in rows}
     for length in args.lengths:
         if {("ours", length), ("theirs", length)} <= speeds.keys():
             print(f"{length} tokens: {speeds['ours', length] / speeds['theirs', length]:.3f}x torch")
     write_json(args.output / "step.json", rows)
+
+
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{share:.1%}"
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -199,6 +219,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--chunk", type=int, default=0, help="our tokens of a chunk of projections (default: the trainer's)")
     parser.add_argument("--loss-chunk", "--loss_chunk", type=int, default=1024, help="of the loss (default 1024)")
     parser.add_argument("--moments-on-host", "--moments_on_host", action="store_true", help="keep AdamW's moments on the host")
+    parser.add_argument("--documents", type=entry.at_least_one, default=1, help="documents in the row (default 1)")
+    add_flags(parser)
     add_output_folder(parser, "runs/bench")
     parser.add_argument("--one", choices=["ours", "theirs"], help=argparse.SUPPRESS)
     args = parser.parse_args(argv)

@@ -13,6 +13,7 @@ FORWARD, BACKWARD = 600, 480  # TFLOP/s asked for on an H200, at 32K to 128K tok
 PEERS = 0.9  # of the fastest peer's rate
 PACKED = 0.9  # of a causal row's rate: packed rows within 10% of it
 MFU = 0.6
+SPEED = 1.1  # of transformers and Liger's, with at most their memory
 
 
 def gpu(out: Path) -> tuple[Rows, Tables]:
@@ -96,3 +97,42 @@ def _steps(out: Path) -> tuple[Rows, Tables]:
                         f"{max(differences):.2%}")
     columns = ["tokens", "layers", "remat", "kernel", "seconds", "tokens/s", "MFU", "planned GiB", "measured GiB", "loss"]
     return rows, {"steps": {"columns": columns, "rows": lines}}
+
+
+def gpu_steps(out: Path) -> tuple[Rows, Tables]:
+    """Returns the rows and the table of whole steps beside transformers + Liger, from the files `*/step.json` in `out`."""
+    rows, lines = {}, []
+    for path in sorted(out.glob("*/step.json")):
+        sides = read_json(path)
+        for step in sides:
+            lines.append([step["model"], tokens_text(step["length"]), str(step["documents"]), _side_text(step),
+                          f"{step['tokens_per_second']:,.0f}", f"{step['mfu']:.1%}" if step["mfu"] else "-",
+                          f"{step['device_gib']:.1f}"])
+        ours = next(step for step in sides if step["side"] == "ours")
+        peers = [step for step in sides if step["side"] == "theirs"]
+        if not peers:
+            rows[path.parent.name] = row(f"{_step_text(ours)}: tokens/s, MFU", f"{ours['tokens_per_second']:,.0f}, "
+                                         f"{ours['mfu']:.1%}", f"{MFU:.0%}", ours["mfu"] >= MFU)
+            continue
+        fastest = max(peers, key=lambda step: step["tokens_per_second"])
+        ratio, memory = (ours[name] / fastest[name] for name in ("tokens_per_second", "device_gib"))
+        rows[path.parent.name] = row(
+            f"{_step_text(ours)}: tokens/s; memory of theirs",
+            f"{ours['tokens_per_second']:,.0f}, {ratio:.2f}x; {memory:.2f}x", f"{SPEED}x; 1x", ratio >= SPEED and memory <= 1)
+    columns = ["model", "tokens", "documents", "side", "tokens/s", "MFU", "GiB"]
+    return rows, {"steps": {"columns": columns, "rows": lines}}
+
+
+def _step_text(step: dict) -> str:
+    documents = f", {step['documents']} documents" if step["documents"] > 1 else ""
+    layers = f"{step['layers']} layers of " if step["layers"] else ""
+    return f"{layers}{step['model']}, {tokens_text(step['length'])}{documents}, {step['remat']}"
+
+
+def _side_text(step: dict) -> str:
+    """Returns how one side ran, in a few words."""
+    if step["side"] == "ours":
+        return f"ours, {step['remat']}"
+    words = ["transformers", *(["Liger"] if step["liger"] else []), step["attention"]]
+    words += [*(["recomputing"] if step["recompute"] else []), *(["all in bfloat16"] if step["weights"] == "bfloat16" else [])]
+    return ", ".join(words)

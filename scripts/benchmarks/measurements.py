@@ -98,10 +98,22 @@ GPU_FACTS = (
 )
 
 
+STEP_FACTS = (
+    "Random weights and tokens, all weights trained, AdamW: weights and moments in float32, products in bfloat16.",
+    "Without Liger transformers does not hold 32K tokens in 140 GiB (logits).",
+)
+
+
 def step_on_gpu(name: str, length: int, *options: str) -> tuple[str, ...]:
     """Returns the arguments of Python that time one step of 8 of LLaMA-3.1-8B's layers."""
     return benchmark("bench_step", "--side", "ours", "--model", "llama-3.1-8b", "--layers", "8", "--dtype", "bfloat16",
                      "--turns", "1", "--lengths", str(length), *options, "--output", f"{{out}}/step_{name}")
+
+
+def step_beside_torch(name: str, length: int, *options: str) -> tuple[str, ...]:
+    """Returns the arguments of Python that time one step of Llama 3.2 1B's shape, ours and that of transformers + Liger."""
+    return benchmark("bench_step", "--model", "llama-3.2-1b", "--dtype", "bfloat16", "--turns", "1", "--loss-chunk", "4096",
+                     "--torch-liger", "--lengths", str(length), *options, "--output", f"{{out}}/{name}")
 
 
 MEASUREMENTS = {
@@ -184,6 +196,13 @@ MEASUREMENTS = {
          step_on_gpu("128k_save_attention", 131072, "--remat", "save_attention", "--loss-chunk", "4096")),
         (MODEL, "trainer/step.py", HERE + "bench_kernels.py", HERE + "kernel_*.py", HERE + "bench_step.py"), gpu_summary.gpu,
         "docs/notes/h200.md", takes_hours=True, facts=GPU_FACTS),
+    "gpu_steps": Measurement(
+        "A training step of Llama 3.2 1B's shape beside transformers + Liger on one GPU",
+        (step_beside_torch("1b_8k", 8192), step_beside_torch("1b_32k", 32768),
+         step_beside_torch("1b_32k_packed", 32768, "--documents", "16", "--torch-attention", "flex_attention"),
+         step_beside_torch("1b_32k_recomputing", 32768, "--remat", "save_attention", "--torch-recompute")),
+        (MODEL, "trainer/step.py", HERE + "bench_step.py", HERE + "torch_step.py"), gpu_summary.gpu_steps,
+        "docs/notes/h200.md", takes_hours=True, facts=STEP_FACTS),
     "exactness": Measurement(
         "What the tests assert, each with its own command", (), (MODEL, TRAINER, DATA, "tests/**/*.py"), summaries.exactness,
         "docs/notes/exactness.md", takes_hours=True),

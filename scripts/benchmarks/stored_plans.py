@@ -82,6 +82,7 @@ def save_recipes(plans: dict[str, dict[str, Any]]) -> None:
         recipe = name.rpartition("/")[2]
         rows[recipe] = row(f"{recipe}, {plan['topology']}: GiB per device; host GiB per device",
                            f"{memory_text(plan)}; {plan['host_gib']:.1f}")
+        rows[f"{recipe}_seconds"] = row(f"{recipe}: seconds a step, by the cost model", seconds_text(plan))
         if recipe in TRL_GB:
             ours = plan["peak_gib"] * 2**30 / 1e9
             rows[f"{recipe}_gb"] = row(f"{recipe}: GB of each GPU, planned", f"{ours:.1f}", f"TRL measured {TRL_GB[recipe]}",

@@ -4,17 +4,27 @@ import json
 import pytest
 
 from model.config import LlamaConfig
-from scripts.benchmarks.bench_step import main
+from scripts.benchmarks.bench_step import document_lengths, main
 from trainer.flops import flops_per_step
+
+
+@pytest.mark.parametrize(("length", "count"), [(128, 1), (4096, 16), (32768, 16)])
+def test_documents_fill_the_row(length, count):
+    lengths = document_lengths(length, count)
+    assert sum(lengths) == length and len(lengths) == count
+    assert min(lengths) > length / count / 8 and max(lengths) < 4 * length / count
 
 
 @pytest.mark.slow
 def test_both_sides_of_a_tiny_model(tmp_path, capsys):
-    assert main(["--model", "tiny", "--lengths", "128", "--steps", "1", "--turns", "1", "--output", str(tmp_path)]) == 0
+    command = ["--model", "tiny", "--lengths", "128", "--steps", "1", "--turns", "1", "--documents", "4", "--torch-recompute"]
+    assert main([*command, "--output", str(tmp_path)]) == 0
     theirs, ours = json.loads((tmp_path / "step.json").read_text())
     said = capsys.readouterr().out
     assert f"128 tokens: {ours['tokens_per_second'] / theirs['tokens_per_second']:.3f}x torch" in said
-    flops = flops_per_step(LlamaConfig.preset("tiny"), 128, 128 * 129 // 2)
+    assert theirs["recompute"] and theirs["attention"] == "sdpa" and "torch" in theirs["versions"]
+    assert ours["remat"] == "everything" and ours["documents"] == theirs["documents"] == 4
+    flops = flops_per_step(LlamaConfig.preset("tiny"), 128, sum(n * (n + 1) // 2 for n in document_lengths(128, 4)))
     for row in (theirs, ours):
         assert row["tokens_per_second"] * row["step_seconds"] == pytest.approx(128)
         rate = max(theirs["matmul_gflops"], ours["matmul_gflops"]) * 1e9

@@ -16,7 +16,7 @@ def test_the_committed_page_is_made_from_the_committed_results(capsys):
 
 
 def test_every_result_is_on_the_page():
-    shown = {name for names in page.SECTIONS.values() for name in names}
+    shown = {name for _, sections in page.THEMES.values() for names in sections.values() for name in names}
     assert shown | {"accelerators"} == set(COMMITTED)
     for name, ids in page.SELECTED.items():
         assert set(ids) <= set(COMMITTED[name].rows), name
@@ -38,21 +38,30 @@ def test_a_result_names_what_is_needed_to_repeat_it(name):
         assert all(len(cells) == len(columns["columns"]) for cells in columns["rows"])
 
 
-def test_a_changed_figure_and_a_changed_hash_change_the_page():
+def test_a_changed_figure_changes_its_pages_and_a_changed_program_makes_a_headline_old():
     text = page.render(COMMITTED)
     step = COMMITTED["step"]
-    figure = dataclasses.replace(step, rows=step.rows | {"speed_2048": step.rows["speed_2048"] | {"found": "1.16x"}})
-    assert page.render(COMMITTED | {"step": figure}) != text
-    pattern = next(iter(step.depends_on))
-    other_code = dataclasses.replace(step, depends_on=step.depends_on | {pattern: "0" * 16})
-    assert page.render(COMMITTED | {"step": other_code}) != text
+    figure = dataclasses.replace(step, rows=step.rows | {"speed_4096": step.rows["speed_4096"] | {"found": "1.16x"}})
+    changed_pages = [path.name for path, content in page.render(COMMITTED | {"step": figure}).items() if content != text[path]]
+    assert changed_pages == ["BENCHMARKS.md", "speed.md"]
+    fresh = dataclasses.replace(step, depends_on={pattern: fingerprint(pattern) for pattern in step.depends_on})
+    aged = dataclasses.replace(step, depends_on=dict.fromkeys(step.depends_on, "0" * 16))
+    counts = [page.headlines(COMMITTED | {"step": result}).count(page.OLD) for result in (fresh, aged)]
+    assert counts[1] == counts[0] + 1
 
 
 def test_a_page_that_was_edited_by_hand_is_noticed(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(page, "PAGE", tmp_path / "BENCHMARKS.md")
     figure = COMMITTED["step"].rows["speed_2048"]["found"]
-    page.PAGE.write_text(page.render(COMMITTED).replace(figure, "9.99x"), encoding="utf-8")
-    assert page.main(["--check"]) == 1 and "BENCHMARKS.md" in capsys.readouterr().err
+    page.write()
+    assert page.main(["--check"]) == 0
+    edited = tmp_path / "docs" / "benchmarks" / "speed.md"
+    edited.write_text(edited.read_text(encoding="utf-8").replace(figure, "9.99x"), encoding="utf-8")
+    assert page.main(["--check"]) == 1 and "speed.md" in capsys.readouterr().err
+
+
+def test_the_headline_page_is_short():
+    assert len(page.PAGE.read_text(encoding="utf-8").splitlines()) <= 250
 
 
 def test_a_result_is_stale_once_a_file_has_changed(monkeypatch, tmp_path):

@@ -1,0 +1,110 @@
+"""A training step as users of transformers and torch run it, on a CPU or an NVIDIA GPU: the other side of bench_step."""
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import time
+
+import numpy as np
+
+from model.config import LlamaConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class TorchOptions:
+    """How the step runs.
+
+    Attributes:
+      attention: transformers' attn_implementation: sdpa, flex_attention, ...
+      recompute: whether layers are recomputed (gradient checkpointing).
+      liger: whether Liger's kernels replace norms, rotary embedding, feed-forward and loss (the package liger-kernel).
+      compiled: whether the model goes through torch.compile.
+      weights: `float32`, with products in bfloat16 on a GPU (autocast), or `bfloat16`: weights, moments and products.
+    """
+
+    attention: str = "sdpa"
+    recompute: bool = False
+    liger: bool = False
+    compiled: bool = False
+    weights: str = "float32"
+
+    @classmethod
+    def of(cls, args: argparse.Namespace) -> TorchOptions:
+        """Returns the options of a command line that `add_flags` has read."""
+        return cls(args.torch_attention, args.torch_recompute, args.torch_liger, args.torch_compile, args.torch_weights)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Adds the flags that `TorchOptions.of` reads."""
+    parser.add_argument("--torch-attention", default="sdpa", help="their attention: sdpa, flex_attention (default sdpa)")
+    parser.add_argument("--torch-recompute", action="store_true", help="they recompute layers (gradient checkpointing)")
+    parser.add_argument("--torch-liger", action="store_true", help="they use Liger's kernels (pip install liger-kernel)")
+    parser.add_argument("--torch-compile", action="store_true", help="their model goes through torch.compile")
+    parser.add_argument("--torch-weights", default="float32", choices=["float32", "bfloat16"],
+                        help="their weights and moments; products on a GPU are bfloat16 anyhow (default float32)")
+
+
+def torch_step(config: LlamaConfig, lengths: list[int], steps: int, options: TorchOptions) -> dict:
+    """Times steps of forward, backward, clipping at 1 and AdamW on one row of documents, with random weights and tokens.
+
+    Args:
+      config: the model's shape.
+      lengths: tokens of each document in the row.
+      steps: steps after the first, which is not like the others.
+
+    Returns:
+      `seconds` of each step, the last `loss`, the GPU's largest memory `device_gib` after the first step (None on a CPU),
+      `device`, and the packages' `versions`.
+    """
+    import torch
+    import transformers
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = _model(config, options, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, fused=device == "cuda")
+    forward = torch.compile(model) if options.compiled else model
+    tokens = torch.from_numpy(np.random.default_rng(0).integers(0, config.vocab_size, (1, sum(lengths)))).to(device)
+    inputs = {}
+    if len(lengths) > 1:  # transformers finds the documents of a packed row by their positions
+        inputs["position_ids"] = torch.cat([torch.arange(length) for length in lengths])[None].to(device)
+    mixed = device == "cuda" and options.weights == "float32"
+    seconds = []
+    for step in range(steps + 1):
+        start = time.perf_counter()
+        optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(device, torch.bfloat16, enabled=mixed):
+            loss = forward(tokens, labels=tokens, use_cache=False, **inputs).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        last_loss = float(loss)  # waits for the device
+        seconds.append(time.perf_counter() - start)
+        if device == "cuda" and step == 0:
+            torch.cuda.reset_peak_memory_stats()
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
+    name = torch.cuda.get_device_name() if device == "cuda" else "cpu"
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    return {"seconds": seconds, "loss": last_loss, "device_gib": peak, "device": name, "versions": versions}
+
+
+def _model(config: LlamaConfig, options: TorchOptions, device: str):
+    """Returns transformers' model with random weights on the device, in training mode."""
+    import torch
+    import transformers
+
+    if options.liger:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
+    torch.manual_seed(0)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(getattr(torch, options.weights))
+    try:
+        with torch.device(device):
+            model = transformers.LlamaForCausalLM(
+                transformers.LlamaConfig(**config.to_hf(), attn_implementation=options.attention)).train()
+    finally:
+        torch.set_default_dtype(default)
+    if options.recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
