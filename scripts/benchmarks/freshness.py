@@ -8,9 +8,10 @@ cut in two counts as changed, though it computes the same. Of other files the di
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 # Fields of Python's syntax tree that say nothing about what runs, or that only some versions of Python have.
@@ -20,11 +21,12 @@ _LEFT_OUT = {"annotation", "returns", "type_comment", "type_params", "type_ignor
 def fingerprint(pattern: str, root: Path) -> str:
     """Returns the digest of the programs in the files below `root` that match a glob pattern."""
     paths = sorted(path for path in root.glob(pattern) if path.is_file() and "__pycache__" not in path.parts)
-    return digest((path.relative_to(root).as_posix(), path.read_bytes()) for path in paths)
+    return digest(tuple((path.relative_to(root).as_posix(), path.read_bytes()) for path in paths))
 
 
-def digest(files: Iterable[tuple[str, bytes]]) -> str:
-    """Returns the digest, 16 hexadecimal digits, of files given as (path, content)."""
+@functools.cache
+def digest(files: tuple[tuple[str, bytes], ...]) -> str:
+    """Returns the digest, 16 hexadecimal digits, of files given as (path, content); the same files are read once."""
     others, trees = [], []
     for path, content in files:
         if path.endswith(".py"):
