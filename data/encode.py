@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int32, UInt8
 
-from data.clean import SPLIT
 from data.conversation import Conversation, Message, Record, Text, with_last_answer_trained
+from data.reasons import SPLIT
 from data.splitting import split
 from data.templates import TemplateError, encode_conversation
 from data.tokenizer import Tokenizer
@@ -70,6 +70,8 @@ class Encoder:
     """Whether conversations are split between exchanges (data.clean.CleanConfig.split)."""
     train_on: str = "all"
     """The assistant turns that are trained on: `all` of a conversation, or only its `last`; parts without it are left out."""
+    add_bos: tuple[bool, ...] = ()
+    """Whether each source's texts begin with BOS; without an entry as the tokenizer does by itself."""
 
     def encode(self, record: Record) -> Encoded:
         """Returns the documents of one record, or why there are none."""
@@ -80,7 +82,7 @@ class Encoder:
             except TemplateError as error:
                 return Encoded([], drop_reason=str(error))
         elif isinstance(record, Text):
-            parts = [self._encode_text(record.text, record.prompt)]
+            parts = [self._encode_text(record)]
         elif record.tokens.min() < 0 or record.tokens.max() >= self.tokenizer.vocab_size:
             return Encoded([], drop_reason=FOREIGN_ID)
         else:
@@ -123,13 +125,14 @@ class Encoder:
         mask = np.repeat([segment.train for segment in segments], lengths).astype(np.uint8)
         return _Rendered(TokenDocument(tokens, mask), notes)
 
-    def _encode_text(self, text: str, prompt: int) -> TokenDocument:
-        """Returns a text between BOS and EOS, as far as the tokenizer has them, trained on after its first `prompt` characters.
+    def _encode_text(self, record: Text) -> TokenDocument:
+        """Returns a text, perhaps after BOS, and EOS if the tokenizer has it, trained on after its first `prompt` characters.
 
         Without a prompt, every token is trained on.
         """
-        spans = self.tokenizer.encode_spans(text)
-        ids = [self.tokenizer.bos_id, *(token for token, _, _ in spans), self.tokenizer.eos_id]
+        add_bos = self.add_bos[record.source] if self.add_bos else self.tokenizer.adds_bos
+        prompt, spans = record.prompt, self.tokenizer.encode_spans(record.text)
+        ids = [self.tokenizer.bos_id if add_bos else None, *(token for token, _, _ in spans), self.tokenizer.eos_id]
         mask = [not prompt, *(not prompt or end > prompt for _, _, end in spans), True]
         pairs = [(token, train) for token, train in zip(ids, mask, strict=True) if token is not None]
         tokens, loss_mask = zip(*pairs, strict=True)

@@ -46,6 +46,14 @@ class Engine(Protocol):
     def forbid(self, control_ids: set[int]) -> None:
         """Prepares `encode`, which never returns one of these ids."""
 
+    def begins_with(self, bos_id: int, flag: bool | None) -> bool:
+        """Returns whether transformers' tokenizer of these files begins a text with BOS.
+
+        Args:
+            bos_id: its id.
+            flag: `add_bos_token` of its configuration, if that says it.
+        """
+
     def encode(self, text: str, beginning: bool) -> list[TokenSpan]:
         """Returns the tokens of `text`; `beginning` says whether it is the beginning of a document."""
 
@@ -112,6 +120,10 @@ class HuggingFace(Engine):
         spans = [(self._original_ids.get(token, token), start - shift, end - shift) for token, (start, end) in tokens]
         _check_no_forbidden(spans, self._forbidden)
         return spans
+
+    def begins_with(self, bos_id: int, flag: bool | None) -> bool:
+        del flag  # transformers writes it into the tokenizer.json that it saves, and does not read it beside one
+        return self._full.encode("a").ids[:1] == [bos_id]
 
     def decode(self, ids: list[int]) -> str:
         return self._full.decode(ids, skip_special_tokens=False)
@@ -183,6 +195,9 @@ class Sentencepiece(Engine):
         spans = [(piece.id, characters.get(piece.begin, 0), characters.get(piece.end, 0)) for piece in pieces]
         _check_no_forbidden(spans, self._forbidden)
         return spans
+
+    def begins_with(self, bos_id: int, flag: bool | None) -> bool:
+        return flag is not False  # LlamaTokenizer's default
 
     def decode(self, ids: list[int]) -> str:
         return self._encoder.decode(ids)

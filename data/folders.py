@@ -118,6 +118,11 @@ def sync_tree(folder: Path) -> None:
     sync(folder)
 
 
+def is_unfinished(folder: Path) -> bool:
+    """Returns whether a folder is named as one of prepared data that `building` has not finished."""
+    return _UNFINISHED.fullmatch(folder.name) is not None
+
+
 @contextlib.contextmanager
 def building(folder: Path, is_whole: Callable[[Path], bool]) -> Iterator[Path]:
     """Yields a new folder beside `folder` that becomes `folder`, durably, when the context ends without an error.

@@ -29,7 +29,8 @@ def local_path(path: str, suffixes: Sequence[str]) -> Path:
 
     Args:
       path: begins with PREFIX; a file, a folder or a whole data set.
-      suffixes: of a folder or data set, the files with one of these endings are downloaded, also with .gz behind.
+      suffixes: of a folder or data set, the files with one of these endings are downloaded, also with
+        .gz and the like behind.
 
     Raises:
       UserError: the path is none, or the hub has no such data set, file or revision for this user.
@@ -47,7 +48,7 @@ def local_path(path: str, suffixes: Sequence[str]) -> Path:
 
     escaped = glob.escape(inner)
     folder = f"{escaped}/" if inner else ""
-    endings = [f"{folder}*{suffix}{packed}" for suffix in suffixes for packed in ("", ".gz")]
+    endings = [f"{folder}*{suffix}{packed}" for suffix in suffixes for packed in ("", ".gz", ".zst", ".bz2", ".xz")]
     left_out = () if os.path.basename(inner) in NOT_RECORDS else NOT_RECORDS
     try:
         # Imported libraries know the hub's address as a constant, which HF_ENDPOINT sets.

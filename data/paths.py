@@ -1,6 +1,8 @@
 """Files and folders on this machine or in a remote store (gs://, s3://, hf://, ... through fsspec)."""
 
+import bz2
 import gzip
+import lzma
 import os
 import tempfile
 import zlib
@@ -14,9 +16,10 @@ import fsspec
 
 from data import hub
 from data.errors import UserError, first_line
-from data.folders import building
+from data.folders import building, is_unfinished
 from data.within import check_within
 
+COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 STORES = ("gs", "gcs", "s3", "s3a", "hf", "az", "abfs", "abfss", "adl", "oss", "oci", "hdfs", "webhdfs", "sftp", "http",
           "https", "file", "memory")
 
@@ -61,7 +64,14 @@ class File:
     @property
     def suffix(self) -> str:
         """The suffix in lower case, such as .json; that of x.json.gz is .json too."""
-        return PurePosixPath(self.path.lower().removesuffix(".gz")).suffix
+        path = PurePosixPath(self.path.lower())
+        return (path.with_suffix("") if self.compression else path).suffix
+
+    @property
+    def compression(self) -> str:
+        """The one of COMPRESSIONS that the name ends in, or ""."""
+        suffix = PurePosixPath(self.path.lower()).suffix
+        return suffix if suffix in COMPRESSIONS else ""
 
     def exists(self) -> bool:
         """Returns whether the file exists."""
@@ -80,35 +90,71 @@ class File:
 
     @contextmanager
     def open_decompressed(self) -> Iterator[BinaryIO]:
-        """Opens the file for reading bytes, decompressed if its name ends in .gz.
+        """Opens the file for reading bytes, decompressed if its name ends in one of COMPRESSIONS.
 
         Raises:
-            UserError: a .gz file is truncated or is not gzip.
+            UserError: a compressed file is truncated, or is of another kind.
         """
-        compressed = self.path.lower().endswith(".gz")
         with self.open() as file:
+            if not self.compression:
+                yield file
+                return
             try:
-                yield gzip.GzipFile(fileobj=file) if compressed else file
-            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-                raise UserError(f"{self}: cannot be unpacked ({error}); a whole .gz file would work") from None
+                yield _decompressed(file, self.compression)
+            except (EOFError, zlib.error, lzma.LZMAError, OSError) as error:
+                raise UserError(
+                    f"{self}: cannot be unpacked ({first_line(error)}); a whole {self.compression} file would work") from None
 
 
-def find_files(path: str | Path, suffixes: Sequence[str]) -> list[File]:
+def _decompressed(file: BinaryIO, compression: str) -> BinaryIO:
+    if compression == ".zst":
+        import pyarrow
+
+        return pyarrow.CompressedInputStream(pyarrow.PythonFile(file, mode="r"), "zstd")
+    return {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}[compression](file, "rb")
+
+
+def find_files(path: str | Path, suffixes: Sequence[str], left_out: Sequence[str | Path] = ()) -> list[File]:
     """Returns the file at `path`, or all files with one of the suffixes in the folder tree at `path`, sorted by path.
 
     Of a data set of the Hugging Face hub, these are files of this machine's cache, without those that are about the data set.
+    None is from a folder in `left_out`, nor from one that this project has made for prepared data or a run.
     """
-    left_out: Sequence[str] = ()
+    folders = [_whole_path(folder) for folder in left_out]
+    not_records: Sequence[str] = ()
     if hub.is_hub_dataset(path):
-        path, left_out = hub.local_path(str(path), suffixes), hub.NOT_RECORDS
+        path, not_records = hub.local_path(str(path), suffixes), hub.NOT_RECORDS
     with _open_file_system(path) as (file_system, inner_path):
         if not file_system.isdir(inner_path):
             return [File(str(path))]
         names = sorted(name for name in file_system.find(inner_path)
-                       if File(name).suffix in suffixes and PurePosixPath(name).name not in left_out)
+                       if File(name).suffix in suffixes and PurePosixPath(name).name not in not_records)
         for name in () if is_remote(path) else names:
             check_within(inner_path, name)
-        return [File(file_system.unstrip_protocol(name) if is_remote(path) else name) for name in names]
+        files = [File(file_system.unstrip_protocol(name) if is_remote(path) else name) for name in names]
+    ours = {folder: _is_ours(folder) for folder in {parent for file in files for parent in _folders_between(path, file)}}
+    return [file for file in files if not any(ours[parent] for parent in _folders_between(path, file))
+            and not any(_whole_path(file.path).startswith(f"{folder}/") for folder in folders)]
+
+
+def _whole_path(path: str | Path) -> str:
+    """Returns a path by which two names of the same file or folder are equal."""
+    return str(path).rstrip("/") if is_remote(path) else os.path.realpath(os.path.expanduser(path))
+
+
+def _folders_between(path: str | Path, file: File) -> list[Path]:
+    """Returns the folders on this machine below `path` in which a file lies."""
+    if is_remote(path):
+        return []
+    top = Path(os.path.abspath(os.path.expanduser(path)))
+    return [parent for parent in Path(file.path).parents if parent.is_relative_to(top) and parent != top]
+
+
+def _is_ours(folder: Path) -> bool:
+    """Returns whether a folder is one of prepared data, whole or being made, or a run's."""
+    if (folder / "lock").exists() and (is_unfinished(folder) or (folder / "config.yaml").exists()):
+        return True
+    return all((folder / name).exists() for name in ("documents", "index.npz", "report.json"))
 
 
 def output_folder(path: str | Path) -> Path:

@@ -4,9 +4,9 @@ import hashlib
 import itertools
 import json
 import os
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,17 +22,13 @@ from data.record_store import write_records
 from data.report import MOST_DROPPED, Report
 from data.sources import Source
 from data.templates import jinja_template
+from data.templates.alternation import needs_alternation
 from data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     import tqdm
 
-RULES = "prepare-4"  # to be changed with every change to the documents, so that existing folders are not reused
-# Of files with these fields, folders of releases that left them out are not reused.
-TOOL_RULES, TOOL_FIELDS = b"tools-1", re.compile(rb"\b(?:tools|tool_calls?|function_call|completion)\b")
-# Of conversations with these words, folders of releases that knew only the straight apostrophe in them are not reused.
-APOSTROPHE_RULES = b"apostrophes-1"
-_APOSTROPHES = (rb"\xe2\x80\x99", rb"\\u2019", b"rsquo;", b"#8217;", b"#x2019;")  # in UTF-8, JSON and HTML
+RULES = "prepare-5"  # to be changed with every change to the documents, so that existing folders are not reused
 WORTH_PROCESSES = 1 << 23  # bytes of a source from which on several processes, which take seconds to start, encode it
 
 
@@ -83,7 +79,7 @@ def prepare(
         raise UserError(f"data.context_length: found {context_length}, which leaves no token to predict; 2 or more would work")
     if not 0.0 <= held_out_fraction < 1.0:
         raise UserError(f"data.held_out_fraction: found {held_out_fraction}; a number from 0 to less than 1 would work")
-    all_sources = [*sources, *held_out_sources]
+    all_sources = [replace(source, left_out=(str(folder),)) for source in (*sources, *held_out_sources)]
     for source in all_sources:
         _template_text(source, tokenizer)  # so that a wrong name fails before an hour of reading
     job = _Job(all_sources, len(sources), tokenizer, context_length, held_out_fraction, clean, train_on)
@@ -120,6 +116,17 @@ class _Job:
     clean: CleanConfig
     train_on: str
 
+    @cached_property
+    def alternating(self) -> list[bool]:
+        """Whether each source's template takes turns of user and assistant one after the other alone."""
+        return [source.format == "sharegpt" and needs_alternation(source.template, self.tokenizer) for source in self.sources]
+
+    @cached_property
+    def add_bos(self) -> tuple[bool, ...]:
+        """Whether each source's texts begin with BOS."""
+        return tuple(source.format == "text" and (self.tokenizer.adds_bos if source.add_bos is None else source.add_bos)
+                     for source in self.sources)
+
     def key(self) -> str:
         """Returns the folder's name, a hash of its contents: moving a file does not change it, editing a file does."""
         parts = {
@@ -131,8 +138,8 @@ class _Job:
             "clean": asdict(self.clean),
             "train_on": self.train_on,
             "sources": [
-                [_content_hash(source, self.clean), source.format, _template_text(source, self.tokenizer)]
-                for source in self.sources
+                [_content_hash(source), source.format, _template_text(source, self.tokenizer), dict(source.fields), add_bos]
+                for source, add_bos in zip(self.sources, self.add_bos, strict=True)
             ],
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
@@ -153,16 +160,17 @@ class _Job:
             progress_bar: advanced by the bytes read.
         """
         templates = tuple(source.template for source in self.sources)
-        encoder = Encoder(templates, self.tokenizer, self.context_length, self.clean.split, self.train_on)
+        encoder = Encoder(templates, self.tokenizer, self.context_length, self.clean.split, self.train_on, self.add_bos)
         for number, source in enumerate(self.sources):
-            records = source_readers.read(source, report, number, progress_bar.update, self.clean)
+            records = source_readers.read(source, report, number, progress_bar.update, self.clean,
+                                          self.alternating[number])
             for record, encoded in encode_all(encoder, records, _processes_for(source)):
                 source_report = report.sources[-1]
                 if encoded.drop_reason is not None:
                     content = None if isinstance(record, Tokens) else asdict(replace(record, file="", line=0))
                     source_report.reject(encoded.drop_reason, record, content)
                     continue
-                source_report.repaired.update(encoded.changes)
+                source_report.count_kept(encoded.changes)
                 held_out = self.is_held_out(number, record.id)
                 for tokens, mask in encoded.documents:
                     key = index.add(len(tokens), int(mask[1:].sum()), number, held_out)
@@ -214,48 +222,15 @@ def _template_text(source: Source, tokenizer: Tokenizer) -> str | None:
     return jinja_template(source.template, tokenizer) if source.format == "sharegpt" else None
 
 
-def _content_hash(source: Source, clean: CleanConfig) -> str:
-    """Returns a hash of the contents of the source's files, in their order, and of the newer rules that may change them."""
+def _content_hash(source: Source) -> str:
+    """Returns a hash of the contents of the source's files, in their order."""
     digest = hashlib.sha256()
     for file in source.files():
         if not file.exists():
             next(source_readers.read(source, Report()), None)  # raises the error about the missing file
         with file.open() as opened:
             digest.update(hashlib.file_digest(opened, "sha256").digest())
-        digest.update(b"".join(_newer_rules(file, source, clean)))
     return digest.hexdigest()
-
-
-def _newer_rules(file: paths.File, source: Source, clean: CleanConfig) -> list[bytes]:
-    """Returns those of TOOL_RULES and APOSTROPHE_RULES that may change what a file's records become."""
-    words: dict[bytes, list[re.Pattern[bytes]]] = {}
-    if source.format != "tokens" and file.suffix in (".json", ".jsonl", ".parquet"):
-        words[TOOL_RULES] = [TOOL_FIELDS]
-    # What follows the apostrophe in data.clean's patterns: you've reached, I'm, can't.
-    endings = [b"ve reached"] * clean.rate_limits + [b"m", b"t"] * clean.refusals
-    if source.format == "sharegpt" and endings:
-        words[APOSTROPHE_RULES] = [re.compile(mark + b"(?i:" + b"|".join(endings) + b")") for mark in _APOSTROPHES]
-    occurring = _may_occur(file, words)
-    if APOSTROPHE_RULES in words and file.suffix == ".parquet":  # in which texts, unlike names of columns, are compressed
-        occurring.add(APOSTROPHE_RULES)
-    return [rules for rules in words if rules in occurring]
-
-
-def _may_occur(file: paths.File, words: dict[bytes, list[re.Pattern[bytes]]]) -> set[bytes]:
-    """Returns the keys of `words` of which a pattern occurs in a file, or may do so since that is compressed.
-
-    The patterns are searched for in bytes; none may match more than 32 of them.
-    """
-    occurring: set[bytes] = set()
-    overlap = b""
-    with file.open() as opened:
-        while len(occurring) < len(words) and (block := opened.read(1 << 20)):
-            if block.startswith(b"\x1f\x8b") and not overlap:  # gzip
-                return set(words)
-            text = overlap + block
-            occurring |= {rules for rules in words.keys() - occurring if any(pattern.search(text) for pattern in words[rules])}
-            overlap = block[-32:]
-    return occurring
 
 
 if __name__ == "__main__":

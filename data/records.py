@@ -16,6 +16,22 @@ MAX_BYTES = 1 << 30  # of one record, or text file; a small .gz may hold far mor
 LONG_NUMBER = "a number with more digits than Python reads"
 WOULD_WORK = "a JSON list of records, or one JSON record a line, would work"
 
+# What files that are no text begin with.
+_KINDS = {
+    b"\x1f\x8b": "packed by gzip, which a name that ends in .gz would say",
+    b"\x28\xb5\x2f\xfd": "packed by zstd, which a name that ends in .zst would say",
+    b"BZh": "packed by bzip2, which a name that ends in .bz2 would say",
+    b"\xfd7zXZ": "packed by xz, which a name that ends in .xz would say",
+    b"PAR1": "a Parquet table, which a name that ends in .parquet would say",
+    b"ARROW1": "an Arrow table, which a name that ends in .arrow would say",
+    b"\x93NUMPY": "an array of numpy, which format: tokens and a name that ends in .npy would say",
+    b"PK": "a ZIP archive, of which the files themselves can be read",
+    b"SQLite": "an SQLite database",
+    b"%PDF": "a PDF document",
+    b"\xff\xfe": "text in UTF-16, not UTF-8",
+    b"\xfe\xff": "text in UTF-16, not UTF-8",
+}
+
 Advance = Callable[[int], object]
 """Called with the number of bytes that were just read, to advance a progress bar."""
 
@@ -37,6 +53,7 @@ class _Window:
         self._advance = advance
         self._decoder = codecs.getincrementaldecoder("utf-8-sig")("strict")
         self._bytes_read = 0
+        self._first_bytes = b""
 
     def grow(self, size: int) -> bool:
         """Discards the text before `offset` and appends `size` bytes of the file; returns False at the end of the file."""
@@ -45,14 +62,15 @@ class _Window:
         block = self._file.read(size)
         if not block:
             return False
+        self._first_bytes = self._first_bytes or block[:16]
         try:
             # Of a character that is split at the end of the file, the bytes stay in the decoder: such a file is truncated,
             # and not in another encoding.
             self.text = self.text[self.offset :] + self._decoder.decode(block)
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"{self.path}: byte {self._bytes_read + error.start} is not UTF-8 text; {WOULD_WORK}"
-            ) from None
+            kind = next((kind for beginning, kind in _KINDS.items() if self._first_bytes.startswith(beginning)), None)
+            problem = f"is {kind}" if kind else f"byte {self._bytes_read + error.start} is not UTF-8 text"
+            raise UserError(f"{self.path}: {problem}; {WOULD_WORK}") from None
         self.offset = 0
         self._bytes_read += len(block)
         if self._advance:
@@ -114,11 +132,51 @@ def read_records(path: File, report: SourceReport, advance: Advance | None = Non
             window.offset += 1
             yield from _read_list(window, report)
         elif first == "{":
-            yield from _read_lines(window, report)
+            yield from _read_values(window, report) if _spans_lines(window) else _read_lines(window, report)
         else:
             raise UserError(
-                f"{path}: begins with {first!r}, so it is not JSON; {WOULD_WORK} (a plain text with format: text)"
+                f"{path}: begins with {first!r}, so it is not JSON; {WOULD_WORK} (a plain text with format: text, a table of "
+                "separated values under a name that ends in .csv or .tsv)"
             )
+
+
+def _spans_lines(window: _Window) -> bool:
+    """Returns whether the file begins with a JSON object of several lines, as a program that indents has written it."""
+    end = window.text.find("\n", window.offset)
+    if end < 0:  # a long line, or the file's only one
+        return False
+    try:
+        json.loads(window.text[window.offset : end])
+        return False
+    except (ValueError, RecursionError):
+        pass
+    try:
+        _read_value(window, advance=False)
+    except _MalformedJson:
+        return False
+    return True
+
+
+def _read_values(window: _Window, report: SourceReport) -> Iterator[object]:
+    """Yields the JSON objects of a file, one after the other, each of as many lines as it takes."""
+    count = 0
+    while window.peek():
+        report.line = count + 1
+        try:
+            value = _read_value(window)
+        except _MalformedJson as error:
+            if not error.is_cut_off(window.text):
+                raise UserError(f"{window.path}: record {count + 1} is malformed ({error.problem}), and all after it would be "
+                                f"lost; {WOULD_WORK}") from None
+            report.notes.append(f"the file is cut off in record {count + 1} ({error.problem}): only the records before that "
+                                "one are used")
+            report.drop(CUT_OFF, window.text[window.offset : window.offset + CHUNK])
+            return
+        count += 1
+        if isinstance(value, _LongNumber):
+            report.drop(LONG_NUMBER)
+        else:
+            yield value
 
 
 def _read_list(window: _Window, report: SourceReport) -> Iterator[object]:
@@ -189,8 +247,12 @@ def _decode(text: str, offset: int) -> tuple[object, int]:
         return _LongNumber(), end
 
 
-def _read_value(window: _Window) -> object:
+def _read_value(window: _Window, advance: bool = True) -> object:
     """Parses the JSON value at the window's offset, growing the window until it contains the whole value.
+
+    Args:
+        window: the window; its offset is moved behind the value.
+        advance: whether it is.
 
     Raises:
         _MalformedJson: the value is malformed, or not complete at the end of the file.
@@ -212,7 +274,8 @@ def _read_value(window: _Window) -> object:
             continue
         if malformed:
             raise malformed
-        window.offset = end
+        if advance:
+            window.offset = end
         return value
 
 

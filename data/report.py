@@ -1,8 +1,8 @@
-"""Counts of each source's records: kept, dropped with their reasons, and repaired."""
+"""Counts of each source's records: kept, dropped with their reasons, repaired; and the fields that were not read."""
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,6 +11,8 @@ from data.conversation import Record
 
 MOST_DROPPED = 100_000  # records that dropped.jsonl lists
 LONGEST_CONTENT = 100_000  # characters of a record's JSON in it
+MOST_NAMES = 200  # reasons, changes and fields that a report counts by themselves
+OTHER_FIELDS = "other fields"
 
 
 class DroppedRecord(NamedTuple):
@@ -58,6 +60,8 @@ class SourceReport:
     """Number of dropped records for each reason."""
     repaired: Counter[str] = field(default_factory=Counter)
     """Number of records that were kept after each kind of change; a record may have several."""
+    unread: Counter[str] = field(default_factory=Counter)
+    """Number of kept records with each field that has a value and is not read, such as "record field `source`"."""
     notes: list[str] = field(default_factory=list)
     """Warnings, such as for a file that ends within a record."""
     source: int = 0
@@ -84,8 +88,15 @@ class SourceReport:
         self.kept -= 1
         self._count_dropped(DroppedRecord(self.source, record.record, reason, content, record.file, record.line))
 
+    def count_kept(self, changes: Iterable[str] = (), unread: Iterable[str] = ()) -> None:
+        """Counts what was changed in a record that is kept, and its fields that are not read."""
+        for change in changes:
+            self.repaired[_bounded(change, self.repaired, change.split(":")[0])] += 1
+        for name in unread:
+            self.unread[_bounded(name, self.unread, OTHER_FIELDS)] += 1
+
     def _count_dropped(self, record: DroppedRecord) -> None:
-        self.dropped[record.reason] += 1
+        self.dropped[_bounded(record.reason, self.dropped, record.reason.split(":")[0])] += 1
         if self.on_drop:
             self.on_drop(record)
 
@@ -94,10 +105,11 @@ class SourceReport:
         return ", ".join(f"{count} x {reason}" for reason, count in self.dropped.most_common()) or "nothing dropped"
 
     def table(self) -> str:
-        """Returns a line for each rule: kept, dropped or repaired, number of records, their share, the rule."""
+        """Returns a line for each rule or field: kept, dropped, repaired or not read, number of records, their share, name."""
         rows = [("kept", self.kept, "")]
         rows += [("dropped", count, rule) for rule, count in self.dropped.most_common()]
         rows += [("  repaired", count, rule) for rule, count in self.repaired.most_common()]
+        rows += [("  not read", count, name) for name, count in self.unread.most_common()]
         percent = 100 / max(self.records, 1)
         return "\n".join(
             f"  {outcome:10} {count:9,} {count * percent:6.2f} %  {rule}".rstrip() for outcome, count, rule in rows
@@ -111,13 +123,20 @@ class SourceReport:
             "kept": self.kept,
             "dropped": dict(self.dropped),
             "repaired": dict(self.repaired),
+            "unread": dict(self.unread),
             "notes": list(self.notes),
         }
 
     @classmethod
     def from_dict(cls, state: dict[str, Any]) -> "SourceReport":
         """Returns the report that `to_dict` was called on, without `source` and `on_drop`."""
-        return cls(**{**state, "dropped": Counter(state["dropped"]), "repaired": Counter(state["repaired"])})
+        counters = {name: Counter(state.get(name, {})) for name in ("dropped", "repaired", "unread")}  # earlier ones lack some
+        return cls(**{**state, **counters})
+
+
+def _bounded(name: str, counter: Counter[str], common: str) -> str:
+    """Returns the name to count, or what it has in common with others where a counter has enough names already."""
+    return name if name in counter or len(counter) < MOST_NAMES else common
 
 
 @dataclass
@@ -165,7 +184,7 @@ class Report:
         lines = []
         for source in self.sources:
             lines.append(f"{source.path}: {source.records} records, {source.kept} kept")
-            lines += [source.table()] if source.dropped or source.repaired else []
+            lines += [source.table()] if source.dropped or source.repaired or source.unread else []
         if self.dropped and self.dropped_file:
             count = self.dropped.total()
             which = f"the first {MOST_DROPPED:,} of {count:,} dropped records" if count > MOST_DROPPED else "dropped records"

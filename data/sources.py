@@ -1,31 +1,35 @@
-"""A recipe's data sources, and readers that yield the records of each format one at a time."""
+"""A recipe's data sources, and what reads the records of each format one at a time; `data.tables` reads the files of tables."""
 
 import hashlib
-from collections import Counter
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import PurePosixPath
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int, Int32
+from jaxtyping import Int32
 
-from data import hub, paths
-from data.clean import CleanConfig, Cleaner, Drop, own_id
+from data import hub, paths, shapes, tables
+from data.clean import CleanConfig, Cleaner, own_id
 from data.conversation import Conversation, Record, Text, Tokens
-from data.errors import UserError, first_line
+from data.errors import UserError
 from data.paths import File
+from data.printable import printable
+from data.reasons import NO_SHAPE, Drop
 from data.records import MAX_BYTES, Advance, read_records, would_fit
 from data.report import Report, SourceReport
-
-if TYPE_CHECKING:
-    import pyarrow
+from data.templates.alternation import needs_alternation
 
 EMPTY_TEXT = "empty text"
 NO_TEXT = "no `text`, nor `prompt` and `completion`"
 NO_TOKENS = "no list of integers in `tokens` or `input_ids`"
 BAD_MASK = "`loss_mask` or `labels` unlike its tokens"
 IGNORED_LABEL = -100  # transformers' label for a token that is not trained on
+_NO_RECORD = (NO_SHAPE, NO_TEXT, NO_TOKENS)  # reasons to drop what is no record at all
+# What the `fields` of a source of another format than sharegpt may stand for.
+_FIELDS = {"text": ("text", "prompt", "completion", "id"), "tokens": ("tokens", "loss_mask", "labels", "id")}
 
 
 class Format(NamedTuple):
@@ -37,17 +41,19 @@ class Format(NamedTuple):
     """For messages about a file that is not in this format: what would work."""
 
 
+_JSON = (".json", ".jsonl", ".ndjson")
 FORMATS = {
     "sharegpt": Format(
-        (".json", ".jsonl", ".parquet"),
-        "records with turns human, gpt, human, gpt, ... would work",
+        (*_JSON, *tables.SUFFIXES),
+        "records with `messages`, `conversations`, `instruction` and `output`, `prompt` and `completion`, `question` and "
+        "`answer` and others (docs/data.md), or the source's `fields`, such as {question: user, answer: assistant}, would work",
     ),
     "text": Format(
-        (".txt", ".md", ".json", ".jsonl", ".parquet"),
+        (".txt", ".md", *_JSON, *tables.SUFFIXES),
         "a plain UTF-8 text, or JSON records with a string `text`, would work",
     ),
     "tokens": Format(
-        (".npy", ".json", ".jsonl", ".parquet"),
+        (".npy", *_JSON, ".parquet", ".arrow"),
         "a .npy array of integers, or JSON records with a list `tokens` and perhaps a `loss_mask`, would work",
     ),
 }
@@ -57,8 +63,8 @@ FORMATS = {
 class Source:
     """One entry of a recipe's `data.sources`.
 
-    Records are the elements of a JSON list, JSON lines or the rows of a Parquet file; JSON and text files may be compressed
-    as .gz.
+    Records are the elements of a JSON list, JSON lines or the rows of a table (Parquet, Arrow, CSV); files of text may be
+    compressed.
     """
 
     path: str
@@ -70,12 +76,27 @@ class Source:
     """Name of the conversations' chat template, one of data.templates.NAMES."""
     weight: float = 1.0
     """How often each document is seen in an epoch, on average: with 0.5, each epoch sees another half of them."""
+    fields: Mapping[str, str] = field(default_factory=dict)
+    """What the records' own names of fields stand for: a role, or a field that is read. See `data.shapes.FieldMap`."""
+    add_bos: bool | None = None
+    """Whether a text begins with BOS; None does as the tokenizer does by itself."""
+    left_out: tuple[str, ...] = ()
+    """Folders in which no file is read, such as that of prepared data."""
 
     def __post_init__(self):
         if self.format not in FORMATS:
             raise UserError(f"data.sources: format {self.format!r} is unknown; {', '.join(FORMATS)} would work")
         if not 0 < self.weight < float("inf"):
             raise UserError(f"data.sources: weight {self.weight} of {self.path} must be a number above 0")
+        valid = (*shapes.ROLE_TARGETS, *shapes.TURN_TARGETS, *shapes.RECORD_TARGETS) if self.format == "sharegpt" else (
+            _FIELDS[self.format])
+        for name, target in self.fields.items():
+            if target not in valid:
+                raise UserError(f"data.sources: fields of {self.path}: {name!r} stands for {target!r}; {', '.join(valid)} "
+                                "would work")
+        if self.add_bos is not None and self.format != "text":
+            raise UserError(f"data.sources: add_bos of {self.path}: is for format: text; of conversations the template writes "
+                            "BOS, and tokens are used as they are")
 
     @property
     def would_work(self) -> str:
@@ -89,9 +110,10 @@ class Source:
             UserError: the folder contains no file of the format.
         """
         suffixes = FORMATS[self.format].suffixes
-        files = paths.find_files(self.path, suffixes)
+        files = paths.find_files(self.path, suffixes, self.left_out)
         if not files:
-            raise UserError(f"{self.path}: no {' or '.join(suffixes)} file in this folder; {self.would_work}")
+            apart = f" apart from {', '.join(self.left_out)}" if self.left_out else ""
+            raise UserError(f"{self.path}: no {' or '.join(suffixes)} file in this folder{apart}; {self.would_work}")
         return files
 
     def other_splits(self) -> list[str]:
@@ -108,6 +130,7 @@ def read(
     number: int = 0,
     advance: Advance | None = None,
     clean: CleanConfig = CleanConfig(),
+    alternating: bool | None = None,
 ) -> Iterator[Record]:
     """Yields the usable records of a source, and counts every record in `report`.
 
@@ -117,22 +140,24 @@ def read(
         number: number of the source in the recipe.
         advance: called with the number of bytes of each read.
         clean: the cleaning rules for conversations.
+        alternating: whether the template takes turns of user and assistant one after the other alone; of a tokenizer's own
+            template it is taken not to, unless given.
 
     Raises:
         UserError: a file is missing, empty or not in the source's format; at the end, if no record was usable.
     """
     source_report = report.add_source(str(source.path))
-    parse = _parser(source.format, clean, source_report)
-    for file in source.files():
+    if alternating is None:
+        alternating = needs_alternation(source.template)
+    parse = _parser(source, clean, alternating, source_report)
+    files = source.files()
+    for file in files:
         source_report.file, source_report.line = str(file), 0
-        for raw in _raw_records(file, source, source_report, advance):
-            try:
-                record = parse(raw, number, source_report.records + 1)
-            except Drop as drop:
-                source_report.drop(str(drop), None if isinstance(raw, np.ndarray) else raw)
-            else:
-                source_report.keep()
-                yield replace(record, file=source_report.file, line=source_report.line)
+        raw_records = _raw_records(file, source, source_report, advance)
+        if len(files) > 1:
+            raw_records = _without_metadata(raw_records, parse, source_report)
+        for raw in raw_records:
+            yield from _parsed_records(raw, parse, number, source_report)
     if not source_report.records:
         raise UserError(f"{source.path}: holds no records; {source.would_work}")
     if not source_report.kept:
@@ -143,62 +168,91 @@ def read(
         )
 
 
+Parse = Callable[[object, int, int], Record]
+"""A function of (raw record, source number, record number) that returns the record or raises Drop."""
+
+
+def _parsed_records(raw: object, parse: Parse, number: int, report: SourceReport) -> Iterator[Record]:
+    """Yields the record that a raw one is, or those in the list that it is wrapped around; counts what is dropped."""
+    try:
+        record = parse(raw, number, report.records + 1)
+    except Drop as drop:
+        name = _wrapped_list(raw, parse) if str(drop).startswith(_NO_RECORD) else None
+        if name is None:
+            report.drop(str(drop), None if isinstance(raw, np.ndarray) else raw)
+            return
+    else:
+        report.keep()
+        yield replace(record, file=report.file, line=report.line)
+        return
+    others = sorted(raw.keys() - {name})
+    report.notes.append(f"{report.file}: the records are the list in its field `{printable(name)}`"
+                        + (f"; not read beside it: {shapes.shown_fields(dict.fromkeys(others))}" if others else ""))
+    for report.line, inner in enumerate(raw[name], 1):
+        yield from _parsed_records(inner, parse, number, report)
+
+
+def _wrapped_list(raw: object, parse: Parse) -> str | None:
+    """Returns the field of an object that holds a list of records, such as {"data": [...]}; None if there is not one."""
+    if not isinstance(raw, dict):
+        return None
+    lists = [name for name, value in raw.items() if isinstance(value, list) and value and isinstance(value[0], dict)]
+    return lists[0] if len(lists) == 1 and _is_record(raw[lists[0]][0], parse) else None
+
+
+def _is_record(raw: object, parse: Parse) -> bool:
+    """Returns whether an object is meant as a record, whatever may be wrong with it."""
+    try:
+        parse(raw, -1, 0)
+    except Drop as drop:
+        return not str(drop).startswith(_NO_RECORD)
+    return True
+
+
+def _without_metadata(raw_records: Iterator[object], parse: Parse, report: SourceReport) -> Iterator[object]:
+    """Yields the records of a file among others, but for a single object that is none: what is said about a data set."""
+    first = list(itertools.islice(raw_records, 1))
+    line = report.line
+    first += itertools.islice(raw_records, 1)
+    line, report.line = report.line, line
+    alone = first[0] if len(first) == 1 else None
+    if isinstance(alone, dict) and not _is_record(alone, parse) and not _wrapped_list(alone, parse):
+        report.notes.append(f"{report.file}: not read, since it holds one object that is no record, with "
+                            f"{shapes.shown_fields(alone)}")
+        return
+    if isinstance(alone, str) and _is_card(report.file, alone):
+        report.notes.append(f"{report.file}: not read, since it is the card of a data set")
+        return
+    yield from first[:1]
+    report.line = line
+    yield from first[1:]
+    yield from raw_records
+
+
+def _is_card(file: str, text: str) -> bool:
+    """Returns whether a text is a README.md that begins with fields in YAML, as the hub's do."""
+    return PurePosixPath(file).name == "README.md" and re.match(r"---\n.*?\n---(?:\n|\Z)", text, re.DOTALL) is not None
+
+
 def _raw_records(
     file: File, source: Source, report: SourceReport, advance: Advance | None
 ) -> Iterator[object]:
     """Yields JSON values, one string for a plain text file, or arrays [n] of token ids."""
-    if file.suffix != ".parquet" and (source.format == "sharegpt" or file.suffix in (".json", ".jsonl")):
+    if file.suffix not in (*tables.SUFFIXES, ".npy") and (source.format == "sharegpt" or file.suffix in _JSON):
         yield from read_records(file, report, advance)
         return
     if not file.exists():
         raise UserError(f"{file}: no such file; {source.would_work}")
-    if file.suffix == ".parquet":
-        records: Iterator[object] = _read_parquet(file, report)
+    if file.suffix in tables.SUFFIXES:
+        records: Iterator[object] = tables.read_table(file, report)
     elif source.format == "text":
         records = iter([_read_text(file, source)])
     else:
-        records = _read_npy(file, source)
+        records = tables.read_npy(file, source.would_work)
     for report.line, record in enumerate(records, 1):
         yield record
     if advance:
         advance(file.size())
-
-
-def _read_parquet(file: File, report: SourceReport) -> Iterator[dict]:
-    """Yields the rows of a Parquet file, with a few hundred in memory at a time.
-
-    Values that Python cannot represent, such as a time in the year 50,000 or text that is not UTF-8, are left out of their
-    rows, with a note in the report for each column that has some.
-    """
-    from pyarrow import parquet
-
-    unreadable: Counter[str] = Counter()
-    try:
-        with file.open() as opened:
-            for batch in parquet.ParquetFile(opened).iter_batches(batch_size=256):
-                yield from _rows(batch, unreadable)
-    except UserError:
-        raise
-    except Exception as error:  # a damaged page may raise any of Arrow's errors and of Python's
-        raise UserError(f"{file}: cannot be read as Parquet ({first_line(error)}); a whole file would work") from None
-    finally:
-        report.notes += [f"{file}: {count} values of the column {name} cannot be read and are left out"
-                         for name, count in unreadable.items()]
-
-
-def _rows(batch: "pyarrow.RecordBatch", unreadable: Counter[str]) -> list[dict]:
-    """Returns the rows of a batch without the values that cannot be read, which are counted by column."""
-    try:
-        return batch.to_pylist()
-    except Exception:  # ValueError, OverflowError, UnicodeDecodeError, ArrowException, ...; now value by value
-        rows: list[dict] = [{} for _ in range(batch.num_rows)]
-    for name, column in zip(batch.schema.names, batch.columns, strict=True):
-        for row, value in zip(rows, column, strict=True):
-            try:
-                row[name] = value.as_py()
-            except Exception:
-                unreadable[name] += 1
-    return rows
 
 
 def _read_text(file: File, source: Source) -> str:
@@ -212,71 +266,86 @@ def _read_text(file: File, source: Source) -> str:
         raise UserError(f"{file}: byte {error.start} is not UTF-8 text; {source.would_work}") from None
 
 
-def _read_npy(file: File, source: Source) -> Iterator[Int[np.ndarray, " n"]]:
-    """Yields the array [tokens] itself, or the rows of an array [documents, tokens]."""
-    try:
-        if paths.is_remote(file.path):
-            with file.open() as opened:
-                array = np.load(opened, allow_pickle=False)
+def _parser(source: Source, clean: CleanConfig, alternating: bool, report: SourceReport) -> Parse:
+    """Returns what parses the records of a source, and counts what it changes or does not read.
+
+    A source's number below 0 only asks whether a record is one: then nothing is counted or remembered.
+    """
+    if source.format != "sharegpt":
+        parse = _parse_text if source.format == "text" else _parse_tokens
+
+        def parse_fields(raw: object, number: int, record_number: int) -> Record:
+            record, unread = parse(_with_names(raw, source.fields), number, record_number)
+            if number >= 0:
+                report.count_kept(unread=unread)
+            return record
+
+        return parse_fields
+    cleaner = Cleaner(clean, alternating, source.fields)
+
+    def parse_conversation(raw: object, number: int, record_number: int) -> Conversation:
+        if number < 0:
+            cleaned = Cleaner(clean, alternating, source.fields).clean(raw)
         else:
-            array = np.load(Path(file.path).expanduser(), mmap_mode="r", allow_pickle=False)
-    except UserError:
-        raise
-    except Exception as error:  # numpy raises ValueError, EOFError, SyntaxError and others of its own, and those of zipfile
-        raise UserError(f"{file}: cannot be read as .npy ({first_line(error)}); {source.would_work}") from None
-    if not isinstance(array, np.ndarray):
-        raise UserError(f"{file}: is an .npz archive, not a single array; {source.would_work}")
-    if array.ndim not in (1, 2):
-        raise UserError(f"{file}: has shape {list(array.shape)}; [tokens] or [documents, tokens] would work")
-    yield from (array,) if array.ndim == 1 else array
-
-
-def _parser(format: str, clean: CleanConfig, report: SourceReport) -> Callable[[object, int, int], Record]:
-    """Returns a function of (raw record, source number, record number) that returns the record or raises Drop."""
-    if format == "text":
-        return _parse_text
-    if format == "tokens":
-        return _parse_tokens
-    cleaner = Cleaner(clean)
-
-    def parse_conversation(raw: object, source: int, number: int) -> Conversation:
-        cleaned = cleaner.clean(raw)
-        report.repaired.update(cleaned.changes)
-        return Conversation(cleaned.id, cleaned.messages, source, number, cleaned.tools)
+            cleaned = cleaner.clean(raw)
+            report.count_kept(cleaned.changes, cleaned.unread)
+        return Conversation(cleaned.id, cleaned.messages, number, record_number, cleaned.tools)
 
     return parse_conversation
 
 
-def _parse_text(raw: object, source: int, number: int) -> Text:
-    text, prompt = raw.get("text") if isinstance(raw, dict) else raw, ""
-    if isinstance(raw, dict) and text is None and isinstance(raw.get("prompt"), str) and isinstance(raw.get("completion"), str):
-        if not raw["completion"].strip():
+def _with_names(raw: object, names: Mapping[str, str]) -> object:
+    return shapes.renamed(raw, names) if names and isinstance(raw, dict) else raw
+
+
+def _parse_text(raw: object, source: int, number: int) -> tuple[Text, set[str]]:
+    """Reads a text, or a prompt and its completion; returns it and the fields that were not read."""
+    fields = raw if isinstance(raw, dict) else {"text": raw}
+    text, prompt, read = fields.get("text"), "", {"text"}
+    if text is None and isinstance(fields.get("prompt"), str) and isinstance(fields.get("completion"), str):
+        if not fields["completion"].strip():
             raise Drop(EMPTY_TEXT)
-        prompt = raw["prompt"].encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        text = prompt + raw["completion"]
+        prompt = _unicode(fields["prompt"])
+        text, read = prompt + fields["completion"], {"prompt", "completion"}
     if not isinstance(text, str):
-        raise Drop(NO_TEXT)
+        raise Drop(NO_TEXT + (f": it has {shapes.shown_fields(fields)}" if isinstance(raw, dict) else ""))
     if not text.strip():
         raise Drop(EMPTY_TEXT)
-    text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # no tokenizer accepts lone surrogates
-    return Text(_record_id(raw, text.encode()), text, source, number, len(prompt))
+    text = _unicode(text)
+    record_id, unread = _record_id(raw, text.encode()), _unread(raw, read)
+    return Text(record_id, text, source, number, len(prompt)), unread
 
 
-def _parse_tokens(raw: object, source: int, number: int) -> Tokens:
-    """Reads token ids, alone or with a loss mask or labels beside them."""
+def _unicode(text: str) -> str:
+    """Returns a text with halves of surrogate pairs, which no tokenizer accepts, replaced."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _parse_tokens(raw: object, source: int, number: int) -> tuple[Tokens, set[str]]:
+    """Reads token ids, alone or with a loss mask or labels beside them; returns them and the fields that were not read."""
     fields = raw if isinstance(raw, dict) else {"tokens": raw}
-    tokens = _int32(fields.get("tokens", fields.get("input_ids")))
+    name = "tokens" if "tokens" in fields else "input_ids"
+    tokens = _int32(fields.get(name))
     if tokens is None:
-        raise Drop(NO_TOKENS)
-    mask = np.ones(len(tokens), bool)
+        raise Drop(NO_TOKENS + (f": it has {shapes.shown_fields(fields)}" if isinstance(raw, dict) and name not in raw else ""))
+    read, mask = {name}, np.ones(len(tokens), bool)
     if fields.get("loss_mask") is not None:
+        read.add("loss_mask")
         mask = _int32(fields["loss_mask"], allow_bool=True)
     elif fields.get("labels") is not None:  # as transformers' collators write them, not shifted
+        read.add("labels")
         labels = _int32(fields["labels"])
         mask = None if labels is None else labels != IGNORED_LABEL
     if mask is None or len(mask) != len(tokens):
         raise Drop(BAD_MASK)
-    return Tokens(_record_id(raw, tokens.tobytes()), tokens, mask.astype(bool), source, number)
+    return Tokens(_record_id(raw, tokens.tobytes()), tokens, mask.astype(bool), source, number), _unread(raw, read)
+
+
+def _unread(raw: object, read: set[str]) -> set[str]:
+    """Returns a record's fields that were not read; `id` is, where it is an id."""
+    if not isinstance(raw, dict):
+        return set()
+    return shapes.unread_of(raw, read | ({"id"} if own_id(raw) is not None else set()), "record")
 
 
 def _int32(values: object, allow_bool: bool = False) -> Int32[np.ndarray, " n"] | None:

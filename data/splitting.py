@@ -35,8 +35,8 @@ def split(
         yield whole
         return
     system = messages[:1] if messages[0].role == "system" else messages[:0]
-    starts = [index for index, message in enumerate(messages) if message.role == "user"] + [len(messages)]
-    characters = np.cumsum([0, *(len(message.content) + len(str(message.tool_calls)) for message in messages)])
+    starts = [*_exchange_starts(messages, len(system)), len(messages)]
+    characters = np.cumsum([0, *(_characters(message) for message in messages)])
     length_per_character = length(whole) / characters[-1]
 
     def render_exchanges(first: int, count: int) -> Rendered:
@@ -51,6 +51,24 @@ def split(
         )
         yield part
         first += count
+
+
+def _characters(message: Message) -> int:
+    return len(message.content) + len(str(message.tool_calls)) + len(message.reasoning or "")
+
+
+def _exchange_starts(messages: Sequence[Message], first: int) -> Iterator[int]:
+    """Yields where exchanges begin: at `first`, and at every question, or system turn before it, that follows an answer."""
+    yield first
+    asked = answered = False
+    for index in range(first, len(messages)):
+        role = messages[index].role
+        if role in ("user", "system"):
+            if answered:
+                yield index
+            asked, answered = True, False
+        # An answer that opens the conversation belongs to the exchange after it.
+        answered = answered or (role == "assistant" and asked)
 
 
 def _largest_part(

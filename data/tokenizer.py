@@ -25,7 +25,9 @@ FILES = (
     "added_tokens.json",
     "chat_template.jinja",
 )
-WOULD_WORK = "a folder with tokenizer.json or tokenizer.model, or a sentencepiece .model file, would work"
+BPE_FILES = ("vocab.json", "merges.txt")  # from which a tokenizer.json is made where there is none
+WOULD_WORK = ("a folder with tokenizer.json, tokenizer.model, or vocab.json and merges.txt, or a sentencepiece .model file, "
+              "would work")
 # The date that chat templates write, unless a recipe has another: one of its own, so that the same data gives the same ids.
 TEMPLATE_DATE = datetime(2025, 1, 1)
 _NONCHARACTERS = re.compile("[\ufdd0\ufdd1]")
@@ -44,6 +46,8 @@ class Tokenizer:
     """The control tokens by their text."""
     vocab_size: int
     """1 + the highest id."""
+    adds_bos: bool
+    """Whether the tokenizer by itself begins a text with BOS, as transformers' `tokenizer(text)` does."""
     chat_template: str | None
     """The tokenizer's own chat template, in Jinja."""
     text_tokens: tuple[str, ...]
@@ -59,8 +63,10 @@ class Tokenizer:
         self.vocab_size = engine.vocab_size
         config = _parse_json(files, "tokenizer_config.json", path)
         self._set_special_tokens(
-            {**engine.special_tokens, **_parse_json(files, "special_tokens_map.json", path), **config}, path
+            {**engine.special_tokens, **_named(_parse_json(files, "special_tokens_map.json", path)), **_named(config)}, path
         )
+        flag = config.get("add_bos_token")
+        self.adds_bos = self.bos_id is not None and engine.begins_with(self.bos_id, flag if isinstance(flag, bool) else None)
         self.chat_template = _chat_template(files, config, path)
         self.text_tokens = text_tokens
         for text in text_tokens:
@@ -100,7 +106,9 @@ class Tokenizer:
         path = Path(path).expanduser()
         if path.is_dir():
             files = {name: file.read_bytes() for name in FILES if (file := file_within(path, name))}
-            if "tokenizer.json" not in files and "tokenizer.model" not in files:
+            if {"tokenizer.json", "tokenizer.model"}.isdisjoint(files) and all(file_within(path, name) for name in BPE_FILES):
+                files["tokenizer.json"] = _from_bpe_files(path)
+            elif {"tokenizer.json", "tokenizer.model"}.isdisjoint(files):
                 models = sorted(path.glob("*.model"))
                 if len(models) != 1:
                     names = ", ".join(sorted(entry.name for entry in path.iterdir())[:8]) or "nothing"
@@ -245,6 +253,28 @@ class Tokenizer:
         for key, value in {**options, **special_tokens, **self._engine.special_tokens}.items():
             config.setdefault(key, value)
         return _dump_json(config)
+
+
+def _from_bpe_files(folder: Path) -> bytes:
+    """Returns the tokenizer.json that transformers makes of a folder's vocab.json and merges.txt.
+
+    Raises:
+        UserError: the files cannot be read.
+    """
+    from transformers import AutoTokenizer, GPT2Tokenizer
+
+    describes = any((folder / name).is_file() for name in ("tokenizer_config.json", "config.json"))
+    kind = AutoTokenizer if describes else GPT2Tokenizer  # the first model with these two files
+    try:
+        return kind.from_pretrained(str(folder), local_files_only=True).backend_tokenizer.to_str().encode()
+    except Exception as error:  # transformers and tokenizers raise what they like
+        raise UserError(f"{folder}: vocab.json and merges.txt cannot be read as a tokenizer ({first_line(error)}); "
+                        f"{WOULD_WORK}") from None
+
+
+def _named(config: dict) -> dict:
+    """Returns a tokenizer's settings without those that are empty texts, as LLaMA's first conversions have for bos_token."""
+    return {name: value for name, value in config.items() if value != ""}
 
 
 def _chat_template(files: dict[str, bytes], config: dict, path: str) -> str | None:

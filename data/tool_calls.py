@@ -5,6 +5,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from data.printable import printable
+
 ID_LENGTH = 9  # Mistral's templates accept ids of nine letters and digits only
 
 
@@ -34,6 +36,20 @@ def _parse_call(call: object) -> dict[str, Any]:
     call_id = call.get("id")
     parsed = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return _unicode(parsed | ({"id": call_id} if isinstance(call_id, str) and call_id else {}))
+
+
+def unread_call_fields(value: object) -> set[str]:
+    """Returns, for the report, the fields of calls that `parse_calls` does not read, such as "tool call's field `index`"."""
+    unread: set[str] = set()
+    for call in value if isinstance(value, list) else [value]:
+        function = call.get("function", call)
+        read = {"function", "name", "arguments" if "arguments" in function else "parameters"}
+        read |= {"id"} if isinstance(call.get("id"), str) else set()
+        read |= {"type"} if call.get("type") == "function" else set()
+        fields = {**call, **function}
+        unread |= {f"tool call's field `{printable(str(name))[:80]}`" for name, content in fields.items()
+                   if name not in read and content is not None and content not in ("", [], {})}
+    return unread
 
 
 def parse_call_text(text: str) -> tuple[dict[str, Any], ...]:

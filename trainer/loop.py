@@ -162,7 +162,8 @@ class _Training:
         """Raises UserError if the checkpoint was trained on other data, or began with other parameters."""
         for name, current in self._fingerprints.items():
             if saved.get(name, current) != current:
-                difference = "was trained on other data" if name == "fingerprint" else "began with another model"
+                difference = ("was trained on other data, or on other text that earlier rules made of these"
+                              if name == "fingerprint" else "began with another model")
                 raise UserError(f"{path}: {difference} (fingerprint {saved[name]}, now {current}); give the files that "
                                 "the run began with, or another --run_dir")
 

@@ -66,9 +66,9 @@ def prepare_text(config: RunConfig, tokenizer: Tokenizer, progress: bool = True,
             return source.path
         return str(synthetic.write(source.path, data.context_length, count, tokenizer.fingerprint))
 
-    sources = [Source(path_of(source), source.format, source.template or data.template, source.weight)
-               for source in data.sources]
-    held_out = [Source(data.held_out_path, sources[0].format, sources[0].template)] if data.held_out_path else []
+    sources = [Source(path_of(source), source.format, source.template or data.template, source.weight, source.fields,
+                      source.add_bos) for source in data.sources]
+    held_out = [dataclasses.replace(sources[0], path=data.held_out_path, weight=1.0)] if data.held_out_path else []
     return prepare(sources, tokenizer, data.context_length, data.prepared, held_out_sources=held_out, clean=data.clean,
                    train_on=data.train_on, held_out_fraction=0.0 if held_out else data.held_out_fraction,
                    progress=progress and sys.stderr.isatty(), key=key)

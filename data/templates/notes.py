@@ -4,8 +4,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from data.clean import TOOLS_LEFT_OUT
 from data.conversation import Message
+from data.reasons import TOOLS_LEFT_OUT
 from data.templates.errors import TemplateError
 from data.templates.rendering import Rendered
 

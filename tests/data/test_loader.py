@@ -1,6 +1,5 @@
 """Prepared folders and the loader: rows compared with a simple implementation, reuse, and resumption at a step."""
 
-import gzip
 import json
 import os
 import pickle
@@ -16,7 +15,7 @@ from data.batch import permute
 from data.clean import CleanConfig
 from data.errors import UserError
 from data.loader import Loader
-from data.prepare import _Job, prepare
+from data.prepare import prepare
 from data.sources import Source
 from data.templates import render
 from data.tokenizer import Tokenizer
@@ -161,29 +160,6 @@ def test_prepared_folder_is_reused_by_content_and_made_anew_by_any_change(prepar
     assert not list(folder.glob(".*"))  # nothing half-made is left
 
 
-@pytest.mark.parametrize(("answer", "options", "is_made_anew"), [
-    ("You’ve reached our usage limit.", {}, True), ("you&rsquo;ve reached", {}, True), ("I’m sorry, but I can’t.", {}, False),
-    ("I’m sorry, but I can’t.", {"refusals": True}, True), ("You've reached our limit. I can't.", {"refusals": True}, False),
-    ("You’ve reached our usage limit.", {"rate_limits": False}, False), ("a ’quoted’ word", {"refusals": True}, False),
-])
-@pytest.mark.parametrize("form", ["escaped", "UTF-8", "gzip", "text"])
-def test_only_folders_that_the_apostrophes_rules_may_change_are_made_anew(
-    tokenizer, tmp_path, monkeypatch, answer, options, is_made_anew, form
-):
-    turns = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}, {"from": "human", "value": "c"}]
-    record = {"conversations": [*turns, {"from": "gpt", "value": answer}], "text": "a"}
-    content = json.dumps([record], ensure_ascii=form != "UTF-8").encode()
-    path = tmp_path / ("a.json.gz" if form == "gzip" else "a.json")
-    path.write_bytes(gzip.compress(content) if form == "gzip" else content)
-    folders = set()
-    for rules in (b"apostrophes-1", b""):  # without rules, a folder has the name that earlier releases gave it
-        monkeypatch.setattr("data.prepare.APOSTROPHE_RULES", rules)
-        source = Source(str(path), "text" if form == "text" else "sharegpt")
-        folders.add(_Job([source], 1, tokenizer, LENGTH, 0.0, CleanConfig(**options), "all").key())
-    may_differ = form != "text" and (is_made_anew or (form == "gzip" and options.get("rate_limits", True)))
-    assert len(folders) == 1 + may_differ
-
-
 def test_data_that_another_process_prepared_is_opened_without_its_sources(prepared, tokenizer, tmp_path):
     missing, folder = [Source(str(tmp_path / "gone.json"))], prepared.folder
     opened = prepare(missing, tokenizer, LENGTH, folder.parent, **OPTIONS, key=folder.name)
@@ -241,7 +217,8 @@ def test_long_conversations_are_split_on_whole_exchanges(tokenizer, tmp_path):
     asked = [f"Question {i}?" for i in range(9)]
     assert [sum(question in text for text in texts) for question in asked] == [1] * 9
     assert "".join(texts).index(asked[-1]) > "".join(texts).index(asked[0])
-    assert made.report.repaired == {"longer than context_length, split on whole exchanges": 1}
+    assert made.report.repaired == {"longer than context_length, split on whole exchanges": 1,
+                                    "white space at the ends of a turn removed": 1}
     last = prepare([Source(str(path))], tokenizer, 128, tmp_path / "prepared", train_on="last", progress=False)
     [document] = _documents(last.train)
     trained = tokenizer.decode(document.tokens[document.loss_mask])
@@ -258,7 +235,7 @@ def test_texts_and_tokens_are_prepared_like_conversations(small, tokenizer, tmp_
     made = prepare(sources, tokenizer, LENGTH, tmp_path / "prepared", progress=False)
     documents = _documents(made.train)
     ids = np.concatenate([document.tokens for document in documents if document.source == 1])
-    assert ids.tolist() == [tokenizer.bos_id, *tokenizer.encode(book), tokenizer.eos_id]
+    assert ids.tolist() == [*tokenizer.encode(book), tokenizer.eos_id]
     assert all(document.loss_mask.all() for document in documents if document.source == 1)
     [document] = [document for document in documents if document.source == 2]
     assert document.tokens.tolist() == [5, 6, 7, 8] and document.loss_mask.tolist() == [False, False, True, True]

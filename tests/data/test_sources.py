@@ -12,7 +12,7 @@ import pyarrow
 import pytest
 from pyarrow import parquet
 
-from data.clean import CleanConfig
+from data.clean import SETS, CleanConfig
 from data.errors import UserError
 from data.prepare import prepare
 from data.report import DroppedRecord, Report
@@ -28,7 +28,8 @@ def _read(path, clean=CleanConfig(), **options):
 def test_dirty_dump_is_counted_record_by_record(repository):
     entries = []
     report = Report(on_drop=entries.append)
-    conversations = list(read(Source(str(repository / "data/fixtures/dirty.json")), report))
+    rules = CleanConfig(**SETS["scraped"])
+    conversations = list(read(Source(str(repository / "data/fixtures/dirty.json")), report, clean=rules))
     assert [c.id for c in conversations][:10] == [
         "good", "spelling_1", "spelling_2", "openai", "parts", "system", "leading_answer", "unanswered", "control_text",
         "surrogate",
@@ -46,10 +47,10 @@ def test_dirty_dump_is_counted_record_by_record(repository):
             "no answer": 1,
             "roles do not alternate": 2,
             "empty turn": 2,
-            "unknown role": 1,
+            "unknown role: narrator": 1,
             "a turn without role or text": 1,
             "system turn in the middle": 1,
-            "no conversations or messages": 1,
+            "no conversation in a shape that is read: it has the fields id, text": 1,
             "not a record": 1,
             "cut off or malformed JSON": 1,
             "the only answer is a service's error message": 1,
@@ -128,7 +129,7 @@ def test_records_longer_than_a_chunk_and_lines(tmp_path, monkeypatch):
         (None, "no such file"),
         (b"", "empty"),
         (b" \n ", "empty"),
-        (b"[]", "data.json: holds no records; records with turns"),
+        (b"[]", "data.json: holds no records; records with `messages`"),
         (b"hello", "not JSON"),
         (b'[{"conversations": []}, 3]', "1 x empty record"),
         (b'[{"conversations": [{"from": "human", "value": "\xff"}]}]', "UTF-8"),
@@ -208,7 +209,8 @@ def test_texts_and_tokens_of_files_and_folders(tmp_path):
     (books / "notes.pdf").write_text("not looked at")
     texts, report = _read(books, format="text")
     assert [item.text for item in texts] == ["One\nbook é", "Two", "Three", "Four"] and texts[1].id == "7"
-    assert report.dropped == {"empty text": 1, "no `text`, nor `prompt` and `completion`": 1} and report.records == 6
+    unknown = "no `text`, nor `prompt` and `completion`: it has the fields txt"
+    assert report.dropped == {"empty text": 1, unknown: 1} and report.records == 6
     records = [
         {"id": "all", "tokens": [5, 6, 7]},
         {"id": "mask", "input_ids": [5, 6, 7], "loss_mask": [0, 1, True]},

@@ -1,12 +1,13 @@
 """The command line `--config RECIPE.yaml [--section.field value ...]`, split into flags and checked before any is parsed."""
 
 import contextlib
+import json
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from data.errors import UserError
 
-from .fields import FIELDS, LISTS, MAPPINGS, SECTIONS, check_list, suggestion
+from .fields import FIELDS, LISTS, MAPPINGS, SECTIONS, check_list, clean_set, suggestion
 from .yaml_text import InvalidYAML, parse
 
 
@@ -51,10 +52,17 @@ def split(argv: list[str], own: Iterable[str] = ()) -> CommandLine:
         if not name.startswith("--"):
             flag = f"--config {word}" if word.endswith((".yaml", ".yml")) else "--section.field value"
             raise UserError(f"command line: {word!r} belongs to no flag; write {flag}")
-        _check_name(name.removeprefix("--"), own)
+        is_set = name == "--data.clean"  # a section that a name of a set may stand for
+        if not is_set:
+            _check_name(name.removeprefix("--"), own)
         value = text if equals else next(words, "--")
         if not equals and value.startswith("--"):
             raise UserError(f"command line: {name} needs a value")
+        if is_set:
+            rules = clean_set(value, "command line: --data.clean")
+            flags += [Flag(f"data.clean.{field}", rule if isinstance(rule, str) else json.dumps(rule))
+                      for field, rule in rules.items()]
+            continue
         flags.append(Flag(name.removeprefix("--"), value))
     if len(recipes) != 1:
         raise UserError(f"command line: give one --config RECIPE.yaml, found {len(recipes)}")

@@ -6,6 +6,7 @@ import typing
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from data.clean import SETS
 from data.errors import UserError
 
 from .schema import LiveEvaluationConfig, RunConfig, SourceConfig, StageConfig
@@ -98,6 +99,20 @@ def check_names(recipe: Mapping[str, Any], source: str) -> None:
     check_list("data.sources", data.get("sources") or [], source)
     for field in ("evaluations", "stages"):
         check_list(field, recipe.get(field) or [], source)
+
+
+def clean_set(name: str, field: str) -> dict[str, Any]:
+    """Returns the fields of a named set of cleaning rules, which stand for `data.clean: NAME`.
+
+    Args:
+      field: what gave the name, for messages.
+
+    Raises:
+      UserError: no set has this name.
+    """
+    if name not in SETS:
+        raise UserError(f"{field}: found {name!r}; {', '.join(SETS)}, or fields of the section, would work")
+    return dict(SETS[name])
 
 
 def check_list(field: str, entries: Any, source: str) -> None:

@@ -14,7 +14,7 @@ from model.config import POSITIONS
 
 from . import command_line
 from .checks import check
-from .fields import check_names
+from .fields import check_names, clean_set
 from .schema import STAGED, VERSION, RunConfig, SourceConfig
 from .yaml_text import parse
 
@@ -75,6 +75,9 @@ def _read(recipe: str) -> dict[str, Any]:
     if not isinstance(written, dict):
         raise UserError(f"{recipe}: expected sections such as model: and data:, found {type(written).__name__}")
     check_version(written, recipe)
+    data = written.get("data")
+    if isinstance(data, dict) and isinstance(data.get("clean"), str):
+        written = {**written, "data": {**data, "clean": clean_set(data["clean"], f"{recipe}: data.clean")}}
     check_names(written, recipe)
     return written
 

@@ -82,6 +82,11 @@ class SourceConfig:
     """Chat template of this source's conversations; data.template where not given."""
     weight: float = 1.0
     """How often the source is seen in an epoch, relative to once."""
+    fields: dict[str, str] = dataclasses.field(default_factory=dict)
+    """What the records' own names of fields stand for, such as {question: user, answer: assistant} or {dialog: messages,
+    speaker: role}; see docs/data.md."""
+    add_bos: bool | None = None
+    """Whether each text of format: text begins with BOS; unless given, as the tokenizer does by itself."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +105,7 @@ class DataConfig:
     train_on: Literal["all", "last"] = "all"
     """Assistant turns in the loss: all of a conversation, or only its last one; a turn's own `train: false` leaves it out."""
     sources: tuple[SourceConfig, ...] = ()
-    """The sources, each {path, format, template, weight}."""
+    """The sources, each {path, format, template, weight, fields, add_bos}."""
     context_length: int = 4096
     """Tokens in a packed row; a multiple of mesh.sequence, for the layout zigzag of twice that."""
     prepared: str = "prepared"
@@ -110,7 +115,8 @@ class DataConfig:
     held_out_path: str | None = None
     """File or folder of held-out records, in the first source's format and template; replaces held_out_fraction."""
     clean: CleanConfig = dataclasses.field(default_factory=CleanConfig)
-    """How conversations are cleaned before training. Texts and tokens are used as they are."""
+    """How conversations are cleaned before training; `clean: scraped` for rules made for scrapes of web chats. Texts and tokens
+    are used as they are."""
     seed: int = 0
     """Seed of the order of the documents. Which of them are held out does not depend on it."""
 

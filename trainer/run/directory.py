@@ -34,7 +34,7 @@ from data.errors import UserError
 from data.paths import checkpoint_path
 from trainer.config import load as configuration
 from trainer.config.fields import SECTIONS
-from trainer.config.schema import RunConfig
+from trainer.config.schema import RunConfig, SourceConfig
 from trainer.config.yaml_text import InvalidYAML, parse
 from trainer.run.lock import held, require_free
 from trainer.run.logs import Written, cut_back, replace_file
@@ -296,6 +296,8 @@ def _identity(written: dict[str, Any]) -> dict[str, Any]:
             fields = {f"{section}.{name}": inner for name, inner in value.items()}
         flat |= {name: inner for name, inner in fields.items() if section not in PLACEMENT and name not in PLACEMENT}
     if "data.sources" in flat:
+        # Fields that came after a run was written have their defaults there.
+        sources = [{**dataclasses.asdict(SourceConfig(path="")), **source} for source in flat["data.sources"]]
         flat["data.sources"] = [{name: value for name, value in source.items() if f"data.sources.{name}" not in PLACEMENT}
-                                for source in flat["data.sources"]]
+                                for source in sources]
     return flat

@@ -63,9 +63,13 @@ def test_data_path_replaces_sources(tmp_path):
     assert [source.path for source in config.data.sources] == ["mine.json"] and config.data.path is None
     config = load(["--config", write(tmp_path), "--data.sources", '[{"path": "other.json", "template": "tokenizer"}]'])
     assert [(source.path, source.template) for source in config.data.sources] == [("other.json", "tokenizer")]
+    for flags, clean in ((["--data.clean", "scraped"], "scraped"), ([], "scraped"), (["--data.clean.html", "always"], {})):
+        recipe = write(tmp_path, {"data": {"clean": clean if not flags else {}}})
+        rules = load(["--config", recipe, "--data.path", "a.json", *flags]).data.clean
+        assert (rules.html, rules.rate_limits) == (("always", False) if clean == {} else ("detect", True))
     source = {"path": "a.txt", "format": "text", "template": "koala", "weight": 0.5}
     config = load(["--config", write(tmp_path, {"data": {"sources": [source]}}), "--data.path", "mine.txt"])
-    assert resolved(config)["data"]["sources"] == [source | {"path": "mine.txt"}]
+    assert resolved(config)["data"]["sources"] == [source | {"path": "mine.txt", "fields": {}, "add_bos": None}]
 
 
 def test_steps_and_epochs_replace_each_other(tmp_path):
@@ -141,7 +145,7 @@ def test_a_pretrained_model_may_get_other_positions_and_nothing_else(tmp_path):
         ("--per_device_train_batch_size 4", ["did you mean --train.batch_size?"]),
         ("--model.max-seq-length 4", ["did you mean --data.context_length?"]),
         ("--mesh 4", ["--mesh is a section", "mesh.fsdp"]),
-        ("--data.clean true", ["--data.clean is a section", "data.clean.refusals"]),
+        ("--data.clean true", ["--data.clean", "'true'", "scraped"]),
         ("--data.clean.refusal true", ["did you mean --data.clean.refusals?"]),
         ("--data.clean.html yes", ["data.clean.html", "detect", "yes"]),
         ("--train.steps x", ["train.steps", "int", "x"]),
@@ -228,7 +232,8 @@ def test_mistakes_in_the_recipe(tmp_path, change, words):
     ("kind", "words"),
     [
         (int | None, "int or null"), (Literal["a", "b"], "one of a, b"), (tuple[str, ...], "list of str"),
-        (str | dict[str, Any], "str or mapping"), (tuple[SourceConfig, ...], "list of {path, format, template, weight}"),
+        (str | dict[str, Any], "str or mapping"),
+        (tuple[SourceConfig, ...], "list of {path, format, template, weight, fields, add_bos}"),
     ],
 )
 def test_types_are_told_in_words(kind, words):

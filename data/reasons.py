@@ -1,0 +1,52 @@
+"""What the report calls the reasons to drop a record, and the changes to one that is kept."""
+
+
+class Drop(Exception):
+    """A record cannot be used; the argument is the reason, as the report counts it.
+
+    What differs from record to record, such as a role, stands after a colon: the report counts reasons by themselves up to a
+    number, and those beyond it by their part before the colon.
+    """
+
+
+# Reasons to drop a record.
+NOT_A_RECORD = "not a record"
+NO_SHAPE = "no conversation in a shape that is read: it has "
+NOT_TURNS = "turns that are no list: "
+NOT_TEXT = "a question or answer that is no text: "
+EMPTY_RECORD = "empty record"
+BROKEN_ID = "an `id` with broken characters"
+BAD_TURN = "a turn without role or text"
+BAD_PART = "a part of a content that is no text: "
+BAD_HISTORY = "`history` that is no list of pairs"
+BAD_LOSS_MASK = "`loss_mask` unlike its turns"
+TREE_MESSAGE = "one message of a tree: trees, each a record with its `replies`, would work"
+UNKNOWN_ROLE = "unknown role: "
+CALL_OF_ANOTHER = "a tool call in a turn that is not the assistant's"
+THOUGHT_ALONE = "reasoning without an answer after it"
+BAD_HTML = "HTML that cannot be read"
+EMPTY_TURN = "empty turn"
+LATE_SYSTEM = "system turn in the middle"
+NO_HUMAN = "no human turn"
+NO_ANSWER = "no answer"
+NOT_ALTERNATING = "roles do not alternate"
+RATE_LIMITED = "the only answer is a service's error message"
+DUPLICATE = "duplicate"
+REFUSAL = "refusal"
+COMPANY_NAME = "company name"
+OTHER_LANGUAGE = "other language"
+
+# Changes to a record that is kept.
+LEADING_ASSISTANT = "leading assistant turns dropped"
+OPENING_ANSWER = "an answer before the first question kept as context, not in the loss"
+TRAILING_HUMAN = "unanswered last turn dropped"
+LONE_SURROGATE = "broken characters replaced"
+WHITE_SPACE = "white space at the ends of a turn removed"
+OUT_OF_LOSS = "turns left out of the loss by "
+OTHERS_FLAG = "a flag puts a turn of another role than the assistant's into the loss, where none is"
+FRACTION = "`weight` between 0 and 1, or above: counted as 1"
+TOOLS_LEFT_OUT = "descriptions in `tools` left out"
+OTHER_REPLIES = "replies of a tree beside the best ranked left out"
+FROM_HTML = "HTML turned into markdown"
+CUT_AT_RATE_LIMIT = "cut before a service's error message"
+SPLIT = "longer than context_length, split on whole exchanges"

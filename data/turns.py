@@ -1,0 +1,349 @@
+"""Turns: a raw turn of a record becomes a message, and messages are brought into an order that a template can write."""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+from data.conversation import Message
+from data.printable import printable
+from data.reasons import (
+    BAD_LOSS_MASK,
+    BAD_PART,
+    BAD_TURN,
+    CALL_OF_ANOTHER,
+    EMPTY_TURN,
+    FRACTION,
+    LATE_SYSTEM,
+    LEADING_ASSISTANT,
+    LONE_SURROGATE,
+    NO_ANSWER,
+    NO_HUMAN,
+    NOT_ALTERNATING,
+    OPENING_ANSWER,
+    OTHERS_FLAG,
+    OUT_OF_LOSS,
+    THOUGHT_ALONE,
+    TRAILING_HUMAN,
+    UNKNOWN_ROLE,
+    WHITE_SPACE,
+    Drop,
+)  # fmt: skip
+from data.shapes import CONTEXT, REASONING_FIELDS, ROLE_FIELDS, TEXT_FIELDS, first_present, unread_of
+from data.tool_calls import new_id, parse_call_text, parse_calls, unread_call_fields
+
+# The names of roles in public dumps, in lower case and with _ for a hyphen or space.
+_ROLES = {
+    **dict.fromkeys(["human", "user", "prompter", "person", "customer", "client", "usr"], "user"),
+    **dict.fromkeys(["assistant", "model", "bot", "ai", "llm", "chatbot", "agent", "function_call", "tool_call"], "assistant"),
+    **dict.fromkeys(["system", "developer", "sys", "system_prompt"], "system"),
+    **dict.fromkeys(["tool", "function", "observation", "tool_response", "function_response", "tool_result", "function_result",
+                     "tool_output", "ipython"], "tool"),
+    **dict.fromkeys(["thinking", "reasoning", "thought", "think"], "thought"),
+}  # fmt: skip
+# The names of models, with whatever version behind: gpt, gpt-4o, chatgpt, claude-3-opus.
+_MODELS = re.compile(
+    r"(?:chat_?)?gpt|bing|bard|claude|gemini|gemma|llama|vicuna|alpaca|mistral|mixtral|qwen|deepseek|command_r|grok|phi|palm|kimi|o\d"
+)
+_VERSION = re.compile(r"(?:_?[\d.]\w*|_(?:\w|\.)+)*")
+_CALL_ROLES = ("function_call", "tool_call")  # whose text is a call in JSON
+
+_IN_LOSS = ("train", "training", "trainable", "loss", "weight")  # flags that say: trained on
+_NOT_IN_LOSS = ("mask", "masked")  # flags that say: not trained on
+_FLAGS = frozenset((*_IN_LOSS, *_NOT_IN_LOSS))
+_WORDS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_TEXT_PARTS, _THOUGHT_PARTS = (None, "text", "input_text", "output_text"), ("thinking", "reasoning")
+_USUAL_FIELDS = 2  # a role and a text
+
+
+@dataclass
+class Findings:
+    """What was found in a record beside its text, as the report counts it."""
+
+    changes: set[str] = field(default_factory=set)
+    unread: set[str] = field(default_factory=set)
+    """Fields that have a value and are not read."""
+
+
+def role_of(name: str) -> str | None:
+    """Returns the role that a name in a data set stands for, `thought` for reasoning before an answer; None if unknown."""
+    role = _ROLES.get(name)
+    if role is None:
+        normal = re.sub(r"[\s-]+", "_", name.strip().lower())
+        role = _ROLES.get(normal)
+        model = _MODELS.match(normal) if role is None else None
+        if model and _VERSION.fullmatch(normal, model.end()):
+            role = "assistant"
+    return role
+
+
+def read_messages(turns: Sequence[object], findings: Findings) -> list[Message]:
+    """Returns raw turns as messages; turns of reasoning become that of the answer after them.
+
+    Raises:
+        Drop: a turn cannot be used.
+    """
+    messages: list[Message] = []
+    thoughts: list[str] = []
+    for turn in turns:
+        role, message = read_message(turn, findings)
+        if role == "thought":
+            thoughts.append(message.content)
+            continue
+        if thoughts:
+            if role != "assistant":
+                raise Drop(THOUGHT_ALONE)
+            messages.append(replace(message, reasoning="\n\n".join([*thoughts, message.reasoning or ""]).strip()))
+            thoughts = []
+        else:
+            messages.append(message)
+    if thoughts:
+        raise Drop(THOUGHT_ALONE)
+    return messages
+
+
+def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
+    """Returns the role of a raw turn, which may be `thought`, and the turn as a message.
+
+    Raises:
+        Drop: it cannot be used.
+    """
+    if not isinstance(turn, dict):
+        raise Drop(BAD_TURN)
+    role_field, text_field = first_present(turn, ROLE_FIELDS), first_present(turn, TEXT_FIELDS)
+    raw_role, content = (turn.get(name) if name else None for name in (role_field, text_field))
+    if not isinstance(raw_role, str):
+        raise Drop(BAD_TURN)
+    role = role_of(raw_role)
+    calls, call_field = _calls(turn, findings)
+    thoughts: list[str] = []
+    if isinstance(content, list):
+        content = _joined(content, role, thoughts, findings)
+    if role == "tool" and isinstance(content, dict | list):
+        content = json.dumps(content, ensure_ascii=False, default=str)
+    reasoning_fields: set[str] = set()
+    if role == "assistant" and (thoughts or len(turn) > _USUAL_FIELDS):
+        reasoning_fields = _add_reasoning(turn, thoughts)
+    if content is None and (calls or thoughts):
+        content = ""
+    if not isinstance(content, str):
+        raise Drop(BAD_TURN)
+    if role is None:
+        raise Drop(UNKNOWN_ROLE + (printable(raw_role.strip())[:60] or "(empty)"))
+    if not calls and raw_role.strip().lower().replace("-", "_") in _CALL_ROLES and (calls := parse_call_text(content)):
+        findings.unread |= unread_call_fields(json.loads(content))
+        content = ""
+    if calls and role != "assistant":
+        raise Drop(CALL_OF_ANOTHER)
+    content = _unicode(content, findings)
+    stripped = content.strip()
+    if len(stripped) != len(content):
+        findings.changes.add(WHITE_SPACE)
+    reasoning = _unicode("\n\n".join(thoughts), findings) if thoughts else ""
+    read = {role_field, text_field, call_field, CONTEXT, *reasoning_fields}
+    train, call_id, name = True, None, None
+    if len(turn) > _USUAL_FIELDS:
+        train = _trained(turn, role, read, findings)
+        if role == "tool":
+            call_id, name = (_text_field(turn, field, read) for field in ("tool_call_id", "name"))
+        findings.unread |= unread_of(turn, read, "turn")
+    return role, Message("assistant" if role == "thought" else role, stripped, train, calls, call_id, name,
+                         reasoning=reasoning if reasoning.strip() else None)
+
+
+def _calls(turn: dict, findings: Findings) -> tuple[tuple[dict[str, Any], ...], str | None]:
+    """Returns a turn's tool calls, and the field that they were read from."""
+    name = next((name for name in ("tool_calls", "function_call") if turn.get(name)), None)
+    if name is None:
+        return (), None
+    try:
+        calls = parse_calls(turn[name])
+    except (ValueError, RecursionError) as error:
+        raise Drop(str(error)) from None
+    findings.unread |= unread_call_fields(turn[name])
+    return calls, name
+
+
+def _joined(parts: list, role: str | None, thoughts: list[str], findings: Findings) -> object:
+    """Joins the parts of which a content may consist; texts of an assistant's reasoning are appended to `thoughts`.
+
+    Returns:
+        The text; for a tool's turn whose parts are no texts, the parts as they are.
+    """
+    texts = []
+    for part in parts:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if isinstance(part, str):
+            texts.append(part)
+        elif kind in _THOUGHT_PARTS and role == "assistant":
+            name = first_present(part, (*_THOUGHT_PARTS, "text"))
+            if not isinstance(name and part[name], str):
+                raise Drop(f"{BAD_PART}{kind}")
+            thoughts.append(part[name])
+            findings.unread |= unread_of(part, {"type", name}, "content part's")
+        elif kind in _TEXT_PARTS and isinstance(part, dict) and isinstance(part.get("text"), str):
+            texts.append(part["text"])
+            if len(part) > _USUAL_FIELDS:
+                findings.unread |= unread_of(part, {"type", "text"}, "content part's")
+        elif role == "tool":
+            return parts
+        else:
+            shown = kind if isinstance(kind, str) else type(part).__name__
+            raise Drop(BAD_PART + printable(shown)[:60])
+    return "".join(texts)
+
+
+def _add_reasoning(turn: dict, thoughts: list[str]) -> set[str]:
+    """Appends the reasoning in an answer's fields to `thoughts`, and returns these fields; those that say the same are one."""
+    read: set[str] = set()
+    for name in REASONING_FIELDS:
+        text = turn.get(name)
+        if isinstance(text, str) and text.strip() and (not thoughts or thoughts == [text]):
+            thoughts[:] = [text]
+            read.add(name)
+    return read
+
+
+def _unicode(text: str, findings: Findings) -> str:
+    """Returns a text in which halves of surrogate pairs such as \\ud83d\\ude00, which no tokenizer accepts, are replaced."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        findings.changes.add(LONE_SURROGATE)
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def _trained(turn: dict, role: str, read: set, findings: Findings) -> bool:
+    """Returns whether no flag leaves a turn out of the loss; adds the flags to `read`."""
+    trained = CONTEXT not in turn
+    for name in _FLAGS & turn.keys():
+        value = _yes_or_no(turn[name])
+        if value is None:
+            continue  # None, or something that is reported as unread
+        read.add(name)
+        if name == "weight" and turn[name] not in (0, 1) and value:
+            findings.changes.add(FRACTION)
+        in_loss = value if name in _IN_LOSS else not value
+        if role == "assistant" and not in_loss:
+            findings.changes.add(f"{OUT_OF_LOSS}`{name}`")
+            trained = False
+        elif role != "assistant" and in_loss and name in _IN_LOSS:
+            findings.changes.add(OTHERS_FLAG)
+    return trained
+
+
+def _yes_or_no(value: object) -> bool | None:
+    """Returns what a flag says; None if it is neither a truth value, a number nor a word such as `false`."""
+    if isinstance(value, str):
+        return _WORDS.get(value.strip().lower())
+    return bool(value) if isinstance(value, bool | int | float) and value == value else None
+
+
+def _text_field(fields: dict, name: str, read: set) -> str | None:
+    """Returns a field that is a text without half a surrogate pair, which is added to `read`, or None."""
+    text = fields.get(name)
+    if not isinstance(text, str) or not text or re.search("[\ud800-\udfff]", text):
+        return None
+    read.add(name)
+    return text
+
+
+def with_loss_mask(messages: list[Message], mask: object, findings: Findings) -> list[Message]:
+    """Returns messages of which a record's `loss_mask` leaves some out of the loss: an entry for each, or for each answer.
+
+    Raises:
+        Drop: it is no such list.
+    """
+    answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
+    flags = [_yes_or_no(flag) for flag in mask] if isinstance(mask, list) else []
+    if None in flags or len(flags) not in (len(messages), len(answers)):
+        raise Drop(BAD_LOSS_MASK)
+    if len(flags) == len(messages):
+        flags = [flags[number] for number in answers]
+    messages = list(messages)
+    for number, flag in zip(answers, flags, strict=True):
+        if not flag:
+            findings.changes.add(f"{OUT_OF_LOSS}`loss_mask`")
+            messages[number] = replace(messages[number], train=False)
+    return messages
+
+
+def with_call_ids(messages: list[Message]) -> list[Message]:
+    """Gives an id to each call without one, and to each tool's turn without one that of the call which it answers, in order."""
+    result: list[Message] = []
+    unanswered: list[str] = []
+    for turn, message in enumerate(messages):
+        if message.tool_calls:
+            calls = tuple(
+                {**call, "id": call.get("id") or new_id(turn, number, call)} for number, call in enumerate(message.tool_calls)
+            )
+            unanswered = [call["id"] for call in calls]
+            result.append(replace(message, tool_calls=calls))
+        elif message.role == "tool" and message.tool_call_id is None and unanswered:
+            result.append(replace(message, tool_call_id=unanswered[0]))
+        else:
+            result.append(message)
+        if result[-1].tool_call_id in unanswered:
+            unanswered.remove(result[-1].tool_call_id)
+    return result
+
+
+def in_order(messages: list[Message], alternating: bool, changes: set[str]) -> list[Message]:
+    """Returns the turns up to the last answer, without an empty system turn at the beginning.
+
+    Args:
+        messages: the turns.
+        alternating: whether the template takes `[system] user assistant (tool assistant)* user ...` alone: then answers before
+            the first question are left out too. Otherwise any order is kept, and these answers are context.
+        changes: receives what was changed.
+
+    Raises:
+        Drop: an empty turn, no answer or no question, or another order than the template takes.
+    """
+    system: list[Message] = []
+    if messages[0].role == "system":
+        # Exports often have an empty system turn; without it, the template uses its default.
+        system = [messages[0]] if messages[0].content else []
+        messages = messages[1:]
+    messages = _alternating(messages, changes) if alternating else _with_opening_as_context(messages, changes)
+    if any(not message.content and not message.tool_calls and not message.reasoning for message in messages):
+        raise Drop(EMPTY_TURN)
+    answers = [number for number, message in enumerate(messages) if message.role == "assistant"]
+    if not answers:
+        raise Drop(NO_ANSWER)
+    if answers[-1] + 1 < len(messages):
+        changes.add(TRAILING_HUMAN)
+    return system + messages[: answers[-1] + 1]
+
+
+def _alternating(messages: list[Message], changes: set[str]) -> list[Message]:
+    first = next((number for number, message in enumerate(messages) if message.role != "assistant"), len(messages))
+    if first:
+        messages = messages[first:]
+        changes.add(LEADING_ASSISTANT)
+    if not messages:
+        raise Drop(NO_HUMAN)
+    if any(message.role == "system" for message in messages):
+        raise Drop(LATE_SYSTEM)
+    if messages[0].role != "user":
+        raise Drop(NOT_ALTERNATING)
+    may_follow: Mapping[str, tuple[str, ...]] = {
+        "user": ("assistant",), "assistant": ("user", "tool"), "tool": ("tool", "assistant")
+    }
+    for message, following in pairwise(messages):
+        if following.role not in may_follow[message.role]:
+            raise Drop(NOT_ALTERNATING)
+    return messages
+
+
+def _with_opening_as_context(messages: list[Message], changes: set[str]) -> list[Message]:
+    first = next((number for number, message in enumerate(messages) if message.role == "user"), None)
+    if first is None:
+        raise Drop(NO_HUMAN)
+    opening = [replace(message, train=False) for message in messages[:first]]
+    if any(message.role == "assistant" for message in opening):
+        changes.add(OPENING_ANSWER)
+    return opening + messages[first:]
