@@ -10,7 +10,7 @@ from tests.conftest import REPOSITORY
 
 OWN = {"data", "eval", "model", "planning", "scripts", "tests", "train", "trainer"}
 # Imported where they are installed, with a message where they are not.
-OPTIONAL = {"wandb", "ringattention", "flash-attn-interface"}
+OPTIONAL = {"wandb", "ringattention", "flash-attn-interface", "liger-kernel"}
 
 
 def normal(name: str) -> str:

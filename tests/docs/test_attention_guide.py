@@ -1,11 +1,15 @@
-"""The program on docs/attention.md runs as it stands there, and agrees with dense attention in float64."""
+"""The program on docs/attention.md runs as it stands there with the installed package alone, outside the checkout, and agrees
+with dense attention in float64."""
 import os
 import re
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from tests.model.attention.dense import dense_attention
 
@@ -26,10 +30,35 @@ def program() -> str:
     return code
 
 
-def test_the_guides_program_agrees_with_dense_attention(tmp_path):
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """The folder that the wheel of the attention package is unpacked into, as `pip install .` does."""
+    folder = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(ROOT / "model" / "attention", folder / "source" / "model" / "attention")
+    for name in ("pyproject.toml", "LICENSE", "docs/attention.md"):  # a build leaves its own files beside them
+        (folder / "source" / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, folder / "source" / name)
+    subprocess.run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder),
+                    str(folder / "source")], check=True, capture_output=True, text=True)
+    (wheel,) = folder.glob("longstripe-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+def test_the_wheel_holds_the_attention_package_alone(installed):
+    modules = {path.relative_to(installed / "longstripe" / "attention") for path in installed.rglob("*.py")}
+    source = ROOT / "model" / "attention"
+    assert modules == {path.relative_to(source) for path in source.rglob("*.py")}
+    (metadata,) = installed.glob("*.dist-info/METADATA")
+    needs = re.findall(r"^Requires-Dist: ([\w-]+)[^;\n]*$", metadata.read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(needs) == ["jax", "jaxtyping", "numpy"]
+
+
+def test_the_guides_program_agrees_with_dense_attention(tmp_path, installed):
     (tmp_path / "mine.py").write_text(program() + SAVE, encoding="utf-8")
     environment = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))}
-    result = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, env=environment | {"PYTHONPATH": str(ROOT)},
+    result = subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, env=environment | {"PYTHONPATH": str(installed)},
                             capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr[-3000:]
     arrays = np.load(tmp_path / "arrays.npz")

@@ -45,7 +45,7 @@ TESTED = {
     "tests/test_quickstart.py": ["make quickstart"],
     "tests/soak/test_slow_store.py": ["python -m tests.soak.slow_store"],
     "tests/soak/test_attacks.py": ["python -m tests.soak.attacks records --cases 1000 --seed 100000"],
-    "tests/docs/test_attention_guide.py": ["python mine.py"],
+    "tests/docs/test_attention_guide.py": ["python mine.py", "pip install ."],
     "tests/smollm2.py": ["python -m scripts.make_smollm2 smollm2", "python -m scripts.make_smollm2 DIR"],
     "tests/trainer/test_pretrained.py": [
         "python train.py --config configs/sharegpt_smollm2.yaml --model.path smollm2 --data.path YOUR_SHAREGPT.json",
@@ -132,7 +132,7 @@ NOT_RUN = {
     "make evidence": HOURS, "make evidence ONLY='h100 1m'": HOURS,
     "make install PLATFORM=cuda": INSTALLS, "make install PLATFORM=tpu": INSTALLS, "make install EXTRAS=eval": INSTALLS,
     "make install EXTRAS=rl": INSTALLS,
-    "scripts/launch_tpu.sh delete NAME --zone Z": CLOUD, "pip install wandb": INSTALLS,
+    "scripts/launch_tpu.sh delete NAME --zone Z": CLOUD, "pip install wandb": INSTALLS, "pip install '.[cuda]'": INSTALLS,
     "python -m scripts.plan --model llama-7b --machine v4:4x4x4 --context 1M --compile": HOURS,
     "python -m scripts.plan --config configs/llama31_8b_1m_h100.yaml --model llama-3.1-8b --machine 8xH100 --compile": HOURS,
     "python -m scripts.plan --model llama-7b --machine v5e-256 --context 1M --search --compile --output plan": HOURS,
