@@ -145,4 +145,6 @@ class AdapterConfig:
         modules = sorted({name.rpartition(".")[0].rpartition(".")[2] for name in names} - set(PROJECTIONS))
         for entry in self.train:
             if not any(name.rpartition(".")[0].endswith(entry) for name in names):
-                raise ValueError(f"adapter.train: found {entry!r}, needs some of {', '.join(modules)}")
+                tied = ", whose head is its embedding (tie_word_embeddings: embed_tokens trains both)" * (entry == "lm_head")
+                raise ValueError(f"adapter.train: found {entry!r}, which this model lacks{tied}; needs some of "
+                                 f"{', '.join(modules)}")

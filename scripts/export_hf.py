@@ -25,8 +25,8 @@ def make_parser() -> argparse.ArgumentParser:
                         "optimizer.average_decay keeps, not the weights of the last step")
     parser.add_argument("--dequantize", action="store_true", help="with --merge, of adapters that were trained beside "
                         "quantized weights: add their products to the numbers that the codes stand for")
-    parser.add_argument("--base", metavar="MODEL", help="the model that the adapters belong to, where it is not at the path "
-                        "that they name")
+    parser.add_argument("--base", metavar="MODEL", help="the model that the adapters belong to: its name on the hub, which the "
+                        "export then gives, or a folder, where it is not at the path that they name")
     return parser
 
 
@@ -60,6 +60,7 @@ def main(argv: list[str] | None = None) -> int:
         from trainer.huggingface import peft
         from trainer.huggingface.assets import trained_quantization
         from trainer.huggingface.card import write_card
+        from trainer.huggingface.folder import hub_name
         from trainer.huggingface.merge import dequantized, merged
         from trainer.huggingface.write import write_hf
         from trainer.model_source import open_adapter
@@ -73,20 +74,25 @@ def main(argv: list[str] | None = None) -> int:
         if not is_adapter and (arguments.merge or arguments.base or arguments.dequantize):
             flag = "merge" if arguments.merge else "base" if arguments.base else "dequantize"
             raise UserError(f"--{flag}: {checkpoint} holds a whole model, without adapters")
+        base = None
         library = "peft" if is_adapter and not arguments.merge else "transformers"
 
         def finish(folder: Path) -> None:
-            write_card(checkpoint, config, folder, library=library)
+            write_card(checkpoint, config, folder, library=library, base=base)
 
         if not is_adapter:
             write_hf(params, config, checkpoint / "assets", out, finish=finish)
         else:
-            adapter, base = peft.read_config(checkpoint / "assets")
+            adapter, named = peft.read_config(checkpoint / "assets")
+            base = arguments.base or hub_name(named)
             adapter = dataclasses.replace(adapter, quantize=trained_quantization(checkpoint / "assets"))
             config = dataclasses.replace(config, adapter=adapter)
             _check_quantized(adapter.quantize, arguments)
             if not arguments.merge:
-                peft.write_adapter(params, config, arguments.base or base, out, finish)
+                if base is None:
+                    warnings.warn(f"the base is a folder of this machine ({named}), which {peft.CONFIG} does not name; --base "
+                                  "OWNER/NAME names the base on the hub", stacklevel=2)
+                peft.write_adapter(params, config, base, out, finish)
             else:
                 with contextlib.ExitStack() as stack:
                     source = open_adapter(str(checkpoint), arguments.base)

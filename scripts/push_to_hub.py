@@ -2,40 +2,66 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from data.errors import UserError
+from data.printable import printable
+from data.within import file_within
 from trainer import entry
 
-WEIGHTS = ("*.safetensors", "adapter_config.json")
+# Of weights, which may be in several files.
+_WEIGHTS = re.compile(r"(adapter_)?model(-\d{5}-of-\d{5})?\.safetensors")
+_OTHERS = ("README.md", "model.safetensors.index.json", "adapter_config.json", "LICENSE", "LICENSE.md", "LICENSE.txt", "NOTICE")
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
     parser = entry.CommandParser(prog="python -m scripts.push_to_hub", allow_abbrev=False, description=(
         "Uploads a folder of scripts.export_hf to the Hugging Face hub, into a new, private repository unless --public is "
-        "given, or into an existing one as it is. The token is that of `hf auth login` or of HF_TOKEN."))
+        "given, or into an existing one as it is. Only the files of an export are sent, with LICENSE and NOTICE, and "
+        "listed first. The token is that of `hf auth login` or of HF_TOKEN."))
     parser.add_argument("folder", metavar="FOLDER", type=Path, help="an exported folder, with its README.md")
     parser.add_argument("repository", metavar="OWNER/NAME", help="the repository, which is made unless it exists")
     parser.add_argument("--public", action="store_true", help="make a new repository public")
+    parser.add_argument("--dry-run", action="store_true", help="only list what would be sent; needs no token")
     parser.add_argument("--message", default="Upload by Longstripe", help="the commit's message")
     return parser
 
 
-def push(folder: Path, repository: str, public: bool, message: str) -> str:
-    """Uploads a folder and returns the repository's address.
+def export_files(folder: Path) -> tuple[list[Path], list[str]]:
+    """Returns the files of an exported folder, and the names of all else in it, which nobody meant to publish.
 
     Raises:
-      UserError: the folder is no export, the repository's name is none, there is no token, or the hub refuses.
+      UserError: the folder is no export, or a file of it is a link that leads out.
     """
-    from huggingface_hub import HfApi, get_token
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+    from trainer.huggingface.assets import ASSET_FILES
+
+    names = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    files = [file for name in names if (name in (*ASSET_FILES, *_OTHERS) or _WEIGHTS.fullmatch(name))
+             and (file := file_within(folder, name))]
+    if not any(_WEIGHTS.fullmatch(file.name) for file in files):
+        raise UserError(f"{folder}: holds no exported model (no .safetensors); a folder of scripts.export_hf would work")
+    return files, [name for name in names if name not in {file.name for file in files}]
+
+
+def listing(folder: Path, repository: str) -> str:
+    """Returns what would be sent, a line for each file with its size, and what would not; errors as of `export_files`."""
+    files, others = export_files(folder)
+    lines = [f"{folder}: to be sent to {repository}:"]
+    lines += [f"  {file.name}  {file.stat().st_size:,} bytes" for file in files]
+    if others:
+        lines.append(f"  not sent, since an export has no such files: {', '.join(others)}")
+    return printable("\n".join(lines))
+
+
+def check_name(repository: str) -> None:
+    """Raises UserError unless the hub could have a repository of this name."""
+    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
-    if not any(path for pattern in WEIGHTS for path in folder.glob(pattern)):
-        raise UserError(f"{folder}: holds no exported model (no .safetensors); a folder of scripts.export_hf would work")
     try:
         validate_repo_id(repository)
     except HFValidationError as error:
@@ -43,26 +69,48 @@ def push(folder: Path, repository: str, public: bool, message: str) -> str:
         raise UserError(f"{repository}: is no name of a repository ({reason}); OWNER/NAME would work") from None
     if "/" not in repository:
         raise UserError(f"{repository}: lacks its owner; OWNER/{repository} would work")
+
+
+def push(folder: Path, repository: str, public: bool, message: str) -> str:
+    """Uploads the files of an export and returns the repository's address.
+
+    Raises:
+      UserError: as of `export_files`; there is no token, or the hub refuses.
+    """
+    from huggingface_hub import CommitOperationAdd, HfApi, get_token
+    from huggingface_hub.errors import HfHubHTTPError
+
+    files, _ = export_files(folder)
     if get_token() is None:
         raise UserError("no token of the Hugging Face hub was found; `hf auth login` or HF_TOKEN=... would work")
     api = HfApi()
     try:
         address = api.create_repo(repository, private=not public, exist_ok=True)
-        api.upload_folder(repo_id=repository, folder_path=folder, commit_message=message)
+        # Each file by itself: upload_folder sends whatever lies in the folder.
+        api.create_commit(repository, [CommitOperationAdd(file.name, file) for file in files], commit_message=message)
     except HfHubHTTPError as error:
-        reason = error.server_message or str(error).splitlines()[0]
+        reason = printable(error.server_message or str(error).splitlines()[0])
         raise UserError(f"{repository}: {api.endpoint} answered {error.response.status_code} ({reason}); a token that may "
                         "write to this owner's repositories would work") from None
     except Exception as error:  # of the library for HTTP, which differs between versions of huggingface_hub
-        raise UserError(f"{repository}: not pushed to {api.endpoint} ({type(error).__name__}: {error}); a network, or the same "
-                        "command again, would work") from error
+        reason = printable(f"{type(error).__name__}: {error}")
+        raise UserError(f"{repository}: not pushed to {api.endpoint} ({reason}); a network, or the same command again, would "
+                        "work") from error
     return str(address)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
     args = make_parser().parse_args(argv)
-    return entry.run(lambda: print(f"{args.folder}: pushed to {push(args.folder, args.repository, args.public, args.message)}"))
+
+    def work() -> None:
+        check_name(args.repository)
+        print(listing(args.folder, args.repository), flush=True)
+        if not args.dry_run:
+            address = push(args.folder, args.repository, args.public, args.message)
+            print(f"{args.folder}: pushed to {printable(address)}")
+
+    return entry.run(work)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -31,7 +30,7 @@ from .checkpoint.store import assets_dir, best_or_itself, read_data, restore_mod
 from .config.schema import DataConfig, ModelConfig
 from .huggingface import peft
 from .huggingface.assets import copy_assets, trained_mask, trained_quantization, write_config, write_source_dtype
-from .huggingface.folder import folder_config, resolve_model_path, weights_fingerprint
+from .huggingface.folder import folder_config, hub_name, resolve_model_path, weights_fingerprint
 from .huggingface.read import read_hf, stored_hf
 from .huggingface.table import hf_layout
 
@@ -114,8 +113,8 @@ class ModelSource:
         """What an adapter's configuration calls its base: the name on the hub, or the folder."""
         if self.folder is None:
             return ""
-        cached = re.search(r"models--([^/]+)/snapshots/", f"{self.folder}/")
-        return cached[1].replace("--", "/", 1) if cached else str(self.folder.absolute())
+        folder = str(self.folder.absolute())
+        return hub_name(folder) or folder
 
     def stored(self, stack: contextlib.ExitStack) -> Mapping[str, Any]:
         """Returns the base's parameters on disk, of which a layer is read when it is sliced; files are closed with `stack`."""
@@ -324,8 +323,11 @@ def with_adapter(source: ModelSource, path: str) -> ModelSource:
         raise ValueError(f"{path}: an adapter needs a whole model as its base, found the adapter {source.adapter.folder}")
     if source.folder is None:
         raise ValueError(f"{path}: an adapter needs a pretrained base, found a model from scratch; give --model.path")
+    tied = source.config.tie_word_embeddings
     source = dataclasses.replace(source, adapter=adapter)
     if not adapter.is_checkpoint:
+        if tied:
+            peft.check_tied(adapter.folder, adapter.config)
         return source
     trained_on = (read_data(adapter.folder) or {}).get("model", "").partition("+")[0]
     if trained_on not in ("", source.base_fingerprint):

@@ -220,7 +220,8 @@ class TextObjective(Objective):
         template = jinja_template(templates[0], self.tokenizer) if templates else self.tokenizer.chat_template
         self.source.write_assets(folder, self.tokenizer, template, configuration.dump(self.config))
         if self.config.adapter.rank:
-            peft.write_config(self.config.adapter, self.source.config.family, self.source.name, folder)
+            base = self.source.config
+            peft.write_config(self.config.adapter, base.family, self.source.name, folder, base.tie_word_embeddings)
 
 
 def _check_vocabulary(source: ModelSource, rows: int) -> None:

@@ -10,6 +10,8 @@ import yaml
 
 from model.config import LlamaConfig
 from scripts import push_to_hub
+from trainer.config import load
+from trainer.config.schema import ModelConfig, RunConfig, TrainConfig
 from trainer.huggingface.card import model_card, write_card
 
 CARD = "---\nlibrary_name: transformers\n---\n# mine\n"
@@ -88,6 +90,35 @@ def test_every_file_is_sent_into_a_private_repository_unless_told(hub, exported,
     assert f"{hub.address}/me/mine" in capsys.readouterr().out
 
 
+def test_only_an_exports_own_files_are_sent_and_they_are_listed_first(hub, exported, capsys, monkeypatch):
+    """The files beside them are a token, an optimizer, a folder of git's, a log, and links to files elsewhere."""
+    ours = {path.name: path.read_bytes() for path in exported.iterdir()} | {"LICENSE": b"mine"}
+    (exported / "LICENSE").write_bytes(b"mine")
+    (exported / ".env").write_text("HF_TOKEN=hf_ours")
+    (exported / "optimizer.pt").write_bytes(b"x")
+    (exported / ".git").mkdir()
+    (exported / ".git/config.json").write_text("x")
+    (exported / "notes.safetensors").write_text("x")
+    secret = exported.parent / "secret"
+    secret.write_text("TOP SECRET")
+    (exported / "notes.txt").symlink_to(secret)
+    monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
+    assert push_to_hub.main([str(exported), "me/mine", "--dry-run"]) == 0
+    listed = capsys.readouterr().out
+    assert hub.sent == [] and "model.safetensors  100 bytes" in listed
+    assert "not sent, since an export has no such files: .env, .git, notes.safetensors, notes.txt, optimizer.pt" in listed
+    monkeypatch.undo()
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", hub.address)
+    monkeypatch.setenv("HF_TOKEN", "hf_ours")
+    assert push_to_hub.main([str(exported), "me/mine"]) == 0
+    assert hub.files == ours
+    assert capsys.readouterr().out.startswith(listed)
+    (exported / "merges.txt").symlink_to(secret)
+    hub.sent.clear()
+    assert push_to_hub.main([str(exported), "me/mine"]) == 2
+    assert "merges.txt: leads to" in capsys.readouterr().err and hub.sent == []
+
+
 @pytest.mark.parametrize(("repository", "words"), [
     ("mine", "mine: lacks its owner; OWNER/mine would work"), ("me/a b", "is no name of a repository"),
     ("a/b/c", "is no name of a repository")])
@@ -133,3 +164,15 @@ def test_a_card_says_what_the_checkpoint_and_its_run_hold(tmp_path):
     assert str(tmp_path) not in card
     write_card(checkpoint, config, tmp_path, library="peft")
     assert "library_name: peft" in (tmp_path / "README.md").read_text()
+
+
+def test_a_card_lists_the_fields_that_are_no_defaults_and_the_base_by_its_name_on_the_hub(tmp_path):
+    recipe = RunConfig(name="mine", model=ModelConfig(path="/home/me/models--org--base/snapshots/0123"),
+                       train=TrainConfig(steps=7))
+    (tmp_path / "5/assets").mkdir(parents=True)
+    (tmp_path / "5/assets/run.yaml").write_text(load.dump(recipe))
+    card = model_card(tmp_path / "5", LlamaConfig.preset("llama-7b"))
+    assert yaml.safe_load(card.split("---")[1])["base_model"] == "org/base"
+    listed = yaml.safe_load(card.split("```yaml\n")[1].split("```")[0])
+    assert listed == {"name": "mine", "model": {"path": "0123"}, "train": {"steps": 7}}
+    assert "/home/me" not in card

@@ -111,6 +111,12 @@ def test_the_average_is_that_of_the_saved_parameters_and_is_exported(run, tmp_pa
 def test_the_run_its_export_and_the_merged_model_are_one_model(run, hf_model, tmp_path):
     """The same parameters from the checkpoint and through PEFT's format; merged, the same logits within 1e-5."""
     assert export_hf.main([str(run), str(tmp_path / "peft")]) == 0
+    for file in (tmp_path / "peft").glob("*.*s*n"):  # a folder of this machine is nobody's business
+        assert str(hf_model).encode() not in file.read_bytes(), file.name
+    assert export_hf.main([str(run), str(tmp_path / "named"), "--base", "org/base@v1"]) == 0
+    named = json.loads((tmp_path / "named/adapter_config.json").read_text())
+    assert (named["base_model_name_or_path"], named["revision"]) == ("org/base", "v1")
+    assert "base_model: org/base\n" in (tmp_path / "named/README.md").read_text()
     assert export_hf.main([str(run), str(tmp_path / "whole"), "--merge"]) == 0
     ours, through_peft = parameters(open_model(str(run))), parameters(open_adapter(str(tmp_path / "peft"), str(hf_model)))
     assert ours.keys() == through_peft.keys()

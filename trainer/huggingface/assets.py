@@ -101,7 +101,8 @@ def write_config(config: LlamaConfig, assets: str | Path) -> None:
     source = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     content, left_out = described(config, source) if source else (config.to_hf(), [])
     if left_out:
-        warnings.warn(f"{path.name} of the source: left out, since they do not hold for this model: {', '.join(left_out)}", stacklevel=2)
+        warnings.warn(f"{path.name} of the source: left out, since they do not hold for this model: {', '.join(left_out)}",
+                      stacklevel=2)
     path.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 

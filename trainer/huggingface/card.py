@@ -1,19 +1,25 @@
 """The model card (README.md) of an exported folder: what it was made from, by which recipe, and what the run measured."""
 from __future__ import annotations
 
+import dataclasses
 import json
+import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from model.config import LlamaConfig
+from trainer.config.schema import RunConfig
 from trainer.reporting.rows import read_rows
+
+from .folder import hub_name
 
 LICENCE = "Not stated. Fill it in: the base model's licence and the data's decide what you may allow."
 
 
-def model_card(checkpoint: Path, config: LlamaConfig, *, library: str = "transformers") -> str:
+def model_card(checkpoint: Path, config: LlamaConfig, *, library: str = "transformers", base: str | None = None) -> str:
     """Returns the card of an export as markdown, with a YAML head that the Hugging Face hub reads.
 
     It says nothing that the checkpoint and its run's folder do not hold; the licence is left to the user.
@@ -21,30 +27,33 @@ def model_card(checkpoint: Path, config: LlamaConfig, *, library: str = "transfo
     Args:
       checkpoint: the exported checkpoint's folder, in its run's folder or alone.
       library: what loads the export, `transformers` or `peft`.
+      base: the path or name of the model that it was trained from; None for the one that the run's recipe names.
     """
     run = _yaml(checkpoint / "assets" / "run.yaml")
     name = run.get("name") or checkpoint.name
-    base = (run.get("model") or {}).get("path")
+    base = base or (run.get("model") or {}).get("path")
     data = run.get("data") or {}
     # Names of local folders say nothing to a reader of the hub, who would take them for models there.
-    hub_base = base if base and not Path(base).expanduser().exists() and not Path(base).is_absolute() else None
+    hub_base = hub_name(base) if base else None
     head: dict[str, Any] = {"library_name": library, "pipeline_tag": "text-generation", "tags": ["longstripe", "long-context"]}
     if hub_base:
         head["base_model"] = hub_base.partition("@")[0]
     sections = [f"---\n{yaml.safe_dump(head, sort_keys=False)}---", f"# {name}",
                 "Trained with Longstripe: exact attention over a sequence that is split over devices.", _facts(
-                    checkpoint, config, run, base)]
+                    checkpoint, config, run, hub_base or base)]
     if rows := _data_rows(data):
         sections += ["## Data", rows]
     if results := _results(checkpoint):
         sections += ["## Results seen in the run", results]
     sections += ["## Licence", LICENCE]
     if run:
-        sections += ["## Recipe", f"```yaml\n{yaml.safe_dump(_without_folders(run), sort_keys=False)}```"]
+        changed = _without_defaults(run, RunConfig)
+        sections += ["## Recipe", "Fields that are not listed have their defaults.",
+                     f"```yaml\n{yaml.safe_dump(_without_folders(changed), sort_keys=False)}```"]
     return "\n\n".join(sections) + "\n"
 
 
-def write_card(checkpoint: Path, config: LlamaConfig, folder: Path, **options: str) -> None:
+def write_card(checkpoint: Path, config: LlamaConfig, folder: Path, **options: Any) -> None:
     """Writes the card into an exported folder as README.md."""
     (folder / "README.md").write_text(model_card(checkpoint, config, **options), encoding="utf-8")
 
@@ -115,6 +124,30 @@ def _results(checkpoint: Path) -> str:
             lines.append(f"- {content['evaluation']}, {row['task']}, {row['tokens']:,} tokens: {row['score']:.3f}, "
                          f"95% interval {row['low']:.2f} to {row['high']:.2f}, {row['cases']} cases")
     return "\n".join(lines)
+
+
+def _without_defaults(values: Mapping[str, Any], section: type) -> dict[str, Any]:
+    """Returns the fields of a recipe, or of a section of it, whose values are not the defaults."""
+    kept = {}
+    fields = {field.name: field for field in dataclasses.fields(section)}
+    kinds = typing.get_type_hints(section)
+    for name, value in values.items():
+        if isinstance(value, Mapping) and dataclasses.is_dataclass(kinds.get(name)):
+            value = _without_defaults(value, kinds[name])
+            if value:
+                kept[name] = value
+        elif name not in fields or value != _plain(_default(fields[name])):
+            kept[name] = value
+    return kept
+
+
+def _default(field: dataclasses.Field) -> Any:
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
+
+
+def _plain(value: Any) -> Any:
+    """A default as YAML has it: tuples are lists."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _without_folders(value: Any) -> Any:

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 import warnings
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -24,6 +25,14 @@ from .table import DTYPES, HFEntry
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _COMPARED_NUMBERS = 1 << 22  # of two tensors at a time
+
+
+def hub_name(path: str) -> str | None:
+    """The name org/name[@revision] on the hub that a path is, or that the folder of the local cache has; None for another."""
+    if cached := re.search(r"models--([^/]+)/snapshots/", f"{path}/"):
+        return cached[1].replace("--", "/", 1)
+    is_name = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(@.+)?", path)
+    return path if is_name and not Path(path).exists() else None
 
 
 def resolve_model_path(path: str | Path) -> Path:
@@ -69,7 +78,7 @@ def folder_config(folder: str | Path) -> LlamaConfig:
         return config
     with ExitStack() as stack:
         files = open_tensors(folder, stack)
-        if not {HEAD, EMBEDDING} <= files.keys() or _are_equal(
+        if not {HEAD, EMBEDDING} <= files.keys() or are_equal(
                 *(files[name].get_slice(name) for name in (HEAD, EMBEDDING))):
             return config
     warnings.warn(f"{folder}: tie_word_embeddings is true in config.json, but {HEAD} differs from {EMBEDDING}: "
@@ -77,7 +86,7 @@ def folder_config(folder: str | Path) -> LlamaConfig:
     return dataclasses.replace(config, tie_word_embeddings=False)
 
 
-def _are_equal(first: Any, second: Any) -> bool:
+def are_equal(first: Any, second: Any) -> bool:
     """Whether two tensors in files hold the same numbers; read some rows at a time, up to the first that differ."""
     shape = first.get_shape()
     if shape != second.get_shape():

@@ -9,36 +9,51 @@ import dataclasses
 import functools
 import json
 import math
+import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+import regex
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from data.folders import building, holds_files
 from data.paths import new_folder
 from data.within import file_within
-from model.adapter import ATTENTION, MAGNITUDE, PROJECTIONS, AdapterConfig
+from model.adapter import ALL_LINEAR, ATTENTION, MAGNITUDE, PROJECTIONS, AdapterConfig
 from model.checks import as_float, require_int, require_number
 from model.config import LlamaConfig
 from model.families import FAMILIES
 from model.llama import Llama
 from model.modules import LAYERS, declare
 
+from .folder import EMBEDDING, HEAD, are_equal, hub_name
 from .read import padded_part
 from .table import DTYPES, HFEntry, HoldsNaN, check_numbers, hf_layout
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."
-# Fields of an adapter_config.json under which an adapter computes something else, with the values that are neutral.
+# What an adapter_config.json may hold. Fields that are read:
+_READ = ("peft_type", "r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "target_modules", "modules_to_save",
+         "rank_pattern", "alpha_pattern", "base_model_name_or_path", "revision", "ensure_weight_tying")
+# Fields that say nothing about what a saved adapter computes: versions, how it was trained or begun, and numbers that count
+# only beside another field. The last three are ms-swift's.
+_SILENT = ("auto_mapping", "peft_version", "inference_mode", "runtime_config", "megatron_core", "qalora_group_size",
+           "layers_pattern", "eva_config", "lora_dtype", "lorap_lr_ratio", "lorap_emb_lr")
+_EMPTY: tuple[Any, ...] = (None, False, [], {}, "")
+# Fields that say what it computes, with the values under which that is plain LoRA. Any other field has to be empty.
 _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
-    "bias": ("none", None), "fan_in_fan_out": (False, None), "layers_to_transform": (None, []),
-    "layer_replication": (None, []), "lora_bias": (False, None),
-    "trainable_token_indices": (None, [], {}), "target_parameters": (None, []), "exclude_modules": (None, []),
+    "bias": ("none", None), "task_type": ("CAUSAL_LM", None),
+    # These begin with other A and B beside the base as it is. The others change the base, now and whenever peft loads it.
+    "init_lora_weights": (True, False, None, "gaussian", "eva", "orthogonal", "mica"),
 }
+_PLAIN = ("; its base's weights were changed when it was begun. peft's save_pretrained with "
+          "path_initial_model_for_weight_conversion makes a plain LoRA of it, which is read")
+_MATCH_SECONDS = 1.0  # for a stranger's regular expression; a good one takes microseconds
+_MATCHED_LAYERS = 512  # more than any model has: whether each layer has an adapter shows in the tensors
 
 
 # Tensors that hold several projections -> these, of all families.
@@ -87,26 +102,35 @@ def _patterns(adapter: AdapterConfig, modules: Iterable[str]) -> dict[str, dict[
                               for module, count in counts.items()}}
 
 
-def write_config(adapter: AdapterConfig, family: str, base: str, folder: Path) -> None:
-    """Writes adapter_config.json, which names `base`, a model of the family, as the one that the adapter belongs to."""
+def write_config(adapter: AdapterConfig, family: str, base: str | None, folder: Path, tied: bool = False) -> None:
+    """Writes adapter_config.json, which names `base`, a model of the family, as the one that the adapter belongs to.
+
+    Args:
+      tied: whether the model's head is its embedding; peft else leaves the head as it is in the base where that is trained.
+    """
     modules = _modules(adapter, family)
-    content = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "inference_mode": True,
+    name, _, revision = (base or "").partition("@") if base and hub_name(base) else (base, "", "")
+    content = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": name, "inference_mode": True,
                "r": adapter.rank, "lora_alpha": adapter.alpha, "lora_dropout": adapter.dropout_rate,
                "use_rslora": adapter.use_rslora, "use_dora": adapter.use_dora,
                "target_modules": modules, **_patterns(adapter, modules), "modules_to_save": list(adapter.train) or None,
                "bias": "none"}
+    if revision:
+        content["revision"] = revision
+    if tied and adapter.trains("embed_tokens.weight"):
+        content["ensure_weight_tying"] = True
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def write_adapter(params: Mapping[str, Any], config: LlamaConfig, base: str, out: str | Path,
+def write_adapter(params: Mapping[str, Any], config: LlamaConfig, base: str | None, out: str | Path,
                   finish: Callable[[Path], None] | None = None) -> None:
     """Writes an adapter as a folder that peft loads; `out` appears whole or not at all.
 
     Args:
       params: the trained parameters by name: arrays, or arrays on disk that are read when sliced.
       config: of the model with its adapters.
-      base: the path or the name of the model that it belongs to.
+      base: the path or the name of the model that it belongs to; None for one that is not named.
       finish: called with the folder before it becomes `out`, to add files.
 
     Raises:
@@ -122,8 +146,11 @@ def write_adapter(params: Mapping[str, Any], config: LlamaConfig, base: str, out
             part = entry.to_hf(value if entry.layers is None else value[i])
             check_numbers(name, part)
             tensor[entry.rows, *entry.columns] = part
+    head, embedding = (f"{_PREFIX}{name}" for name in (HEAD, EMBEDDING))
+    if config.tie_word_embeddings and embedding in tensors:
+        tensors[head] = tensors[embedding].copy()  # peft saves what is tied twice, and loads it so
     with building(out, holds_files) as scratch:
-        write_config(config.adapter, config.family, base, scratch)
+        write_config(config.adapter, config.family, base, scratch, config.tie_word_embeddings)
         save_file(tensors, scratch / WEIGHTS, metadata={"format": "pt"})
         if finish:
             finish(scratch)
@@ -147,22 +174,22 @@ def read_config(folder: str | Path) -> tuple[AdapterConfig, str]:
         raise ValueError(f"{path}: found {type(content).__name__}, needs a JSON object; write it again")
     if content.get("peft_type") != "LORA":
         raise ValueError(f"{path}: peft_type: found {content.get('peft_type')!r}; only 'LORA' is read")
-    for name, neutral in _NEUTRAL.items():
-        if content.get(name) not in neutral:
-            raise ValueError(f"{path}: {name}: found {content[name]!r}; only {neutral[0]!r} is read")
     try:
+        _check_fields(content)
         require_int("r", content["r"], at_least=1)
         require_number("lora_alpha", content["lora_alpha"], above=0)
         adapter = AdapterConfig(
             rank=content["r"], alpha=content["lora_alpha"], use_rslora=_switch(content, "use_rslora"),
             use_dora=_switch(content, "use_dora"), dropout=_dropout(content),
-            targets=_projections(_names(content, "target_modules")), train=tuple(_names(content, "modules_to_save")))
+            targets=_projections(content),
+            # peft names a module that it ties to another one with the model's name before it.
+            train=tuple(dict.fromkeys(name.removeprefix("model.") for name in _names(content, "modules_to_save"))))
         _check_patterns(content, adapter)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path}: {error} is missing or of another type; write it again") from None
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
-    return adapter, content.get("base_model_name_or_path") or ""
+    return adapter, _base(content)
 
 
 def _dropout(content: Mapping[str, Any]) -> float:
@@ -196,12 +223,79 @@ def _names(content: Mapping[str, Any], field: str) -> list[str]:
     return names
 
 
-def _projections(targets: list[str]) -> tuple[str, ...]:
-    """The projections that are meant, in the order of a layer. peft writes them as a set, and sometimes each layer's by itself;
-    whether every layer has them shows in the tensors."""
-    modules = {target.rpartition(".")[2] for target in targets}
+def _check_fields(content: Mapping[str, Any]) -> None:
+    """Raises ValueError for the first field under which the adapter would compute something else than LoRA, or may."""
+    for name, value in content.items():
+        if name in _READ or name in _SILENT:
+            continue
+        neutral = _NEUTRAL.get(name, _EMPTY)
+        # In JSON 1 is not true.
+        if not any(value == good and isinstance(value, bool) == isinstance(good, bool) for good in neutral):
+            why = _PLAIN if name == "init_lora_weights" else f"; only {neutral[0]!r} is read"
+            raise ValueError(f"{name}: found {value!r:.80}{why}")
+
+
+def _base(content: Mapping[str, Any]) -> str:
+    """The path or name of the base, with the revision of a name if there is one; "" where the file tells none."""
+    base, revision = content.get("base_model_name_or_path") or "", content.get("revision")
+    for field, value in (("base_model_name_or_path", base), ("revision", revision)):
+        if not isinstance(value, str | None):
+            raise ValueError(f"{field}: found {value!r:.80}; needs text or null")
+    named = base.count("/") == 1 and "@" not in base and not base.startswith((".", "/", "~"))
+    return f"{base}@{revision}" if revision and named else base
+
+
+def _projections(content: Mapping[str, Any]) -> tuple[str, ...]:
+    """The projections that `target_modules` means, in the order of a layer. peft writes them as a set, and sometimes each
+    layer's by itself; whether every layer has them shows in the tensors. A text that is no name is a regular expression of
+    whole names."""
+    targets, found = _names(content, "target_modules"), content.get("target_modules")
+    if targets == [ALL_LINEAR]:
+        return (ALL_LINEAR,)
+    if isinstance(found, str) and found not in (*PROJECTIONS, *_FUSED):
+        modules = _matched(found)
+        others = sorted(modules - {*PROJECTIONS, *_FUSED})
+        if others or not modules:
+            raise ValueError(f"target_modules: found {found!r:.80}, which matches {', '.join(others) or 'no projection'}; "
+                             f"adapters of {', '.join(PROJECTIONS)} are read")
+    else:
+        modules = {target.rpartition(".")[2] for target in targets}
     names = {name for module in modules for name in _FUSED.get(module, (module,))}
     return (*(name for name in PROJECTIONS if name in names), *sorted(names - set(PROJECTIONS)))
+
+
+def _matched(pattern: str) -> set[str]:
+    """The last parts of the names of modules that a regular expression matches whole, as peft takes it."""
+    ends = {name: "self_attn" if name in ATTENTION or set(_FUSED.get(name, ())) & set(ATTENTION) else "mlp"
+            for name in (*PROJECTIONS, *_FUSED)}
+    matched, deadline = set(), time.monotonic() + _MATCH_SECONDS
+    try:
+        compiled = regex.compile(pattern)
+        for name in (*ends, "lm_head", "embed_tokens"):
+            places = ([f"model.layers.{i}.{ends[name]}.{name}" for i in range(_MATCHED_LAYERS)] if name in ends
+                      else ["lm_head" if name == "lm_head" else "model.embed_tokens"])
+            if any(compiled.fullmatch(place, timeout=max(1e-3, deadline - time.monotonic())) for place in places):
+                matched.add(name)
+    except (regex.error, TimeoutError, RecursionError, OverflowError) as error:
+        problem = "takes too long to match" if isinstance(error, TimeoutError) else f"is no regular expression ({error})"
+        raise ValueError(f"target_modules: found {pattern!r:.80}, which {problem}; a list of modules would work") from None
+    # Models have the fused tensors or the projections, whose names are other ones.
+    return matched if not matched & set(PROJECTIONS) else matched - set(_FUSED)
+
+
+def check_tied(folder: Path, adapter: AdapterConfig) -> None:
+    """Checks an adapter of a base whose head is its embedding.
+
+    Raises:
+      ValueError: the adapter unties them: peft then trains and loads one of both, and leaves the other as it is in the base.
+    """
+    path = folder / CONFIG
+    ensured = json.loads(path.read_text(encoding="utf-8")).get("ensure_weight_tying") is True
+    for name in ("lm_head", "embed_tokens"):
+        if adapter.trains(f"{name}.weight") and (name == "lm_head" or not ensured):
+            raise ValueError(f"{path}: modules_to_save: found {name!r}, and the base's head is its embedding "
+                             "(tie_word_embeddings): such an adapter unties them, which is not read; embed_tokens with "
+                             "ensure_weight_tying true trains both as one")
 
 
 def read_adapter(folder: str | Path, model: Llama) -> dict[str, jax.Array]:
@@ -217,7 +311,7 @@ def read_adapter(folder: str | Path, model: Llama) -> dict[str, jax.Array]:
             files = dict.fromkeys(file.keys(), file)
             shares_a = _shares_a(files, adapter_layout(model.config))
             layout, padded = adapter_layout(model.config, shares_a), adapter_layout(model.in_memory, shares_a)
-            _check_tensors(path, files, layout)
+            _check_tensors(path, files, layout, model.config.tie_word_embeddings)
             params: dict[str, jax.Array] = {}
             for entry, in_memory in zip(layout, padded, strict=True):
                 read = functools.partial(padded_part, files, entry, in_memory.shape, np.float32)
@@ -239,7 +333,7 @@ def _shares_a(files: Mapping[str, Any], layout: list[HFEntry]) -> bool:
     return fused is not None and name in files and files[name].get_slice(name).get_shape()[0] == fused.hf_shape[0]
 
 
-def _check_tensors(path: Path, files: Mapping[str, Any], layout: list[HFEntry]) -> None:
+def _check_tensors(path: Path, files: Mapping[str, Any], layout: list[HFEntry], tied: bool) -> None:
     expected = [(name, entry) for entry in layout for name in entry.hf_names()]
     for name, entry in expected:
         if name not in files:
@@ -252,7 +346,15 @@ def _check_tensors(path: Path, files: Mapping[str, Any], layout: list[HFEntry]) 
         if tensor.get_dtype() not in DTYPES:
             raise ValueError(f"{path}: tensor {name} is {tensor.get_dtype()}; supported are {', '.join(DTYPES)}")
         _check_diagonal(path, name, tensor, entry)
-    unknown = sorted(set(files) - {name for name, _ in expected})
+    names = {name for name, _ in expected}
+    head, embedding = (f"{_PREFIX}{name}" for name in (HEAD, EMBEDDING))
+    # peft saves what is tied twice.
+    if tied and embedding in names and head in files:
+        if not are_equal(*(files[name].get_slice(name) for name in (head, embedding))):
+            raise ValueError(f"{path}: tensor {head} differs from {embedding}, and the base's head is its embedding; such an "
+                             "adapter unties them, which is not read")
+        names.add(head)
+    unknown = sorted(set(files) - names)
     if unknown:
         raise ValueError(f"{path}: tensor {unknown[0]} belongs to no projection of the base")
 

@@ -187,6 +187,8 @@ def test_a_pretrained_model_may_get_other_positions_and_nothing_else(tmp_path):
         ("--model.trainable (", ["model.trainable", "regular expression"]),
         ("--optimizer.learning_rate 0", ["optimizer.learning_rate", "positive"]),
         ('--evaluations [{"test":"lines","name":"train"}]', ["evaluations.name: found ['train']", "them train, metrics"]),
+        ("--adapter.targets [q_proj,v_proj] --adapter.train embed_tokens",
+         ["command line: adapter.train: found embed_tokens, expects list of str"]),
         ("--data.train_on first", ["data.train_on: found first", "one of all, last"]),
         ("--config_version 1", ["config_version: found 1"]),
     ],

@@ -1,9 +1,10 @@
 """adapter_config.json of any content: read, or refused by the field's name."""
 import json
+import time
 
 import pytest
 
-from model.adapter import AdapterConfig
+from model.adapter import FEED_FORWARD, PROJECTIONS, AdapterConfig
 from trainer.huggingface.peft import CONFIG, read_config, write_config
 
 GOOD = AdapterConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj"), dropout=0.1)
@@ -12,6 +13,13 @@ GOOD = AdapterConfig(rank=4, alpha=8.0, targets=("q_proj", "v_proj"), dropout=0.
 def test_what_is_written_is_read(tmp_path):
     write_config(GOOD, "llama", "a base", tmp_path)
     assert read_config(tmp_path) == (GOOD, "a base")
+
+
+def change(folder, **fields):
+    """Writes GOOD with other fields."""
+    write_config(GOOD, "llama", "a base", folder)
+    content = json.loads((folder / CONFIG).read_text())
+    (folder / CONFIG).write_text(json.dumps(content | fields))
 
 
 @pytest.mark.parametrize(("change", "words"), [
@@ -27,6 +35,62 @@ def test_a_field_of_another_type_is_named(tmp_path, change, words):
     (tmp_path / CONFIG).write_text(json.dumps(content | change))
     with pytest.raises(ValueError, match=rf"^{tmp_path / CONFIG}: {words}"):
         read_config(tmp_path)
+
+
+# Fields of peft's own, of releases from 0.5 to 0.21, under which an adapter computes something else, or its base does.
+@pytest.mark.parametrize(("field", "value"), [
+    *(("init_lora_weights", kind) for kind in ("pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "new", 1)),
+    ("alora_invocation_tokens", [1, 2]), ("use_qalora", True), ("use_bdlora", {"nblocks": 2}), ("kasa_config", {"beta": 1}),
+    ("arrow_config", {"top_k": 2}), ("corda_config", {"corda_method": "kpm"}), ("lora_ga_config", {"scale": "unit"}),
+    ("velora_config", {"scale": 1}), ("monteclora_config", {"num_samples": 1}), ("loftq_config", {"loftq_bits": 4}),
+    ("megatron_config", {"a": 1}), ("layers_to_transform", [0]), ("layer_replication", [[0, 1]]), ("lora_bias", True),
+    ("target_parameters", ["experts"]), ("trainable_token_indices", [1]), ("exclude_modules", ["q_proj"]), ("bias", "all"),
+    ("fan_in_fan_out", True), ("task_type", "SEQ_CLS"), ("a_field_of_next_year", True), ("use_next_years_lora", 0.5),
+])
+def test_a_field_that_changes_what_is_computed_is_named(tmp_path, field, value):
+    change(tmp_path, **{field: value})
+    with pytest.raises(ValueError, match=rf"^{tmp_path / CONFIG}: {field}: found {value!r:.10}".replace("[", r"\[")):
+        read_config(tmp_path)
+
+
+def test_everything_that_peft_writes_for_plain_lora_is_read(tmp_path):
+    peft = pytest.importorskip("peft")
+    for init in (True, False, "gaussian", "eva", "orthogonal", "mica"):
+        extra = {"eva_config": peft.EvaConfig()} if init == "eva" else {}
+        peft.LoraConfig(r=4, lora_alpha=8, lora_dropout=0.1, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM",
+                        base_model_name_or_path="org/base", revision="v1", init_lora_weights=init, **extra,
+                        ).save_pretrained(tmp_path)
+        assert read_config(tmp_path) == (GOOD, "org/base@v1")
+
+
+@pytest.mark.parametrize(("pattern", "targets"), [
+    (r".*\.(q_proj|v_proj)", ("q_proj", "v_proj")), (r".*(q|v)_proj", ("q_proj", "v_proj")),
+    (r"^(?!.*lm_head).*self_attn.*proj$", ("q_proj", "k_proj", "v_proj", "o_proj")),
+    (r"model\.layers\.\d+\.mlp\.(gate|up|down)_proj", ("gate_proj", "up_proj", "down_proj")),
+    (r"model\.layers\.(2[0-9]|3[01])\.self_attn\.q_proj", ("q_proj",)), ("all-linear", ("all-linear",)),
+    ("q_proj", ("q_proj",)),
+])
+def test_a_regular_expression_is_matched_as_peft_matches_it(tmp_path, pattern, targets):
+    change(tmp_path, target_modules=pattern)
+    assert read_config(tmp_path)[0].targets == targets
+    tuners = pytest.importorskip("peft").tuners.tuners_utils
+    for name in () if pattern in ("all-linear", "q_proj") else PROJECTIONS:  # which peft takes another way
+        module = f"model.layers.20.{'mlp' if name in FEED_FORWARD else 'self_attn'}.{name}"
+        config = pytest.importorskip("peft").LoraConfig(target_modules=pattern)
+        assert bool(tuners.check_target_module_exists(config, module)) == (name in targets)
+
+
+@pytest.mark.parametrize(("value", "words"), [
+    (["q_proj", "lm_head"], "found 'lm_head', needs some of q_proj"), (r".*(q_proj|lm_head)", "which matches lm_head; adapt"),
+    ("(q_proj", r"which is no regular expression"), ("nothing.*", "which matches no projection"),
+    (r"(?:[a-z]|[a-z_.]|[a-z0-9_.])+(?:[!?]|\d\d)", "which takes too long to match"),
+])
+def test_targets_that_are_not_read_are_named_in_a_second(tmp_path, value, words):
+    change(tmp_path, target_modules=value)
+    begun = time.monotonic()
+    with pytest.raises(ValueError, match=rf"^{tmp_path / CONFIG}: (target_modules|adapter.targets): .*{words}"):
+        read_config(tmp_path)
+    assert time.monotonic() - begun < 30, "for ever, without a limit; one second is asked for"
 
 
 @pytest.mark.parametrize("text", ["[]", "1", "", "{", "\xff", "[" * 100_000])

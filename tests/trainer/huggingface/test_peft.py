@@ -2,10 +2,12 @@
 import dataclasses
 import itertools
 import json
+import shutil
 
 import jax
 import numpy as np
 import pytest
+from safetensors.torch import load_file, save_file
 
 from model.adapter import ATTENTION, PROJECTIONS, AdapterConfig
 from model.dropout import token_keys
@@ -221,3 +223,46 @@ def test_adapters_that_are_not_read_are_named(adapter, hf_model, tmp_path, chang
         source.read(llama(dataclasses.replace(source.config, adapter=source.adapter.config)))
     message = str(error.value)
     assert all(fact in message for fact in facts) and str(tmp_path) in message and "\n" not in message, message
+
+
+def saved_by_peft(base, folder, modules, ensure):
+    model = peft.get_peft_model(
+        transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=modules, ensure_weight_tying=ensure,
+                        task_type="CAUSAL_LM"))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad and ("lora_B" in name or "embed" in name):
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_an_adapter_that_unties_its_base_is_refused_and_one_that_does_not_is_read(hf_model, tmp_path):
+    base = tied_copy(hf_model, tmp_path / "tied")
+    for number, modules in enumerate((["embed_tokens", "lm_head"], ["lm_head"], ["embed_tokens"])):
+        saved_by_peft(base, tmp_path / f"{number}", modules, ensure=False)
+        with pytest.raises(ValueError, match=r"modules_to_save: found '(lm_head|embed_tokens)', and the base's head"):
+            open_adapter(str(tmp_path / f"{number}"))
+    model = saved_by_peft(base, tmp_path / "ensured", ["embed_tokens"], ensure=True)
+    source = open_adapter(str(tmp_path / "ensured"))
+    reader, tokens = llama(source.config.with_adapter(source.adapter.config)), tokens_of(1, 0)
+    params = source.read(reader)
+    expected = model(torch.from_numpy(tokens).long()).logits.detach().numpy()
+    np.testing.assert_allclose(jax.jit(reader.logits)(params, batch_of(tokens)), expected, atol=2e-4)
+    ours.write_adapter(params, reader.config, str(base), tmp_path / "ours")
+    loaded = peft.PeftModel.from_pretrained(
+        transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), tmp_path / "ours")
+    np.testing.assert_allclose(loaded(torch.from_numpy(tokens).long()).logits.detach().numpy(), expected, atol=2e-4)
+
+
+def tied_copy(folder, copy):
+    """A copy of a model, with its embedding as its head."""
+    shutil.copytree(folder, copy)
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": True}))
+    weights = load_file(copy / "model.safetensors")
+    del weights["lm_head.weight"]
+    save_file(weights, copy / "model.safetensors", metadata={"format": "pt"})
+    return copy
