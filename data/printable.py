@@ -1,5 +1,15 @@
-"""Text that is not ours, as a terminal may be given it."""
+"""Text that is not ours, as a terminal may be given it, and the streams and consoles through which all commands print."""
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
 import unicodedata
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any, TextIO, cast
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 # Marks that reorder the text around them, with which a line can be made to read as another; and ends of lines that are not \n.
 _REORDERING = "\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
@@ -20,3 +30,99 @@ def printable(text: str) -> str:
         else character
         for character in text
     )
+
+
+class _Output:
+    """A text stream that never fails: what its encoding lacks is replaced, and what nobody reads any more is dropped."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream = stream
+
+    def write(self, text: str) -> int:
+        """Writes a text; returns its length."""
+        encoding = getattr(self.stream, "encoding", None) or "utf-8"
+        with self._dropped_where_nobody_reads():
+            self.stream.write(text.encode(encoding, "replace").decode(encoding))
+        return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Writes each of the lines."""
+        for line in lines:
+            self.write(line)
+
+    def flush(self) -> None:
+        """Hands on what has been written."""
+        with self._dropped_where_nobody_reads():
+            self.stream.flush()
+
+    @contextlib.contextmanager
+    def _dropped_where_nobody_reads(self) -> Iterator[None]:
+        try:
+            yield
+        except BrokenPipeError:
+            # Python would complain of what is left in the stream's buffer when it exits.
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, self.stream.fileno())
+            os.close(nowhere)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+
+class _PrintableOutput(_Output):
+    """Such a stream, through which nothing comes that a terminal would obey."""
+
+    def write(self, text: str) -> int:
+        # Bars of libraries go back to the line's beginning first; from there nothing but the bar itself can be hidden.
+        start = "\r" if text.startswith("\r") else ""
+        super().write(start + printable(text[len(start):]))
+        return len(text)
+
+
+@contextlib.contextmanager
+def printable_output() -> Iterator[None]:
+    """Within the context, everything that is printed is printable and can be written, and nobody has to read it.
+
+    Whatever prints colours or moves the cursor on purpose uses `console` or `unfiltered`.
+    """
+    before = sys.stdout, sys.stderr
+    # A stream is None where a process was started without it.
+    out, err = (stream if stream is None or isinstance(stream, _Output) else cast(TextIO, _PrintableOutput(stream))
+                for stream in before)
+    sys.stdout, sys.stderr = out, err
+    try:
+        yield
+    finally:
+        for stream in (out, err):
+            if stream is not None:
+                stream.flush()
+        # Not where something else, such as a bar, has taken the stream meanwhile and will give it back.
+        if sys.stdout is out:
+            sys.stdout = before[0]
+        if sys.stderr is err:
+            sys.stderr = before[1]
+
+
+def unfiltered(stream: TextIO) -> TextIO:
+    """Returns the stream for what moves the cursor on purpose, such as a bar; it still never fails."""
+    return cast(TextIO, _Output(stream.stream if isinstance(stream, _Output) else stream))
+
+
+def console(stderr: bool = False, **settings: Any) -> Console:
+    """Returns a console of rich that makes each text printable and keeps its own colours and moves.
+
+    Args:
+      stderr: whether it writes to standard error.
+      settings: of rich's Console.
+    """
+    from rich.console import Console
+    from rich.segment import Segment
+
+    class PrintableConsole(Console):
+        """A console of printable text."""
+
+        def render(self, renderable: Any, options: Any = None) -> Iterator[Segment]:
+            for text, style, control in super().render(renderable, options):
+                yield Segment(text if control else printable(text), style, control)
+
+    return PrintableConsole(file=unfiltered(sys.stderr if stderr else sys.stdout), **settings)

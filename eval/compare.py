@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from data import printable
 from data.errors import UserError
 from data.paths import output_file
 from eval.scoring import paired_interval
@@ -118,10 +119,9 @@ def read(folder: Path) -> dict[Group, dict[Case, float]]:
 
 def print_table(rows: Sequence[Difference]) -> None:
     """Prints a table of at most 80 columns for each task, with a line for each length."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(soft_wrap=True, highlight=False)
+    console = printable.console(soft_wrap=True, highlight=False)
     for task in dict.fromkeys(row.task for row in rows):
         console.print(task, markup=False)
         table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)

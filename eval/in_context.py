@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Float, Float32
 from rich.progress import Progress
 
+from data import printable
 from data.errors import UserError
 from data.paths import output_folder
 from data.trajectories.options import TrajectoryConfig
@@ -211,7 +212,7 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     agent = Agent(model, params, inputs, args.seeds, decisions)
     environments = [make_environment(task, args.first_seed + i) for i in range(args.seeds)]
     returns = np.zeros((args.seeds, args.episodes))
-    with Progress(transient=False) as progress:
+    with Progress(console=printable.console(), transient=False) as progress:
         bar = progress.add_task(f"playing {task.name}", total=args.episodes * decisions)
         for episode in range(args.episodes):
             if episode % inputs.options.in_context == 0:
@@ -229,7 +230,6 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 
 def write(results: dict[str, Any], folder: Path) -> None:
     """Writes results.json and the plot, and prints a table."""
-    from rich.console import Console
     from rich.table import Table
 
     (folder / "results.json").write_text(json.dumps(results, indent=2) + "\n", encoding="utf-8")
@@ -243,7 +243,7 @@ def write(results: dict[str, Any], folder: Path) -> None:
         table.add_row(name, f"{score['mean']:.1f}", "{:.1f} to {:.1f}".format(*score["interval"]))
     table.add_row("best in the data", f"{results['data_best']:.1f}", "")
     table.add_row("mean of the data", f"{results['data_mean']:.1f}", "")
-    Console().print(table)
+    printable.console().print(table)
     print(f"wrote {folder}/results.json and in_context.png")
 
 

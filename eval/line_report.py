@@ -9,6 +9,7 @@ import textwrap
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from data import printable
 from data.errors import UserError
 from eval.scoring import Outcome, Score, score, wilson
 
@@ -92,11 +93,10 @@ def as_json(scores: list[Score], about: dict[str, Any], depths: list[dict[str, A
 
 def print_table(scores: list[Score], console: "Console | None" = None) -> None:
     """Prints a table of at most 80 columns for each family of keys."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = console or Console()
+    console = console or printable.console()
     for family in dict.fromkeys(item.family for item in scores):
         table = Table(title=f"Line retrieval, {family}", title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
         table.add_column("cases from", overflow="fold")

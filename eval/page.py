@@ -5,6 +5,8 @@ import html
 import math
 from collections.abc import Iterable, Sequence
 
+from data.printable import printable
+
 COLORS = ("#1f5fa8", "#c2571a")
 STYLE = """
 :root { color-scheme: light; }
@@ -35,7 +37,7 @@ Series = dict[str, list[tuple[float, float]]]
 
 def text(value: object) -> str:
     """Returns a value as HTML text."""
-    return html.escape(str(value))
+    return html.escape(printable(str(value)))
 
 
 def ticks(low: float, high: float, whole: bool = False) -> list[float]:

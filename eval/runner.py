@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from data.conversation import Message
 from data.errors import UserError
+from data.printable import console
 from data.templates import NAMES, end_ids, render
 from data.tokenizer import Tokenizer
 from eval import adapters
@@ -291,7 +292,7 @@ class _AnswerProgress:
     def __init__(self, total: int, done: int) -> None:
         self.total, self.done, self.printed = total, 0, time.monotonic()
         self.bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
-                            TimeRemainingColumn(), disable=not sys.stdout.isatty())
+                            TimeRemainingColumn(), console=console(), disable=not sys.stdout.isatty())
         if done:
             print(f"{done} of {total} answers are there already")
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from data import printable
 from data.errors import UserError
 from eval.journal import Answer
 from eval.runner import LoadedModel, Prompt
@@ -225,7 +226,6 @@ def run(name: str, opened: LoadedModel, cases: Sequence[Case], output: str | Pat
 
 def print_table(results: Iterable[Result]) -> None:
     """Prints a line for each result."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False)
@@ -236,7 +236,7 @@ def print_table(results: Iterable[Result]) -> None:
         table.add_row(result.task, f"{result.tokens:,}", "" if result.depth is None else f"{result.depth:.0%}",
                       str(result.cases), f"{result.score:.2f}", f"{result.low:.2f}-{result.high:.2f}",
                       "beyond trained" if result.beyond_trained_length else "within")
-    Console().print(table)
+    printable.console().print(table)
 
 
 def picture(results: Sequence[Result], title: str = "") -> Figure:

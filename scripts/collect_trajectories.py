@@ -32,6 +32,7 @@ from rich.progress import Progress
 
 from data.errors import UserError
 from data.folders import exclusive, sync
+from data.printable import console
 from data.trajectories.episodes import Episode, episode_return, write_episode
 from data.trajectories.search import Search, SearchConfig
 from data.trajectories.tasks import TASKS, flatten_observation, get_task, make_environment, physics_state
@@ -223,7 +224,7 @@ def run(args: argparse.Namespace) -> None:
     with exclusive(body / f".{task.name}.lock", f"collects {task.name} into it"):
         collection = Collection(args)
         total = sum(collection.counts.values())
-        with _workers(args.workers) as executor, Progress(transient=False) as progress:
+        with _workers(args.workers) as executor, Progress(console=console(), transient=False) as progress:
             bar = progress.add_task(f"collecting {task.name}", total=total)
             on_episode = functools.partial(progress.advance, bar)
             collection.collect_unguided(executor, on_episode)

@@ -14,6 +14,7 @@ from pathlib import Path
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from data.paths import output_folder
+from data.printable import console
 from data.trajectories.archives import ADDRESS, ALGORITHMS, DOMAINS, archive_folder, download_archive
 from trainer import entry
 
@@ -25,7 +26,7 @@ def run(args: argparse.Namespace) -> None:
         archive_folder(root, args.domain, algorithm)  # an unknown name is refused before the first hour
     output_folder(root)
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, transient=False) as progress:
+    with Progress(*columns, console=console(), transient=False) as progress:
         for algorithm in args.algorithm:
             name = f"{args.domain}/{algorithm}"
             bar = progress.add_task(name, total=None)

@@ -6,16 +6,15 @@ Prints the first packed rows as text, with the tokens that are trained on in col
 used and dropped records, the documents' lengths, and the share of padding.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Int
-from rich.console import Console
 from rich.text import Text
 
+from data import printable
 from data.batch import Batch
 from data.loader import Loader
 from data.prepared import Documents, counts
@@ -99,8 +98,9 @@ def show(argv: list[str]) -> None:
     Raises:
         UserError: the recipe or the data are wrong.
     """
-    parser = argparse.ArgumentParser(prog="python -m scripts.inspect_data", description=__doc__.splitlines()[0],
-                                     allow_abbrev=False)
+    from trainer.entry import CommandParser
+
+    parser = CommandParser(prog="python -m scripts.inspect_data", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG.yaml", help="a recipe; its fields may follow as --section.field value")
     parser.add_argument("--rows", type=int, default=2, help="number of rows to show (default 2)")
     parser.add_argument("--tokens", type=int, default=600, help="number of tokens to show of each row (default 600)")
@@ -115,7 +115,7 @@ def show(argv: list[str]) -> None:
     _, tokenizer = for_templates(choose_model(config.model), config.data)
     prepared = prepare_text(config, tokenizer)
     loader = Loader(prepared, config.data.context_length, config.train.batch_size, config.data.seed)
-    console = Console(highlight=False, soft_wrap=True)
+    console = printable.console(highlight=False, soft_wrap=True)
     brackets = console.no_color or console.color_system is None
     if brackets:
         console.print("what is in the loss stands in ⟦ ⟧", markup=False)

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from data import printable
 from data.errors import UserError
 from data.paths import output_file
 from data.trajectories.builder import read_with_rewards
@@ -41,7 +42,7 @@ def read_returns(files: Sequence[Path], task: Task) -> tuple[dict[str, Float[np.
 
     returns: dict[str, list[float]] = {}
     left_out = []
-    for file in track(files, f"reading {task.name}", transient=True):
+    for file in track(files, f"reading {task.name}", console=printable.console(), transient=True):
         algorithm = file.parent.parent.name if file.parent.name == "buffer" else file.parent.name
         try:
             returns.setdefault(algorithm, []).append(episode_return(read_with_rewards(file, task).reward))
@@ -52,7 +53,6 @@ def read_returns(files: Sequence[Path], task: Task) -> tuple[dict[str, Float[np.
 
 def show(task: Task, algorithms: Mapping[str, Mapping[str, float]], left_out: Sequence[str]) -> None:
     """Prints the table, and the files that are left out."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(title=f"returns of {task.name}", title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
@@ -62,7 +62,7 @@ def show(task: Task, algorithms: Mapping[str, Mapping[str, float]], left_out: Se
     for algorithm, numbers in algorithms.items():
         table.add_row(algorithm, str(numbers["episodes"]), *(f"{numbers[name]:.1f}" for name in (*QUANTILES, "mean")))
     # The names of algorithms are long, and are cut off in a table that is too narrow.
-    console = Console(highlight=False, width=max(Console().width, TABLE_WIDTH))
+    console = printable.console(highlight=False, width=max(printable.console().width, TABLE_WIDTH))
     console.print(table)
     if left_out:
         print(f"{len(left_out)} files left out:")

@@ -8,7 +8,6 @@ the last checkpoint.
 """
 from __future__ import annotations
 
-import argparse
 import contextlib
 import math
 import os
@@ -22,6 +21,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
+
+from trainer.entry import CommandParser
 
 GRACE_SECONDS = 10
 # Processes that fail by the same error end within this time of each other.
@@ -148,7 +149,7 @@ def end(processes: list[subprocess.Popen]) -> None:
 
 def main(argv: list[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.launch_local", allow_abbrev=False,
+    parser = CommandParser(prog="python -m scripts.launch_local", allow_abbrev=False,
                                      usage="%(prog)s --processes N --config RECIPE.yaml [--section.field value ...]",
                                      description=__doc__.splitlines()[0],
                                      epilog="All other flags go to train.py; python train.py --help describes them.")

@@ -25,6 +25,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from data import printable
 from data.paths import output_folder
 from trainer import entry
 
@@ -210,11 +211,10 @@ def plot(curves: dict[str, list[dict]], path: Path, title: str) -> None:
 
 def print_table(curves: dict[str, list[dict]], title: str) -> None:
     """Prints a table of each checkpoint's buckets."""
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(soft_wrap=True, highlight=False)
+    console = printable.console(soft_wrap=True, highlight=False)
     console.print(title)
     for name, rows in curves.items():
         table = Table(title=Text(name), title_justify="left", box=None, padding=(0, 3, 0, 0), pad_edge=False)

@@ -8,7 +8,6 @@ recipe with stages every stage's data are prepared.
 """
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
 from trainer import entry
@@ -45,7 +44,7 @@ def prepare(recipe: str, flags: list[str]) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command and returns its exit status."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.prepare", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = entry.CommandParser(prog="python -m scripts.prepare", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="RECIPE.yaml",
                         help="a recipe; its fields may follow as --section.field value (python train.py --help describes them)")
     args, flags = parser.parse_known_args(argv)

@@ -15,9 +15,10 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from data.folders import named_errors
+from data.printable import printable_output
 from trainer.run.outcome import STOPPED, SUCCESS, TERMINATED, TRY_AGAIN, UNEXPECTED, one_line, outcome_of
 from trainer.run.preemption import Preempted
 
@@ -58,6 +59,12 @@ class CommandParser(argparse.ArgumentParser):
             message += f"; did you mean {near[0]}?" if near else ""
         self.exit(2, f"error: {message}\n")
 
+    def _print_message(self, message: str, file: Any = None) -> None:
+        """Prints help and errors, which quote the command line."""
+        is_help = file is sys.stdout
+        with printable_output():
+            super()._print_message(message, sys.stdout if is_help else sys.stderr)
+
     def _meant(self, word: str) -> str:
         from trainer.config.fields import FIELDS, MEANT
 
@@ -84,6 +91,7 @@ def keep_compiled(folder: str | None = None) -> None:
     jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder or cache_folder("xla")))
 
 
+@printable_output()
 def run(work: Callable[[], object], output: str | Path | None = None) -> int:
     """Runs a command's work and returns its exit code.
 
@@ -93,7 +101,7 @@ def run(work: Callable[[], object], output: str | Path | None = None) -> int:
 
     The code is that of `trainer.run.outcome.outcome_of`: 0 for success, 2 with one line on standard error for an error that the
     user can mend, 75 with one line for what another start may pass, 130 after Ctrl-C, and 143 after SIGTERM.
-    LONGSTRIPE_TRACEBACK=1 raises the errors that would be one line.
+    LONGSTRIPE_TRACEBACK=1 raises the errors that would be one line. All that is printed meanwhile is made printable.
     """
     # A Ctrl-C within a callback, from which Python lets no exception escape, is sent again a moment later.
     unraisable, sys.unraisablehook = sys.unraisablehook, _interrupt_again

@@ -1,10 +1,14 @@
+import io
+import subprocess
+import sys
 import unicodedata
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.text import Text
 
-from data.printable import printable
+from data.printable import _Output, console, printable, printable_output
 
 ATTACKS = {
     "clears the screen": "\x1b[2J\x1b[H", "sets the title": "\x1b]0;title\x07", "writes the clipboard": "\x1b]52;c;aGk=\x07",
@@ -31,3 +35,41 @@ def test_other_characters_stay_as_they_are(text):
 def test_words_of_any_script_and_joined_emoji_stay():
     text = "naïve 日本語 עברית\tfamily: 👩\u200d👩\u200d👧\nsoft\u00adhyphen"
     assert printable(text) == text
+
+
+EVIL = "".join(ATTACKS.values())
+
+
+def test_what_is_printed_is_printable(capsys):
+    """Through print, warnings and a console of rich, whose own colours stay."""
+    with printable_output():
+        print(EVIL)
+        print(EVIL, file=sys.stderr)
+        console().print("\x1b[2J\u202e", markup=False)
+        console(force_terminal=True, color_system="standard").print(Text("colour\x1b]0;t", "red"), end="")
+        with printable_output():
+            print("\rbar", end="\n")
+    out, err = capsys.readouterr()
+    assert out.split("\n") == [printable(EVIL), "\ufffd[2J\ufffd", "\x1b[31mcolour\ufffd]0;t\x1b[0m\rbar", ""]
+    assert err == printable(EVIL) + "\n"
+    assert not isinstance(sys.stdout, _Output)
+
+
+def test_what_an_encoding_lacks_is_replaced(monkeypatch):
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    monkeypatch.setattr(sys, "stdout", stream)
+    with printable_output():
+        print("bar █ ⟦")
+        console().print("bar █ ⟦")
+    assert stream.buffer.getvalue() == b"bar ? ?\n" * 2
+
+
+@pytest.mark.parametrize("printing", ["print('x' * 99)", "console().print('x' * 99)"])
+def test_a_reader_that_has_left_is_no_error(repository, printing):
+    program = ("from data.printable import printable_output, console\nimport sys\nsys.stdin.read()\nwith printable_output():\n"
+               f"    for _ in range(500): {printing}\n    print('at the end', file=sys.stderr)")
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=repository, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.PIPE, text=True)
+    process.stdout.close()
+    _, said = process.communicate("")
+    assert (process.returncode, said) == (0, "at the end\n")

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from data.errors import UserError
-from data.printable import printable
+from data.printable import console, printable
 from model.attention import Mask
 from model.config import LlamaConfig
 from trainer.devices import peak_flops
@@ -322,12 +322,11 @@ class ProgressBar:
 
     def __init__(self, steps: int, start_step: int = 0, clock: Callable[[], float] = time.monotonic,
                  loss_name: str = NAMES[0]) -> None:
-        from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
         self._steps, self._clock, self._loss_name = steps, clock, loss_name
         self._next_step, self._next_time = 0, 0.0  # when a line is due: at once
-        self._console = Console(stderr=True)
+        self._console = console(stderr=True)
         self._live = self._console.is_terminal
         self._progress = Progress(
             TextColumn("step"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.fields[text]}"),
