@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 REQUIREMENTS := requirements$(if $(filter cpu,$(PLATFORM)),,-$(PLATFORM)).txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test harness lint cycles registers bench evidence soak
+.PHONY: help install quickstart test harness lint cycles registers bench evidence mutants soak
 .DELETE_ON_ERROR:
 
 help:
@@ -17,6 +17,7 @@ help:
 	@echo "make bench                           measure what has changed, and make BENCHMARKS.md"
 	@echo "make evidence [ONLY='h100 1m']        make the plans of docs/plans again with pinned compilers, and print what moved;"
 	@echo "                                     without ONLY also fail where a kernel has become slower"
+	@echo "make mutants [FILES=trainer/step.py]  put faults into important files: do the tests fail?"
 	@echo "make soak [PARTS='kernels rest']     run the longest tests, in parts that resume"
 
 # A stamp for each list of requirements: pip runs again only where that list has changed.
@@ -66,6 +67,10 @@ evidence: $(EVIDENCE)/.stamp
 	$(EVIDENCE)/bin/python -m scripts.benchmarks.evidence $(if $(ONLY),--only $(ONLY))
 	$(if $(ONLY),,$(EVIDENCE)/bin/python -m scripts.benchmarks.kernel_cycles --check)
 	$(if $(ONLY),,$(EVIDENCE)/bin/python -m scripts.benchmarks.kernel_registers --check)
+
+# Hours: a fault at a time, and the tests beside it.
+mutants: $(VENV)/.requirements-test.stamp
+	$(RUN) -m tests.mutants $(if $(FILES),--files $(FILES))
 
 soak: $(VENV)/.requirements-test.stamp
 	$(RUN) -m tests.soak $(PARTS)

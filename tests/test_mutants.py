@@ -1,0 +1,37 @@
+"""The mutants: each differs from the file at one place, and is a program; the tests that are named exist."""
+import ast
+
+import pytest
+
+from tests.mutants.__main__ import ROOT, TESTS, sample
+from tests.mutants.mutations import broken, faults
+
+PROGRAM = '''
+def clipped(values, limit, *, strict=False):
+    """Returns the values."""
+    if strict and len(values) > limit:
+        raise ValueError(f"{len(values) + 1} values")
+    total = sum(values) * 2 - 1
+    values.sort()
+    return total if not strict else -total
+'''
+
+
+def test_every_kind_of_fault_is_made_and_no_message_is_touched():
+    assert {fault.what for fault in faults(PROGRAM)} == {
+        "True for False", "Or for And", "GtE for Gt", "never true", "Add for Sub", "Div for Mult", "3 for 2", "2 for 1",
+        "left out", "no Not", "no USub"}
+
+
+def test_a_mutant_differs_in_one_line():
+    original = ast.unparse(ast.parse(PROGRAM)).splitlines()
+    for fault in faults(PROGRAM):
+        lines = broken(PROGRAM, fault).splitlines()
+        assert len(lines) == len(original)
+        assert sum(a != b for a, b in zip(lines, original, strict=True)) == 1, fault.what
+
+
+@pytest.mark.parametrize("file", TESTS)
+def test_files_and_their_tests_exist(file):
+    assert (ROOT / file).is_file() and all((ROOT / test).is_file() for test in TESTS[file])
+    assert 0 < len(sample(file, 5, 0)) <= 5
