@@ -1,6 +1,6 @@
 """Draws schedules from their plans: which rank computes which tiles in each round, how even the work is, and what is sent.
 
-    python -m scripts.draw_schedule [--output docs/schedules] [--ranks 4 8] [--schedules ring ...]
+    python -m scripts.draw_schedule [--output docs/schedules] [--ranks 4] [--schedules ring ...]
 """
 import argparse
 import pathlib
@@ -309,7 +309,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                                      allow_abbrev=False)
     parser.add_argument("--output", type=pathlib.Path, default=pathlib.Path("docs/schedules"),
                         help="folder for SCHEDULE_RANKS.png (default docs/schedules, the repository's own pictures)")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8], choices=[4, 8], help="numbers of ranks (default both)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4], choices=[4, 8], help="numbers of ranks (default 4)")
     parser.add_argument("--schedules", nargs="+", default=list(CASES), choices=CASES, help="schedules (default all)")
     args = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")

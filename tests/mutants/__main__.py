@@ -4,9 +4,9 @@
     python -m tests.mutants --files trainer/step.py --each 40 --seed 1
     python -m tests.mutants --show                       # the share killed, and the survivors
 
-The tests run in a copy of the repository, without those marked slow, as CI runs them. A mutant is killed where they fail or take
-longer than --limit. Outcomes are appended to --output, a line of JSON each. A survivor is either a missing test or an equivalent
-program; tests/mutants/equivalent.txt names those.
+The tests run in a copy of the repository, without those marked slow, as CI runs them. A mutant is killed where they fail or
+take longer than --limit. Outcomes are appended to --output, a line of JSON each. A survivor is either a missing test or an
+equivalent program; tests/mutants/equivalent.txt names those.
 """
 from __future__ import annotations
 
