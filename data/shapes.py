@@ -281,21 +281,18 @@ def _described_functions(system: str) -> tuple[str, list[dict]]:
 
 
 SHAPES = (
-    Shape("ShareGPT, OpenAI", "`conversations`, `conversation`, `messages`, `items`, `dialogue`, `dialog`, `turns`, `data` or "
-          "`chat`: a list", "a turn for each entry: `from`, `role` or `speaker` with `value`, `content` or `text`", _turn_list),
-    Shape("Glaive", "`chat`: a text with `USER:`, `ASSISTANT:`, `FUNCTION RESPONSE:`",
-          "turns; JSON objects in `system` become tools, `<functioncall>` a call", _glaive),
-    Shape("OpenAssistant trees", "`prompt` with `replies`", "the path of the best ranked replies; others are counted", _tree),
-    Shape("One exchange", ", ".join(f"`{question}` and `{answer}`" for question, answer in PAIRS),
-          "a question and its answer, each a text or a list of turns; `history` before it as pairs; `input` and `context` are "
-          "joined to an `instruction`, `context` to a `question`", _pair),
+    Shape("ShareGPT, OpenAI", "a list in one of TURNS", "a turn for each entry: ROLES with TEXTS", _turn_list),
+    Shape("Glaive", "`chat`: a text with `USER:`, `ASSISTANT:`",
+          "turns; JSON in `system` becomes tools, `<functioncall>` a call", _glaive),
+    Shape("OpenAssistant", "`prompt` with `replies`", "the path of the best ranked replies; others are counted", _tree),
+    Shape("an exchange", "one of PAIRS", "a question and its answer, texts or lists of turns", _pair),
 )
 
 
 # What a source's `fields` may map a record's fields to.
-ROLE_TARGETS = ("system", "user", "assistant")
+ROLE_TARGETS = ("user", "assistant")
 TURN_TARGETS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name", "train")
-RECORD_TARGETS = ("messages", "prompt", "completion", "history", "tools", "id", "loss_mask")
+RECORD_TARGETS = ("messages", "system", "prompt", "completion", "history", "tools", "id", "loss_mask")
 
 
 class FieldMap:
@@ -319,8 +316,6 @@ class FieldMap:
         turns: list[dict] = []
         for name, role in self._roles.items():
             text = record.pop(name, None)
-            if role == "system" and not has_value(text):
-                continue
             if not isinstance(text, str):
                 raise Drop(f"{NOT_TEXT}`{printable(name)}`")
             turns.append({"role": role, "content": text})

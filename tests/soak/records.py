@@ -1,14 +1,23 @@
-"""Attacks on records: JSON of every kind is read, cleaned, rendered and encoded; no control token comes from a text."""
+"""Attacks on records: JSON of every kind is read, cleaned, rendered and encoded; no control token comes from a text.
 
+Of a record that is kept, every field with a value is read or named in the report: nothing vanishes.
+"""
+
+import itertools
 import json
 import pathlib
+import re
+from collections.abc import Iterator
 
 import numpy as np
 
+from data.conversation import Conversation
 from data.encode import Encoder
-from data.report import Report
+from data.printable import printable
+from data.report import Report, SourceReport
 from data.sources import Source, read
 from data.tokenizer import Tokenizer
+from data.turns import role_of
 from tests.soak.attacks import ROOT, Case, Fell, refusal
 
 PIECES = (
@@ -19,6 +28,11 @@ PIECES = (
 )
 ROLES = ("human", "gpt", "user", "assistant", "system", "tool", "function", "bard", "", "Human", None, 1, [], {})
 ODD = (None, True, 0, -1, 1.5, float("nan"), float("inf"), 2**70, [], {}, [None], {"a": 1}, "", "x", [[[[1]]]], "\ud800")
+# Fields of turns and records: reasoning, flags, and what nobody reads.
+EXTRAS = ("reasoning_content", "reasoning", "thinking", "loss", "train", "training", "trainable", "weight", "mask", "name",
+          "tool_call_id", "loss_mask", "source", "score", "nested", "system", "instruction", "history", "messages")
+FLAGS = ("loss", "train", "training", "trainable", "weight", "mask")
+VALUES = ("VALUE", "VALUE", True, False, 0, 1, 0.5, None, "", [], {}, {"a": ["VALUE"]}, ["VALUE"], [0, 1])
 FORMATS = ("sharegpt", "sharegpt", "sharegpt", "text", "tokens")
 
 
@@ -52,6 +66,8 @@ def records(base: pathlib.Path) -> Case:
         dropped = sum(source.dropped.values())
         if source.records != source.kept + dropped or source.kept != len(kept):
             raise Fell(f"{source.records} records, {source.kept} kept ({len(kept)} read), {dropped} dropped")
+        if len(kept) == 3 and isinstance(kept[1], Conversation):
+            check_nothing_vanished(raw, kept[1], source)
         for record in kept:
             encoded = encoder.encode(record)
             for document in encoded.documents:
@@ -64,6 +80,50 @@ def records(base: pathlib.Path) -> Case:
         return "kept" if len(kept) == 3 else f"dropped: {next(iter(source.dropped), 'unknown').split(':')[0]}"
 
     return case
+
+
+def check_nothing_vanished(raw: dict, kept: Conversation, report: SourceReport) -> None:
+    """Raises Fell unless every field of a record with a value is in the conversation or counted in the report.
+
+    Text is looked for by words that no other field has, flags by their counts.
+    """
+    said = repr([(m.content, m.reasoning, m.tool_calls, m.tool_call_id, m.name) for m in kept.messages]) + repr(kept.tools)
+    counted = [*report.unread, *report.repaired]
+    lists = [name for name in ("conversations", "messages") if isinstance(raw.get(name), list) and raw[name]]
+    turns = [turn for turn in raw[lists[0]] if isinstance(turn, dict)] if lists else []
+    others = {name: value for name, value in raw.items() if name not in lists[:1]}
+    for where, fields in [("record", others), *(("turn", turn) for turn in turns)]:
+        for name, value in fields.items():
+            if name not in EXTRAS or value in (None, "", [], {}):
+                continue
+            words = set(re.findall(r"VALUE\d+", json.dumps(value)))
+            is_flag = name in (*FLAGS, "loss_mask") and not words
+            named = any(f"{where} field `{printable(str(name))[:80]}`" == entry or f"`{name}`" in entry for entry in counted)
+            if not named and not (words and all(word in said for word in words)):
+                trailing = where == "turn" and "unanswered last turn dropped" in report.repaired
+                is_answer = where == "turn" and role_of(str(fields.get("from", fields.get("role")))) == "assistant"
+                if not (is_flag and _changes_nothing(name, value, is_answer)) and not trailing:
+                    raise Fell(f"the {where}'s field {name!r} with {value!r} vanished; counted: {counted}")
+
+
+def _changes_nothing(name: str, value: object, is_answer: bool) -> bool:
+    """Returns whether a flag says what holds without it, so that there is nothing to count."""
+    if name == "loss_mask":
+        return isinstance(value, list) and all(value)
+    return bool(value) == (is_answer == (name != "mask")) or (name == "mask" and not is_answer) or (
+        bool(value) and not is_answer)  # which is counted for all flags together
+
+
+def _extra(generator: np.random.Generator, numbers: Iterator[int]) -> dict:
+    """Returns a few fields with values of every kind; every text in them is another word."""
+    def numbered(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: numbered(inner) for key, inner in value.items()}
+        return [numbered(inner) for inner in value] if isinstance(value, list) else (
+            f"VALUE{next(numbers)}" if value == "VALUE" else value)
+
+    names = generator.choice(np.array(EXTRAS, dtype=object), size=generator.integers(0, 4), replace=False)
+    return {str(name): numbered(VALUES[generator.integers(len(VALUES))]) for name in names}
 
 
 def _text(generator: np.random.Generator) -> str:
@@ -91,14 +151,19 @@ def _record(format: str, generator: np.random.Generator) -> object:
         keys = [("from", "value", "conversations"), ("role", "content", "messages")][generator.integers(2)]
         usual = ["human", "gpt"] if keys[0] == "from" else ["user", "assistant"]
         turns: list = []
+        numbers = itertools.count(1000)
         for number in range(generator.integers(0, 9)):
             role = ROLES[generator.integers(len(ROLES))] if generator.random() < 0.1 else usual[number % 2]
             turn: object = {keys[0]: role, keys[1]: _odd(generator, _text(generator))}
+            if generator.random() < 0.3:
+                turn = {**_extra(generator, numbers), **turn}
             if generator.random() < 0.1:
                 call = {"function": {"name": _text(generator), "arguments": _odd(generator, {})}}
                 turn["tool_calls"] = _odd(generator, [call], 0.5)
             turns.append(_odd(generator, turn, 0.03))
         raw = {keys[2]: _odd(generator, turns, 0.05)}
+        if generator.random() < 0.3:
+            raw = {**_extra(generator, numbers), **raw}
         if generator.random() < 0.1:
             raw["tools"] = _odd(generator, [{"type": "function", "function": {"name": "f"}}], 0.5)
     raw["id"] = _odd(generator, "an id", 0.3)

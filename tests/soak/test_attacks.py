@@ -44,6 +44,13 @@ def test_a_record_that_is_not_counted_falls(monkeypatch):
     assert attack("records", range(3))["held"] == 0
 
 
+def test_fields_that_vanish_fall(monkeypatch):
+    """As they did where a cleaner reported none of them."""
+    assert attack("records", range(300))["fell"] == []
+    monkeypatch.setattr("data.turns.unread_of", lambda *_: set())
+    assert attack("records", range(300))["fell"] != []
+
+
 def test_a_checkpoint_with_other_numbers_falls(monkeypatch):
     def changed(path, model, optimizer):
         restored = restore(path.parents[1] / "checkpoints" / "10" if path.name == "20" else path, model, optimizer)
