@@ -75,6 +75,38 @@ def test_parts_are_added_in_float32():
     assert float(one_by_one) == 512
 
 
+@pytest.mark.parametrize("weight", [1.0, np.inf], ids=["finite", "not finite"])
+def test_moments_on_the_host_are_of_clipped_gradients_and_stay_where_a_step_is_not_finite(weight):
+    """A toy model of one layer stack and one other parameter beside optax's own AdamW on plain arrays."""
+    model = SimpleNamespace(mesh=mesh_of({}), config=tiny(), parameters={
+        "layers.w": Parameter((2, 3), ("layers", "norm")), "v": Parameter((4,), ("norm",))})
+    model.shardings = {name: NamedSharding(model.mesh, PartitionSpec()) for name in model.parameters}
+
+    def loss(params, batch):
+        none = jnp.zeros(0)
+        total = 30 * jnp.sum(params["layers.w"] ** 2) + jnp.sum(params["v"] ** 3)
+        return LossSums(total * batch["loss_weights"].sum(), batch["loss_weights"].sum(), SourceSums(none, none), {})
+
+    optimizer = OptimizerConfig(learning_rate=0.1, final_fraction=1.0, clip_norm=0.5, weight_decay=0.0, warmup_steps=0)
+    builder = StepBuilder(model, loss, text_batch(1, 1, model.mesh), optimizer, TrainConfig(steps=20, non_finite="skip"),
+                          MemoryConfig(moments_on_host=True))
+    before = {"layers.w": jnp.arange(6.0).reshape(2, 3), "v": jnp.ones(4)}
+    batch = {name: np.full((1, 1), weight if name == "loss_weights" else 1, x.dtype)
+             for name, x in builder.abstract_batch.items()}
+    state = builder.init_optimizer(before)
+    after, state, metrics = builder.lower_train().compile()(
+        jax.tree.map(jnp.copy, before), {}, state, place_batch(batch, model.mesh), np.int32(0))
+    gradient = {"layers.w": 60 * np.asarray(before["layers.w"]), "v": np.full(4, 3.0)}
+    norm = np.sqrt(sum((x**2).sum() for x in gradient.values()))
+    moments = first_moments(state)
+    if np.isfinite(weight):
+        assert float(metrics.grad_norm) == pytest.approx(norm)
+    for name, x in gradient.items():
+        expected = (1 - optimizer.beta1) * x * optimizer.clip_norm / norm if np.isfinite(weight) else np.zeros_like(x)
+        np.testing.assert_allclose(moments[name], expected, rtol=1e-5)
+        assert np.isfinite(weight) != np.array_equal(after[name], before[name])
+
+
 def test_frozen_parameters_have_no_moments_and_no_gradients():
     """Only attention is trained: its gradients are those of training all, and no other gradient is computed or sent."""
     batch = packed_batch(tiny(), ROWS, LENGTH)

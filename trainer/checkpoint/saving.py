@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 import orbax.checkpoint as ocp
 
+from data.folders import sync
 from trainer.checkpoint.arrays import stored_shapes
 from trainer.checkpoint.manifest import DamagedError, write_manifest
 from trainer.run.cluster import barrier
@@ -112,6 +113,7 @@ class Saving:
                 if self.target.exists():  # a damaged checkpoint of this step, which training has reached again
                     remove(self.target)
                 self.scratch.rename(self.target)
+                sync(self.target.parent)  # the name, before an older checkpoint is removed for it
                 if self.after is not None:
                     self.after(self.target)
         except BaseException as error:

@@ -144,6 +144,38 @@ def test_one_flipped_bit_in_any_file_is_found(run, warned):
     assert CheckpointStore(run).latest_good() == 20
 
 
+def test_a_damaged_moment_is_found_by_who_restores_it(run):
+    """`restore` compares the optimizer's files where it reads them; who needs the parameters alone does not."""
+    newest = run / "checkpoints/20"
+    largest = max((path for path in (newest / "optimizer").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    content = largest.read_bytes()
+    largest.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    moments = {"mu": placed((1, 2), values())}
+    with pytest.raises(DamagedError, match=largest.name):
+        restore(newest, abstract(placed((1, 2), values())), abstract(moments["mu"]))
+    assert restore_model(newest)
+
+
+def test_every_file_and_folder_of_a_checkpoint_is_durable_before_it_counts(tmp_path, assets, monkeypatch):
+    """fsync on each file, each folder of the checkpoint, and on the folder that its name stands in after it was renamed."""
+    synced: dict[tuple[int, int], None] = {}
+    fsync = os.fsync
+
+    def record(handle):
+        status = os.fstat(handle)
+        synced[status.st_dev, status.st_ino] = None
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", record)
+    with CheckpointStore(tmp_path / "run") as store:
+        store.save(1, model=placed((1, 2), values()), assets=assets)
+        store.wait()
+    folder = tmp_path / "run/checkpoints/1"
+    for path in [folder.parent, folder, *folder.rglob("*")]:
+        status = path.stat()
+        assert (status.st_dev, status.st_ino) in synced, path.relative_to(tmp_path)
+
+
 @pytest.fixture
 def read(monkeypatch):
     """The files that are compared with the manifest, one for each time."""
