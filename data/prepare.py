@@ -23,6 +23,7 @@ from data.report import MOST_DROPPED, Report
 from data.sources import Source
 from data.templates import jinja_template
 from data.templates.alternation import needs_alternation
+from data.templates.sandbox import compile_template
 from data.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -137,12 +138,18 @@ class _Job:
             "train_sources": self.train_sources,
             "clean": asdict(self.clean),
             "train_on": self.train_on,
+            "template_date": self._template_date(),
             "sources": [
                 [_content_hash(source), source.format, _template_text(source, self.tokenizer), dict(source.fields), add_bos]
                 for source, add_bos in zip(self.sources, self.add_bos, strict=True)
             ],
         }
         return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:20]
+
+    def _template_date(self) -> str | None:
+        """Returns the date that the templates write, or None if none writes one."""
+        texts = [_template_text(source, self.tokenizer) or "" for source in self.sources]
+        return self.tokenizer.template_date.date().isoformat() if any("strftime_now" in text for text in texts) else None
 
     def is_held_out(self, source: int, record_id: str) -> bool:
         """Returns whether a record belongs to the split held_out."""
@@ -218,8 +225,16 @@ def _cores() -> int:
 
 
 def _template_text(source: Source, tokenizer: Tokenizer) -> str | None:
-    """Returns the chat template of a source in Jinja, or None if it does not consist of conversations."""
-    return jinja_template(source.template, tokenizer) if source.format == "sharegpt" else None
+    """Returns the chat template of a source in Jinja, or None if it does not consist of conversations.
+
+    Raises:
+        UserError: there is no such template, or it uses what is not allowed.
+    """
+    if source.format != "sharegpt":
+        return None
+    text = jinja_template(source.template, tokenizer)
+    compile_template(text)
+    return text
 
 
 def _content_hash(source: Source) -> str:

@@ -52,7 +52,7 @@ class Tokenizer:
     """The tokenizer's own chat template, in Jinja."""
     text_tokens: tuple[str, ...]
     """Added tokens that would be control tokens, but may be typed in a text."""
-    template_date: datetime = TEMPLATE_DATE
+    template_date: datetime
     """What strftime_now writes in a chat template."""
 
     def __init__(self, files: dict[str, bytes], engine: Engine, path: str, text_tokens: tuple[str, ...] = ()):
@@ -69,6 +69,7 @@ class Tokenizer:
         self.adds_bos = self.bos_id is not None and engine.begins_with(self.bos_id, flag if isinstance(flag, bool) else None)
         self.chat_template = _chat_template(files, config, path)
         self.text_tokens = text_tokens
+        self.template_date = TEMPLATE_DATE
         for text in text_tokens:
             special = {self.bos_token, self.eos_token, self.pad_token}
             if text not in self.controls or text in special:
@@ -133,7 +134,8 @@ class Tokenizer:
         if not missing:
             return self
         files = {**self._files, **self._engine.with_control_tokens(missing)}
-        return Tokenizer(files, type(self._engine)(files), "the tokenizer with added control tokens", self.text_tokens)
+        tokenizer = Tokenizer(files, type(self._engine)(files), "the tokenizer with added control tokens", self.text_tokens)
+        return tokenizer.with_template_date(self.template_date)
 
     def with_text_tokens(self, tokens: Iterable[str]) -> "Tokenizer":
         """Returns a tokenizer for which these added tokens, such as <think>, may be typed: in a text, each becomes its token.
@@ -142,7 +144,10 @@ class Tokenizer:
             UserError: a token is not an added token of this tokenizer, or is its BOS, EOS or padding token.
         """
         tokens = tuple(sorted(set(tokens)))
-        return Tokenizer(self._files, type(self._engine)(self._files), "the tokenizer", tokens) if tokens else self
+        if not tokens:
+            return self
+        tokenizer = Tokenizer(self._files, type(self._engine)(self._files), "the tokenizer", tokens)
+        return tokenizer.with_template_date(self.template_date)
 
     def with_template_date(self, date: datetime) -> "Tokenizer":
         """Returns this tokenizer with another date for chat templates that write one."""

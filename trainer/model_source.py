@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import hashlib
 import json
 import shutil
@@ -29,7 +30,7 @@ from .checkpoint.manifest import MANIFEST, fingerprint
 from .checkpoint.store import assets_dir, best_or_itself, read_data, restore_model, stored_parameters
 from .config.schema import DataConfig, ModelConfig
 from .huggingface import peft
-from .huggingface.assets import copy_assets, trained_mask, trained_quantization, write_config, write_source_dtype
+from .huggingface.assets import copy_assets, trained_date, trained_mask, trained_quantization, write_config, write_source_dtype
 from .huggingface.folder import folder_config, hub_name, resolve_model_path, weights_fingerprint
 from .huggingface.read import read_hf, stored_hf
 from .huggingface.table import hf_layout
@@ -138,7 +139,11 @@ class ModelSource:
 
     def tokenizer(self) -> Tokenizer:
         """Loads the model's tokenizer."""
-        return Tokenizer.load(self.tokenizer_path)
+        tokenizer = Tokenizer.load(self.tokenizer_path)
+        if self.kind != "checkpoint":
+            return tokenizer
+        assert self.folder is not None
+        return tokenizer.with_template_date(trained_date(self.folder / "assets"))
 
     def write_assets(self, assets: Path, tokenizer: Tokenizer, chat_template: str | None, resolved: str) -> None:
         """Writes the assets of a checkpoint that is trained from this model, so that an export needs no other files.
@@ -405,6 +410,7 @@ def for_templates(source: ModelSource, data: DataConfig) -> tuple[ModelSource, T
             token for name in templates for token in missing_controls(name, tokenizer)))
         source = source.with_vocabulary(tokenizer)
     source = source.ending_at(end_ids(templates[0], tokenizer) if templates else ())
+    tokenizer = tokenizer.with_template_date(datetime.datetime.fromisoformat(data.template_date))
     return source, tokenizer.with_text_tokens(data.text_tokens)
 
 

@@ -2,10 +2,13 @@
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from data.templates.rendering import Rendered
 from data.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from data.templates.tracked import Source
 
 
 class Control(NamedTuple):
@@ -90,7 +93,7 @@ def _template_ranges(rendered: Rendered, tokenizer: Tokenizer) -> list[tuple[int
         parts = [(at, at + length)]
         if source is not None:
             if id(source) not in handled:
-                handled[id(source)] = _handled(source, tokenizer)
+                handled[id(source)] = _handled(source, rendered.needles, tokenizer)
             parts = []
             if offset is not None:
                 for start, end in handled[id(source)]:
@@ -106,13 +109,17 @@ def _template_ranges(rendered: Rendered, tokenizer: Tokenizer) -> list[tuple[int
     return ranges
 
 
-def _handled(source, tokenizer: Tokenizer) -> list[tuple[int, int]]:
-    """Returns the ranges of a text in which the template looked for a text with a control token in it."""
-    ranges = list(source.found)
-    for needle in source.needles:
-        if tokenizer.typed_pattern.search(needle):
-            ranges += [match.span() for match in re.finditer(re.escape(needle), source.text)]
-    return sorted(ranges)
+def _handled(source: "Source", needles: frozenset[str], tokenizer: Tokenizer) -> list[tuple[int, int]]:
+    """Returns the ranges of a text in which the template found a text with a control token in it.
+
+    Where it looks for one such tag, it means the others that it knows too: Nemotron's looks for <think> in an answer, and only
+    in one without it for </think>.
+    """
+    looked_for = {needle for needle in source.needles if tokenizer.typed_pattern.search(needle)}
+    if looked_for:
+        looked_for |= {needle for needle in needles if tokenizer.typed_pattern.search(needle)}
+    ranges = [match.span() for needle in looked_for for match in re.finditer(re.escape(needle), source.text)]
+    return sorted([*source.found, *ranges])
 
 
 def encode(

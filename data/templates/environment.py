@@ -69,6 +69,8 @@ class Environment(ImmutableSandboxedEnvironment):
 
     intercepted_binops = frozenset(["+", "-", "*", "/", "//", "%", "**"])
     concat = staticmethod(concat)  # Jinja joins with it what macros and blocks print
+    needles: frozenset[str] = frozenset()
+    """Texts that the template looks for in others."""
 
     def __init__(self, **options: Any):
         super().__init__(trim_blocks=True, lstrip_blocks=True, optimized=False, finalize=_printed,
@@ -84,6 +86,7 @@ class Environment(ImmutableSandboxedEnvironment):
     def _parse(self, *arguments: Any) -> nodes.Template:
         template = super()._parse(*arguments)
         _check(template)
+        self.needles = frozenset(_needles(template))
         return _Counting().visit(template)
 
     def getattr(self, obj: Any, attribute: str) -> Any:
@@ -308,7 +311,7 @@ def _indented(value: Any, width: int | str = 4, first: bool = False, blank: bool
         meter.spend(max(width, 0) // 10)
         width = " " * width
     # An end of line is added, so that a last empty line is one, as in Jinja's filter.
-    lines = (_soft(value) + "\n").splitlines()
+    lines = (value + Tracked("\n")).splitlines()
     between = Tracked("\n" + width) if blank else Tracked("\n")
     rest = lines[1:] if blank else [Tracked(width) + line if line else line for line in lines[1:]]
     text = between.join([*lines[:1], *rest])
@@ -435,6 +438,16 @@ def _check(template: nodes.Template) -> None:
     for node in template.find_all(nodes.For):
         if node.recursive:
             _refuse("tag", "for ... recursive")
+
+
+def _needles(template: nodes.Template) -> Iterator[str]:
+    """Yields the constants that a template looks for with `in`, or with a method such as split."""
+    for comparison in template.find_all(nodes.Compare):
+        if any(operand.op in ("in", "notin") for operand in comparison.ops) and isinstance(comparison.expr, nodes.Const):
+            yield str(comparison.expr.value)
+    for call in template.find_all(nodes.Call):
+        if isinstance(call.node, nodes.Getattr):
+            yield from (str(argument.value) for argument in call.args if isinstance(argument, nodes.Const))
 
 
 def _work(body: list[nodes.Node]) -> int:

@@ -197,7 +197,7 @@ def _common_length(first: str, second: str) -> int:
 
 
 def _plain(text: str) -> Rendered:
-    return Rendered(text, ((len(text), None, 0),), [], None)
+    return Rendered(text, ((len(text), None, 0),), [])
 
 
 def _tail(rendered: Rendered) -> str:

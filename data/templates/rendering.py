@@ -22,8 +22,10 @@ class Rendered(NamedTuple):
     """Where the characters come from, see data.templates.tracked.Run."""
     sources: list
     """The texts that the template was given, as data.templates.tracked.Source."""
-    generated: list[tuple[int, int]] | None
+    generated: list[tuple[int, int]] | None = None
     """Ranges in {% generation %} blocks; None if the template has no such block."""
+    needles: frozenset[str] = frozenset()
+    """Texts that the template looks for in others, such as </think>."""
 
 
 class Template(NamedTuple):
@@ -77,7 +79,8 @@ class Template(NamedTuple):
             turns = ", ".join(roles[:8]) + ", ..." * (len(roles) > 8)
             raise TemplateError(f"the chat template refuses turns {turns}: {_words(error)}") from None
         has_blocks = _GENERATION.search(self.source) is not None
-        return Rendered(str.__str__(text), text.runs, sources, meter.generated if has_blocks else None)
+        return Rendered(str.__str__(text), text.runs, sources, meter.generated if has_blocks else None,
+                        compiled.environment.needles)
 
 
 def _words(error: Exception) -> str:

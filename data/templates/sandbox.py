@@ -1,4 +1,5 @@
 """Jinja as transformers runs it, bounded in the work that a template may do."""
+import warnings
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
 # some hundred steps for a turn.
 STEPS = 200_000
 STEPS_PER_VALUE = 5_000
-MAX_SOURCE = 200_000  # characters of a template; the longest of published models have 20,000
+MAX_SOURCE = 100_000  # characters of a template; the longest of published models have 20,000
 
 
 @lru_cache(maxsize=32)
@@ -29,7 +30,9 @@ def compile_template(source: str) -> "Template":
     if len(source) > MAX_SOURCE:
         raise UserError(f"the tokenizer's chat template has {len(source):,} characters; up to {MAX_SOURCE:,} would work")
     try:
-        return Environment().from_string(source)
+        with warnings.catch_warnings():  # Python's own, about expressions that make no sense
+            warnings.simplefilter("ignore")
+            return Environment().from_string(source)
     except TemplateSyntaxError as error:
         raise UserError(f"the tokenizer's chat template is not Jinja: line {error.lineno}: {error.message}") from None
     except (RecursionError, MemoryError, SyntaxError, ValueError, OverflowError) as error:  # of the compiler, or of constants

@@ -428,6 +428,8 @@ def text_of(value: Any) -> str:
 def _represent(value: Any, parts: list[str]) -> None:
     """Adds the parts of repr(value) to a list."""
     meter.spend(4)
+    if isinstance(value, Safe):
+        raise TemplateError("the chat template prints a list of texts that it has marked as `safe`, which is not allowed")
     if isinstance(value, str):
         parts.append(quoted(value, str.__repr__(value), _like_repr))
     elif isinstance(value, dict):

@@ -5,12 +5,14 @@ between sections are in trainer.config.checks.
 """
 
 import dataclasses
+import datetime
 import math
 import pathlib
 import re
 from typing import Any, Literal
 
 from data.clean import CleanConfig
+from data.tokenizer import TEMPLATE_DATE
 from data.trajectories.options import TrajectoryConfig
 from model.adapter import AdapterConfig
 from model.attention.options import AttentionConfig
@@ -102,6 +104,9 @@ class DataConfig:
     """Add the control tokens that the templates need and the tokenizer lacks, each with a new row of the embedding."""
     text_tokens: tuple[str, ...] = ()
     """Added tokens of the tokenizer that turns may hold, such as [<think>, </think>]: typed, they are these tokens."""
+    template_date: str = TEMPLATE_DATE.date().isoformat()
+    """Date, YYYY-MM-DD, that chat templates write which write one (strftime_now), or `today`; fixed so that the same data gives
+    the same ids. Chats and evaluations of the model keep it."""
     train_on: Literal["all", "last"] = "all"
     """Assistant turns in the loss: all of a conversation, or only its last one; a turn's own `train: false` leaves it out."""
     sources: tuple[SourceConfig, ...] = ()
@@ -124,8 +129,20 @@ class DataConfig:
         _require_at_least(self, "data", 1, "context_length")
         require(0 <= self.held_out_fraction < 1, "data.held_out_fraction", self.held_out_fraction,
                 "a share from 0 to below 1")
+        # The day itself is recorded: a run that goes on tomorrow keeps it.
+        object.__setattr__(self, "template_date", _date(self.template_date))
         for index, source in enumerate(self.sources):
             require(source.weight > 0, f"data.sources[{index}].weight", source.weight, "a positive number")
+
+
+def _date(text: str) -> str:
+    """Returns a date as YYYY-MM-DD, of `today` too."""
+    if text == "today":
+        return datetime.date.today().isoformat()
+    try:
+        return datetime.date.fromisoformat(text).isoformat()
+    except ValueError:
+        raise ValueError(f"data.template_date: found {text!r}, needs a date as YYYY-MM-DD, or today") from None
 
 
 @dataclasses.dataclass(frozen=True)

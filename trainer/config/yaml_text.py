@@ -37,6 +37,14 @@ class _Loader(yaml.SafeLoader):
             lines[name] = line
         return node
 
+    def construct_date(self, node: Any) -> str:
+        """Returns a date as it is written: no field has a date's type, and some hold one as a text."""
+        self.construct_yaml_timestamp(node)  # raises ValueError for one that does not exist
+        return str(node.value)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _Loader.construct_date)
+
 
 def _require_small(root: yaml.Node, source: str) -> None:
     """Raises UserError for aliases that make a value part of itself, or a few lines into more than MAX_VALUES values."""

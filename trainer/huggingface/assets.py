@@ -7,11 +7,13 @@ import json
 import shutil
 import warnings
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from data.tokenizer import TEMPLATE_DATE
 from data.within import file_within
 from model.adapter import Quantization
 from model.attention import Mask
@@ -142,6 +144,12 @@ def trained_mask(assets: str | Path) -> Mask:
 def trained_quantization(assets: str | Path) -> Quantization:
     """How the base was quantized that the adapters of a checkpoint's `assets` were trained beside, by its run.yaml."""
     return _recipe(assets).get("adapter", {}).get("quantize", "none")
+
+
+def trained_date(assets: str | Path) -> datetime:
+    """The date that chat templates wrote in the training of a checkpoint's `assets`, by its run.yaml."""
+    text = _recipe(assets).get("data", {}).get("template_date")
+    return datetime.fromisoformat(text) if text else TEMPLATE_DATE
 
 
 def _recipe(assets: str | Path) -> dict[str, Any]:

@@ -1,0 +1,37 @@
+"""The chat templates of TRL's wheel for tests, unpacked once and kept between runs; nothing of them is in this repository."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+WHEEL = "trl==1.16.0"
+
+
+def trl_templates() -> dict[str, str]:
+    """Returns the templates by their names, such as qwen3, from the folder $LONGSTRIPE_CACHE/trl-1.16.0.
+
+    Raises:
+        RuntimeError: pip cannot download the wheel.
+    """
+    cache = Path(os.environ.get("LONGSTRIPE_CACHE") or Path.home() / ".cache" / "longstripe")
+    folder = cache / WHEEL.replace("==", "-")
+    if not folder.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as scratch:
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", scratch, WHEEL]
+            finished = subprocess.run(command, capture_output=True, text=True, check=False)
+            if finished.returncode:
+                raise RuntimeError(f"pip could not download {WHEEL}: {finished.stderr.strip()[-200:]}")
+            with zipfile.ZipFile(next(Path(scratch).glob("*.whl"))) as archive:
+                names = [name for name in archive.namelist()
+                         if name.startswith("trl/chat_templates/") and name.endswith(".jinja")]
+                archive.extractall(scratch, names)
+            try:
+                (Path(scratch) / "trl/chat_templates").rename(folder)
+            except OSError:  # another process was faster
+                if not folder.is_dir():
+                    raise
+    return {path.stem: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.jinja"))}
