@@ -7,7 +7,7 @@ RUN := $(VENV)/bin/python
 REQUIREMENTS := requirements$(if $(filter cpu,$(PLATFORM)),,-$(PLATFORM)).txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test harness lint cycles registers bench evidence mutants soak
+.PHONY: help install quickstart test harness lint lock cycles registers bench evidence mutants soak
 .DELETE_ON_ERROR:
 
 help:
@@ -18,6 +18,7 @@ help:
 	@echo "make evidence [ONLY='h100 1m']        make the plans of docs/plans again with pinned compilers, and print what moved;"
 	@echo "                                     without ONLY also fail where a kernel has become slower"
 	@echo "make mutants [FILES=trainer/step.py]  put faults into important files: do the tests fail?"
+	@echo "make lock                            choose anew the versions that images and TPU workers install"
 	@echo "make soak [PARTS='kernels rest']     run the longest tests, in parts that resume"
 
 # A stamp for each list of requirements: pip runs again only where that list has changed.
@@ -45,6 +46,14 @@ lint: $(VENV)/.requirements-test.stamp
 # The tests of eval.harness, which needs lm-eval; make VENV=... keeps it out of the environment of the others.
 harness: $(VENV)/.requirements-eval.stamp $(VENV)/.requirements-test.stamp
 	$(RUN) -m pytest tests/eval/test_harness.py --skips /dev/null
+
+# The same versions on every worker, also on one that is made again weeks later. uv is no requirement of ours.
+lock:
+	$(PYTHON) -m venv .cache/lock
+	.cache/lock/bin/python -m pip install --quiet --disable-pip-version-check uv
+	for platform in tpu cuda; do .cache/lock/bin/uv pip compile --quiet --upgrade --no-header --no-annotate --no-emit-index-url \
+		--no-emit-find-links --python-version 3.12 --python-platform x86_64-manylinux_2_31 requirements-$$platform.txt \
+		--output-file requirements-$$platform.lock || exit; done
 
 # No TPU is needed: the compiler tells the cycles of a tile.
 cycles: $(VENV)/.requirements-test.stamp

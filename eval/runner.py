@@ -6,7 +6,6 @@ import collections
 import dataclasses
 import hashlib
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,6 +24,7 @@ from eval.journal import JOURNAL, Answer, Journal
 from model.attention.names import SCHEDULES
 from model.config import LlamaConfig
 from trainer import entry
+from trainer.host import host_bytes
 
 if TYPE_CHECKING:
     from model.decode import Generator, Sampling
@@ -263,7 +263,7 @@ def memory_limit(device: Any, devices: int, gib: float | None) -> int | None:
     if limit := (device.memory_stats() or {}).get("bytes_limit"):
         return int(limit)
     if device.platform == "cpu":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // devices
+        return host_bytes() // devices
     return None
 
 

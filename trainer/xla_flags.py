@@ -25,6 +25,7 @@ from typing import Any
 from data.errors import UserError
 
 from .devices import GPU_MEMORY_SHARE, GPUS, TPUS
+from .host import host_bytes
 
 
 @dataclass(frozen=True)
@@ -196,8 +197,7 @@ def _memory(args: argparse.Namespace) -> dict[str, str]:
         if args.plan:
             raise UserError(f"--plan: found platform {args.platform}; only gpu has memory to allow")
         return {}
-    host_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    return gpu_memory(read_plan(args.plan) if args.plan else None, host_gib, os.environ)
+    return gpu_memory(read_plan(args.plan) if args.plan else None, host_bytes() / 2**30, os.environ)
 
 
 if __name__ == "__main__":

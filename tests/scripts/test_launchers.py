@@ -1,7 +1,9 @@
-"""The launchers' calls of gcloud and srun, recorded by substitutes of these; shellcheck; the compilers' flags."""
+"""The launchers for Slurm and Kubernetes; shellcheck; the compilers' flags. test_launch_tpu.py has Cloud TPU's."""
 
 import json
+import math
 import os
+import re
 import shlex
 import stat
 import subprocess
@@ -9,39 +11,22 @@ import sys
 
 import jax
 import jax.numpy as jnp
+import jsonschema
 import pytest
 import yaml
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from model.config import LlamaConfig
 from planning.plan import DEFAULT_RECIPE, DoesNotFit, Job, check_fits
 from planning.topology import topology_devices
 from tests.conftest import REPOSITORY
 from trainer import xla_flags
+from trainer.host import host_bytes
 
 SCRIPTS = sorted(path for path in [*(REPOSITORY / "scripts").rglob("*.sh"), *(REPOSITORY / "scripts").glob("*.sbatch"),
                                    REPOSITORY / ".ci/run"])
-
-# Records its arguments. States of the slice and exit statuses of training are read from files, one line for each call; the last
-# line is not removed.
-GCLOUD = f"""#!{sys.executable}
-import json, pathlib, sys
-here = pathlib.Path(__file__).parent
-with open(here / "calls", "a") as file:
-    file.write(json.dumps(sys.argv[1:]) + "\\n")
-
-def next_line(name):
-    lines = (here / name).read_text().splitlines()
-    if len(lines) > 1:
-        (here / name).write_text("\\n".join(lines[1:]))
-    return lines[0]
-
-if "describe" in sys.argv:
-    state = next_line("states")
-    sys.exit(1) if state == "ABSENT" else print(state)
-elif "ssh" in sys.argv and "train.code" in sys.argv[-1] and "cat longstripe" in sys.argv[-1]:
-    print(next_line("codes"))
-"""
 
 
 def executable(path, text):
@@ -49,185 +34,106 @@ def executable(path, text):
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
 
 
+# Takes srun's place: starts two ranks as srun would, and stores its own options.
+SRUN = """#!/bin/bash
+here=$(dirname "$0")
+while [[ $1 == --* ]]; do echo "$1" >> "$here/options"; shift; done
+for SLURM_PROCID in 0 1; do export SLURM_PROCID; "$@"; done
+exit ${CODE:-0}
+"""
+
+
 @pytest.fixture
-def launch(tmp_path):
-    """Returns a function that runs launch_tpu.sh with these states of the slice and exit statuses of training.
+def sbatch(tmp_path):
+    """Returns a function that runs the batch script in a folder whose commands are stand-ins.
 
-    It returns the finished process and the calls of gcloud.
+    It returns the finished process; `told` holds what scontrol was asked, `ran` the programs of the tasks.
     """
-    executable(tmp_path / "gcloud", GCLOUD)
+    executable(tmp_path / "srun", SRUN)
+    executable(tmp_path / "squeue", "#!/bin/bash\necho ${STATE:-RUNNING}\n")
+    executable(tmp_path / "scontrol", f"#!/bin/bash\necho \"$@\" >> {tmp_path}/told\n")
+    executable(tmp_path / "python", f"""#!/bin/bash
+        case "$*" in
+          *xla_flags*) [ -z "$NO_FLAGS" ] && echo export FLAGS=1 || {{ echo 'error: no plan' >&2; exit 2; }} ;;
+          *run_status*) echo "$CHECKPOINT" ;;
+          *restarts*) PYTHONPATH={REPOSITORY} exec {sys.executable} -c 'import sys, time
+time.sleep = lambda seconds: print(f"slept {{seconds}}", file=sys.stderr)
+from scripts import restarts
+sys.exit(restarts.main(sys.argv[1:]))' "${{@:3}}" ;;
+          *) echo "rank $SLURM_PROCID" "$@" "$JAX_LOCAL_DEVICE_IDS" "$FLAGS" | tee -a {tmp_path}/ran ;;
+        esac""")
 
-    def run(*arguments, states, codes=("0",)):
-        (tmp_path / "states").write_text("\n".join(states))
-        (tmp_path / "codes").write_text("\n".join(codes))
-        (tmp_path / "calls").write_text("")
-        done = subprocess.run([REPOSITORY / "scripts/launch_tpu.sh", *arguments], capture_output=True, text=True, check=False,
-                              timeout=60, env={**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"})
-        return done, [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    def run(*arguments, **variables):
+        env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path),
+               "PYTHON": str(tmp_path / "python"), "SLURM_JOB_ID": "17", "SLURM_GPUS_ON_NODE": "4",
+               "SLURM_CPUS_ON_NODE": "96", **variables}
+        return subprocess.run([REPOSITORY / "scripts/launch_slurm.sbatch", *arguments], env=env, check=False, timeout=60,
+                              capture_output=True, text=True)
 
+    run.folder = tmp_path
     return run
 
 
-RECIPE = "configs/quickstart.yaml"
-SLICE = ("--zone", "z", "--type", "v5p-64", "--version", "v2", "--poll", "0")
-
-
-def verbs(calls):
-    """Returns the purpose of each call that changes something: create, delete, scp, install, start or follow."""
-    purposes = {"uv pip install": "install", "setsid": "start", "tail": "follow"}
-    verbs = []
-    for call in calls:
-        if "ssh" in call:
-            verbs += [verb for words, verb in purposes.items() if words in call[-1]][:1]
-        else:
-            verbs += [verb for verb in ("create", "delete", "scp") if verb in call]
-    return verbs
-
-
-def test_run_creates_installs_starts_and_follows(launch):
-    recipe = ["--config", "configs/books.yaml", "--data.sources", "[{path: a b.txt, format: text}]"]
-    done, calls = launch("run", "pod", *SLICE, "--spot", "--project", "p", "--", *recipe,
-                         states=["ABSENT", "WAITING_FOR_RESOURCES", "PROVISIONING", "ACTIVE"])
+def test_slurm_starts_one_process_a_node_with_all_its_gpus_cpus_and_memory(sbatch):
+    done = sbatch("--config", "a b.yaml")
     assert done.returncode == 0, done.stderr
-    assert verbs(calls) == ["create", "scp", "install", "start", "follow"]
-    create = next(call for call in calls if "create" in call)
-    assert create == ["compute", "tpus", "queued-resources", "create", "pod", "--node-id", "pod", "--accelerator-type",
-                      "v5p-64", "--runtime-version", "v2", "--spot", "--zone", "z", "--project", "p"]
-    assert all(call[call.index("--zone") + 1] == "z" for call in calls)
-    start = next(call for call in calls if "setsid" in call[-1])
-    assert "--worker=all" in start and "trainer.xla_flags tpu" in start[-1]
-    # The worker's shell gives train.py the options after --.
-    words = shlex.split(start[-1].split("train.code' ")[1].split(" < ")[0])
-    assert words == ["train.py", *recipe]
+    assert (sbatch.folder / "options").read_text().split() == ["--kill-on-bad-exit=1", "--label", "--cpus-per-task=96"]
+    for rank in range(2):
+        log = (sbatch.folder / f"longstripe-17-{rank}.log").read_text()
+        assert log == f"rank {rank} train.py --config a b.yaml 0,1,2,3 1\n"
+    head = (REPOSITORY / "scripts/launch_slurm.sbatch").read_text()
+    assert all(f"#SBATCH {option}\n" in head for option in ("--mem=0", "--ntasks-per-node=1", "--requeue", "--exclusive"))
 
 
-def test_an_existing_slice_is_used_and_a_failure_of_training_ends_the_command(launch):
-    done, calls = launch("run", "pod", *SLICE, "--", "--config", RECIPE, states=["ACTIVE"], codes=["2"])
-    assert done.returncode == 2 and verbs(calls) == ["scp", "install", "start", "follow"]
+def test_slurm_hands_a_container_to_pyxis(sbatch):
+    sbatch("--config", "c", CONTAINER="registry#longstripe:1.0", CONTAINER_MOUNTS="/data:/data")
+    assert (sbatch.folder / "options").read_text().split()[-3:] == [
+        "--container-image=registry#longstripe:1.0", "--container-workdir=/longstripe", "--container-mounts=/data:/data"]
 
 
-def test_it_restarts_after_a_preemption(launch):
-    # Preempted twice during training: noticed by the slice's state, then by the exit status.
-    done, calls = launch("run", "pod", *SLICE, "--spot", "--", "--config", RECIPE,
-                         states=["ACTIVE", "ACTIVE", "SUSPENDED", "SUSPENDED", "SUSPENDED", "ABSENT", "ACTIVE", "ACTIVE",
-                                 "ACTIVE", "ACTIVE"],
-                         codes=["", "143", "0"])
-    assert done.returncode == 0, done.stderr
-    once = ["scp", "install", "start", "follow"]
-    assert verbs(calls) == [*once, "delete", "create", *once, *once]
-    assert next(call for call in calls if "delete" in call)[3:7] == ["delete", "pod", "--force", "--quiet"]
+def test_slurm_does_not_train_without_the_compilers_flags(sbatch):
+    done = sbatch("--config", "c", NO_FLAGS="1")
+    assert done.returncode == 2 and "error: no plan" in done.stderr and not (sbatch.folder / "ran").exists()
 
 
-def test_training_that_is_killed_three_times_is_not_restarted(launch):
-    done, calls = launch("run", "pod", *SLICE, "--", "--config", RECIPE, states=["ACTIVE"], codes=["137"])
-    assert done.returncode == 137 and verbs(calls).count("start") == 3
+def test_slurm_queues_again_what_another_start_may_pass(sbatch):
+    """While a job is cancelled it is COMPLETING, and Slurm would accept `scontrol requeue` for it too."""
+    told = sbatch.folder / "told"
+    for code, state, requeued in ((0, "RUNNING", False), (2, "RUNNING", False), (130, "RUNNING", False), (1, "RUNNING", True),
+                                  (75, "RUNNING", True), (134, "RUNNING", True), (137, "RUNNING", True),
+                                  (143, "RUNNING", True), (143, "COMPLETING", False)):
+        told.unlink(missing_ok=True)
+        (sbatch.folder / "longstripe-17.starts").unlink(missing_ok=True)
+        assert sbatch("--config", "c", CODE=str(code), STATE=state).returncode == code
+        assert told.exists() is requeued, code
+    assert "#SBATCH --signal=TERM@" in (REPOSITORY / "scripts/launch_slurm.sbatch").read_text()
 
 
-def test_training_that_saves_on_every_preemption_is_restarted(launch):
-    done, calls = launch("run", "pod", *SLICE, "--", "--config", RECIPE, states=["ACTIVE"], codes=["143"] * 4 + ["0"])
-    assert done.returncode == 0 and verbs(calls).count("start") == 5
+def test_slurm_gives_up_after_starts_without_a_checkpoint(sbatch):
+    ends = [sbatch("--config", "c", CODE="75", RESTARTS="2", CHECKPOINT=step) for step in ("", "", "40", "40", "40", "40")]
+    assert [done.returncode for done in ends] == [75, 75, 75, 75, 75, 2]
+    assert "3 starts without one after the checkpoint of step 40" in ends[-1].stderr
+    assert [done.stderr.count("slept") for done in ends] == [0, 1, 0, 1, 1, 0] and "slept 30" in ends[4].stderr
 
 
-@pytest.mark.parametrize(("arguments", "words"), [
-    (["run"], "needs a verb"), (["run", "pod"], "--zone is missing"), (["fly", "pod", "--zone", "z"], "unknown verb fly"),
-    (["create", "pod", "--zone", "z"], "--type and --version"), (["run", "pod", "--config", "c"], "unknown option --config"),
-    (["start", "pod", "--zone", "z"], "nothing to start"), (["run", "pod", "--zone"], "--zone needs a value"),
-])
-def test_mistakes_are_one_line(launch, arguments, words):
-    done, calls = launch(*arguments, states=["ACTIVE"])
-    assert done.returncode == 2 and words in done.stderr and done.stderr.count("\n") == 1
-    assert not [call for call in calls if "create" in call]
-
-
-def test_a_recipe_that_git_does_not_track_is_refused_before_a_slice_is_created(launch, tmp_path):
-    recipe = REPOSITORY / f"{tmp_path.name}.yaml"
-    recipe.write_text("name: new\n")
-    try:
-        done, calls = launch("run", "s", *SLICE, "--", "--config", recipe.name, states=["ABSENT", "ACTIVE"])
-    finally:
-        recipe.unlink()
-    assert done.returncode == 2 and not verbs(calls)
-    assert f"{recipe.name} is not tracked by git and would not reach the workers: git add {recipe.name}" in done.stderr
-
-
-@pytest.mark.parametrize("words", [("--config", "configs/quickstat.yaml"),
-                                   ("--run_dir", "r", "--config=configs/quickstat.yaml")])
-def test_a_recipe_that_is_not_there_creates_no_slice(launch, words):
-    done, calls = launch("run", "s", *SLICE, "--", *words, states=["ABSENT", "ACTIVE"])
-    assert done.returncode == 2 and not verbs(calls) and "--config: there is no configs/quickstat.yaml in /" in done.stderr
-
-
-def test_a_recipe_on_a_mounted_file_system_is_the_workers_own(launch):
-    done, calls = launch("run", "s", *SLICE, "--", "--config", "/mnt/shared/mine.yaml", states=["ABSENT", "ACTIVE"])
-    assert done.returncode == 0 and "create" in verbs(calls)
-
-
-def test_the_workers_commands_train_stop_and_store_the_exit_status(launch, tmp_path):
-    """Runs the commands: one training outlives the shell that started it, another one is stopped."""
-    _, calls = launch("start", "pod", "--zone", "z", "--", "a b", "$c", states=["ACTIVE"])
-    _, stopping = launch("stop", "pod", "--zone", "z", states=["ACTIVE"])
-    home = tmp_path / "home"
-    (home / "longstripe/.venv/bin").mkdir(parents=True)
-    executable(home / "longstripe/.venv/bin/python", """#!/bin/bash
-        if [ "$1" = -m ]; then echo export FLAGS=1; else printf '%s|' "$FLAGS" "$@"; sleep 0.2; exit 7; fi""")
-    command = ["bash", "-c", calls[-1][-1]]
-    subprocess.run(command, cwd=home, check=True, timeout=20)
-    code, pid = home / "longstripe/train.code", home / "longstripe/train.pid"
-    subprocess.run(["tail", f"--pid={pid.read_text().strip()}", "-f", "/dev/null"], timeout=20, check=True)
-    assert code.read_text() == "7\n"
-    assert (home / "longstripe/train.log").read_text() == "1|train.py|a b|$c|"
-    executable(home / "longstripe/.venv/bin/python", """#!/bin/bash
-        trap 'sleep 0.5; touch saved; exit 143' TERM
-        [ "$1" = -m ] || { touch ready; while true; do sleep 0.1; done; }""")
-    subprocess.run(command, cwd=home, check=True, timeout=20)
-    second = pid.read_text().strip()
-    subprocess.run(command, cwd=home, check=True, timeout=20)
-    assert pid.read_text().strip() == second, "it is running already"
-    ready = home / "longstripe/ready"  # before that, the stand-in has no trap
-    subprocess.run(["bash", "-c", f"until [ -e '{ready}' ]; do sleep 0.05; done"], timeout=20, check=True)
-    subprocess.run(["bash", "-c", stopping[-1][-1]], cwd=home, check=True, timeout=20)
-    subprocess.run(["tail", f"--pid={second}", "-f", "/dev/null"], timeout=20, check=True)
-    assert code.read_text() == "130\n" and not pid.exists() and (home / "longstripe/saved").exists(), "stop waits"
-
-
-def test_workers_install_with_uvs_python_and_use_no_tool_of_their_image(launch, tmp_path):
-    """Cloud TPU's images contain Python 3.10, which JAX no longer supports."""
-    _, calls = launch("install", "pod", "--zone", "z", states=["ACTIVE"])
-    home, archive = tmp_path / "home", tmp_path / "home/longstripe.tar.gz"
-    (home / ".local/bin").mkdir(parents=True)
-    subprocess.run(["tar", "-czf", archive, "-C", REPOSITORY, "requirements.txt", "requirements-tpu.txt"], check=True)
-    executable(home / ".local/bin/uv", """#!/bin/bash
-        echo "$@" >> ~/told
-        if [ "$1" = venv ]; then mkdir -p .venv/bin; cp "$0" .venv/bin/python; else [ -e "${!#}" ]; fi""")
-    for tool in ("python3", "make", "curl"):
-        executable(tmp_path / tool, "#!/bin/bash\nexit 1\n")
-    for _ in range(2):  # again after a preemption of training alone
-        subprocess.run(["bash", "-c", calls[-1][-1]], cwd=home, check=True, timeout=20,
-                       env={"HOME": str(home), "PATH": f"{tmp_path}:{os.environ['PATH']}"})
-    install = "pip install --quiet -r requirements-tpu.txt"
-    assert (home / "told").read_text().splitlines() == ["venv --python 3.12", install, install]
-
-
-def test_slurm_starts_one_process_a_node_with_all_its_gpus_under_their_flags(tmp_path):
+def test_slurms_processes_find_all_gpus_of_their_node(tmp_path):
     """JAX, asked under Slurm's variables, would give each task the GPU of its number in the node: the first one."""
     ask = ("import jax; from trainer.run.cluster import join; from trainer.config.schema import DistributedConfig\n"
            "join(DistributedConfig(), False); print(jax.config.values['jax_cuda_visible_devices'])")
-    executable(tmp_path / "srun", f"#!/bin/bash\nprintf '%s\\n' \"$XLA_FLAGS\" \"$@\" > {tmp_path}/told\n"
-               f"echo $XLA_CLIENT_MEM_FRACTION $XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB > {tmp_path}/memory\n"
-               f"JAX_PLATFORMS=cpu \"$PYTHON\" -c {shlex.quote(ask)} > {tmp_path}/found\n")
-    script = REPOSITORY / "scripts/launch_slurm.sbatch"
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(REPOSITORY),
-           "PYTHON": sys.executable, "XLA_FLAGS": "--xla_dump_to=/dev/null", "SLURM_GPUS_ON_NODE": "4",
-           "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "1", "SLURM_PROCID": "0",
-           "SLURM_LOCALID": "0"}
-    subprocess.run([script, "--config", "a b.yaml"], env=env, check=True, timeout=60)
-    flags, *command = (tmp_path / "told").read_text().splitlines()
-    assert command == ["--kill-on-bad-exit=1", sys.executable, "train.py", "--config", "a b.yaml"]
-    assert flags.split() == [*map(str, xla_flags.FLAGS["gpu"]), "--xla_dump_to=/dev/null"], "the user's flags come last"
-    assert (tmp_path / "found").read_text() == "0,1,2,3\n"
-    share, host_gib = (tmp_path / "memory").read_text().split()
-    assert share == "0.95" and 0 < int(host_gib) < os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 2**30
-    assert "#SBATCH --ntasks-per-node=1" in script.read_text() and "#SBATCH --requeue" in script.read_text()
+    env = {**os.environ, "SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "1",
+           "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "JAX_LOCAL_DEVICE_IDS": "0,1,2,3", "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", ask], cwd=REPOSITORY, env=env, check=True, capture_output=True, text=True,
+                          timeout=60)
+    assert done.stdout.splitlines()[-1] == "0,1,2,3"
+
+
+def test_flags_given_by_the_user_come_last(tmp_path):
+    done = subprocess.run([sys.executable, "-m", "trainer.xla_flags", "gpu"], cwd=REPOSITORY, check=True, capture_output=True,
+                          text=True, env={**os.environ, "XLA_FLAGS": "--xla_dump_to=/dev/null"}, timeout=60)
+    line, share, pinned = done.stdout.splitlines()
+    assert shlex.split(line)[1] == "XLA_FLAGS=" + " ".join([*map(str, xla_flags.FLAGS["gpu"]), "--xla_dump_to=/dev/null"])
+    assert share == "export XLA_CLIENT_MEM_FRACTION=0.95"
+    assert 0 < int(pinned.rpartition("=")[2]) < host_bytes() / 2**30
 
 
 H100_PLAN = {"topology": "h100:8", "peak_gib": 74.9, "host_gib": 128.0}
@@ -273,42 +179,99 @@ def test_a_plan_fills_no_more_of_a_gpu_than_the_launchers_allow():
     check_fits(Job(DEFAULT_RECIPE, LlamaConfig.preset("tiny"), "h100:8"), {"peak": 75.0, "host": 0.0}, {})
 
 
-def test_slurm_requeues_only_a_job_that_saved_on_sigterm(tmp_path):
-    """While a job is cancelled it is COMPLETING, and Slurm would accept `scontrol requeue` for it too."""
-    executable(tmp_path / "srun", "#!/bin/bash\nexit $CODE\n")
-    executable(tmp_path / "squeue", "#!/bin/bash\necho $STATE\n")
-    executable(tmp_path / "scontrol", f"#!/bin/bash\necho \"$@\" >> {tmp_path}/told\n")
-    script = REPOSITORY / "scripts/launch_slurm.sbatch"
-    env = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(REPOSITORY),
-           "PYTHON": sys.executable, "SLURM_JOB_ID": "17", "SLURM_GPUS_ON_NODE": "8"}
-    for code, state in ((0, "RUNNING"), (2, "RUNNING"), (137, "RUNNING"), (143, "COMPLETING"), (143, "RUNNING")):
-        ends = {**env, "CODE": str(code), "STATE": state}
-        done = subprocess.run([script, "--config", "c"], env=ends, check=False, timeout=60)
-        assert done.returncode == code
-    assert (tmp_path / "told").read_text() == "requeue 17\n"
-    assert "#SBATCH --signal=TERM@" in script.read_text()
+@pytest.fixture(params=["jobset.yaml", "jobset_gpu.yaml"])
+def jobset(request):
+    return yaml.safe_load((REPOSITORY / "scripts/kubernetes" / request.param).read_text())
 
 
-def test_the_jobset_is_complete_and_its_recipe_exists():
-    jobset = yaml.safe_load((REPOSITORY / "scripts/kubernetes/jobset.yaml").read_text())
-    assert (jobset["apiVersion"], jobset["kind"]) == ("jobset.x-k8s.io/v1alpha2", "JobSet")
+def test_jobsets_have_only_the_fields_of_their_release(jobset):
+    jsonschema.validate(jobset, json.loads((REPOSITORY / "tests/scripts/jobset_0.12.0.json").read_text()))
+
+
+def test_the_jobsets_are_complete_and_their_recipes_exist(jobset):
     job = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]
     pod = job["template"]["spec"]
-    selector, container = pod["nodeSelector"], pod["containers"][0]
-    chips = 1
-    for side in selector["cloud.google.com/gke-tpu-topology"].split("x"):
-        chips *= int(side)
-    assert job["parallelism"] == job["completions"] == chips // container["resources"]["limits"]["google.com/tpu"]
-    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
-    args = container["args"]
-    assert (REPOSITORY / args[args.index("--config") + 1]).exists()
-    # Exit status 2 of train.py fails the JobSet, any other restarts it.
-    assert job["podFailurePolicy"]["rules"] == [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}}]
-    assert jobset["spec"]["failurePolicy"]["rules"] == [{"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}]
+    container, hosts = pod["containers"][0], job["parallelism"]
+    args, devices = container["args"], container["resources"]["limits"]
     mesh = yaml.safe_load((REPOSITORY / args[args.index("--config") + 1]).read_text())["mesh"]
-    assert mesh["sequence"] == chips
+    assert hosts == job["completions"]
+    if "google.com/tpu" in devices:
+        chips = math.prod(map(int, pod["nodeSelector"]["cloud.google.com/gke-tpu-topology"].split("x")))
+        assert hosts == chips // devices["google.com/tpu"] and mesh["sequence"] == chips
+    else:
+        assert args[args.index("--distributed.num_processes") + 1] == str(hosts)
+        name = f"{jobset['metadata']['name']}-{jobset['spec']['replicatedJobs'][0]['name']}-0-0.{jobset['metadata']['name']}:"
+        assert args[args.index("--distributed.coordinator") + 1].startswith(name)
+        assert any(volume.get("emptyDir", {}).get("medium") == "Memory" for volume in pod["volumes"])
+    assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+    assert not container["image"].endswith(":latest") and ":" in container["image"]
+
+
+def test_a_jobset_fails_for_good_after_2_alone_and_does_not_count_maintenance(jobset):
+    """The messages are the Job controller's (Kubernetes 1.33)."""
+    rules = jobset["spec"]["failurePolicy"]["rules"]
+    conditions = jobset["spec"]["replicatedJobs"][0]["template"]["spec"]["podFailurePolicy"]["rules"]
+    assert conditions == [{"action": "FailJob", "onExitCodes": {"operator": "In", "values": [2]}},
+                          {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget"}]}]
+
+    def action(reason, message):
+        return next((rule["action"] for rule in rules if reason in rule["onJobFailureReasons"]
+                     and any(re.search(pattern, message) for pattern in rule["onJobFailureMessagePatterns"])), "RestartJobSet")
+
+    pod = "pod default/longstripe-slice-0-3-abcde"
+    exit_2 = f"Container longstripe for {pod} failed with exit code 2 matching FailJob rule at index 0"
+    assert action("PodFailurePolicy", exit_2) == "FailJobSet"
+    moved = f"{pod.capitalize()} has condition DisruptionTarget matching FailJob rule at index 1"
+    assert action("PodFailurePolicy", moved) == "RestartJobSetAndIgnoreMaxRestarts"
+    assert action("BackoffLimitExceeded", "Job has reached the specified backoff limit") == "RestartJobSet"  # 75, 137, ...
+
+
+def test_the_container_counts_its_starts_and_needs_the_compilers_flags(tmp_path):
+    executable(tmp_path / "python", """#!/bin/bash
+        echo "$FLAGS" "$@" >> "$(dirname "$0")/ran"
+        case "$*" in *xla_flags*) [ -z "$NO_FLAGS" ] || exit 2; echo export FLAGS=1 ;; *run_status*) echo 40 ;;
+          *restarts*) exit "${TOO_MANY:-0}" ;; esac""")
+
+    def run(*arguments, **variables):
+        (tmp_path / "ran").unlink(missing_ok=True)
+        env = {**os.environ, "PYTHON": str(tmp_path / "python"), "PLATFORM": "cuda", **variables}
+        done = subprocess.run([REPOSITORY / "scripts/kubernetes/entrypoint.sh", *arguments], env=env, check=False, timeout=60)
+        return done.returncode, (tmp_path / "ran").read_text().splitlines()
+
+    flags, train = " -m trainer.xla_flags gpu", "1 train.py --config a b"
+    counted = ["1 -m scripts.run_status --checkpoint --config a b",
+               "1 -m scripts.restarts gs://b/starts --checkpoint 40 --longest-pause 120"]
+    assert run("--config", "a b") == (0, [flags, train])
+    assert run("--config", "a b", STARTS="gs://b/starts", JOB_COMPLETION_INDEX="0") == (0, [flags, *counted, train])
+    assert run("--config", "a b", STARTS="gs://b/starts", JOB_COMPLETION_INDEX="3") == (0, [flags, train])
+    assert run("--config", "a b", STARTS="gs://b/starts", SLICE="1") == (0, [flags, train])
+    assert run("--config", "a b", STARTS="gs://b/starts", TOO_MANY="2") == (2, [flags, *counted])
+    assert run("--config", "a b", NO_FLAGS="1") == (2, [flags])
+    assert run("python", "-m", "scripts.export_hf", "r", "o") == (0, [flags, "1 -m scripts.export_hf r o"])
+
+
+def test_the_image_is_small_pinned_and_not_roots():
     docker = (REPOSITORY / "scripts/kubernetes/Dockerfile").read_text()
-    assert "scripts/kubernetes/entrypoint.sh" in docker and os.access(REPOSITORY / "scripts/kubernetes/entrypoint.sh", os.X_OK)
+    assert "USER 1000\n" in docker and "--no-cache-dir" in docker and '"tini"' in docker and ":latest" not in docker
+    assert os.access(REPOSITORY / "scripts/kubernetes/entrypoint.sh", os.X_OK)
+    tools = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
+    done = subprocess.run(["hadolint", REPOSITORY / "scripts/kubernetes/Dockerfile"], capture_output=True, text=True,
+                          check=False, env={**os.environ, "PATH": tools})
+    assert done.returncode == 0 and not done.stdout, done.stdout
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_the_lock_holds_every_requirement_in_its_range(platform):
+    """`make lock` makes it anew."""
+    lock = dict(line.split("==") for line in (REPOSITORY / f"requirements-{platform}.lock").read_text().split("\n")
+                if line and not line.startswith("#"))
+    lock = {canonicalize_name(name): version.split(" ")[0] for name, version in lock.items()}
+    names = [f"requirements-{platform}.txt", "requirements.txt"]
+    for line in "\n".join((REPOSITORY / name).read_text() for name in names).splitlines():
+        line = line.partition("#")[0].strip()
+        if line and not line.startswith("-r"):
+            requirement = Requirement(line)
+            assert requirement.specifier.contains(lock[canonicalize_name(requirement.name)]), f"{line}: make lock"
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)

@@ -1,0 +1,361 @@
+"""Trains on TPU slices of Google Cloud, from your own machine.
+
+  scripts/launch_tpu.sh run NAME --zone Z --machine-type ct6e-standard-4t --topology 4x4 [--spot] -- --config configs/R.yaml
+  scripts/launch_tpu.sh run NAME --zone Z --type v5p-128 --version V [--spot] -- --config configs/R.yaml
+  scripts/launch_tpu.sh create|install|start|follow|status|stop|delete NAME --zone Z [--api compute] [-- COMMAND]
+
+run      does create, install, start and follow, and after a failure that another start may pass all of them again
+create   requests the slices, unless they exist, and waits until they are ready
+install  sends this working tree (what git tracks or would add), and installs Python (by uv) and the locked requirements
+start    starts COMMAND on the workers, unless it runs: train.py's options, or another command of the project, such as
+         python -m scripts.export_hf RUN HF_DIR; those but train.py and eval.* run on the first worker only, on its CPU
+follow   prints the first worker's log until COMMAND ends, then the last lines of the worker that failed; exits with its code
+status   shows the slices, what runs there, and with train.py's options after -- the run's step, speed and checkpoint
+stop     stops COMMAND, which saves the step if it trains
+delete   deletes the slices, and says what it has deleted
+
+The slices stay, and are billed, until `delete`. With --machine-type (or --api compute) they are Compute Engine's, with --type
+those of the older Cloud TPU API, which has no chip after v6e.
+"""
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import re
+import shlex
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from .restarts import CANNOT_PASS, LIMIT, PREEMPTED, STOPPED, TRANSIENT, Restarts
+from .tpu import workers as remote
+from .tpu.gcloud import Gcloud, GcloudError, Kind, Refused, say, sleep
+from .tpu.slices import GroupSlices, QueuedSlices, Request, Slices, Worker
+
+VERBS = ("run", "create", "install", "start", "follow", "status", "stop", "delete")
+INSTALL_TRIES = 5
+SETTLE_SECONDS = 60  # for which the other workers of a job that has ended are waited for
+
+
+class Job(NamedTuple):
+    """What one worker says of its job."""
+
+    host: str
+    id: str
+    code: int | None
+    """None while it runs; 75 where it ended without a code, as after a reboot."""
+
+
+def parse_jobs(text: str) -> list[Job]:
+    """Returns the jobs in the output of `workers.JOB` on all workers."""
+    codes = {"running": None, "lost": TRANSIENT}
+    return [Job(host, identity, codes[code] if code in codes else int(code))
+            for host, identity, code in re.findall(r"^job (\S+) (\d+) (running|lost|\d+)\s*$", text, re.MULTILINE)]
+
+
+def deciding(codes: Sequence[int]) -> int:
+    """Returns the exit code of a job whose workers ended with `codes`: that of the one that made the others end.
+
+    An error that would occur again and a stop decide; then a crash, before the loss of a connection, which follows from it.
+    """
+    def rank(code: int) -> int:
+        order = [CANNOT_PASS, STOPPED]
+        followers = [TRANSIENT, PREEMPTED, 0]
+        return order.index(code) if code in order else 9 + followers.index(code) if code in followers else 5
+
+    return min(codes, key=rank)
+
+
+class Launcher:
+    """The verbs, on the slices of one name."""
+
+    def __init__(self, gcloud: Gcloud, slices: Slices, args: argparse.Namespace, command: list[str]) -> None:
+        self.gcloud, self.slices, self.args, self.command = gcloud, slices, args, command
+        self.shown: dict[str, int] = {}  # by the job's id, how many bytes of its log were printed
+
+    # Workers
+
+    def _targets(self, words: Sequence[str]) -> list[Worker]:
+        """Returns the workers that a command runs on."""
+        workers = self.slices.workers()
+        if self.args.worker == "all" or (self.args.worker is None and remote.on_all_workers(words)):
+            return workers
+        return [workers[0]._replace(number=self.args.worker or "0")]
+
+    def _each(self, workers: Sequence[Worker], call: Callable[[Worker], Any]) -> list[Any]:
+        """Returns `call` of each worker, made at the same time. Raises the first GcloudError."""
+        with ThreadPoolExecutor(max(1, len(workers))) as pool:
+            return list(pool.map(call, workers))
+
+    def _ask(self, workers: Sequence[Worker], command: str) -> str:
+        """Returns what a shell command prints on the workers. Raises GcloudError."""
+        return "".join(self._each(workers, lambda worker: self.gcloud.once(*self.slices.ssh(worker, command))))
+
+    def _do(self, workers: Sequence[Worker], command: str) -> None:
+        """Runs a shell command on the workers, its output shown. Raises GcloudError."""
+        self._each(workers, lambda worker: self.gcloud.shown(*self.slices.ssh(worker, command)))
+
+    # Verbs
+
+    def create(self) -> int:
+        """Returns 0 once the slices are ready."""
+        self.slices.create(self.args.poll)
+        return 0
+
+    def install(self) -> int:
+        """Installs on all workers, trying again where a connection or a download failed. Returns 0. Raises GcloudError."""
+        for tries_left in reversed(range(INSTALL_TRIES)):
+            try:
+                self._install_once()
+                return 0
+            except GcloudError as error:
+                if error.kind in (Kind.LOGIN, Kind.ABSENT) or not tries_left:
+                    raise
+                pause = 15 * 2 ** (INSTALL_TRIES - 1 - tries_left)
+                say(f"the installation failed ({error}); trying again in {pause} s")
+                sleep(pause)
+        raise AssertionError("unreachable")
+
+    def _install_once(self) -> None:
+        workers = self.slices.workers()
+        if self.args.setup:
+            self._do(workers, self.args.setup)
+        with tempfile.TemporaryDirectory() as folder:
+            archive, variables = Path(folder, "longstripe.tar.gz"), Path(folder, "longstripe.env")
+            remote.write_archive(archive)
+            # In a file that only its owner may read: a command line is seen by every user of the machine.
+            variables.touch(mode=0o600)
+            variables.write_text(remote.environment_file(remote.read_variables(self.args.env)), encoding="utf-8")
+            for path in (archive, variables):
+                self._each(workers, lambda worker, path=path: self.gcloud.shown(
+                    *self.slices.scp(worker, str(path), path.name)))
+        self._do(workers, f"chmod 600 longstripe.env\n{remote.INSTALL}")
+
+    def start(self) -> int:
+        """Starts the command on its workers. Returns 0. Raises GcloudError and Refused."""
+        words = remote.words_to_run(self.command)
+        remote.check_recipe(words)
+        workers = self._targets(words)
+        # libtpu in one process would wait for all hosts of the slice.
+        alone = {} if remote.on_all_workers(words) or self.args.worker else {"JAX_PLATFORMS": "cpu"}
+        self._each(workers, lambda worker: self.gcloud.shown(*self.slices.ssh(
+            worker, remote.start_command(words, {**self.slices.environment(worker), **alone}))))
+        return 0
+
+    def _jobs(self) -> list[Job]:
+        return parse_jobs(self._ask(self.slices.workers(), remote.JOB))
+
+    def follow(self) -> int:
+        """Prints the log until the job has ended; returns its exit code, 75 where the slices are gone."""
+        while True:
+            try:
+                jobs = self._jobs()
+                if not jobs:
+                    raise Refused(f"nothing was started on {self.args.name}: scripts/launch_tpu.sh start {self.args.name} ...")
+                if any(job.code is not None for job in jobs):
+                    return self._ended()
+                self._print_log(jobs[0].id)
+            except GcloudError as error:
+                if error.kind is Kind.LOGIN:
+                    raise
+                say(f"{error}; looking again in {self.args.poll:.0f} s")
+            state = self.slices.state()
+            if state.name in ("GONE", "ABSENT"):
+                say(f"{self.args.name} is {state.name.lower()}{': ' * bool(state.reason)}{state.reason}")
+                return TRANSIENT
+            sleep(self.args.poll)
+
+    def _print_log(self, job: str) -> None:
+        """Prints what of the first worker's log was not printed yet, until the job or the connection ends."""
+        worker = self.slices.workers()[0]
+        process = self.gcloud.stream(*self.slices.ssh(worker._replace(number="0"),
+                                                      remote.log_command(self.shown.get(job, 0))))
+        with process:
+            while piece := process.stdout.read1(65536):
+                self.shown[job] = self.shown.get(job, 0) + len(piece)
+                sys.stdout.buffer.write(piece)
+                sys.stdout.buffer.flush()
+
+    def _ended(self) -> int:
+        """Waits a while for the other workers, prints the end of the log of the one that failed, returns its exit code."""
+        jobs = self._jobs()
+        for _ in range(SETTLE_SECONDS // 5):
+            if all(job.code is not None for job in jobs):
+                break
+            sleep(5)
+            jobs = self._jobs()
+        codes = [job.code for job in jobs if job.code is not None]
+        self._print_log(jobs[0].id)
+        code = deciding(codes) if codes else TRANSIENT
+        hosts = [job.host for job in jobs if job.code == code]
+        if running := [job.host for job in jobs if job.code is None]:
+            say(f"{', '.join(running)} still runs")
+        say(f"ended with {code}" + (f" on {', '.join(hosts)}" if code else ""))
+        if code and (len(jobs) > 1 or self.slices.request.slices > 1):
+            ends = self._ask(self.slices.workers(), remote.ENDS)
+            for host in hosts[:1]:
+                for line in re.findall(rf"^end {re.escape(host)} \w+\|(.*)$", ends, re.MULTILINE):
+                    print(f"{host}: {line}", flush=True)
+        return code
+
+    def status(self) -> int:
+        """Prints how slices, job and run stand. Returns 0, or 75 where the slices are not ready."""
+        state = self.slices.state()
+        print(f"slices       {self.args.name}: {state.name.lower()}{', ' * bool(state.reason)}{state.reason}")
+        if state.name != "READY":
+            return TRANSIENT
+        jobs = self._jobs()
+        if not jobs:
+            print("command      none was started")
+        for job in jobs:
+            print(f"{job.host:12} {'running' if job.code is None else f'ended with {job.code}'}")
+        if self.command:
+            price = ["--price-per-hour", str(self.args.price_per_hour)] if self.args.price_per_hour else []
+            print(self._run_status(*price), end="")
+        return 0
+
+    def _run_status(self, *flags: str) -> str:
+        """Returns what scripts.run_status says on the first worker. Raises GcloudError."""
+        words = remote.words_to_run(self.command)
+        if words[0] != "train.py":
+            return ""
+        command = shlex.join([".venv/bin/python", "-m", "scripts.run_status", *words[1:], *flags])
+        first = self.slices.workers()[0]._replace(number="0")
+        return self._ask([first], f"cd longstripe && if [ -e ~/longstripe.env ]; then . ~/longstripe.env; fi; {command}")
+
+    def newest_checkpoint(self) -> int | None:
+        """Returns the newest checkpoint's step; None where there is none or nobody can tell."""
+        with contextlib.suppress(GcloudError):
+            if found := re.search(r"^(\d+)\s*$", self._run_status("--checkpoint"), re.MULTILINE):
+                return int(found[1])
+        return None
+
+    def stop(self) -> int:
+        """Stops the job on all workers. Returns 0. Raises GcloudError."""
+        self._do(self.slices.workers(), remote.STOP)
+        say(f"stopped what ran on {self.args.name}")
+        return 0
+
+    def delete(self) -> int:
+        """Deletes the slices. Returns 0. Raises GcloudError, and Refused where there was nothing to delete."""
+        deleted = self.slices.delete()
+        if not deleted:
+            project = self.args.project or "gcloud's default project"
+            raise Refused(f"nothing was deleted: there is no {self.args.name} in zone {self.args.zone} of {project}"
+                          + ("" if isinstance(self.slices, GroupSlices) else "; if it is Compute Engine's: --api compute"))
+        say(f"deleted {', '.join(deleted)}")
+        return 0
+
+    def run(self) -> int:
+        """Creates, installs, starts and follows, again and again while another start may pass. Returns the exit code."""
+        remote.check_recipe(remote.words_to_run(self.command))
+        remote.read_variables(self.args.env)
+        restarts = Restarts(self.args.restarts)
+        while True:
+            self.create()
+            try:
+                self.install()
+                checkpoint = self.newest_checkpoint()
+                restarts.checkpoint = max(restarts.checkpoint, -1 if checkpoint is None else checkpoint)
+                self.start()
+                code = self.follow()
+            except GcloudError as error:
+                if error.kind is Kind.LOGIN or self.slices.state().name == "READY":
+                    raise
+                say(f"{self.args.name} was lost: {error}")
+                code = TRANSIENT
+            if code == 0:
+                return 0
+            decision = restarts.after(code, self.newest_checkpoint())
+            say(decision.reason)
+            if not decision.restart:
+                return code
+            sleep(decision.pause)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="scripts/launch_tpu.sh", allow_abbrev=False, description=__doc__,
+                                     usage="%(prog)s VERB NAME --zone Z [option ...] [-- COMMAND]",
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("verb", metavar="VERB", help=", ".join(VERBS))
+    parser.add_argument("name", metavar="NAME", help="of the slices")
+    parser.add_argument("--zone", metavar="Z", help="such as us-east5-a")
+    parser.add_argument("--project", metavar="P", help="if not gcloud's default")
+    parser.add_argument("--api", choices=("queued", "compute"), help="which way the slices were made; "
+                        "--machine-type and --type tell it too")
+    parser.add_argument("--machine-type", default="", metavar="T", help="Compute Engine's, such as ct6e-standard-4t")
+    parser.add_argument("--topology", default="", metavar="T", help="of the slice's chips, such as 4x4; without it one host")
+    parser.add_argument("--type", default="", metavar="T", help="the Cloud TPU API's accelerator type, such as v5p-128")
+    parser.add_argument("--version", default="", metavar="V", help="its runtime version, such as v2-alpha-tpuv5")
+    parser.add_argument("--slices", type=int, default=1, metavar="N", help="how many; train.py's mesh.dcn names what "
+                        "crosses them")
+    parser.add_argument("--spot", action="store_true", help="cheaper capacity that may be taken away")
+    parser.add_argument("--flex-start", default="", metavar="TIME", help="capacity for at most this long, such as 4h")
+    parser.add_argument("--reservation", default="", metavar="R", help="the name of your reservation")
+    parser.add_argument("--create-options", default="", metavar="'...'", help="more of gcloud's for the creation, such as "
+                        "'--network=n --service-account=a --labels=team=x --internal-ips'")
+    parser.add_argument("--ssh-options", default="", metavar="'...'", help="more of gcloud's for ssh and scp, such as "
+                        "--tunnel-through-iap or --internal-ip")
+    parser.add_argument("--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for the workers; "
+                        "without VALUE as it is set here: --env HF_TOKEN. They get it in a file that only you may read")
+    parser.add_argument("--worker", metavar="all|N", help="where COMMAND runs, if not as said above")
+    parser.add_argument("--setup", default="", metavar="COMMAND", help="runs on every worker before the installation")
+    parser.add_argument("--poll", type=float, default=30, metavar="SECONDS", help="between looks at the slices (30)")
+    parser.add_argument("--restarts", type=int, default=LIMIT, metavar="N",
+                        help=f"starts in a row without a new checkpoint after which `run` gives up ({LIMIT})")
+    parser.add_argument("--price-per-hour", type=float, metavar="P", help="of all slices together, for `status`")
+    return parser
+
+
+def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Returns the options and the command after --. Raises Refused."""
+    options, command = argv, []
+    if "--" in argv:
+        options, command = argv[:argv.index("--")], argv[argv.index("--") + 1:]
+    parser = _parser()
+    parser.error = _refuse  # type: ignore[method-assign]
+    args, unknown = parser.parse_known_args(options)
+    if args.verb not in VERBS:
+        raise Refused(f"unknown verb {args.verb}; {', '.join(VERBS)} would work")
+    if unknown:
+        raise Refused(f"unknown option {unknown[0]}; the command's own options follow after --")
+    if not args.zone:
+        raise Refused("--zone is missing, such as --zone us-east5-a")
+    if args.slices < 1:
+        raise Refused(f"--slices: found {args.slices}; needs at least 1")
+    if args.type and args.machine_type:
+        raise Refused("--type is the Cloud TPU API's, --machine-type Compute Engine's; give one of them")
+    return args, command
+
+
+def _refuse(message: str) -> Any:
+    raise Refused(f"{message}; scripts/launch_tpu.sh --help")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs a verb; returns the exit code: the command's, 2 for what you have to mend, 75 for what another try may pass."""
+    try:
+        args, command = _parse(list(sys.argv[1:] if argv is None else argv))
+        gcloud = Gcloud(args.zone, args.project)
+        request = Request(args.name, args.slices, args.type, args.version, args.machine_type, args.topology, args.spot,
+                          args.flex_start, args.reservation, shlex.split(args.create_options))
+        kind = GroupSlices if args.machine_type or args.api == "compute" else QueuedSlices
+        launcher = Launcher(gcloud, kind(gcloud, request, shlex.split(args.ssh_options)), args, command)
+        return getattr(launcher, args.verb)()
+    except Refused as error:
+        print(f"error: {error}", file=sys.stderr)
+        return CANNOT_PASS
+    except GcloudError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return TRANSIENT if error.kind in (Kind.NETWORK, Kind.CAPACITY) else CANNOT_PASS
+    except KeyboardInterrupt:
+        print(f"\nlaunch_tpu: {os.path.basename(sys.argv[0])} stopped here; what runs on the workers goes on", file=sys.stderr)
+        return STOPPED
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,112 @@
+"""Whether a run that has ended is started again: one rule for every launcher.
+
+    python -m scripts.restarts RECORD --checkpoint STEP      (STEP may be empty: no checkpoint yet)
+
+A scheduler that starts a job again by itself (Slurm, a JobSet) calls this before each start. It counts in the file RECORD the
+starts since the newest checkpoint, waits before the second and later ones, each time longer, and ends with 2 once there were
+too many: then another start would change nothing.
+"""
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from dataclasses import dataclass
+from typing import NamedTuple
+
+CANNOT_PASS = 2  # an error that another start would meet again
+TRANSIENT = os.EX_TEMPFAIL  # 75: another start may pass
+STOPPED, PREEMPTED = 130, 143
+LIMIT = 5  # starts in a row, after the first, that bring no new checkpoint
+FIRST_PAUSE, LONGEST_PAUSE = 15, 600  # seconds
+
+
+def may_pass(code: int) -> bool:
+    """Returns whether another start may pass where a process ended with `code`, as a shell gives it.
+
+    These are 75, a crash (1, or a signal: 134, 137, 139, ...) and a preemption (143); not success, not an error of the user's
+    (2), not a program that is missing (126, 127), and not Ctrl-C (130).
+    """
+    return code in (1, TRANSIENT) or (code > 128 and code != STOPPED)
+
+
+def pause_before(start: int) -> int:
+    """Returns the seconds to wait before a start, the first (1) being the one after the newest checkpoint."""
+    return 0 if start < 2 else min(LONGEST_PAUSE, FIRST_PAUSE * 2 ** (start - 2))
+
+
+class Decision(NamedTuple):
+    """What follows an ended run: `restart` after `pause` seconds, and why."""
+
+    restart: bool
+    pause: int
+    reason: str
+
+
+@dataclass
+class Restarts:
+    """Counts the starts since the newest checkpoint."""
+
+    limit: int = LIMIT
+    checkpoint: int = -1
+    starts: int = 1
+
+    def begin(self, checkpoint: int | None) -> None:
+        """Counts a start, before which `checkpoint` was the newest."""
+        if (newest := -1 if checkpoint is None else checkpoint) > self.checkpoint:
+            self.checkpoint, self.starts = newest, 1
+        else:
+            self.starts += 1
+
+    def exhausted(self) -> str | None:
+        """Returns why no other start is made, or None."""
+        if self.starts <= self.limit + 1:
+            return None
+        since = "without a checkpoint" if self.checkpoint < 0 else f"without one after the checkpoint of step {self.checkpoint}"
+        return f"{self.starts - 1} starts {since}: the reason is in the log"
+
+    def after(self, code: int, checkpoint: int | None) -> Decision:
+        """Returns what follows a run that ended with `code`, the newest checkpoint then being `checkpoint`."""
+        if not may_pass(code):
+            return Decision(False, 0, f"ended with {code}")
+        self.begin(checkpoint)
+        if reason := self.exhausted():
+            return Decision(False, 0, reason)
+        pause = max(FIRST_PAUSE, pause_before(self.starts))
+        return Decision(True, pause, f"ended with {code}; starting again in {pause} s from "
+                        + ("the beginning" if self.checkpoint < 0 else f"the checkpoint of step {self.checkpoint}"))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Counts a start, waits, and returns 0, or 2 where no other start is to be made."""
+    import fsspec
+
+    parser = argparse.ArgumentParser(prog="python -m scripts.restarts", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("record", help="the file that counts the starts, in a folder or a bucket that all starts share")
+    parser.add_argument("--checkpoint", default="", metavar="STEP", help="the newest checkpoint's step; empty for none")
+    parser.add_argument("--limit", type=int, default=LIMIT, help="starts without a new checkpoint, after the first")
+    parser.add_argument("--longest-pause", type=int, default=LONGEST_PAUSE, metavar="SECONDS")
+    args = parser.parse_args(argv)
+    system, path = fsspec.core.url_to_fs(args.record)
+    newest = int(args.checkpoint) if args.checkpoint else None
+    if system.exists(path):
+        stored = json.loads(system.cat_file(path))
+        counted = Restarts(args.limit, stored["checkpoint"], stored["starts"])
+        counted.begin(newest)
+    else:
+        counted = Restarts(args.limit, -1 if newest is None else newest)
+    system.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    system.pipe_file(path, json.dumps({"checkpoint": counted.checkpoint, "starts": counted.starts}).encode())
+    if reason := counted.exhausted():
+        print(f"error: {reason}; mend it and remove {args.record}", file=sys.stderr)
+        return CANNOT_PASS
+    if pause := min(args.longest_pause, pause_before(counted.starts)):
+        print(f"start {counted.starts} since the newest checkpoint: waiting {pause} s", file=sys.stderr, flush=True)
+        time.sleep(pause)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

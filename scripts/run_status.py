@@ -1,0 +1,125 @@
+"""How a run stands, in one screen: python -m scripts.run_status RUN | TRAIN_OPTIONS [--price-per-hour P] [--checkpoint].
+
+RUN is a run's folder, here or in a bucket; TRAIN_OPTIONS are train.py's, such as --config configs/NAME.yaml. Nothing is
+loaded but the run's own small files. With --checkpoint only the newest checkpoint's step is printed, as launchers need it.
+"""
+from __future__ import annotations
+
+import json
+import re
+import sys
+import time
+from typing import Any, NamedTuple
+
+from data.errors import UserError
+from trainer import entry
+
+LAST_BYTES = 65536  # of metrics.jsonl: far more than its last line
+
+
+class Status(NamedTuple):
+    """What a run's folder tells; times are seconds since the epoch."""
+
+    checkpoint: int | None
+    saved: float | None
+    metrics: dict[str, Any] | None
+    logged: float | None
+
+
+def read_status(run: str) -> Status:
+    """Returns the status of a run's folder, whose parts may all be absent."""
+    import fsspec
+
+    system, folder = fsspec.core.url_to_fs(run)
+    steps = []
+    if system.isdir(f"{folder}/checkpoints"):
+        names = (name.rstrip("/").rpartition("/")[2] for name in system.ls(f"{folder}/checkpoints", detail=False))
+        # The manifest is what makes a folder a checkpoint.
+        steps = [int(name) for name in names
+                 if re.fullmatch(r"\d+", name) and system.exists(f"{folder}/checkpoints/{name}/manifest.json")]
+    newest = max(steps, default=None)
+    saved = None if newest is None else _modified(system, f"{folder}/checkpoints/{newest}/manifest.json")
+    metrics, logged, path = None, None, f"{folder}/metrics.jsonl"
+    if system.exists(path):
+        lines = system.cat_file(path, start=-min(LAST_BYTES, system.size(path))).decode(errors="replace").splitlines()
+        metrics = next((row for line in reversed(lines) if (row := _row(line))), None)
+        logged = _modified(system, path)
+    return Status(newest, saved, metrics, logged)
+
+
+def _modified(system: Any, path: str) -> float | None:
+    """Returns when a file was written, where its file system tells."""
+    try:
+        return system.modified(path).timestamp()
+    except (NotImplementedError, KeyError):
+        return None
+
+
+def _row(line: str) -> dict[str, Any] | None:
+    """Returns a whole line's row; None for a line that is cut."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and "step" in row else None
+
+
+def describe(run: str, status: Status, now: float, price_per_hour: float | None = None) -> str:
+    """Returns the screen's text."""
+    metrics, lines = status.metrics or {}, [f"run          {run}"]
+    if metrics:
+        lines.append(f"step         {metrics['step']}, {_age(status.logged, now)}")
+        if (loss := metrics.get("loss_nats_per_target")) is not None:
+            lines.append(f"loss         {loss:.4f} nats a target")
+        if (rate := metrics.get("tokens_per_second")) is not None:
+            lines.append(f"speed        {rate:,.0f} tokens/s")
+    else:
+        lines.append("step         none logged yet")
+    lines.append("checkpoint   " + ("none yet" if status.checkpoint is None
+                                    else f"{status.checkpoint}, {_age(status.saved, now)}"))
+    if price_per_hour is not None and (seconds := metrics.get("wall_seconds")) is not None:
+        lines.append(f"cost         {seconds / 3600 * price_per_hour:,.2f} for {seconds / 3600:.1f} hours of training; idle "
+                     "time is billed too")
+    return "\n".join(lines)
+
+
+def _age(moment: float | None, now: float) -> str:
+    if moment is None:
+        return "of unknown age"
+    seconds = max(0, round(now - moment))
+    return f"{seconds} s ago" if seconds < 120 else f"{seconds // 60} min ago" if seconds < 7200 else f"{seconds // 3600} h ago"
+
+
+def run_folder(words: list[str]) -> str:
+    """Returns the run's folder that train.py's options name, or `words` themselves where they are that folder."""
+    if len(words) == 1 and not words[0].startswith("--"):
+        return words[0]
+    from trainer.config import load as configuration
+
+    config = configuration.load(words)
+    return config.run_dir if "://" in (config.run_dir or "") else str(config.folder)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Prints the status; returns the exit code."""
+    parser = entry.CommandParser(prog="python -m scripts.run_status", description=__doc__.splitlines()[0], allow_abbrev=False,
+                                 usage="%(prog)s RUN | TRAIN_OPTIONS [--price-per-hour P] [--checkpoint]")
+    parser.add_argument("--price-per-hour", type=float, metavar="P", help="of all machines together: prints the cost so far")
+    parser.add_argument("--checkpoint", action="store_true", help="print the newest checkpoint's step alone, or nothing")
+    args, words = parser.parse_known_args(argv)
+
+    def work() -> None:
+        if not words:
+            raise UserError("which run? Give its folder, or train.py's options")
+        run = run_folder(words)
+        status = read_status(run)
+        if args.checkpoint:
+            print("" if status.checkpoint is None else status.checkpoint)
+        else:
+            print(describe(run, status, time.time(), args.price_per_hour))
+
+    return entry.run(work)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

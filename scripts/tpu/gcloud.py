@@ -1,0 +1,152 @@
+"""Calls of gcloud: no question is ever asked, and a failure is told apart by its kind."""
+from __future__ import annotations
+
+import enum
+import json
+import os
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from ..restarts import FIRST_PAUSE, LONGEST_PAUSE
+
+
+class Kind(enum.Enum):
+    """Why a call of gcloud failed."""
+
+    ABSENT = "there is no such resource"
+    LOGIN = "gcloud is not logged in, or lacks the permission"
+    QUOTA = "the quota does not allow it"
+    CAPACITY = "there is no capacity now"
+    NETWORK = "the connection failed"
+    OTHER = "gcloud refused it"
+
+
+# In this order: a message of a kind that comes first often contains words of a later one.
+_KINDS = (
+    (Kind.LOGIN, r"gcloud auth login|gcloud config set account|Reauthentication|UNAUTHENTICATED|PERMISSION_DENIED|invalid_grant"
+                 r"|active account|do(es)? not have permission|Required '.*' permission|HTTPError 40[13]"),
+    (Kind.ABSENT, r"NOT_FOUND|[Nn]ot found|HTTPError 404|does not exist"),
+    (Kind.CAPACITY, r"no (more )?capacity|STOCKOUT|POOL_EXHAUSTED|not enough resources|insufficient capacity"),
+    (Kind.QUOTA, r"[Qq]uota|QUOTA_EXCEEDED|RESOURCE_EXHAUSTED"),
+    (Kind.NETWORK, r"[Nn]etwork is unreachable|resolve host|ServerNotFound|find the server|[Tt]imed? ?out"
+                   r"|[Cc]onnection|Max retries|UNAVAILABLE|HTTPError 50\d|exited with return code \[?255|Broken pipe"),
+)
+
+
+def kind_of(message: str) -> Kind:
+    """Returns the kind of failure that gcloud's standard error tells."""
+    return next((kind for kind, pattern in _KINDS if re.search(pattern, message)), Kind.OTHER)
+
+
+class GcloudError(Exception):
+    """A call of gcloud failed: its kind, and gcloud's own last words."""
+
+    def __init__(self, message: str) -> None:
+        self.kind = kind_of(message)
+        lines = [line.strip() for line in message.splitlines() if line.strip()]
+        self.reason = next((line for line in lines if line.startswith("ERROR")), lines[-1] if lines else "it said nothing")
+        super().__init__(f"{self.kind.value}: {self.reason}")
+
+
+class Refused(Exception):
+    """What the user has to mend, in one line."""
+
+
+def say(text: str) -> None:
+    """Prints a line of the launcher's own."""
+    print(f"launch_tpu: {text}", file=sys.stderr, flush=True)
+
+
+class Gcloud:
+    """gcloud for one zone and project."""
+
+    def __init__(self, zone: str, project: str | None, patience: int = 3600) -> None:
+        """`patience`: for how many seconds a lost network is waited for."""
+        self.zone, self.patience = zone, patience
+        self.project = ["--project", project] if project else []
+        self.where = ["--zone", zone, *self.project]
+        self.environment = {**os.environ, "CLOUDSDK_CORE_DISABLE_PROMPTS": "1"}
+
+    @property
+    def region(self) -> str:
+        """The zone's region."""
+        return self.zone.rpartition("-")[0]
+
+    def once(self, *words: str) -> str:
+        """Returns what a command prints.
+
+        Raises:
+          GcloudError: it failed.
+          Refused: gcloud is not installed.
+        """
+        with self._open(words, stderr=subprocess.PIPE) as process:
+            output, errors = process.communicate()
+        if process.returncode:
+            raise GcloudError(errors or f"exited with return code [{process.returncode}]")
+        return output
+
+    def shown(self, *words: str) -> int:
+        """Runs a command whose output goes to the terminal. Returns 0. Raises GcloudError."""
+        errors: list[str] = []
+
+        def forward() -> None:
+            for line in process.stderr:
+                errors.append(line)
+                sys.stderr.write(line)
+
+        with self._open(words, stdout=None, stderr=subprocess.PIPE) as process:
+            thread = threading.Thread(target=forward)
+            thread.start()
+            process.wait()
+            thread.join()
+        if process.returncode:
+            raise GcloudError("".join(errors) or f"exited with return code [{process.returncode}]")
+        return 0
+
+    def stream(self, *words: str) -> subprocess.Popen:
+        """Starts a command whose standard output the caller reads, as bytes."""
+        return self._open(words, text=False)
+
+    def _open(self, words: tuple[str, ...], **options: Any) -> subprocess.Popen:
+        try:
+            return subprocess.Popen(["gcloud", *words, "--quiet"] if "--" not in words else ["gcloud", *words],
+                                    stdin=subprocess.DEVNULL, env=self.environment,
+                                    **{"text": True, "stdout": subprocess.PIPE, **options})
+        except FileNotFoundError:
+            raise Refused("gcloud is not installed here: https://cloud.google.com/sdk/docs/install") from None
+
+    def __call__(self, *words: str) -> str:
+        """`once`, tried again with a growing pause while the network is down."""
+        return self.patiently(lambda: self.once(*words))
+
+    def patiently(self, call: Callable[[], Any]) -> Any:
+        """Returns what `call` returns; a lost network is waited for. Raises GcloudError."""
+        pause, waited = FIRST_PAUSE, 0
+        while True:
+            try:
+                return call()
+            except GcloudError as error:
+                if error.kind is not Kind.NETWORK or waited >= self.patience:
+                    raise
+                say(f"{error}; trying again in {pause} s")
+                sleep(pause)
+                waited, pause = waited + pause, min(LONGEST_PAUSE, 2 * pause)
+
+    def describe(self, *words: str) -> Any | None:
+        """Returns what `... describe` or `list` says, parsed; None where there is no such resource. Raises GcloudError."""
+        try:
+            return json.loads(self(*words, "--format", "json") or "null")
+        except GcloudError as error:
+            if error.kind is Kind.ABSENT:
+                return None
+            raise
+
+
+def sleep(seconds: float) -> None:
+    """Waits; all of the launcher's pauses pass here."""
+    time.sleep(seconds)

@@ -1,0 +1,176 @@
+"""What reaches a slice's workers: the working tree, the variables of the user's choice, and the shell commands that run there.
+
+On a worker the project lies in ~/longstripe. One command at a time runs there, detached from the connection that started it;
+job.log, job.pid, job.code (its exit code, once it has ended) and job.command tell about it.
+"""
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .gcloud import Refused
+
+ROOT = Path(__file__).resolve().parents[2]
+LARGEST_UNTRACKED = 10 * 2**20  # bytes; a larger file is data that lies about, not code
+
+
+def files_to_send(root: Path = ROOT) -> list[str]:
+    """Returns the files that git tracks or would add, which are those that are there; not what .gitignore names.
+
+    Raises:
+      Refused: one that git does not track is too large to be code, or this is no working tree of git's.
+    """
+    def listed(*options: str) -> list[str]:
+        done = subprocess.run(["git", "-C", str(root), "ls-files", "-z", *options], capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise Refused(f"{root} is not a working tree of git, which tells what to send: {done.stderr.strip()}")
+        return [name for name in done.stdout.split("\0") if name]
+
+    new = listed("--others", "--exclude-standard")
+    for name in new:
+        if (size := (root / name).lstat().st_size) > LARGEST_UNTRACKED:
+            raise Refused(f"{name} ({size / 2**20:.0f} MiB) would be sent to every worker: name it in .gitignore, or "
+                          "git add it")
+    return sorted({name for name in [*listed("--cached"), *new] if os.path.lexists(root / name)})
+
+
+def write_archive(path: Path, root: Path = ROOT) -> None:
+    """Writes the files to send as a tar archive. Raises Refused."""
+    names = files_to_send(root)
+    with tarfile.open(path, "w:gz") as archive:
+        for name in names:
+            archive.add(root / name, arcname=name, recursive=False)
+
+
+def check_recipe(command: Sequence[str], root: Path = ROOT) -> None:
+    """Raises Refused where a recipe would not reach the workers, before a slice is paid for.
+
+    An absolute path or a bucket's is the workers' own.
+    """
+    for index, word in enumerate(command):
+        flag, _, recipe = word.partition("=")
+        if flag != "--config":
+            continue
+        recipe = recipe or (command[index + 1] if index + 1 < len(command) else "")
+        if not recipe or recipe.startswith("/") or "://" in recipe:
+            continue
+        if not (root / recipe).exists():
+            raise Refused(f"--config: there is no {recipe} in {root}")
+        if os.path.normpath(recipe) not in files_to_send(root):
+            raise Refused(f"--config: {recipe} is ignored by git and would not reach the workers")
+
+
+def environment_file(variables: Mapping[str, str]) -> str:
+    """Returns the shell lines that set the variables."""
+    return "".join(f"export {name}={shlex.quote(value)}\n" for name, value in variables.items())
+
+
+def read_variables(given: Sequence[str]) -> dict[str, str]:
+    """Returns the variables of --env NAME=VALUE and --env NAME, the latter as they are set here. Raises Refused."""
+    variables = {}
+    for word in given:
+        name, equals, value = word.partition("=")
+        if not re.fullmatch(r"[A-Za-z_]\w*", name):
+            raise Refused(f"--env: found {word.partition('=')[0]}; needs NAME=VALUE, or NAME of a variable that is set here")
+        if not equals and name not in os.environ:
+            raise Refused(f"--env: {name} is not set here")
+        variables[name] = value if equals else os.environ[name]
+    return variables
+
+
+def words_to_run(command: Sequence[str]) -> list[str]:
+    """Returns what the workers' Python gets: train.py with options, or any command of the project as its pages write it.
+
+    Raises:
+      Refused: it is none.
+    """
+    words = list(command)
+    if words and words[0].startswith("--"):
+        return ["train.py", *words]
+    if words and re.fullmatch(r"(\.venv/bin/)?python3?", words[0]):
+        words = words[1:]
+    if words[:1] == ["train.py"]:
+        return words
+    if words[:1] == ["-m"] and len(words) > 1 and words[1].split(".")[0] in ("scripts", "eval", "trainer", "data", "planning"):
+        return words
+    raise Refused("which command? After -- follow train.py's options, such as -- --config configs/NAME.yaml, or a command of "
+                  "the project, such as -- python -m scripts.export_hf RUN HF_DIR")
+
+
+def on_all_workers(words: Sequence[str]) -> bool:
+    """Returns whether a command is one that all processes run together: training and evaluation."""
+    return words[0] == "train.py" or (words[0] == "-m" and words[1].startswith("eval."))
+
+
+# What the last installation sent and this one does not is removed first: Python would still find such a module.
+INSTALL = """set -e
+mkdir -p longstripe
+tar -tzf longstripe.tar.gz | sort > longstripe.sent
+if [ -e longstripe/.sent ]; then comm -23 longstripe/.sent longstripe.sent | (cd longstripe && xargs -r -d '\\n' rm -f --); fi
+tar -xzf longstripe.tar.gz -C longstripe
+mv longstripe.sent longstripe/.sent
+cd longstripe
+[ -x ~/.local/bin/uv ] || curl -LsSf https://astral.sh/uv/install.sh | sh
+[ -x .venv/bin/python ] || ~/.local/bin/uv venv --python 3.12
+lock=requirements-tpu.lock
+[ -e $lock ] || lock=requirements-tpu.txt
+~/.local/bin/uv pip install --quiet -r $lock"""
+
+# A shell that is not the job's own process group's leader must not end it: setsid.
+_JOB = '.venv/bin/python "$@" >> job.log 2>&1; echo $? > job.code'
+
+
+def start_command(words: Sequence[str], variables: Mapping[str, str]) -> str:
+    """Returns the shell command that starts a job on a worker, unless it runs already.
+
+    It fails where another job runs, and where the compiler's flags cannot be had.
+    """
+    line = shlex.join(words)
+    return f"""set -e
+cd longstripe
+if [ -e job.pid ] && [ ! -e job.code ] && kill -0 "$(cat job.pid)" 2> /dev/null; then
+  [ "$(cat job.command)" = {shlex.quote(line)} ] && exit 0
+  echo "ERROR: another command runs there: $(cat job.command)" >&2; exit 3
+fi
+rm -f job.code
+flags=$(.venv/bin/python -m trainer.xla_flags tpu)
+eval "$flags"
+{environment_file(variables)}if [ -e ~/longstripe.env ]; then . ~/longstripe.env; fi
+printf '%s' {shlex.quote(line)} > job.command
+date +%s%N > job.id
+: > job.log
+setsid bash -c {shlex.quote(_JOB)} job {line} < /dev/null > /dev/null 2>&1 &
+echo $! > job.pid"""
+
+
+STOPPED_CODE = 130
+# The leader of the process group ends at once, the program after saving.
+STOP = f"""cd longstripe 2> /dev/null || exit 0
+if [ -e job.pid ] && [ ! -e job.code ]; then
+  group=$(cat job.pid)
+  kill -- -"$group" 2> /dev/null || true
+  while kill -0 -- -"$group" 2> /dev/null; do sleep 1; done
+  echo {STOPPED_CODE} > job.code
+fi"""
+
+# One line: the job's id, its exit code or `running` or `lost`; nothing where no job was started.
+JOB = """cd longstripe 2> /dev/null && [ -e job.id ] || exit 0
+if [ -e job.code ]; then code=$(cat job.code)
+elif kill -0 "$(cat job.pid)" 2> /dev/null; then code=running
+else code=lost; fi
+echo "job $(hostname) $(cat job.id) $code" """
+
+
+def log_command(offset: int) -> str:
+    """Returns the command that prints the log after `offset` bytes until the job ends."""
+    return f'cd longstripe && tail -c +{offset + 1} --pid="$(cat job.pid)" -f job.log'
+
+
+# The end of each worker's log, each line with the host and the exit code before it.
+ENDS = """cd longstripe && code=$(cat job.code 2> /dev/null || echo running)
+tail -n 20 job.log | sed "s/^/end $(hostname) $code|/"; echo"""

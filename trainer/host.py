@@ -1,0 +1,39 @@
+"""How much memory this process may take of its host."""
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def host_bytes(cgroups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Returns the bytes of the host's memory, or of the smallest control group around this process (containers, Slurm).
+
+    Args:
+      cgroups: where control groups are mounted, of version 2 or 1.
+      own: this process's control groups.
+    """
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    try:
+        lines = own.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        root, name = (cgroups / "memory", "memory.limit_in_bytes") if controllers else (cgroups, "memory.max")
+        folder = root / group.lstrip("/")
+        # A group's memory is limited by those around it too. Inside a container its own group may be mounted as the root.
+        for place in dict.fromkeys([folder, *folder.parents, root]):
+            if place.is_relative_to(root):
+                limits.append(_limit(place / name))
+    return min(limit for limit in limits if limit)
+
+
+def _limit(file: Path) -> int:
+    """Returns a control group's limit in bytes; 0 where it has none."""
+    try:
+        text = file.read_text(encoding="utf-8").strip()
+    except OSError:
+        return 0
+    return int(text) if text.isdigit() else 0
