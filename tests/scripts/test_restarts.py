@@ -7,6 +7,13 @@ import pytest
 
 from scripts import restarts, run_status
 from scripts.restarts import Restarts, may_pass, pause_before
+from trainer.run import outcome
+
+
+def test_the_codes_are_those_of_the_product():
+    """Launchers run without the product's requirements, and so do not import them from there."""
+    assert (restarts.CANNOT_PASS, restarts.TRANSIENT, restarts.STOPPED, restarts.PREEMPTED) == (
+        outcome.WRONG_INPUT, outcome.TRY_AGAIN, outcome.STOPPED, outcome.TERMINATED)
 
 
 def test_which_ends_another_start_may_pass():
