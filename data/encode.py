@@ -38,11 +38,28 @@ class TokenDocument(NamedTuple):
     """1 where token i is trained on as a target."""
 
 
+class _Slices(Sequence):
+    """The consecutive documents of an array; one of a single token, which is not a target, is left out."""
+
+    def __init__(self, tokens: np.memmap, length: int):
+        self._tokens, self._length = tokens, length
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self._tokens), self._length)
+        return whole + (rest > 1)
+
+    def __getitem__(self, number: int) -> TokenDocument:
+        if not 0 <= number < len(self):
+            raise IndexError(number)
+        tokens = self._tokens[number * self._length : (number + 1) * self._length].astype(np.int32)
+        return TokenDocument(np.asarray(tokens), np.ones(len(tokens), np.uint8))
+
+
 @dataclass(frozen=True)
 class Encoded:
     """What became of one record."""
 
-    documents: list[TokenDocument]
+    documents: Sequence[TokenDocument]
     """Each of at most context_length tokens, with a target; none if the record is dropped."""
     changes: frozenset[str] = frozenset()
     """What was changed, as the report counts it."""
@@ -83,6 +100,8 @@ class Encoder:
                 return Encoded([], drop_reason=str(error))
         elif isinstance(record, Text):
             parts = [self._encode_text(record)]
+        elif isinstance(record.tokens, np.memmap):
+            return self._encode_array(record.tokens)
         elif record.tokens.min() < 0 or record.tokens.max() >= self.tokenizer.vocab_size:
             return Encoded([], drop_reason=FOREIGN_ID)
         else:
@@ -99,6 +118,15 @@ class Encoder:
         if len(parts) > 1 or len(parts[0].tokens) > self.context_length:
             changes.add(SPLIT if len(parts) > 1 else CUT)
         return Encoded(documents, frozenset(changes))
+
+    def _encode_array(self, tokens: np.memmap) -> Encoded:
+        """Returns the documents of an array that stays in its file; each is read when it is asked for."""
+        if tokens.min() < 0 or tokens.max() >= self.tokenizer.vocab_size:
+            return Encoded([], drop_reason=FOREIGN_ID)
+        documents = _Slices(tokens, self.context_length)
+        if not len(documents):
+            return Encoded([], drop_reason=NO_TARGET)
+        return Encoded(documents, frozenset({CUT} if len(tokens) > self.context_length else ()))
 
     def _encode_conversation(
         self, messages: Sequence[Message], template: str, tools: Sequence[dict[str, Any]], changes: set[str]

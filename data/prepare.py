@@ -10,7 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from data import paths, prepared
+from data import paths, prepared, tables
 from data import sources as source_readers
 from data.clean import CleanConfig
 from data.conversation import Tokens
@@ -83,6 +83,7 @@ def prepare(
     all_sources = [replace(source, left_out=(str(folder),)) for source in (*sources, *held_out_sources)]
     for source in all_sources:
         _template_text(source, tokenizer)  # so that a wrong name fails before an hour of reading
+        _check_arrays(source, tokenizer)
     job = _Job(all_sources, len(sources), tokenizer, context_length, held_out_fraction, clean, train_on)
     name = key or job.key()
     local, shared = paths.local_folder(folder) / name, f"{str(folder).rstrip('/')}/{name}"
@@ -235,6 +236,19 @@ def _template_text(source: Source, tokenizer: Tokenizer) -> str | None:
     text = jinja_template(source.template, tokenizer)
     compile_template(text)
     return text
+
+
+def _check_arrays(source: Source, tokenizer: Tokenizer) -> None:
+    """Raises UserError for an array of tokens that would be refused as a whole, before hours of work on the others."""
+    for file in source.files() if source.format == "tokens" else ():
+        if file.suffix != ".npy" or paths.is_remote(file.path) or not file.exists():
+            continue
+        array = tables.open_npy(file, source.would_work)
+        if array.dtype.kind not in "iu":
+            raise UserError(f"{file}: holds {array.dtype}, not integers; {source.would_work}")
+        if array.ndim == 1 and len(array) and not 0 <= array.min() <= array.max() < tokenizer.vocab_size:
+            raise UserError(f"{file}: holds ids from {array.min()} to {array.max()}, and the tokenizer has 0 to "
+                            f"{tokenizer.vocab_size - 1}; ids of this tokenizer would work")
 
 
 def _content_hash(source: Source) -> str:

@@ -26,6 +26,7 @@ EMPTY_TEXT = "empty text"
 NO_TEXT = "no `text`, nor `prompt` and `completion`"
 NO_TOKENS = "no list of integers in `tokens` or `input_ids`"
 BAD_MASK = "`loss_mask` or `labels` unlike its tokens"
+_PART = 1 << 22  # tokens of an array that are in memory at a time
 IGNORED_LABEL = -100  # transformers' label for a token that is not trained on
 _NO_RECORD = (NO_SHAPE, NO_TEXT, NO_TOKENS)  # reasons to drop what is no record at all
 # What the `fields` of a source of another format than sharegpt may stand for.
@@ -323,6 +324,8 @@ def _unicode(text: str) -> str:
 
 def _parse_tokens(raw: object, source: int, number: int) -> tuple[Tokens, set[str]]:
     """Reads token ids, alone or with a loss mask or labels beside them; returns them and the fields that were not read."""
+    if isinstance(raw, np.memmap):
+        return _parse_array(raw, source, number), set()
     fields = raw if isinstance(raw, dict) else {"tokens": raw}
     name = "tokens" if "tokens" in fields else "input_ids"
     tokens = _int32(fields.get(name))
@@ -339,6 +342,16 @@ def _parse_tokens(raw: object, source: int, number: int) -> tuple[Tokens, set[st
     if mask is None or len(mask) != len(tokens):
         raise Drop(BAD_MASK)
     return Tokens(_record_id(raw, tokens.tobytes()), tokens, mask.astype(bool), source, number), _unread(raw, read)
+
+
+def _parse_array(array: np.memmap, source: int, number: int) -> Tokens:
+    """Returns the tokens of an array that stays in its file, all of them in the loss; a part at a time is in memory."""
+    if not _is_int32(array):
+        raise Drop(NO_TOKENS)
+    digest = hashlib.sha256()
+    for start in range(0, len(array), _PART):
+        digest.update(array[start : start + _PART].astype(np.int32).tobytes())
+    return Tokens(digest.hexdigest()[:16], array, np.broadcast_to(np.True_, len(array)), source, number)
 
 
 def _unread(raw: object, read: set[str]) -> set[str]:
@@ -358,11 +371,14 @@ def _int32(values: object, allow_bool: bool = False) -> Int32[np.ndarray, " n"] 
         array = np.asarray(values)
     except ValueError:
         return None
-    if array.ndim != 1 or array.dtype.kind not in ("iub" if allow_bool else "iu"):
-        return None
-    if array.min() < -(2**31) or array.max() >= 2**31:  # not abs(), whose value for the lowest int64 is negative
-        return None
-    return array.astype(np.int32)
+    return array.astype(np.int32) if _is_int32(array, allow_bool) else None
+
+
+def _is_int32(array: np.ndarray, allow_bool: bool = False) -> bool:
+    """Returns whether an array holds at least one number, and 32-bit integers alone."""
+    if array.ndim != 1 or not len(array) or array.dtype.kind not in ("iub" if allow_bool else "iu"):
+        return False
+    return array.min() >= -(2**31) and array.max() < 2**31  # not abs(), whose value for the lowest int64 is negative
 
 
 def _record_id(raw: object, content: bytes) -> str:

@@ -13,10 +13,12 @@ import pytest
 from data import packing
 from data.batch import permute
 from data.clean import CleanConfig
+from data.encode import Encoder
 from data.errors import UserError
 from data.loader import Loader
 from data.prepare import prepare
-from data.sources import Source
+from data.report import Report
+from data.sources import Source, read
 from data.templates import render
 from data.tokenizer import Tokenizer
 from tests.conftest import REPOSITORY
@@ -406,3 +408,42 @@ def test_documents_that_were_damaged_since_the_start_are_named(prepared, small, 
     train = prepare([Source(str(small))], tokenizer, LENGTH, tmp_path, **OPTIONS).train
     with pytest.raises(UserError, match=rf"^{folder}: a document cannot be read \(.*\); if this folder is deleted, the same"):
         [train[number] for number in range(len(train))]
+
+
+def test_an_array_of_tokens_streams_and_is_refused_before_the_work(tokenizer, tmp_path):
+    """The documents are those of the same numbers as JSON; little of a long one is in memory."""
+    import tracemalloc
+
+    numbers = (np.arange(4_000_000) * 7919 % 1000).astype(np.uint16)
+    for name, array in (("short", numbers[:201]), ("long", numbers)):
+        np.save(tmp_path / f"{name}.npy", array)
+    (tmp_path / "short.json").write_text(json.dumps([{"tokens": numbers[:201].tolist()}]))
+    short, same = (prepare([Source(str(tmp_path / name), "tokens")], tokenizer, 50, tmp_path / "prepared", progress=False)
+                   for name in ("short.npy", "short.json"))
+    assert [document.tokens.tolist() for document in _documents(short.train)] == [
+        document.tokens.tolist() for document in _documents(same.train)]
+    assert short.train[0].record_id == same.train[0].record_id and len(short.train) == 4
+    assert short.report.repaired == same.report.repaired == {"longer than context_length, cut": 1}
+    encoder = Encoder(("plain",), tokenizer, 1000)
+    tracemalloc.start()
+    [record] = read(Source(str(tmp_path / "long.npy"), "tokens"), Report())
+    documents = encoder.encode(record).documents
+    assert sum(len(document.tokens) for document in documents) == len(numbers) and documents[3].loss_mask.all()
+    assert tracemalloc.get_traced_memory()[1] < 40e6, "a part of 4 Mi tokens, not the whole three times over"
+    tracemalloc.stop()
+    for bad, words in ((numbers.astype(np.float32), "holds float32, not integers"), (numbers + 5000, "ids from 5000 to 5999")):
+        np.save(tmp_path / "bad.npy", bad)
+        with pytest.raises(UserError, match=words):
+            prepare([Source(str(tmp_path / "bad.npy"), "tokens")], tokenizer, 50, tmp_path / "none", progress=False)
+    assert not (tmp_path / "none").exists()
+
+
+def test_prepared_data_within_the_datas_own_folder_are_not_read(small, tokenizer, tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    shutil.copy(small, folder / "a.json")
+    first = prepare([Source(str(folder))], tokenizer, LENGTH, folder / "prepared", progress=False)
+    again = prepare([Source(str(folder))], tokenizer, LENGTH, folder / "prepared", progress=False)
+    elsewhere = prepare([Source(str(folder))], tokenizer, LENGTH, tmp_path / "other", progress=False)
+    assert first.folder == again.folder and first.folder.name == elsewhere.folder.name
+    assert first.report.records == 60 and not first.report.notes
