@@ -1,6 +1,7 @@
 """Train: python train.py --config configs/NAME.yaml [--section.field value ...]; the same command again resumes it.
 
-With --dry-run [MACHINE [--gpu-memory GIB]] it says what the run would take, and stops. Alone, it lists the recipes. Every field
+With --dry-run [MACHINE [--gpu-memory GIB]] it says what the run would take, and stops. A model or data of the Hugging Face
+hub is downloaded unless it is in the cache; --no-download forbids that. Alone, train.py lists the recipes. Every field
 is described by --help, or those of a section by --help SECTION. LONGSTRIPE_TRACEBACK=1 shows where an error comes from.
 Exit codes: 0 trained; 1 a dry run that does not fit; 2 an error in one line that you can fix; 75 one that another start may
 pass, such as a lost connection; 130 stopped by Ctrl-C, 143 by SIGTERM: the running step is finished and saved, and the same
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data.hub import no_downloads
 from trainer import entry
 
 if TYPE_CHECKING:
@@ -44,7 +46,11 @@ def main(argv: list[str] | None = None) -> int:
     status = 0
 
     def work() -> None:
-        words, machine = take_flag(list(sys.argv[1:] if argv is None else argv), "--dry-run")
+        words = list(sys.argv[1:] if argv is None else argv)
+        if "--no-download" in words:
+            words.remove("--no-download")
+            no_downloads()
+        words, machine = take_flag(words, "--dry-run")
         words, memory = (words, None) if machine is None else take_flag(words, "--gpu-memory")
         if not words:
             from trainer.config.recipes import recipe_list
@@ -55,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
         from trainer.evaluation import Evaluation, HeldOutLoss
         from trainer.loop import train
         from trainer.stages import train_stages
-        config = configuration.load(words, own=["dry-run"])
+        config = configuration.load(words, own=["dry-run", "no-download"])
         if machine is not None:
             from planning.dry_run import dry_run
 

@@ -1,14 +1,19 @@
-"""Data sets of the Hugging Face hub: hf://datasets/OWNER/NAME[@REVISION][/FILE OR FOLDER], kept in the hub's own cache."""
+"""The Hugging Face hub: data sets, hf://datasets/OWNER/NAME[@REVISION][/FILE OR FOLDER], and models, in the hub's own cache."""
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import glob
 import os
 import re
+import sys
 import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from data.errors import UserError, first_line
+from data.printable import printable
 
 PREFIX = "hf://datasets/"
 WOULD_WORK = f"{PREFIX}OWNER/NAME[@REVISION][/FILE] would work"
@@ -97,3 +102,75 @@ def other_splits(files: Sequence[str]) -> list[str]:
     names = [os.path.relpath(file, common) for file in files]
     others = [name for name in names if _OTHER_SPLIT.search(name)]
     return others if len(others) < len(names) else []
+
+
+def no_downloads() -> None:
+    """Makes this process use what is in the hub's cache, as HF_HUB_OFFLINE=1 does."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if "huggingface_hub.constants" in sys.modules:  # which has read the environment already
+        sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = True
+
+
+def is_offline() -> bool:
+    """Returns whether HF_HUB_OFFLINE forbids the network."""
+    from huggingface_hub import constants
+
+    return constants.HF_HUB_OFFLINE or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE")
+
+
+def download_model(name: str, revision: str | None, files: Sequence[str], needed: str = "") -> Path:
+    """Downloads the files of a model that are not in the cache, after saying how large they are; returns their folder there.
+
+    Of several processes of a machine one downloads and the others wait. An interrupted download goes on where it was.
+
+    Args:
+      files: patterns of the files' names.
+      needed: what the name of one of them has to end with.
+
+    Raises:
+      UserError: the hub has no such model for this user, or cannot be reached.
+    """
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import DryRunError, GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
+
+    def fetch(**options: Any) -> Any:
+        try:
+            return snapshot_download(name, revision=revision, endpoint=constants.ENDPOINT, allow_patterns=list(files),
+                                     **options)
+        except DryRunError as error:
+            raise error.__cause__ or error from None  # what the hub answered
+
+    cache = Path(constants.HF_HUB_CACHE)
+    cache.mkdir(parents=True, exist_ok=True)
+    hub = constants.ENDPOINT
+    try:
+        with (cache / f".longstripe-{name.replace('/', '--')}.lock").open("a", encoding="utf-8") as lock:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            listed = fetch(dry_run=True)
+            if needed and not any(file.filename.endswith(needed) for file in listed):
+                raise UserError(f"{name}: has no {needed.removeprefix('.')} on the hub; pickled weights can run code when they "
+                                "are loaded and are refused, another name would work")
+            missing = [file for file in listed if file.will_download]
+            if missing:
+                size = sum(file.file_size for file in missing)
+                print(printable(f"{name}: downloading {size:,} bytes in {len(missing)} files from {hub} to {cache}"),
+                      file=sys.stderr, flush=True)
+            return Path(fetch())
+    except GatedRepoError:
+        raise UserError(f"{name}: its owner has to grant access: ask for it at {hub}/{name}, then `hf auth login`") from None
+    except RepositoryNotFoundError:
+        raise UserError(f"{name}: neither a folder nor a model that {hub} shows; another name, or for a private model "
+                        f"`hf auth login`, then `hf download {name}`, would work") from None
+    except RevisionNotFoundError:
+        raise UserError(f"{name}: has no revision {revision} at {hub}; another one would work") from None
+    except UserError:
+        raise
+    except Exception as error:  # of the disk, of the library for HTTP, which differs between versions of huggingface_hub
+        raise _not_downloaded(name, hub, error) from None
+
+
+def _not_downloaded(name: str, hub: str, error: Exception) -> UserError:
+    return UserError(printable(
+        f"{name}: neither a folder nor in the local Hugging Face cache, and not downloaded from {hub} ({first_line(error)}); "
+        f"what has arrived is kept, and the same command, or `hf download {name}`, goes on from there"))

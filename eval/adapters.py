@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, get_args
 
 from data.errors import UserError
 from model.adapter import AdapterConfig, Quantization
+from trainer.entry import NoDownload
 
 if TYPE_CHECKING:
     from trainer.model_source import ModelSource
@@ -20,6 +21,7 @@ def add_flags(parser: argparse.ArgumentParser, several: bool) -> None:
     also = "; several are evaluated one after the other, each into a folder of its name in --output" if several else ""
     parser.add_argument("--adapter", metavar="FOLDER", nargs="+" if several else None, help="an adapter beside the model: a "
                         "folder that peft has written, or a run with adapters" + also)
+    parser.add_argument("--no-download", action=NoDownload)
     parser.add_argument("--quantize", choices=get_args(Quantization), help="quantization of the base weights (default: as in "
                         "training for a run; none for a PEFT folder)")
 

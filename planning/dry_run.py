@@ -84,7 +84,7 @@ def _report(config: RunConfig, topology: str, named: bool, usable_gib: float | N
 
 def _describe_text(config: RunConfig) -> tuple[LlamaConfig, RunConfig]:
     """Prepares the data and prints their rows, epochs and padding; returns the model's shape, and the run with its steps."""
-    source, tokenizer = for_templates(choose_model(config.model), config.data)
+    source, tokenizer = for_templates(choose_model(config.model, weights=False), config.data)
     prepared = prepare_text(config, tokenizer)
     data = config.data
     loader = Loader(prepared, data.context_length, config.train.batch_size, data.seed)

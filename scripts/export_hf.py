@@ -27,6 +27,7 @@ def make_parser() -> argparse.ArgumentParser:
                         "quantized weights: add their products to the numbers that the codes stand for")
     parser.add_argument("--base", metavar="MODEL", help="the model that the adapters belong to: its name on the hub, which the "
                         "export then gives, or a folder, where it is not at the path that they name")
+    parser.add_argument("--no-download", action=entry.NoDownload)
     return parser
 
 

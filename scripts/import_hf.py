@@ -17,9 +17,10 @@ def make_parser() -> argparse.ArgumentParser:
         "Makes a checkpoint (model and assets, no optimizer state) from a Hugging Face LLaMA. Training and evaluation also "
         "read Hugging Face folders directly; a checkpoint has checksums and is read in parallel, which is faster."))
     parser.add_argument("hf_dir", metavar="HF_DIR",
-                        help="folder with config.json and safetensors, or org/name[@revision] in the local cache")
+                        help="folder with config.json and safetensors, or org/name[@revision] on the hub")
     parser.add_argument("checkpoint", metavar="CHECKPOINT", type=Path,
                         help="folder to make, which must be empty or not exist")
+    parser.add_argument("--no-download", action=entry.NoDownload)
     return parser
 
 

@@ -112,7 +112,7 @@ def show(argv: list[str]) -> None:
     from trainer.text import prepare_text
 
     config = choose_stage(load(["--config", args.config, *flags], own=vars(args)), args.stage)
-    _, tokenizer = for_templates(choose_model(config.model), config.data)
+    _, tokenizer = for_templates(choose_model(config.model, weights=False), config.data)
     prepared = prepare_text(config, tokenizer)
     loader = Loader(prepared, config.data.context_length, config.train.batch_size, config.data.seed)
     console = printable.console(highlight=False, soft_wrap=True)

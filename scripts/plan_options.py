@@ -215,7 +215,7 @@ def _model(args: argparse.Namespace, recipe: RunConfig) -> LlamaConfig:
 
     if recipe.trajectories.path:
         return trajectory_model(recipe)
-    return choose_model(recipe.model).config if args.model is None else named_model(args.model)
+    return choose_model(recipe.model, weights=False).config if args.model is None else named_model(args.model)
 
 
 def named_model(name: str) -> LlamaConfig:
@@ -234,7 +234,7 @@ def named_model(name: str) -> LlamaConfig:
     if name in presets:
         return LlamaConfig.preset(name)
     if Path(name).expanduser().is_dir() or ("/" in name and not name.startswith((".", "/", "~"))):
-        return open_model(name).config
+        return open_model(name, weights=False).config
     raise UserError(f"--model: found {name!r}; neither a folder, nor org/name in the Hugging Face cache, nor a "
                     f"preset{suggestion(name.lower(), presets)}; presets are {', '.join(presets)}")
 

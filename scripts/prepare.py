@@ -31,7 +31,7 @@ def prepare(recipe: str, flags: list[str]) -> None:
     from trainer.text import prepare_text
 
     config = load(["--config", recipe, *flags])
-    _, tokenizer = for_templates(choose_model(config.model), config.data)
+    _, tokenizer = for_templates(choose_model(config.model, weights=False), config.data)
     for number in range(1, max(len(config.stages), 1) + 1):
         data = choose_stage(config, number)
         prepared = prepare_text(data, tokenizer)

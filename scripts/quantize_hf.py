@@ -15,9 +15,10 @@ def make_parser() -> argparse.ArgumentParser:
         "Writes a Hugging Face folder whose layers' projections are codes of NF4 with double quantization. transformers loads "
         "it with bitsandbytes, and training beside adapters (adapter.quantize nf4) takes the codes as they are, so that its "
         "start quantizes nothing. Needs no accelerator, and memory for one matrix."))
-    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, org/name[@revision] in the local cache, or a "
+    parser.add_argument("model", metavar="MODEL", help="a Hugging Face folder, org/name[@revision] on the hub, or a "
                         "checkpoint or run of a whole model")
     parser.add_argument("hf_dir", metavar="HF_DIR", type=Path, help="folder to write, which must be empty or not exist")
+    parser.add_argument("--no-download", action=entry.NoDownload)
     return parser
 
 

@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 from data.folders import named_errors
+from data.hub import no_downloads
 from data.printable import printable_output
 from trainer.run.outcome import STOPPED, SUCCESS, TERMINATED, TRY_AGAIN, UNEXPECTED, one_line, outcome_of
 from trainer.run.preemption import Preempted
@@ -31,6 +32,19 @@ def at_least_one(text: str) -> int:
     except ValueError:
         pass
     raise argparse.ArgumentTypeError(f"found {text}; a whole number, at least 1, is needed")
+
+
+class NoDownload(argparse.Action):
+    """The argparse action of --no-download: models of the hub are read from its cache alone."""
+
+    def __init__(self, option_strings: list[str], dest: str, **options: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=False,
+                         help="use no model and no data of the hub but those in its local cache, as HF_HUB_OFFLINE=1 does")
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, *_: Any) -> None:
+        """Takes effect at once."""
+        no_downloads()
+        setattr(namespace, self.dest, True)
 
 
 class CommandParser(argparse.ArgumentParser):

@@ -229,9 +229,12 @@ def _draw_rows(params: dict[str, jax.Array], model: Llama, stored_rows: int, see
     return {**params, **jax.jit(draw, out_shardings=shardings, donate_argnums=0)(shared)}
 
 
-def open_model(path: str) -> ModelSource:
+def open_model(path: str, weights: bool = True) -> ModelSource:
     """The model at `path`: a Hugging Face folder, org/name@revision, a checkpoint, a run with checkpoints, or an adapter, which
     names its base.
+
+    Args:
+      weights: whether they will be read: a model that is named by its name on the hub is downloaded without them otherwise.
 
     Raises:
       ValueError: there is none, or one of another architecture; one line that says what would work.
@@ -247,7 +250,9 @@ def open_model(path: str) -> ModelSource:
         source = ModelSource(config, "checkpoint", assets.parent, assets, trained_mask(assets), stored_config=config,
                              verified=not (folder / MANIFEST).exists())  # the search for a run's newest good one verifies it
     else:
-        folder = resolve_model_path(path)
+        folder = resolve_model_path(path, weights)
+        if (folder / peft.CONFIG).is_file() and not (folder / "config.json").exists():  # of the hub
+            return open_adapter(str(folder))
         config = folder_config(folder)
         source = ModelSource(config, "huggingface", folder, folder, stored_config=config)
     return source.ending_at(_generation_ends(source.tokenizer_path))
@@ -352,16 +357,17 @@ def _generation_ends(folder: Path) -> list[int]:
     return [id for id in (ends if isinstance(ends, list) else [ends]) if is_int(id) and id >= 0]
 
 
-def choose_model(config: ModelConfig, adapter_path: str | None = None) -> ModelSource:
+def choose_model(config: ModelConfig, adapter_path: str | None = None, weights: bool = True) -> ModelSource:
     """The model that a recipe's section `model` names, with the adapter at `adapter_path` beside it if that is given.
 
     `overrides` and `tokenizer` hold for the adapter too: they take the place of what its checkpoint was trained with.
+    `weights` as of `open_model`.
 
     Raises:
       UserError, ValueError: neither a path nor a shape, no tokenizer, or a shape that no model has; or see `with_adapter`.
     """
     if config.path:
-        source = open_model(config.path)
+        source = open_model(config.path, weights)
         if source.adapter is not None:
             raise UserError(f"model.path: {config.path} is an adapter; --adapter.path goes on with it, and python -m "
                             "scripts.export_hf --merge makes a whole model of it")

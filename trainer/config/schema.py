@@ -41,8 +41,9 @@ class ModelConfig:
     """Which model is trained, and which of its parameters."""
 
     path: str | None = None
-    """Pretrained model: a Hugging Face folder, org/name@revision, or a Longstripe checkpoint. On the command line it
-    replaces the recipe's preset and the overrides of a model from scratch."""
+    """Pretrained model: a Hugging Face folder, a Longstripe checkpoint, or org/name[@revision], which is downloaded from the
+    hub unless it is in the cache (--no-download forbids it). On the command line it replaces the recipe's preset and the
+    overrides of a model from scratch."""
     preset: str | None = None
     """Shape of a model trained from scratch: a name of LlamaConfig.preset, such as llama-7b or tiny."""
     tokenizer: str | None = None

@@ -20,16 +20,12 @@ from model.attention import Mask
 from model.config import LlamaConfig
 from model.rope_config import RopeConfig
 
-from .folder import tensor_dtypes
+from .folder import SMALL_FILES, tensor_dtypes
 from .table import DTYPES
 
 # Files of a Hugging Face folder that belong to the model and are not weights. The list is fixed, since a training run puts
 # files of its own beside them (its configuration), which do not belong in an exported model.
-ASSET_FILES = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model",
-    "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja",
-    "chat_template.json",
-)
+ASSET_FILES = tuple(name for name in SMALL_FILES if name != "adapter_config.json")
 
 # Fields of config.json about files of the source that an export does not have, or has in another form.
 _OF_ITS_FILES = ("auto_map", "quantization_config")

@@ -133,9 +133,8 @@ def _without_defaults(values: Mapping[str, Any], section: type) -> dict[str, Any
     kinds = typing.get_type_hints(section)
     for name, value in values.items():
         if isinstance(value, Mapping) and dataclasses.is_dataclass(kinds.get(name)):
-            value = _without_defaults(value, kinds[name])
-            if value:
-                kept[name] = value
+            if changed := _without_defaults(value, kinds[name]):
+                kept[name] = changed
         elif name not in fields or value != _plain(_default(fields[name])):
             kept[name] = value
     return kept

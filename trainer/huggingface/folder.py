@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
+from data import hub
 from data.within import file_within
 from model.config import LlamaConfig
 from model.rope import inverse_frequencies
@@ -24,6 +25,12 @@ from .bitsandbytes import is_nf4, parts
 from .table import DTYPES, HFEntry
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# What is downloaded of a model on the hub.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model")
+SMALL_FILES = (
+    "config.json", "generation_config.json", *_TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json", "adapter_config.json")
+_WEIGHTS = ("model.safetensors", "model-*.safetensors", "model.safetensors.index.json", "adapter_model.safetensors")
 _COMPARED_NUMBERS = 1 << 22  # of two tensors at a time
 
 
@@ -35,13 +42,17 @@ def hub_name(path: str) -> str | None:
     return path if is_name and not Path(path).exists() else None
 
 
-def resolve_model_path(path: str | Path) -> Path:
+def resolve_model_path(path: str | Path, weights: bool = True) -> Path:
     """The folder of a model: `path` itself, or that of `org/name` or `org/name@revision` in the local Hugging Face cache.
 
-    Nothing is downloaded, because a run must not depend on the hub.
+    What is not in the cache is downloaded, unless HF_HUB_OFFLINE is set; what is there whole is used without asking the hub.
+    Pickled weights are never downloaded.
+
+    Args:
+      weights: whether they are needed; the other files are small.
 
     Raises:
-      ValueError: there is no such folder; names the command that downloads it.
+      ValueError, UserError: there is no such model.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -49,17 +60,34 @@ def resolve_model_path(path: str | Path) -> Path:
     name, _, revision = str(path).partition("@")
     if folder.is_absolute() or str(path).startswith(("./", "../", "~")) or name.count("/") != 1 or name.endswith("/"):
         raise ValueError(f"{path}: no such folder (a model of the hub is named org/name or org/name@revision)")
+    files = (*SMALL_FILES, *(_WEIGHTS if weights else ()))
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, revision=revision or None, local_files_only=True))
+        cached = Path(snapshot_download(name, revision=revision or None, local_files_only=True, allow_patterns=list(files)))
+        if hub.is_offline() or _is_whole(cached, weights):
+            return cached
     except HFValidationError:
         raise ValueError(f"{path}: neither a folder nor a hub name (org/name or org/name@revision)") from None
     except (LocalEntryNotFoundError, OSError):
-        command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
-        raise ValueError(
-            f"{path}: neither a folder nor in the local Hugging Face cache; download it: {command}") from None
+        if hub.is_offline():
+            command = f"hf download {name}" + (f" --revision {revision}" if revision else "")
+            raise ValueError(f"{path}: neither a folder nor in the local Hugging Face cache, and downloads are forbidden "
+                             f"(HF_HUB_OFFLINE or --no-download); download it: {command}") from None
+    return hub.download_model(name, revision or None, files, ".safetensors" if weights else "")
+
+
+def _is_whole(folder: Path, weights: bool) -> bool:
+    """Whether an earlier download of a model into the cache has got all that is read of it."""
+    if (folder / "adapter_config.json").is_file():
+        return not weights or (folder / "adapter_model.safetensors").is_file()
+    if not (folder / "config.json").is_file() or not any((folder / name).is_file() for name in _TOKENIZERS):
+        return False
+    if not weights or (folder / "model.safetensors").is_file():
+        return True
+    index = folder / "model.safetensors.index.json"
+    return index.is_file() and all(path.is_file() for path in _read_index(index).values())
 
 
 def folder_config(folder: str | Path) -> LlamaConfig:

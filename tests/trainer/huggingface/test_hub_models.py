@@ -1,0 +1,153 @@
+"""Models by their name on the hub, from a hub on this machine: what is downloaded, when it is not, and what is refused."""
+import http.server
+import json
+import threading
+
+import huggingface_hub.constants
+import numpy as np
+import pytest
+
+from data import hub as data_hub
+from data.errors import UserError
+from tests.model.build import llama
+from trainer.config.schema import ModelConfig
+from trainer.huggingface.folder import resolve_model_path
+from trainer.model_source import choose_model, open_model
+
+SHA = "c" * 40
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """The part of the hub's interface that a download needs, of one model; its server keeps the names of sent files."""
+
+    def do_HEAD(self):
+        self.do_GET(body=False)
+
+    def do_GET(self, body=True):
+        path = self.path.partition("?")[0]
+        self.server.requests.append(path)
+        files = self.server.content
+        if not path.startswith(("/api/models/me/tiny", "/me/tiny/")):
+            return self.answer(404, b"{}", {"X-Error-Code": "RepoNotFound"}, body)
+        if path.startswith("/api/") and not path.endswith(("/tiny", "/main", SHA)):
+            return self.answer(404, b"{}", {"X-Error-Code": "RevisionNotFound"}, body)
+        if "/tree/" in path:
+            tree = [{"type": "file", "oid": "b" * 40, "size": len(content), "path": name} for name, content in files.items()]
+            return self.answer(200, json.dumps(tree).encode(), {}, body)
+        if path.startswith("/api/"):
+            about = {"id": "me/tiny", "sha": SHA, "siblings": [{"rfilename": name} for name in files]}
+            return self.answer(200, json.dumps(about).encode(), {}, body)
+        name = path.partition("/resolve/")[2].partition("/")[2]
+        headers = {"ETag": f'"{name}"', "X-Repo-Commit": SHA, "Accept-Ranges": "bytes"}
+        if body and name in self.server.refused:
+            return self.answer(404, b"{}", {"X-Error-Code": "EntryNotFound"}, body)
+        if body:
+            self.server.sent.append(name)
+        return self.answer(200, files[name], headers, body)
+
+    def answer(self, status, content, headers, body):
+        self.send_response(status)
+        for key, value in {"Content-Type": "application/json", "Content-Length": str(len(content)), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path, hf_model):
+    """A hub on this machine with a very small model, pickled weights and code beside it; and an empty cache."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        server.sent, server.requests, server.refused = [], [], set()
+        server.content = {path.name: path.read_bytes() for path in hf_model.iterdir() if path.is_file()}
+        server.content |= {"pytorch_model.bin": b"pickle", "modeling_tiny.py": b"import os", "optimizer.pt": b"x",
+                           "original/model.safetensors": b"not this one"}
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_port}"
+        for name, value in {"ENDPOINT": address, "HF_HUB_CACHE": str(tmp_path / "cache"), "HF_HUB_OFFLINE": False,
+                            "HUGGINGFACE_CO_URL_TEMPLATE": address + "/{repo_id}/resolve/{revision}/{filename}"}.items():
+            monkeypatch.setattr(huggingface_hub.constants, name, value)
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+        yield server
+        server.shutdown()
+
+
+def ours(hub):
+    return sorted(name for name in hub.content if name not in ("pytorch_model.bin", "modeling_tiny.py", "optimizer.pt",
+                                                               "original/model.safetensors"))
+
+
+def test_a_model_is_downloaded_once_without_pickles_and_the_size_is_told_first(hub, hf_model, capsys):
+    source = open_model("me/tiny")
+    assert set(hub.sent) <= set(ours(hub)) and {"config.json", "model.safetensors", "tokenizer.json"} <= set(hub.sent)
+    size = sum(len(hub.content[name]) for name in hub.sent)
+    assert f"me/tiny: downloading {size:,} bytes in {len(hub.sent)} files" in capsys.readouterr().err
+    assert source.name == "me/tiny"
+    local = open_model(str(hf_model))
+    for name, x in local.read(llama(local.config)).items():
+        np.testing.assert_array_equal(x, source.read(llama(source.config))[name])
+    hub.sent.clear()
+    hub.requests.clear()
+    assert open_model("me/tiny").fingerprint == local.fingerprint
+    assert hub.requests == [], "a run does not depend on the hub once it has the model"
+
+
+def test_an_interrupted_download_goes_on(hub, capsys):
+    hub.refused.add("model.safetensors")
+    with pytest.raises((UserError, ValueError)):
+        resolve_model_path("me/tiny")
+    hub.refused.clear()
+    before = list(hub.sent)
+    folder = resolve_model_path("me/tiny")
+    assert (folder / "model.safetensors").read_bytes() == hub.content["model.safetensors"]
+    assert hub.sent[len(before):].count("model.safetensors") == 1
+    assert len(hub.sent) == len(set(hub.sent)), "nothing is downloaded twice"
+
+
+def test_what_needs_no_weights_downloads_none(hub):
+    assert choose_model(ModelConfig(path="me/tiny"), weights=False).config.num_hidden_layers
+    assert "model.safetensors" not in hub.sent
+    open_model("me/tiny")
+    assert hub.sent.count("model.safetensors") == 1 and hub.sent.count("config.json") == 1
+
+
+def test_processes_of_a_machine_download_once(hub):
+    threads = [threading.Thread(target=resolve_model_path, args=("me/tiny",)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(hub.sent) == len(set(hub.sent)) > 2
+
+
+def test_downloads_can_be_forbidden(hub, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # which is restored afterwards
+    data_hub.no_downloads()
+    with pytest.raises(ValueError, match=r"me/tiny: neither a folder nor in the local .* cache, and downloads are forbidden"):
+        open_model("me/tiny")
+    assert hub.requests == []
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("me/another", "me/another: neither a folder nor a model that http://127.0.0.1"),
+    ("me/tiny@v9", "me/tiny: has no revision v9")])
+def test_what_the_hub_does_not_have_is_named(hub, name, words):
+    with pytest.raises(UserError, match=words):
+        open_model(name)
+
+
+def test_only_pickled_weights_are_refused_before_a_download(hub):
+    del hub.content["model.safetensors"]
+    with pytest.raises(UserError, match="me/tiny: has no safetensors on the hub"):
+        open_model("me/tiny")
+    assert hub.sent == []
+
+
+def test_a_hub_that_does_not_answer_is_one_line(hub, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(UserError, match=r"neither a folder nor in the local .* cache, and not downloaded from") as error:
+        open_model("me/tiny")
+    assert "\n" not in str(error.value)
