@@ -136,7 +136,8 @@ def test_every_stage_of_a_recipe_is_planned(repository, capsys):
     (["--machine", "8xH100", "--context", "64K", "--mesh", "sequence=4"], "= 4 devices, but h100:8 has 8"),
     (["--machine", "8xH100", "--context", "64K", "--model", "llama-3.1-8"], "did you mean llama-3.1-8b?"),
     (["--machine", "8xH100", "--context", "64K", "--model", "meta/none"], "hf download meta/none")])
-def test_a_typo_is_one_line_before_anything_compiles(argv, mend, capsys):
+def test_a_typo_is_one_line_before_anything_compiles(argv, mend, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     try:
         status = plan.main([*MODEL, *argv])
     except SystemExit as exit:

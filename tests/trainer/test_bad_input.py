@@ -292,7 +292,8 @@ def test_a_folder_that_orbax_would_take_for_a_pattern(refused, model_copy, tmp_p
     assert len(said) == 1 and said[0].startswith(f"error: CHECKPOINT: {target} has * in it") and not target.exists()
 
 
-def test_model_that_is_not_there(refused):
+def test_model_that_is_not_there(refused, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     assert "hf download nobody/nothing" in refused("--model.path", "nobody/nothing")
     assert "no such folder" in refused("--model.path", "./nowhere")
 
