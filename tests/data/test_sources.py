@@ -419,3 +419,83 @@ def test_dropped_records_are_listed_with_file_and_line(tmp_path, monkeypatch):
     monkeypatch.setattr("data.prepare.MOST_DROPPED", 2)
     summary, dropped = listed("bounded")
     assert len(dropped) == 2 and "the first 2 of 7 dropped records" in summary
+
+
+def _talks(count):
+    return [{"conversations": [{"from": "human", "value": f"{n}?"}, {"from": "gpt", "value": f"{n}."}]} for n in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["a.jsonl.zst", "a.jsonl.bz2", "a.json.xz", "a.arrow", "a.feather", "pretty.json", "data.json",
+                                  "line.json", "a.csv", "a.tsv", "semicolons.csv"])
+def test_files_of_other_kinds_hold_the_same_records(tmp_path, kind):
+    import bz2
+    import lzma
+
+    talks, path = _talks(5), tmp_path / kind
+    lines = "\n".join(map(json.dumps, talks)).encode()
+    if kind.endswith((".csv", ".tsv")):
+        mark = {"a.csv": ",", "a.tsv": "\t", "semicolons.csv": ";"}[kind]
+        path.write_text(mark.join(["instruction", "input", "output"]) + "\n" + "".join(
+            f'"{n}?"{mark}{mark}{n}.\n' for n in range(5)), encoding="utf-8")
+    elif kind.endswith((".arrow", ".feather")):
+        table = pyarrow.Table.from_pylist(talks)
+        new = pyarrow.ipc.new_stream if kind == "a.arrow" else pyarrow.ipc.new_file
+        with pyarrow.OSFile(str(path), "wb") as sink, new(sink, table.schema) as writer:
+            writer.write_table(table)
+    elif kind.endswith(".zst"):
+        path.write_bytes(pyarrow.compress(lines, codec="zstd", asbytes=True))
+    elif kind.endswith(".bz2"):
+        path.write_bytes(bz2.compress(lines))
+    elif kind.endswith(".xz"):
+        path.write_bytes(lzma.compress(json.dumps(talks).encode()))
+    elif kind == "pretty.json":
+        path.write_text("\n".join(json.dumps(talk, indent=1) for talk in talks))
+    else:
+        path.write_text(json.dumps({"version": 1, "data": talks}, indent=1 if kind == "data.json" else None))
+    kept, report = _read(path)
+    assert [[turn.content for turn in record.messages] for record in kept] == [[f"{n}?", f"{n}."] for n in range(5)]
+    assert report.records == 5 and ("not read beside it: the fields version" in report.summary()) == (
+        kind in ("data.json", "line.json"))
+    if kind.endswith((".zst", ".bz2", ".xz")):
+        path.write_bytes(path.read_bytes()[:-20])
+        with pytest.raises(UserError, match="cannot be unpacked"):
+            _read(path)
+
+
+def test_what_a_folder_says_about_its_data_is_passed_over_by_what_it_holds(tmp_path):
+    (tmp_path / "train.json").write_text(json.dumps(_talks(2)))
+    (tmp_path / "one.json").write_text(json.dumps(_talks(3)[2], indent=1))
+    (tmp_path / "dataset_info.json").write_text(json.dumps({"mine": {"file_name": "train.json"}}, indent=1))
+    (tmp_path / "state.json").write_text('{"_data_files": []}')
+    kept, report = _read(tmp_path)
+    assert len(kept) == report.records == 3
+    assert sum("not read, since it holds one object that is no record" in note for note in report.notes) == 2
+    with pytest.raises(UserError, match="it has the fields mine"):
+        _read(tmp_path / "dataset_info.json")
+    (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n# Card\n")
+    (tmp_path / "a.txt").write_text("A text.")
+    texts, report = _read(tmp_path, format="text")
+    assert [text.text for text in texts] == ["A text."] and "the card of a data set" in report.summary()
+
+
+@pytest.mark.parametrize(("content", "words"), [
+    ("a,a\n1,2\n", "two of its columns are called 'a'"), ('a,b\n"1,2\n', "cannot be read as a table in text"),
+    (b"a,b\n\xff,1\n", "is not UTF-8"),
+])
+def test_a_broken_table_in_text_is_one_line(tmp_path, content, words):
+    path = tmp_path / "a.csv"
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match=words):
+        _read(path)
+
+
+def test_a_packed_file_under_another_name_is_named(tmp_path):
+    (tmp_path / "a.json").write_bytes(gzip.compress(b"[]"))
+    with pytest.raises(UserError, match=r"a\.json: is packed by gzip, which a name that ends in \.gz would say"):
+        _read(tmp_path / "a.json")
+
+
+def test_a_sources_fields_and_bos_are_checked():
+    for options, words in (({"fields": {"a": "usr"}}, "'a' stands for 'usr'"), ({"add_bos": True}, "is for format: text")):
+        with pytest.raises(UserError, match=words):
+            Source("a.json", **options)

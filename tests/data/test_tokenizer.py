@@ -118,3 +118,49 @@ def test_a_file_with_values_of_other_types_is_named(tmp_path, library, name, con
     assert str(caught.value).startswith(f"{tmp_path}: ") and "\n" not in str(caught.value)
     # The sentencepiece engine reads this file before anything else does.
     assert reason in str(caught.value) or (library == "tiny.model" and name == "tokenizer_config.json")
+
+
+def test_bos_is_what_transformers_tokenizer_adds(tmp_path):
+    """With and without a post-processor that adds it; by LlamaTokenizer's default for a sentencepiece model."""
+    from tokenizers import processors
+    from transformers import AutoTokenizer
+
+    spec = json.loads((TINY / "tokenizer.json").read_text())
+    for name, added in (("without", False), ("with", True)):
+        shutil.copytree(TINY, tmp_path / name)
+        from tokenizers import Tokenizer as Library
+
+        library = Library.from_str(json.dumps(spec))
+        if added:
+            library.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
+        library.save(str(tmp_path / name / "tokenizer.json"))
+        ours, theirs = Tokenizer.load(tmp_path / name), AutoTokenizer.from_pretrained(tmp_path / name)
+        assert ours.adds_bos == (theirs("a")["input_ids"][0] == theirs.bos_token_id)
+        assert ours.adds_bos == added
+    assert Tokenizer.load(MODEL).adds_bos
+
+
+def test_empty_names_of_special_tokens_are_none(tmp_path):
+    """As in LLaMA's first conversions; the model file names them itself."""
+    shutil.copy(MODEL, tmp_path / "tokenizer.model")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": "", "eos_token": "", "unk_token": ""}))
+    assert (Tokenizer.load(tmp_path).bos_token, Tokenizer.load(tmp_path).eos_token) == ("<s>", "</s>")
+
+
+@pytest.mark.parametrize("described", [False, True])
+def test_a_vocabulary_with_merges_is_what_transformers_makes_of_it(tmp_path, described):
+    from tokenizers import ByteLevelBPETokenizer
+    from transformers import AutoTokenizer, GPT2Tokenizer
+
+    trained = ByteLevelBPETokenizer()
+    trained.train_from_iterator(["the cat and the hat, then the mat"] * 9, vocab_size=290, special_tokens=["<|endoftext|>"],
+                                show_progress=False)
+    trained.save_model(str(tmp_path))
+    if described:
+        (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    theirs = (AutoTokenizer if described else GPT2Tokenizer).from_pretrained(tmp_path)
+    ours = Tokenizer.load(tmp_path)
+    for text in ("the cat and the hat", " then é\n\n the", "mat"):
+        assert ours.encode(text) == theirs(text, add_special_tokens=False)["input_ids"]
+    ours.save(tmp_path / "saved")
+    assert Tokenizer.load(tmp_path / "saved").encode("the hat") == ours.encode("the hat")
