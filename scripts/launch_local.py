@@ -4,7 +4,7 @@
 
 All flags but --processes are train.py's. When a process fails or is killed, the others are ended. SIGTERM and Ctrl-C are
 forwarded to all processes, which save a checkpoint and end; the exit status is then 143 or 130. The same command resumes from
-the last checkpoint.
+the last checkpoint. With --restarts N the launcher itself gives it again where another start may pass (scripts/restarts.py).
 """
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ from types import FrameType
 from typing import NamedTuple
 
 from trainer.entry import CommandParser
+
+from .restarts import Restarts, may_pass
+from .run_status import read_status, run_folder
 
 GRACE_SECONDS = 10
 # Processes that fail by the same error end within this time of each other.
@@ -153,20 +156,36 @@ def main(argv: list[str] | None = None) -> int:
                                      usage="%(prog)s --processes N --config RECIPE.yaml [--section.field value ...]",
                                      description=__doc__.splitlines()[0],
                                      epilog="All other flags go to train.py; python train.py --help describes them.")
+    parser.add_argument("--restarts", type=int, default=0, metavar="N",
+                        help="start again where that may pass, at most N times in a row without a new checkpoint (0)")
     parser.add_argument("--processes", type=int, required=True, metavar="N",
                         help="number of processes, which share the devices of mesh.simulate")
     args, flags = parser.parse_known_args(argv)
     if args.processes < 1:
         parser.error(f"--processes: found {args.processes}; at least 1")
+    counted = Restarts(args.restarts)
+    while True:
+        status, received = _run_once(args.processes, flags)
+        if received or not args.restarts or not may_pass(status):
+            return status
+        decision = counted.after(status, read_status(run_folder(flags)).checkpoint)
+        print(f"launch_local: {decision.reason}", file=sys.stderr)
+        if not decision.restart:
+            return status
+        time.sleep(decision.pause)
+
+
+def _run_once(count: int, flags: Sequence[str]) -> tuple[int, list[int]]:
+    """Returns the exit status of one start, and the signals that were forwarded during it."""
     processes: list[subprocess.Popen] = []
     with forwarding_signals(processes) as received:
-        processes += start(args.processes, flags)
+        processes += start(count, flags)
         status = wait(processes, received)
     for thread in threading.enumerate():
         if thread.name == _forward_stderr.__name__:
             # Not for longer: a child of a process that was killed may hold the pipe open.
             thread.join(GRACE_SECONDS)
-    return status
+    return status, received
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from scripts import restarts, run_status
+from scripts import launch_local, restarts, run_status
 from scripts.restarts import Restarts, may_pass, pause_before
 from trainer.run import outcome
 
@@ -75,3 +75,26 @@ def test_the_newest_checkpoint_alone(run, tmp_path, capsys):
 def test_a_run_that_has_not_begun(tmp_path):
     assert run_status.describe("r", run_status.read_status(str(tmp_path)), 0).splitlines() == [
         "run          r", "step         none logged yet", "checkpoint   none yet"]
+
+
+def test_the_local_launcher_starts_again_under_the_same_rule(tmp_path, monkeypatch, capfd):
+    program = tmp_path / "program.py"
+    program.write_text(f"""import pathlib, sys
+count = pathlib.Path({str(tmp_path / "count")!r})
+starts = int(count.read_text()) + 1 if count.exists() else 1
+count.write_text(str(starts))
+sys.exit(int(sys.argv[sys.argv.index("--ends") + 1].split(",")[starts - 1]))
+""")
+    monkeypatch.setattr(launch_local, "TRAIN", program)
+    monkeypatch.setattr(launch_local, "run_folder", lambda flags: str(tmp_path / "run"))
+    slept = []
+    sleep = launch_local.time.sleep
+    monkeypatch.setattr(launch_local.time, "sleep", lambda seconds: slept.append(seconds) if seconds > 1 else sleep(seconds))
+    for ends, restarted, code in (("75,137,0", [15, 30], 0), ("75,75,75,75", [15, 30], 75), ("2", [], 2), ("130", [], 130)):
+        (tmp_path / "count").unlink(missing_ok=True)
+        slept.clear()
+        assert launch_local.main(["--processes", "1", "--restarts", "2", "--ends", ends]) == code
+        assert slept == restarted
+    assert "3 starts without a checkpoint" in capfd.readouterr().err
+    (tmp_path / "count").unlink()
+    assert launch_local.main(["--processes", "1", "--ends", "75"]) == 75, "by default none"
