@@ -108,6 +108,15 @@ TESTED = {
     "tests/scripts/test_inspect_trajectories.py": [
         "python -m scripts.inspect_trajectories trajectories/exorl --task walker_walk --plot returns.png --json returns.json"],
     "tests/trainer/test_processes.py": ["python -m scripts.launch_local --processes 4 ..."],
+    "tests/docs/test_google_cloud.py": [
+        "scripts/launch_tpu.sh run first --zone us-east5-b --machine-type ct6e-standard-8t --spot --env HF_TOKEN "
+        "--create-options '--service-account=longstripe@PROJECT.iam.gserviceaccount.com --boot-disk-size=500GB' "
+        "--setup 'gcloud storage cp gs://BUCKET/chats.jsonl .' -- --config my_recipe.yaml --model.path org/name "
+        "--data.path ../chats.jsonl --run_dir runs/first",
+        "scripts/launch_tpu.sh status first --zone us-east5-b --api compute --price-per-hour 22 -- --config my_recipe.yaml "
+        "--run_dir runs/first",
+        "scripts/launch_tpu.sh follow first --zone us-east5-b --api compute",
+        "scripts/launch_tpu.sh delete first --zone us-east5-b --api compute"],
     "tests/scripts/test_launchers.py": [
         "eval \"$(python -m trainer.xla_flags tpu)\"", "eval \"$(python -m trainer.xla_flags gpu)\"",
         "scripts/launch_tpu.sh run NAME --zone Z --type v5p-128 --version V --spot -- --config ...",
@@ -122,6 +131,7 @@ TESTED = {
     "tests/scripts/test_plan_answers.py": ["python -m scripts.plan"],
 }
 
+PARSED = "is gcloud's; tests/docs/test_google_cloud.py compares its options with gcloud's help"
 CLOUD = "makes machines that cost money, of an account that no test has"
 DOCKER = "needs Docker and a GPU, which no test has; the Dockerfile is linted"
 HOURS = "takes minutes to hours of a compiler; tests/planning compiles smaller steps"
@@ -140,15 +150,28 @@ NOT_RUN = {
     "python -m scripts.benchmarks.bench_kernels --dtype bfloat16": "is for a GPU or TPU, which no test has",
     "python train.py --config configs/trajectories/walker_walk.yaml --trajectories.in_context 128 --trajectories.action_repeat 1 "
     "--data.context_length 512000 --mesh.sequence 64 --attention.layout striped": "needs 64 devices",
-    "docker build -f scripts/kubernetes/Dockerfile --build-arg PLATFORM=cuda -t longstripe .": DOCKER,
+    "docker build -f scripts/kubernetes/Dockerfile --build-arg PLATFORM=cuda -t longstripe:0.1.0 .": DOCKER,
     "docker run --rm --gpus all --ipc host -v \"$PWD/runs:/longstripe/runs\" -v \"$PWD/prepared:/longstripe/prepared\" "
-    "-v \"$HOME/.cache/longstripe:/root/.cache/longstripe\" -v \"$HOME/models:/models\" longstripe --config "
+    "-v \"$HOME/.cache/longstripe:/home/longstripe/.cache/longstripe\" -v \"$HOME/models:/models\" longstripe:0.1.0 --config "
     "configs/qwen3_8b_128k_h100.yaml --model.path /models/Qwen3-8B --data.path /models/chats.json": DOCKER,
     "gcloud compute tpus tpu-vm create NAME --zone ZONE --accelerator-type v6e-8 --version v2-alpha-tpuv6e": CLOUD,
-    "git add my_recipe.yaml": "is git's own",
     "git clone YOUR_COPY longstripe && cd longstripe": "is git's own, of an address that only the user has",
     "gcloud compute tpus tpu-vm ssh NAME --zone ZONE": CLOUD,
     "uv python install 3.12": "is uv's own",
+    "gcloud auth login": PARSED, "gcloud config set project PROJECT": PARSED,
+    "gcloud services enable compute.googleapis.com tpu.googleapis.com storage.googleapis.com": PARSED,
+    "gcloud storage buckets create gs://BUCKET --location us-east5 --uniform-bucket-level-access": PARSED,
+    "gcloud iam service-accounts create longstripe": PARSED,
+    "gcloud storage buckets add-iam-policy-binding gs://BUCKET --member "
+    "serviceAccount:longstripe@PROJECT.iam.gserviceaccount.com --role roles/storage.objectAdmin": PARSED,
+    "gcloud projects add-iam-policy-binding PROJECT --member serviceAccount:longstripe@PROJECT.iam.gserviceaccount.com "
+    "--role roles/logging.logWriter": PARSED,
+    "gcloud storage cp chats.jsonl gs://BUCKET/chats.jsonl": PARSED,
+    "gcloud compute instances list --filter name:first": PARSED,
+    "gcloud compute ssh INSTANCE --zone us-east5-b --command 'gcloud storage cp -r longstripe/my_model gs://BUCKET/'": PARSED,
+    "gcloud storage cp --recursive gs://BUCKET/my_model .": PARSED, "gcloud storage rm --recursive gs://BUCKET": PARSED,
+    "scripts/launch_tpu.sh start first --zone us-east5-b --api compute -- python -m scripts.export_hf runs/first my_model":
+        "makes nothing without a machine; tests/docs/test_google_cloud.py parses it",
     "python -m scripts.make_gemma3 DIR": "downloads 240 MB; what makes the folder is scripts.make_smollm2's, which tests run",
 }
 
