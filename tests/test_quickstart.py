@@ -28,6 +28,22 @@ def trained(tmp_path_factory, repository):
     return folder / "run", folder / "exported"
 
 
+def test_the_quickstarts_commands_exist_with_their_flags(tmp_path):
+    """Each is parsed by its own command; the recipe is the one that the summary names."""
+    from eval import line_retrieval
+    from scripts import export_hf, quickstart
+    from trainer.config.load import load
+
+    config = load(["--config", quickstart.RECIPE])
+    _, module, *flags = quickstart.evaluation_command(config, tmp_path / "1", tmp_path / "evaluation")
+    assert module == "eval.line_retrieval"
+    args = line_retrieval.parse(flags)
+    assert args.checkpoint == str(tmp_path / "1") and args.cases == list(config.evaluate.line_cases)
+    assert (args.fsdp, args.tensor, args.sequence, args.simulate) == (
+        config.mesh.fsdp, config.mesh.tensor, config.mesh.sequence, config.mesh.simulate)
+    assert export_hf.make_parser().parse_args([str(tmp_path / "1"), str(tmp_path / "exported")]).hf_dir == tmp_path / "exported"
+
+
 def test_held_out_loss_falls(trained):
     rows = [json.loads(line) for line in (trained[0] / "held_out.jsonl").read_text().splitlines()]
     before, after = (row["held_out_loss_nats_per_target"] for row in (rows[0], rows[-1]))

@@ -213,6 +213,25 @@ def test_tensor_shards_share_work_and_pay_for_it():
     assert split.step.exposed > whole.step.exposed / 4
 
 
+SLOW_BOX = Network(1e6, 0.0)  # so slow that a step takes as long as its bytes
+
+
+def test_a_layers_sums_over_tensor_are_five_of_hidden_states_in_two_bytes():
+    """Megatron-LM: each is a reduce-scatter and an all-gather, of which a rank receives (t - 1) / t of the states. Two of the
+    forward pass, two of the backward pass; ours sums what the feed-forward reads once more. Then the embedding's and head's."""
+    ranks, tokens = 4, 1 << 16
+    job = Job(SMALL, dataclasses.replace(CHIP, network=SLOW_BOX), tokens, tensor=ranks, zero=False)
+    states = tokens * SMALL.hidden * 2 * (ranks - 1) / ranks
+    assert estimate(job).seconds == pytest.approx((5 * SMALL.layers + 2) * 2 * states / 1e6, rel=0.01)
+
+
+def test_weights_are_gathered_twice_in_two_bytes_and_gradients_scattered_in_four():
+    """ZeRO-3: forward, backward, gradient; each rank receives 7 / 8 of them."""
+    job = Job(SMALL, dataclasses.replace(CHIP, network=SLOW_BOX), 1 << 10, batch=8, fsdp=8)
+    weights = SMALL.weights * SMALL.layers + SMALL.head_weights
+    assert estimate(job).seconds == pytest.approx((2 + 2 + 4) * weights * 7 / 8 / 1e6, rel=0.01)
+
+
 @pytest.mark.parametrize("remat", REMAT)
 @pytest.mark.parametrize("frozen", [False, True])
 def test_the_head_runs_forward_once_under_every_remat_policy(remat, frozen):

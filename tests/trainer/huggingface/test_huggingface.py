@@ -70,9 +70,10 @@ def tensors(folder: Path) -> dict[str, torch.Tensor]:
     {"num_key_value_heads": 1, "head_dim": 8},
 ], ids=["untied", "tied", "bias", "mqa"])
 def test_import_then_export_gives_the_same_bytes(tmp_path, dtype, fields):
-    config = make_model(tmp_path / "in", dtype, **fields)
+    config = make_model(tmp_path / "in", dtype, bos_token_id=3, eos_token_id=5, pad_token_id=7, **fields)
     params = read_hf(tmp_path / "in", config, shardings(config))
     copy_assets(tmp_path / "in", tmp_path / "assets")
+    (tmp_path / "assets/generation_config.json").unlink()
     write_hf(params, config, tmp_path / "assets", tmp_path / "out")
     before, after = tensors(tmp_path / "in"), tensors(tmp_path / "out")
     assert before.keys() == after.keys()
@@ -83,7 +84,8 @@ def test_import_then_export_gives_the_same_bytes(tmp_path, dtype, fields):
     assert loaded.dtype == dtype
     assert LlamaConfig.from_hf(tmp_path / "out") == config
     assert (tmp_path / "out/chat_template.jinja").read_text() == "{{ messages }}"
-    assert (tmp_path / "out/generation_config.json").exists()
+    generation = transformers.GenerationConfig.from_pretrained(tmp_path / "out")
+    assert (generation.bos_token_id, generation.eos_token_id, generation.pad_token_id) == (3, 5, 7)
 
 
 def test_arrays_are_placed_and_oriented_as_the_table_says(tmp_path):
@@ -108,8 +110,14 @@ def test_sharded_index_is_read_and_written(tmp_path):
     params = read_hf(tmp_path / "in", config, shardings(config))
     copy_assets(tmp_path / "in", tmp_path / "assets")
     write_hf(params, config, tmp_path / "assets", tmp_path / "out", max_shard_bytes=8000)
-    assert all(file.stat().st_size < 12000 for file in (tmp_path / "out").glob("*.safetensors"))
     before, after = tensors(tmp_path / "in"), tensors(tmp_path / "out")
+    sizes = []
+    for file in sorted((tmp_path / "out").glob("*.safetensors")):
+        held = [tensor.nbytes for tensor in load_file(file).values()]
+        assert sum(held) <= 8000 or len(held) == 1, "a file holds more than was asked for, but for a tensor that is larger itself"
+        sizes.append(sum(held))
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(sizes) and len(sizes) > 3
     assert all(torch.equal(before[name], after[name]) for name in before)
     transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
 
