@@ -81,7 +81,7 @@ def push(folder: Path, repository: str, public: bool, message: str) -> str:
     from huggingface_hub.errors import HfHubHTTPError
 
     files, _ = export_files(folder)
-    if get_token() is None:
+    if (token := get_token()) is None:
         raise UserError("no token of the Hugging Face hub was found; `hf auth login` or HF_TOKEN=... would work")
     api = HfApi()
     try:
@@ -89,11 +89,11 @@ def push(folder: Path, repository: str, public: bool, message: str) -> str:
         # Each file by itself: upload_folder sends whatever lies in the folder.
         api.create_commit(repository, [CommitOperationAdd(file.name, file) for file in files], commit_message=message)
     except HfHubHTTPError as error:
-        reason = printable(error.server_message or str(error).splitlines()[0])
+        reason = printable(error.server_message or str(error).splitlines()[0]).replace(token, "hf_...")  # a hub may repeat it
         raise UserError(f"{repository}: {api.endpoint} answered {error.response.status_code} ({reason}); a token that may "
                         "write to this owner's repositories would work") from None
     except Exception as error:  # of the library for HTTP, which differs between versions of huggingface_hub
-        reason = printable(f"{type(error).__name__}: {error}")
+        reason = printable(f"{type(error).__name__}: {error}").replace(token, "hf_...")
         raise UserError(f"{repository}: not pushed to {api.endpoint} ({reason}); a network, or the same command again, would "
                         "work") from error
     return str(address)

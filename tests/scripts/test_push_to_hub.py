@@ -27,7 +27,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0)).decode()
         self.server.sent.append((self.path, self.headers.get("Authorization"), body))
         if self.server.status != 200:
-            return self.answer(self.server.status, {"error": "you may not write here"})
+            return self.answer(self.server.status, {"error": "you may not write here with hf_ours"})
         if self.path.startswith("/api/repos/create"):
             return self.answer(200, {"url": f"{self.server.address}/me/mine", "id": "me/mine", "name": "me/mine"})
         if "/preupload/" in self.path:
@@ -133,7 +133,8 @@ def test_without_a_token_a_model_or_a_hub_one_line_says_what_would_work(hub, exp
     assert "holds no exported model" in capsys.readouterr().err and hub.sent == []
     hub.status = 403
     assert push_to_hub.main([str(exported), "me/mine"]) == 2
-    assert "answered 403" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert "answered 403" in error and "hf_ours" not in error
     monkeypatch.setattr(huggingface_hub, "get_token", lambda: None)
     hub.sent.clear()
     assert push_to_hub.main([str(exported), "me/mine"]) == 2
