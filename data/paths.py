@@ -2,12 +2,14 @@
 
 import bz2
 import gzip
+import hashlib
+import json
 import lzma
 import os
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import BinaryIO
@@ -22,6 +24,9 @@ from data.within import check_within
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 STORES = ("gs", "gcs", "s3", "s3a", "hf", "az", "abfs", "abfss", "adl", "oss", "oci", "hdfs", "webhdfs", "sftp", "http",
           "https", "file", "memory")
+
+LARGE_BYTES = 1 << 24
+"""Files of at least this size have their digest kept."""
 
 
 def is_remote(path: str | Path) -> bool:
@@ -171,16 +176,53 @@ def output_folder(path: str | Path) -> Path:
     return Path(path)
 
 
-def output_file(path: str | Path) -> Path:
-    """Makes the folder of a file that a command will write or overwrite, and returns the file's path.
+def check_own(path: str | Path, marker: bytes) -> None:
+    """Checks that a file may be overwritten: it is absent or empty, or the same command wrote it.
+
+    Args:
+        path: the file.
+        marker: what all that the command writes to such a file has within its first 64 KiB, and hardly anything else.
 
     Raises:
-        UserError: the path is a folder, or its folder cannot be made or written to.
+        UserError: it is something else.
+    """
+    path = Path(path)
+    if not path.is_file():
+        return
+    with path.open("rb") as file:
+        start = file.read(1 << 16)
+    if start and marker not in start:
+        raise UserError(f"{path}: exists, and is nothing that this command wrote, so that it is not overwritten; name another "
+                        "file, or remove it")
+
+
+def output_file(path: str | Path, marker: bytes = b"") -> Path:
+    """Makes the folder of a file that a command will write, and returns the file's path.
+
+    Args:
+        path: the file.
+        marker: as in `check_own`; without one any file is overwritten.
+
+    Raises:
+        UserError: the path is a folder or a file that another wrote, or its folder cannot be made or written to.
     """
     if Path(path).is_dir():
         raise UserError(f"{path}: is a folder; name a file, such as {path}/result.json")
     output_folder(Path(path).parent)
+    check_own(path, marker)
     return Path(path)
+
+
+def results_folder(path: str | Path) -> Path:
+    """Makes the folder for an evaluation's results.json and cases.jsonl and returns it; called before the work.
+
+    Raises:
+        UserError: it cannot be made or written to, or has such files that no evaluation wrote.
+    """
+    folder = output_folder(path)
+    check_own(folder / "results.json", b'"about"')
+    check_own(folder / "cases.jsonl", b'"generated"')
+    return folder
 
 
 def new_folder(path: str | Path) -> Path:
@@ -219,6 +261,32 @@ def checkpoint_path(path: str | Path, field: str) -> Path:
 def cache_folder(name: str) -> Path:
     """Returns this machine's folder `name` for what can be made again: in $LONGSTRIPE_CACHE, or else in ~/.cache/longstripe."""
     return Path(os.environ.get("LONGSTRIPE_CACHE") or "~/.cache/longstripe").expanduser() / name
+
+
+def file_digest(path: str | Path) -> str:
+    """Returns the SHA-256 of a file's contents, in hexadecimal.
+
+    That of a large file is kept in this machine's cache, and taken from there while the file's size and times are the same.
+    """
+    path = Path(path).resolve()
+    status = path.stat()
+    known = {"path": str(path), "size": status.st_size, "modified_ns": status.st_mtime_ns, "changed_ns": status.st_ctime_ns}
+    kept = cache_folder("digests") / f"{hashlib.sha256(os.fsencode(path)).hexdigest()}.json"
+    try:
+        record = json.loads(kept.read_text(encoding="utf-8"))
+        if known.items() <= record.items():
+            return record["sha256"]
+    except (OSError, ValueError, KeyError, AttributeError):  # none, or one that was cut off
+        pass
+    with path.open("rb") as file:
+        sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+    if status.st_size >= LARGE_BYTES:
+        with suppress(OSError):  # such as a cache that cannot be written to
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=kept.parent, delete=False, encoding="utf-8") as scratch:
+                json.dump(known | {"sha256": sha256}, scratch)
+            os.replace(scratch.name, kept)
+    return sha256
 
 
 def local_folder(path: str | Path) -> Path:

@@ -136,7 +136,7 @@ def print_table(rows: Sequence[Difference]) -> None:
 
 def compare(args: argparse.Namespace) -> None:
     """Prints the table, and writes it as JSON where --output asks for that."""
-    output = output_file(args.output) if args.output else None
+    output = output_file(args.output, b'"differences"') if args.output else None
     before, after = read(args.before), read(args.after)
     rows = differences(before, after)
     if not rows:

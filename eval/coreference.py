@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from data.conversation import Message
-from data.paths import output_folder
+from data.paths import results_folder
 from data.synthetic.words import ADJECTIVES, NOUNS
 from eval import adapters, runner, suite
 from trainer import entry
@@ -95,7 +95,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def evaluate(args: argparse.Namespace) -> list[suite.Result]:
     """Makes and answers the cases, and writes the results."""
     runner.check_flags(args)
-    output_folder(args.output)
+    results_folder(args.output)
     opened = runner.open_respondent(args)
     cases = make_cases(opened.respondent.length, args.tokens, args.alike, args.count, args.seed)
     return suite.run("coreference", opened, cases, args.output, {"seed": args.seed})

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from data.conversation import Message
 from data.errors import UserError
-from data.paths import output_folder
+from data.paths import results_folder
 from data.printable import printable
 from data.templates import render
 from eval import adapters, runner
@@ -336,7 +336,7 @@ def evaluate(args: argparse.Namespace) -> list[dict[str, Any]]:
     tasks = args.tasks.split(",")
     task_manager = TaskManager(include_path=args.include_path)
     check_tasks(tasks, task_manager.all_tasks)
-    folder = output_folder(args.output)
+    folder = results_folder(args.output)
     opened = runner.open_respondent(args)
     harness = Harness(opened, args.length or opened.respondent.trained_length, args.max_new_tokens)
     results = lm_eval.simple_evaluate(

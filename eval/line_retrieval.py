@@ -13,7 +13,7 @@ import argparse
 from collections.abc import Sequence
 
 from data.errors import UserError
-from data.paths import output_folder
+from data.paths import results_folder
 from eval import adapters, line_cases, line_report, runner, scoring, suite
 from trainer import entry
 
@@ -107,7 +107,7 @@ def evaluate(args: argparse.Namespace) -> list[scoring.Score]:
     """
     cases = gather_cases(args)
     others = {str(folder): line_report.read(folder) for folder in args.beside}
-    output_folder(args.output)
+    results_folder(args.output)
     opened = runner.open_respondent(args)
     respondent = opened.respondent
     cases += [case for tokens in args.tokens for case in cases_that_fill(tokens, args, respondent)]

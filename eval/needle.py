@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import UserError
-from data.paths import output_folder
+from data.paths import results_folder
 from data.synthetic.tasks import Haystack, needles
 from eval import adapters, runner, suite
 from trainer import entry
@@ -84,7 +84,7 @@ def evaluate(args: argparse.Namespace) -> list[suite.Result]:
     """Makes and answers the cases, and writes the results."""
     runner.check_flags(args)
     haystack = read_haystack(args.text)
-    output_folder(args.output)
+    results_folder(args.output)
     opened = runner.open_respondent(args)
     cases = make_cases(opened.respondent.length, args.tokens, args.depths, args.needles, args.count, args.seed, haystack)
     return suite.run("needle", opened, cases, args.output, {"haystack": args.text or haystack.name, "seed": args.seed})

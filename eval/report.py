@@ -25,6 +25,7 @@ from eval.report_input import Evaluation, Run, Score, read_run, scores_by_run
 from trainer import entry
 
 SAMPLES = 3  # of right answers, and as many of wrong ones
+GENERATOR = '<meta name="generator" content="eval.report of Longstripe">'  # by which a report knows its own
 STEPS_SHOWN = 6  # of answers to the recipe's own prompts
 LONGEST_SAMPLE = 600  # characters of an answer
 
@@ -244,7 +245,7 @@ def page(runs: Sequence[Run]) -> str:
     about = "".join(f"<section><h3>{text(run.name)}</h3>{about_of(run)}</section>" for run in runs)
     samples = "".join(f"<section><h3>{text(run.name)}</h3>{samples_of(run) or '<p>None.</p>'}</section>" for run in runs)
     return (f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, '
-            f'initial-scale=1"><title>{text(title)}</title><style>{STYLE}</style></head><body><h1>{text(title)}</h1>'
+            f'initial-scale=1">{GENERATOR}<title>{text(title)}</title><style>{STYLE}</style></head><body><h1>{text(title)}</h1>'
             f"<h2>Cost</h2><div class=\"side\">{costs}</div><h2>Evaluations</h2>{scores_of(runs)}{differences_of(runs)}"
             f'{positions_of(runs)}<h2>Curves</h2>{curves_of(runs)}<h2>Samples</h2><div class="side">{samples}</div>'
             f'<h2>How it was made</h2><div class="side">{about}</div></body></html>\n')
@@ -256,8 +257,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run; two are shown side by side")
     parser.add_argument("--evaluations", nargs="+", action="append", type=Path, default=[], metavar="DIR", help="folders with "
                         "results of evaluations; the first --evaluations are of the first run, the second of the second")
-    parser.add_argument("--output", type=Path, default=Path("report.html"), help="the file (default report.html)")
+    parser.add_argument("--output", type=Path, help="the file (default: report.html in the folder of the last run)")
     args = parser.parse_args(argv)
+    args.output = args.output or args.runs[-1] / "report.html"
     if len(args.runs) > 2:
         parser.error(f"found {len(args.runs)} runs; one, or two side by side, would work")
     if len(args.evaluations) > len(args.runs):
@@ -267,12 +269,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def write(args: argparse.Namespace) -> None:
     """Writes the report to `args.output` and prints its path; `args` are those of `parse`."""
-    path = output_file(args.output)
     evaluations = [*args.evaluations, *([] for _ in args.runs)]
     runs = [read_run(folder, folders) for folder, folders in zip(args.runs, evaluations, strict=False)]
     if len({run.name for run in runs}) < len(runs):
         raise UserError(f"{args.runs[0]} and {args.runs[1]}: the report tells runs apart by the names of their folders, which "
                         "are equal; a link of another name would work")
+    path = output_file(args.output, GENERATOR.encode())
     path.write_text(page(runs), encoding="utf-8")
     print(f"wrote {path}")
 

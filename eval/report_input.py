@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from data.errors import UserError
+from data.errors import UserError, first_line
 from trainer.reporting.rows import read_rows
 from trainer.run.directory import EARLIER_STAGES
 
@@ -106,8 +106,17 @@ def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
     for root in (folder, *evaluations):
         for path in sorted(root.rglob("loss_by_position.json")):
             curves |= _json(path).get("curves", {})
-    config = yaml.safe_load((stages[-1] / CONFIG).read_text(encoding="utf-8")) or {}
-    return Run(folder, config, _logs(stages), results, curves)
+    return Run(folder, _config(stages[-1] / CONFIG), _logs(stages), results, curves)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        config = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read ({first_line(error)}); the one that train.py wrote would work") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{path}: holds no sections; the one that train.py wrote would work")
+    return config
 
 
 def _stage_folders(folder: Path) -> list[Path]:
@@ -134,14 +143,31 @@ def _logs(stages: Sequence[Path]) -> dict[str, list[dict[str, Any]]]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path}: cannot be read ({error}); without it, the report can be made") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: found {type(content).__name__} where a table is needed; without it, the report can be made")
+    return content
 
 
 def _evaluation(path: Path) -> Evaluation | None:
-    """Returns the evaluation of a results.json, or None for one of another kind."""
+    """Returns the evaluation of a results.json, or None for one of another kind.
+
+    Raises:
+      UserError: it cannot be read, or lacks something.
+    """
     content = _json(path)
+    try:
+        return _evaluation_of(path, content)
+    except KeyError as error:
+        raise UserError(f"{path}: a result has no {error}; without this file, the report can be made") from None
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: holds no results of an evaluation ({first_line(error)}); without it, the report can be "
+                        "made") from None
+
+
+def _evaluation_of(path: Path, content: dict[str, Any]) -> Evaluation | None:
     if "results" in content and "evaluation" in content:
         scores = [Score(content["evaluation"], row["task"], row["tokens"], "tokens", row["depth"], row["cases"], row["score"],
                         row["low"], row["high"], row["beyond_trained_length"]) for row in content["results"]]

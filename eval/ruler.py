@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from data.errors import UserError
-from data.paths import output_folder
+from data.paths import results_folder
 from data.synthetic import tasks
 from data.synthetic.tasks import Exercise, Haystack
 from eval import adapters, runner, suite
@@ -133,7 +133,7 @@ def evaluate(args: argparse.Namespace) -> list[suite.Result]:
     """Makes and answers the cases, and writes the results."""
     runner.check_flags(args)
     haystack = read_haystack(args.text)
-    output_folder(args.output)
+    results_folder(args.output)
     opened = runner.open_respondent(args)
     length = opened.respondent.length
     cases = make_cases(length, args.tokens, args.tasks, args.count, args.seed, haystack)

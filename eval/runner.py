@@ -54,7 +54,8 @@ def add_flags(parser: argparse.ArgumentParser, new_tokens: int | None = 100, eva
     for axis in ("fsdp", "tensor", "sequence"):
         parser.add_argument(f"--{axis}", type=entry.at_least_one, default=1, help=f"number of devices along {axis}")
     parser.add_argument("--simulate", type=int, default=0, help="simulate this many devices on the CPU; 0 uses the machine's")
-    parser.add_argument("--compute-dtype", default="bfloat16", choices=["bfloat16", "float32"])
+    parser.add_argument("--compute-dtype", choices=["bfloat16", "float32"], help="dtype of the computation (default: bfloat16; "
+                        "float32 on a CPU, where it is several times faster)")
     parser.add_argument("--schedule", default="ring", choices=sorted(SCHEDULES), help="attention schedule of the prefill")
     parser.add_argument("--chunk", type=entry.at_least_one, default=4096, help="tokens of a prompt that are computed at once, "
                         "over all devices (default 4096)")
@@ -277,7 +278,7 @@ class LoadedModel:
 
     def answer(self, prompts: Sequence[Prompt], output: str | Path) -> list[Answer]:
         """Returns the answer to each prompt, and shows the progress; answers in the folder `output` are not asked for again."""
-        names = ("model", "quantize", "template", "compute_dtype", "sampling")
+        names = ("model", "reads", "quantize", "template", "compute_dtype", "sampling")
         journal = Journal(Path(output) / JOURNAL, {name: self.about[name] for name in names if name in self.about})
         try:
             with _AnswerProgress(len(prompts), sum(prompt.key in journal.answers for prompt in prompts)) as advance:
@@ -290,7 +291,8 @@ class _AnswerProgress:
     """Shows how many answers there are: a bar on a terminal, elsewhere a line each half minute."""
 
     def __init__(self, total: int, done: int) -> None:
-        self.total, self.done, self.printed = total, 0, time.monotonic()
+        self.total, self.done = total, 0
+        self.printed, self.has_printed = time.monotonic(), False
         self.bar = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(),
                             TimeRemainingColumn(), console=console(), disable=not sys.stdout.isatty())
         if done:
@@ -307,9 +309,17 @@ class _AnswerProgress:
     def advance(self, count: int) -> None:
         self.done += count
         self.bar.advance(self.task, count)
-        if self.bar.disable and time.monotonic() - self.printed > 30:
-            self.printed = time.monotonic()
+        is_due = time.monotonic() - self.printed > 30 or (self.has_printed and self.done == self.total)
+        if self.bar.disable and is_due:
+            self.printed, self.has_printed = time.monotonic(), True
             print(f"{self.done} of {self.total} answers", flush=True)
+
+
+def _reads(config: LlamaConfig, tokenizer: Tokenizer) -> str:
+    """Returns a hash of what decides about an answer beside weights and flags: the model's configuration, tokenizer and
+    template."""
+    parts = (repr(config), tokenizer.fingerprint, tokenizer.chat_template or "")
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def open_respondent(args: argparse.Namespace) -> LoadedModel:
@@ -328,12 +338,13 @@ def open_respondent(args: argparse.Namespace) -> LoadedModel:
     if args.simulate:
         simulate(args.simulate)
     entry.keep_compiled()
+    compute_dtype = args.compute_dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
     source = open_adapter(args.adapter, args.checkpoint) if args.adapter else open_model(args.checkpoint)
     adapter = adapters.beside(source, args)
     tokenizer = source.tokenizer()
     template = args.template or ("tokenizer" if tokenizer.chat_template else None)
     mesh = make_mesh(MeshConfig(fsdp=args.fsdp, tensor=args.tensor, sequence=args.sequence), schedule=args.schedule)
-    config = RunConfig(model=ModelConfig(compute_dtype=args.compute_dtype),
+    config = RunConfig(model=ModelConfig(compute_dtype=compute_dtype),
                        adapter=adapter,
                        attention=AttentionConfig(schedule=args.schedule, window=source.mask.window,
                                                  global_tokens=source.mask.global_tokens))
@@ -342,8 +353,9 @@ def open_respondent(args: argparse.Namespace) -> LoadedModel:
     respondent = Respondent(model, tokenizer, template, stop_ids(source.config, tokenizer, template),
                             source.config.max_position_embeddings, args.rows, args.chunk, sampling,
                             memory_limit(device, mesh.size, args.memory_gib))
-    about = {"checkpoint": str(args.checkpoint), "model": source.fingerprint, "trained_length": respondent.trained_length,
-             "template": template, "compute_dtype": args.compute_dtype, "sampling": dataclasses.asdict(sampling),
+    about = {"checkpoint": str(args.checkpoint), "model": source.fingerprint,
+             "reads": _reads(source.config, tokenizer), "trained_length": respondent.trained_length,
+             "template": template, "compute_dtype": compute_dtype, "sampling": dataclasses.asdict(sampling),
              "mesh": {axis: int(size) for axis, size in mesh.shape.items()}, "schedule": args.schedule,
              "versions": {"jax": jax.__version__, "device": device.device_kind},
              "command": args.command}

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -180,17 +181,20 @@ def cases_of(make: Callable[..., Case], tokens: int, count: Callable[[Prompt], i
       count: tokens of a prompt.
       most: units that a case may have.
 
-    Raises:
-      UserError: the shortest case is longer.
+    Where the shortest case is longer a warning names it, and there are none.
     """
-    units = fit(make, tokens, count, most)
-    cases = []
-    for sample in range(each):
-        make_sample = functools.partial(make, sample=sample)
-        case = make_sample(units)
-        if _length(case, count) > tokens:
-            case = make_sample(fit(make_sample, tokens, count, units - 1))
-        cases.append(case)
+    cases: list[Case] = []
+    try:
+        units = fit(make, tokens, count, most)
+        for sample in range(each):
+            make_sample = functools.partial(make, sample=sample)
+            case = make_sample(units)
+            if _length(case, count) > tokens:
+                case = make_sample(fit(make_sample, tokens, count, units - 1))
+            cases.append(case)
+    except UserError as error:
+        left = "" if not cases else f"; {len(cases)} of {each} cases are left"
+        print(f"warning: skipped: {error}{left}", file=sys.stderr)
     return cases
 
 
@@ -206,6 +210,8 @@ def run(name: str, opened: LoadedModel, cases: Sequence[Case], output: str | Pat
       name: of the evaluation and of its picture.
       options: what results.json says about how the cases were made.
     """
+    if not cases:
+        raise UserError(f"{name}: no task has cases as short as --tokens; the warnings say what each needs")
     answers = opened.answer([case.prompt for case in cases], output)
     results = results_of(cases, answers, opened.respondent.trained_length)
     folder = Path(output)

@@ -318,7 +318,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--action-repeat", type=entry.at_least_one, default=5,
                         help="simulator steps that an action is held for (default 5); every step is recorded")
     parser.add_argument("--workers", type=entry.at_least_one, default=2, help="processes (default 2)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the episodes (default 0)")
     args = parser.parse_args(argv)
     return entry.run(lambda: run(args), args.output)
 

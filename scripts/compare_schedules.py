@@ -85,7 +85,7 @@ def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
 def compare(args: argparse.Namespace) -> int:
     """Prints a table of schedules and layouts, the fastest first, and the rounds of a single one; returns 0."""
     if args.output:
-        output_file(args.output)
+        output_file(args.output, b'"exposed_seconds')
     jobs = cost_jobs(args)
     job = jobs[0][1]
     rows = sorted((estimate_row(*named_job) for named_job in jobs), key=lambda row: row["step_seconds_high"])

@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
 
     def draw_and_print() -> None:
-        draw(output_file(args.output))
+        draw(output_file(args.output, b"Matplotlib"))
         print(args.output)
 
     return entry.run(draw_and_print, args.output)

@@ -97,7 +97,7 @@ def inspect(args: argparse.Namespace) -> dict[str, Any]:
       UserError: no task of this name, or no episode that can be used.
     """
     task = get_task(args.task)
-    outputs = [output_file(path) for path in (args.plot, args.json) if path]
+    outputs = [output_file(path, marker) for path, marker in ((args.plot, b"Matplotlib"), (args.json, b'"algorithms"')) if path]
     files = episode_files(Path(args.path).expanduser(), task)
     returns, left_out = read_returns(files, task)
     if not returns:

@@ -18,6 +18,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.paths import check_own
 from scripts.compare_schedules import compare
 from scripts.plan_options import chooses, jobs_of, parser
 from trainer import entry
@@ -148,6 +149,7 @@ def write(job: Job, args: argparse.Namespace) -> None:
     base = parse(Path(args.config).read_text(encoding="utf-8"), args.config) if args.config else {}
     named = args.model if args.model and "/" in args.model else None
     recipe = recipe_of(job, base, named)
+    check_own(args.write, b"python -m scripts.plan")
     Path(args.write).write_text(recipe_text(job, recipe, args.write, args.model), encoding="utf-8")
     section, data = recipe.get("model", {}), recipe.get("data", {})
     words = [] if section.get("path") or section.get("preset") or section.get("overrides") else ["--model.path", "any"]
@@ -191,6 +193,7 @@ def _with_suffix(path: str, suffix: str) -> Path:
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:
+    check_own(path, b'"topology"')
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 

@@ -284,7 +284,9 @@ class AdapterSource:
         """A hash of its contents."""
         if self.is_checkpoint:
             return fingerprint(self.folder)
-        return hashlib.sha256((self.folder / peft.WEIGHTS).read_bytes()).hexdigest()[:32]
+        # With its configuration: another lora_alpha makes another model of the same weights.
+        content = b"\0".join((self.folder / name).read_bytes() for name in (peft.CONFIG, peft.WEIGHTS))
+        return hashlib.sha256(content).hexdigest()[:32]
 
 
 def adapter_source(path: str) -> tuple[AdapterSource, str]:

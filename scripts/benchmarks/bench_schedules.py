@@ -218,7 +218,7 @@ def volume_table(ranks) -> list[dict]:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Parses the command line; `run` of the result makes the table."""
     parser = make_parser("bench_schedules", __doc__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(help="what to measure", dest="command", required=True)
 
     def command(name: str, summary: str, run) -> argparse.ArgumentParser:
         subparser = commands.add_parser(name, help=summary, description=summary, allow_abbrev=False)
@@ -230,24 +230,24 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
                       lambda args: bytes_table(args.schedules, args.ranks, args.tokens, args.topology, args.kernel)))
     balance = command("balance", "imbalance of each schedule, from counts that the running kernels emit",
                       lambda args: balance_table(args.ranks, args.tiles))
-    balance.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 8])
+    balance.add_argument("--ranks", type=int, nargs="+", default=[2, 3, 4, 8], help="numbers of ranks")
     balance.add_argument("--tiles", type=int, default=16, help="on a side of each rank's block (default 16)")
     overlap = command("overlap", "which transfers of a small model's training step a kernel hides",
                       lambda args: overlap_table(args.schedules, args.topology, args.tokens))
     overlap.add_argument("--topology", default="v5e:2x4", help="all chips on the sequence axis (default v5e:2x4)")
-    overlap.add_argument("--schedules", nargs="+", default=["ring"], choices=CASES)
+    overlap.add_argument("--schedules", nargs="+", default=["ring"], choices=CASES, help="schedules")
     overlap.add_argument("--tokens", type=int, default=2048, help="tokens of a rank (default 2048)")
     volume = command("distflashattn", "elements received beside DistFlashAttn's Appendix C, 3 N d and 14 N d",
                      lambda args: volume_table(args.ranks))
-    volume.add_argument("--ranks", type=int, nargs="+", default=[4, 16], choices=PODS)
+    volume.add_argument("--ranks", type=int, nargs="+", default=[4, 16], choices=PODS, help="numbers of ranks")
     add_time(command("time", "what balance is worth in seconds, on two devices of one CPU thread each", time_table))
     return parser.parse_args(argv)
 
 
 def add_bytes(parser: argparse.ArgumentParser) -> None:
     """Adds the flags of the command `bytes`."""
-    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64, 256], choices=PODS)
-    parser.add_argument("--schedules", nargs="+", default=list(CASES), choices=CASES)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[4, 16, 64, 256], choices=PODS, help="numbers of ranks")
+    parser.add_argument("--schedules", nargs="+", default=list(CASES), choices=CASES, help="schedules")
     parser.add_argument("--tokens", type=int, default=2048, help="tokens of a rank (default 2048)")
     parser.add_argument("--topology", default="", help="another pod, such as v5e:16x16: as many chips as ranks, or a multiple")
     parser.add_argument("--kernel", default="xla", choices=("xla", "reference"),

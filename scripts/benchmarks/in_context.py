@@ -213,7 +213,7 @@ def plot(path: Path) -> None:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measures the tasks one after the other, and saves after each method."""
     parser = make_parser("in_context", __doc__)
-    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="tasks (default all)")
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD",
                         help=f"out of {', '.join(map(repr, METHODS))} (default all)".replace("%", "%%"))
     parser.add_argument("--all-seeds", action="store_true", help=f"train {FIRST_TASK} with {TRAINING_SEEDS} seeds")

@@ -1,5 +1,6 @@
 """Files in a store are read as local ones are; prepared data in a store come back through this machine's cache."""
 
+import hashlib
 import json
 import shutil
 from pathlib import Path
@@ -149,3 +150,36 @@ def test_a_store_that_cannot_be_reached_is_told_in_one_line(monkeypatch):
 def test_only_stores_are_read(path):
     with pytest.raises(UserError, match=r"is no store that is read here; gs, .* are$"):
         Source(path, "text").files()
+
+
+def test_a_digest_is_of_every_byte_and_kept(tmp_path, monkeypatch):
+    """Kept for large files, by size and times; what the cache says is believed only of the same file."""
+    monkeypatch.setenv("LONGSTRIPE_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(paths, "LARGE_BYTES", 1000)
+    small, large = tmp_path / "small", tmp_path / "large"
+    small.write_bytes(b"a")
+    large.write_bytes(bytes(100_000))
+    assert paths.file_digest(small) == hashlib.sha256(b"a").hexdigest()
+    assert paths.file_digest(large) == hashlib.sha256(bytes(100_000)).hexdigest()
+    kept, = (tmp_path / "cache" / "digests").iterdir()
+    kept.write_text(kept.read_text().replace(paths.file_digest(large), "kept"))
+    assert paths.file_digest(large) == "kept"
+    with large.open("r+b") as file:
+        file.seek(77_777)
+        file.write(b"x")
+    assert paths.file_digest(large) == hashlib.sha256(large.read_bytes()).hexdigest()
+    kept.write_text("{")
+    assert paths.file_digest(large) == hashlib.sha256(large.read_bytes()).hexdigest()
+
+
+def test_only_what_a_command_wrote_is_overwritten(tmp_path):
+    file = tmp_path / "config.yaml"
+    for content in ("", "made by us: 1"):
+        file.write_text(content)
+        assert paths.output_file(file, b"made by us") == file
+    file.write_text("model: {}")
+    with pytest.raises(UserError, match=r"config\.yaml: exists, and is nothing that this command wrote"):
+        paths.output_file(file, b"made by us")
+    (tmp_path / "results.json").write_text("{}")
+    with pytest.raises(UserError, match=r"results\.json: exists, and is nothing"):
+        paths.results_folder(tmp_path)

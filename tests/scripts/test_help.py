@@ -1,4 +1,5 @@
 """Every command describes itself: --help prints its flags, whatever signs stand in their descriptions."""
+import argparse
 import importlib
 import pathlib
 
@@ -18,8 +19,14 @@ def test_the_commands_are_known():
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_help_is_printed(command, capsys):
+def test_help_is_printed(command, capsys, monkeypatch):
+    """And says of each flag what it does."""
+    parsers = []
+    print_help = argparse.ArgumentParser.print_help
+    monkeypatch.setattr(argparse.ArgumentParser, "print_help",
+                        lambda parser, file=None: parsers.append(parser) or print_help(parser, file))
     with pytest.raises(SystemExit) as stopped:
         importlib.import_module(command).main(["--help"])
     assert stopped.value.code in (0, None)
     assert "usage: " in capsys.readouterr().out
+    assert [action.dest for parser in parsers for action in parser._actions if not action.help] == []

@@ -16,6 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from data import hub
+from data.paths import file_digest
 from data.within import file_within
 from model.config import LlamaConfig
 from model.rope import inverse_frequencies
@@ -145,18 +146,10 @@ def tensor_dtypes(folder: str | Path) -> dict[str, str]:
 
 
 def weights_fingerprint(folder: str | Path) -> str:
-    """A hash of the weights in a Hugging Face folder, wherever that is.
-
-    It covers the size of each file and 64 blocks of 4 KiB spread over it: all of a large model would take minutes to read.
-    """
+    """A hash of every byte of the weights in a Hugging Face folder, wherever that is; read once, see `file_digest`."""
     digest = hashlib.sha256()
     for path in sorted(Path(folder).glob("*.safetensors")):
-        size = path.stat().st_size
-        digest.update(f"{path.name}\0{size}\0".encode())
-        with path.open("rb") as file:
-            for block in range(64):
-                file.seek(block * size // 64)
-                digest.update(file.read(4096))
+        digest.update(f"{path.name}\0{file_digest(path)}\0".encode())
     return digest.hexdigest()[:32]
 
 
