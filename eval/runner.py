@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -338,7 +338,8 @@ def open_respondent(args: argparse.Namespace) -> LoadedModel:
     if args.simulate:
         simulate(args.simulate)
     entry.keep_compiled()
-    compute_dtype = args.compute_dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    usual: Literal["bfloat16", "float32"] = "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    compute_dtype = args.compute_dtype or usual
     source = open_adapter(args.adapter, args.checkpoint) if args.adapter else open_model(args.checkpoint)
     adapter = adapters.beside(source, args)
     tokenizer = source.tokenizer()
