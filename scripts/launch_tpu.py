@@ -45,16 +45,25 @@ class Job(NamedTuple):
     """What one worker says of its job."""
 
     host: str
-    id: str
+    id: int
+    """When it was started, in nanoseconds."""
+    command: int
+    """Its command's checksum."""
     code: int | None
     """None while it runs; 75 where it ended without a code, as after a reboot."""
 
 
 def parse_jobs(text: str) -> list[Job]:
-    """Returns the jobs in the output of `workers.JOB` on all workers."""
+    """Returns the newest command's jobs in the output of `workers.JOB` on all workers.
+
+    Where that command runs on the first worker only, others still have the files of one before.
+    """
     codes = {"running": None, "lost": TRANSIENT}
-    return [Job(host, identity, codes[code] if code in codes else int(code))
-            for host, identity, code in re.findall(r"^job (\S+) (\d+) (running|lost|\d+)\s*$", text, re.MULTILINE)]
+    lines = re.findall(r"^job (\S+) (\d+) (\d+) (running|lost|\d+)\s*$", text, re.MULTILINE)
+    jobs = [Job(host, int(identity), int(command), codes[code] if code in codes else int(code))
+            for host, identity, command, code in lines]
+    newest = max(jobs, key=lambda job: job.id, default=None)
+    return [job for job in jobs if newest and job.command == newest.command]
 
 
 def deciding(codes: Sequence[int]) -> int:
@@ -75,7 +84,7 @@ class Launcher:
 
     def __init__(self, gcloud: Gcloud, slices: Slices, args: argparse.Namespace, command: list[str]) -> None:
         self.gcloud, self.slices, self.args, self.command = gcloud, slices, args, command
-        self.shown: dict[str, int] = {}  # by the job's id, how many bytes of its log were printed
+        self.shown = ("", 0)  # the job whose log was printed, and how many bytes of it
 
     # Workers
 
@@ -158,7 +167,7 @@ class Launcher:
                     raise Refused(f"nothing was started on {self.args.name}: scripts/launch_tpu.sh start {self.args.name} ...")
                 if any(job.code is not None for job in jobs):
                     return self._ended()
-                self._print_log(jobs[0].id)
+                self._print_log()
             except GcloudError as error:
                 if error.kind is Kind.LOGIN:
                     raise
@@ -169,14 +178,15 @@ class Launcher:
                 return TRANSIENT
             sleep(self.args.poll)
 
-    def _print_log(self, job: str) -> None:
+    def _print_log(self) -> None:
         """Prints what of the first worker's log was not printed yet, until the job or the connection ends."""
-        worker = self.slices.workers()[0]
-        process = self.gcloud.stream(*self.slices.ssh(worker._replace(number="0"),
-                                                      remote.log_command(self.shown.get(job, 0))))
-        with process:
+        first = self.slices.workers()[0]._replace(number="0")
+        with self.gcloud.stream(*self.slices.ssh(first, remote.log_command(*self.shown))) as process:
+            identity = process.stdout.readline().decode().strip()
+            if identity and identity != self.shown[0]:
+                self.shown = (identity, 0)
             while piece := process.stdout.read1(65536):
-                self.shown[job] = self.shown.get(job, 0) + len(piece)
+                self.shown = (identity, self.shown[1] + len(piece))
                 sys.stdout.buffer.write(piece)
                 sys.stdout.buffer.flush()
 
@@ -189,7 +199,7 @@ class Launcher:
             sleep(5)
             jobs = self._jobs()
         codes = [job.code for job in jobs if job.code is not None]
-        self._print_log(jobs[0].id)
+        self._print_log()
         code = deciding(codes) if codes else TRANSIENT
         hosts = [job.host for job in jobs if job.code == code]
         if running := [job.host for job in jobs if job.code is None]:

@@ -158,17 +158,18 @@ if [ -e job.pid ] && [ ! -e job.code ]; then
   echo {STOPPED_CODE} > job.code
 fi"""
 
-# One line: the job's id, its exit code or `running` or `lost`; nothing where no job was started.
+# One line: the job's id, its command's checksum, its exit code or `running` or `lost`; nothing where no job was started.
 JOB = """cd longstripe 2> /dev/null && [ -e job.id ] || exit 0
 if [ -e job.code ]; then code=$(cat job.code)
 elif kill -0 "$(cat job.pid)" 2> /dev/null; then code=running
 else code=lost; fi
-echo "job $(hostname) $(cat job.id) $code" """
+echo "job $(hostname) $(cat job.id) $(cksum < job.command | cut -d ' ' -f 1) $code" """
 
 
-def log_command(offset: int) -> str:
-    """Returns the command that prints the log after `offset` bytes until the job ends."""
-    return f'cd longstripe && tail -c +{offset + 1} --pid="$(cat job.pid)" -f job.log'
+def log_command(identity: str, offset: int) -> str:
+    """Returns the command that prints the job's id, then its log until it ends: of job `identity` what follows `offset` bytes."""
+    return (f'cd longstripe && start=1; [ "$(cat job.id)" != "{identity}" ] || start={offset + 1}\n'
+            'cat job.id; tail -c +$start --pid="$(cat job.pid)" -f job.log')
 
 
 # The end of each worker's log, each line with the host and the exit code before it.

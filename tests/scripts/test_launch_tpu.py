@@ -77,7 +77,7 @@ def node(state="READY"):
 
 def job(*codes, identity=1):
     """The answer of the workers to `JOB`."""
-    return 0, "".join(f"job host{i} {identity} {code}\n" for i, code in enumerate(codes)), ""
+    return 0, "".join(f"job host{i} {identity} 7 {code}\n" for i, code in enumerate(codes)), ""
 
 
 def rules(queue=(), nodes=(), jobs=(), checkpoints=("",), **more):
@@ -278,12 +278,17 @@ def test_follow_says_that_nothing_runs(launch):
 
 
 def test_a_line_of_the_log_is_printed_once_after_a_lost_connection(launch):
-    answers = [{"words": ["tail -c +1 "], "answers": [(255, "one\ntwo\n", "")]},
-               {"words": ["tail -c +9 "], "answers": [(0, "three\n", "")]},
-               {"words": ["tail -c +15 "], "answers": [(0, "", "")]},
+    answers = [{"words": ['!= "55" ] || start=9\n'], "answers": [(0, "55\nthree\n", "")]},
+               {"words": ['!= "55" ] || start=15\n'], "answers": [(0, "66\nanother start\n", "")]},
+               {"words": ["cat job.id; tail"], "answers": [(255, "55\none\ntwo\n", ""), (0, "", "")]},
                *rules(jobs=[job("running"), job("running"), job(0)])]
     code, out, _ = launch("follow", "pod", "--zone", "z-1-a", answers=answers)
-    assert code == 0 and out == "one\ntwo\nthree\n"
+    assert code == 0 and out == "one\ntwo\nthree\nanother start\n"
+
+
+def test_the_files_of_an_earlier_command_on_other_workers_do_not_count():
+    jobs = launch_tpu.parse_jobs("job host1 10 7 0\njob host0 20 8 running\njob host2 10 7 0\n")
+    assert [(job.host, job.code) for job in jobs] == [("host0", None)]
 
 
 def test_status_fits_a_screen(launch):
@@ -501,6 +506,10 @@ def test_a_job_outlives_its_shell_and_stores_its_code(home):
     assert (home.folder / "job.log").read_text() == "1|s|o|train.py|a b|$c|"
     assert [job.code for job in launch_tpu.parse_jobs(home.shell(workers.JOB).stdout)] == [7]
     assert "7|1|s|o|" in home.shell(workers.ENDS).stdout
+    identity = (home.folder / "job.id").read_text()
+    whole = "1|s|o|train.py|a b|$c|"
+    for given, shown in (("", whole), (identity.strip(), whole[2:]), ("9", whole)):
+        assert home.shell(workers.log_command(given, 2)).stdout == identity + shown
 
 
 def test_a_job_without_the_compilers_flags_does_not_start(home):
