@@ -167,7 +167,7 @@ echo "job $(hostname) $(cat job.id) $(cksum < job.command | cut -d ' ' -f 1) $co
 
 
 def log_command(identity: str, offset: int) -> str:
-    """Returns the command that prints the job's id, then its log until it ends: of job `identity` what follows `offset` bytes."""
+    """Returns the command that prints the job's id, then its log until it ends: of job `identity` after `offset` bytes."""
     return (f'cd longstripe && start=1; [ "$(cat job.id)" != "{identity}" ] || start={offset + 1}\n'
             'cat job.id; tail -c +$start --pid="$(cat job.pid)" -f job.log')
 
