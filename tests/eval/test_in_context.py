@@ -1,4 +1,5 @@
 """Acting in context: the tokens and actions of play are those that training has for the same episodes."""
+import itertools
 import json
 from types import SimpleNamespace
 
@@ -10,8 +11,10 @@ import pytest
 from data.errors import UserError
 from data.trajectories.options import TrajectoryConfig
 from data.trajectories.rows import STATE, Decisions, Scales, row
-from eval.in_context import Agent, Inputs, bootstrap, parse, play, summary
+from eval import in_context
+from eval.in_context import Agent, Inputs, bootstrap, main, parse, play, summary
 from model.agentic import AgenticTransformer, TrajectorySizes
+from model.attention import Mask
 from model.config import LlamaConfig
 from tests.model.build import mesh_of
 
@@ -88,6 +91,37 @@ def test_a_policy_replayed_from_its_seed_gives_the_same_return():
     first = play(agent, [Environment(0), Environment(1)], TARGET, DECISIONS)
     agent.begin_context()
     np.testing.assert_array_equal(play(agent, [Environment(0), Environment(1)], TARGET, DECISIONS), first)
+
+
+def test_every_episodes_return_stands_in_its_own_column_and_contexts_begin_anew(tmp_path, monkeypatch):
+    """The command with a player of made-up returns: seed s gets 10 e + s in episode e; a context holds two episodes."""
+    contexts, episodes = [], itertools.count()
+    inputs = Inputs("walker_walk", 24, 6, TrajectoryConfig(in_context=2, action_repeat=5),
+                    Scales(np.zeros(24), np.ones(24), 4.0), TARGET, 50.0, 20.0)
+    agent = SimpleNamespace(begin_context=lambda: contexts.append(len(played)))
+    played: list[int] = []
+
+    def play_one(agent, environments, target, decisions, advance):
+        played.append(next(episodes))
+        assert (target, decisions, len(environments)) == (7.0, 200, 3)
+        return 10.0 * played[-1] + np.arange(3)
+
+    monkeypatch.setattr(in_context.Inputs, "read", lambda folder: inputs)
+    monkeypatch.setattr(in_context, "Agent", lambda *arguments: agent)
+    monkeypatch.setattr(in_context, "play", play_one)
+    monkeypatch.setattr("data.trajectories.tasks.make_environment", lambda task, seed: seed)
+    monkeypatch.setattr("trainer.checkpoint.store.assets_dir", lambda path: tmp_path / "assets")
+    monkeypatch.setattr("trainer.checkpoint.store.restore_model", lambda *arguments, **options: {})
+    monkeypatch.setattr("trainer.huggingface.assets.trained_mask", lambda assets: Mask())
+    monkeypatch.setattr("trainer.trajectories.stored_shape", lambda assets: LlamaConfig(
+        vocab_size=1, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2))
+    command = ["--checkpoint", "made up", "--output", str(tmp_path / "out"), "--seeds", "3", "--episodes", "5", "--target", "7",
+               "--sequence", "8"]
+    assert main(command) == 0
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    assert results["returns"] == [[10.0 * episode + seed for episode in range(5)] for seed in range(3)]
+    assert results["scores"]["last"]["mean"] == 41.0 and results["scores"]["best"]["by_seed"] == [40.0, 41.0, 42.0]
+    assert contexts == [0, 2, 4] and (tmp_path / "out/in_context.png").stat().st_size > 1000
 
 
 def test_last_best_and_mean_are_told_apart():
