@@ -2,7 +2,8 @@
 import dataclasses
 from typing import TYPE_CHECKING, Any, Literal
 
-from .names import ACCELERATOR_KERNELS, KERNELS, LAYOUTS, SCHEDULES, UNTILED_KERNELS
+from .choice import KERNELS, LIMITS, Request, require
+from .names import LAYOUTS, SCHEDULES
 
 if TYPE_CHECKING:
     KernelName = str
@@ -40,10 +41,11 @@ class AttentionConfig:
         for name in ("query_tile", "key_tile", "global_tokens"):
             _need(getattr(self, name) >= 0, name, getattr(self, name), "at least 0 is needed")
         _need(self.window is None or self.window >= 1, "window", self.window, "at least 1 is needed, or null for none")
-        _need(self.kernel not in UNTILED_KERNELS or not (self.query_tile or self.key_tile), "kernel", self.kernel,
-              f"{UNTILED_KERNELS.get(self.kernel)}; leave attention.query_tile and attention.key_tile 0")
-        _need(not self.global_tokens or self.kernel not in ACCELERATOR_KERNELS, "kernel", self.kernel,
-              "it does not serve attention.global_tokens; auto, xla and reference do")
+        own_tiles = LIMITS[self.kernel].own_tiles if self.kernel in LIMITS else ""
+        _need(not own_tiles or not (self.query_tile or self.key_tile), "kernel", self.kernel,
+              f"{own_tiles}; leave attention.query_tile and attention.key_tile 0")
+        _need(self.kernel in KERNELS, "kernel", self.kernel, f"valid: {', '.join(KERNELS)}")
+        require(self.kernel, Request(global_tokens=self.global_tokens), "attention.kernel")
         _need(self.schedule_name in SCHEDULES, "schedule", self.schedule,
               f"valid: {', '.join(SCHEDULES)}, or a mapping whose `name` is one of them")
 

@@ -20,8 +20,8 @@ import jax.numpy as jnp
 from data.errors import UserError
 from data.paths import output_folder
 from model.attention import BackwardInputs, Mask, TokenCoords
+from model.attention.choice import HOPPER
 from model.attention.kernels import mosaic_backward, mosaic_forward
-from model.attention.kernels.device import HOPPER
 from model.attention.kernels.intervals import intervals
 from scripts.benchmarks.commands import add_output_folder, make_parser, write_json
 from scripts.benchmarks.kernel_case import best_of

@@ -70,7 +70,7 @@ def ours_triton(case: Case, block: Block) -> Callable:
 
 def _refuse_but_hopper(peer: str, case: Case, device: str) -> None:
     """Raises LeftOut but for operands of 16 bits on a Hopper GPU."""
-    from model.attention.kernels.device import HOPPER
+    from model.attention.choice import HOPPER
 
     if not any(name in device for name in HOPPER):
         raise LeftOut(f"{peer} needs a Hopper GPU, found {device}")

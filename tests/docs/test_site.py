@@ -12,7 +12,8 @@ import pytest
 import yaml
 
 from data.errors import UserError
-from model.attention.names import KERNELS, SCHEDULES
+from model.attention.choice import KERNELS
+from model.attention.names import SCHEDULES
 from model.families import FAMILIES
 from trainer.config.load import load
 

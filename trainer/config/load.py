@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from data.errors import UserError
-from model.attention.names import UNTILED_KERNELS
+from model.attention.choice import LIMITS
 from model.config import POSITIONS
 
 from . import command_line
@@ -106,7 +106,7 @@ def _without_replaced(recipe: Mapping[str, Any], flags: Mapping[str, str]) -> di
             model.pop("overrides", None)
         if "model.tokenizer" not in flags:
             model.pop("tokenizer", None)
-    if flags.get("attention.kernel") in UNTILED_KERNELS:
+    if flags.get("attention.kernel") in [name for name, limits in LIMITS.items() if limits.own_tiles]:
         attention = {name: value for name, value in attention.items() if name not in ("query_tile", "key_tile")}
     return {**recipe, "model": model, "data": data, "train": train, "attention": attention}
 

@@ -3,8 +3,6 @@ from __future__ import annotations
 
 import jax
 
-HOPPER = ("H100", "H200", "H800", "H20")  # devices of compute capability 9.0: no other has wgmma
-
 
 def device_kind() -> str:
     """The kind of device for which the program is traced: the mesh's, or the first device's."""

@@ -21,9 +21,10 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from ..blocks import BackwardInputs, Gradients, Keys, Queries
+from ..choice import HOPPER, Request, require
 from ..coords import FULL, SKIP, Mask, TokenCoords, tile_bounds, tile_kind, visible
 from ..partial import AttentionPartial
-from .device import HOPPER, device_kind
+from .device import device_kind
 from .kernel import LOG2E, Kernel
 from .padding import pad, padded
 
@@ -220,12 +221,11 @@ class GpuKernel(Kernel):
 
     def with_softcap(self, softcap: float | None) -> Kernel:
         """As of Kernel; there is no bound here."""
-        if softcap is not None:
-            raise ValueError(f"kernel: 'gpu' does not serve a soft-cap of scores, found {softcap}; 'auto' and 'xla' do")
+        require("gpu", Request(softcap=softcap))
         return self
 
     def forward(self, queries: Queries, keys: Keys, *, mask: Mask, scale: float) -> AttentionPartial:
-        _check(mask)
+        require("gpu", Request(global_tokens=mask.global_tokens))
         (q, q_coords), (k, v, kv_coords) = queries, keys
         length, size = q.shape[1], q.shape[3]
         tuning = self.tuning("forward", q)
@@ -245,7 +245,7 @@ class GpuKernel(Kernel):
         return AttentionPartial(out[:, :length, :, :size], lse[:, :, :length])
 
     def backward(self, queries: Queries, keys: Keys, saved: BackwardInputs, *, mask: Mask, scale: float) -> Gradients:
-        _check(mask)
+        require("gpu", Request(global_tokens=mask.global_tokens))
         (q, q_coords), (k, v, kv_coords), (dout, lse, delta) = queries, keys, saved
         length, kv_tokens, size = q.shape[1], k.shape[1], q.shape[3]
         of_dq, of_dkv = (self.tuning(kernel, q) for kernel in ("dq", "dkv"))
@@ -315,8 +315,3 @@ def _all(length: int, heads: int | None, head_dim: int, group: int = 1):
 def _coords(tile: int | None, length: int = 0):
     """The coordinates of a tile, or (None) of all tokens."""
     return pl.BlockSpec((None, tile or length), lambda i, b, h: (b, i if tile else 0))
-
-
-def _check(mask: Mask) -> None:
-    if mask.global_tokens:
-        raise ValueError(f"kernel: 'gpu' does not serve Mask.global_tokens = {mask.global_tokens}; 'auto' and 'xla' do")

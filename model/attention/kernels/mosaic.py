@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -23,77 +22,57 @@ from ..blocks import BackwardInputs, Keys, Queries, StackedKeys
 from ..coords import Mask, TokenCoords
 from ..partial import AttentionPartial
 from . import mosaic_backward, mosaic_forward
-from .device import HOPPER, device_kind
 from .intervals import in_row_order, intervals, row_order
-from .kernel import AccumulatingKernel, Kernel
+from .kernel import AccumulatingKernel
 from .mosaic_tiles import HEAD_DIMS, ROWS, WARPGROUPS
 from .padding import pad, padded
 
 TILE = ROWS * WARPGROUPS  # lengths are padded to multiples of it: every tile of queries or keys is half of it, or all
-# From this version of JAX on Mosaic's kernels are compiled by nvJitLink, which ignores that warpgroups exchange registers:
-# accumulators spill, and products wait for each other (docs/notes/kernels.md).
-SLOW_SINCE = (0, 12)
 
 
 @dataclasses.dataclass(frozen=True)
 class MosaicKernel(AccumulatingKernel):
-    """FlashAttention-3's forward, and FlashAttention-2's backward in two kernels, for bfloat16 or float16 on Hopper GPUs.
+    """FlashAttention-3's forward, and FlashAttention-2's backward in two kernels, for what `choice.LIMITS` says: bfloat16 or
+    float16 on Hopper GPUs, without soft-caps and global tokens.
 
     Attributes:
-      other: serves the rest: global tokens, soft-caps, float32, wider heads, other devices.
-      asked_for: whether it was chosen by name: then a warning names what `other` serves, and no version of JAX is refused.
       query_shards, key_shards: as of `over_shards`.
       rows_in_order: as of `with_rows_in_order`.
       interpret: parameters of Mosaic's interpreter (`InterpretGPUParams`), which runs the same kernels anywhere, slowly, for
         tests; None: compiled.
     """
 
-    other: Kernel
-    asked_for: bool = True
     query_shards: int = 1
     key_shards: int = 1
     rows_in_order: bool = False
     interpret: Any = None
 
     def over_shards(self, queries: int, keys: int) -> MosaicKernel:
-        return dataclasses.replace(self, other=self.other.over_shards(queries, keys), query_shards=self.query_shards * queries,
-                                   key_shards=self.key_shards * keys)
+        return dataclasses.replace(self, query_shards=self.query_shards * queries, key_shards=self.key_shards * keys)
 
     def with_rows_in_order(self, promised: bool) -> MosaicKernel:
         return dataclasses.replace(self, rows_in_order=promised)
 
-    def with_softcap(self, softcap: float | None) -> Kernel:
-        """As of Kernel; a soft-cap is the other kernel's."""
-        if softcap is None:
-            return self
-        self._warn("soft-caps of scores")
-        return self.other.with_softcap(softcap)
-
     def extend(self, so_far: AttentionPartial | None, queries: Queries, keys: Keys | StackedKeys, *, mask: Mask,
                scale: float) -> AttentionPartial:
-        options: dict[str, Any] = {"mask": mask, "scale": scale}
-        if self.rows_in_order and not self._refused(queries.q, mask):
+        if self.rows_in_order:
             queries = self._checked(queries, keys)
-        return self._call(self._extend, self.other.extend, so_far, queries, keys, **options)
+        return self._call(self._extend, so_far, queries, keys, mask=mask, scale=scale)
 
     def gradients(self, so_far: Float[Array, "B Tq Hq D"] | None, queries: Queries, keys: Keys | StackedKeys,
                   saved: BackwardInputs, *, mask: Mask, scale: float,
                   ) -> tuple[Float[Array, "B Tq Hq D"], Float[Array, "2 B Tk Hkv D"]]:
-        options: dict[str, Any] = {"mask": mask, "scale": scale}
-        return self._call(self._gradients, self.other.gradients, so_far, queries, keys, saved, **options)
+        return self._call(self._gradients, so_far, queries, keys, saved, mask=mask, scale=scale)
 
-    def _call(self, ours: Callable[..., Any], others: Callable[..., Any], so_far: Any, queries: Queries,
-              keys: Keys | StackedKeys, *saved: BackwardInputs, mask: Mask, scale: float) -> Any:
-        """Ours, or the other kernel's for what this one does not serve."""
+    def _call(self, method: Callable[..., Any], so_far: Any, queries: Queries, keys: Keys | StackedKeys,
+              *saved: BackwardInputs, mask: Mask, scale: float) -> Any:
+        """The method's results, for blocks in the order of their rows."""
         blocks = so_far, queries, keys, *saved
-        if self._refused(queries.q, mask):
-            return others(*blocks, mask=mask, scale=scale)
-
         sides = ((queries.coords, self.query_shards), (keys.coords, self.key_shards))
 
         def run(sort: bool, *blocks: Any) -> Any:
             pair = [_Side.create(coords, queries.q.shape[3], sort or shards > 1) for coords, shards in sides]
-            return ours(*pair, mask, scale, *blocks)
+            return method(*pair, mask, scale, *blocks)
 
         unsure = [coords for coords, shards in sides if shards == 1]
         if self.rows_in_order or not unsure:
@@ -132,32 +111,6 @@ class MosaicKernel(AccumulatingKernel):
         shape = keys.kv.shape[1:] if isinstance(keys, StackedKeys) else keys.k.shape
         return q_side.back(dq, queries.q.shape), jax.vmap(lambda x: kv_side.back(x, shape))(dkv)
 
-    def _refused(self, q: jax.Array, mask: Mask) -> bool:
-        """Whether the other kernel has to serve these, which a warning then says."""
-        reason = ""
-        if mask.global_tokens:
-            reason = "global tokens"
-        elif q.shape[3] > HEAD_DIMS[-1]:
-            reason = f"heads of {q.shape[3]} ({HEAD_DIMS[-1]} at most)"
-        elif self.interpret is None and q.dtype.itemsize != 2:
-            reason = f"{q.dtype} operands"
-        elif self.interpret is None and not any(name in device_kind() for name in HOPPER):
-            reason = f"devices other than Hopper GPUs ({device_kind()})"
-        if reason:
-            self._warn(reason)
-        return bool(reason) or (self.interpret is None and not self.asked_for and self._is_slow())
-
-    def _is_slow(self) -> bool:
-        """Whether JAX's compiler makes these kernels slower than the other ones, which a warning then says."""
-        if jax.__version_info__ < SLOW_SINCE:
-            return False
-        warnings.warn(f"attention kernel: the compiler of JAX {jax.__version__} makes products of the kernel 'mosaic' wait for "
-                      "each other, so 'gpu' serves in its place; jax[cuda13]<0.12 would be faster", stacklevel=5)
-        return True
-
-    def _warn(self, reason: str) -> None:
-        if self.asked_for:
-            warnings.warn(f"attention kernel: {reason} are served by the kernel 'auto', not by 'mosaic'", stacklevel=5)
 
 
 class _Side(NamedTuple):

@@ -6,6 +6,7 @@ import dataclasses
 import jax
 
 from ..blocks import BackwardInputs, Keys, Queries, StackedKeys
+from ..choice import Request, require
 from ..coords import Mask, TokenCoords
 from ..partial import AttentionPartial
 from . import tpu_backward, tpu_forward
@@ -60,8 +61,7 @@ class TpuKernel(AccumulatingKernel):
         return _heads_last(dq, q.shape[1]), _heads_last(dkv, kv[0].shape[1])
 
     def _options(self, q, kv, mask: Mask, scale: float) -> TileOptions:
-        if mask.global_tokens:
-            raise ValueError(f"kernel: 'tpu' does not serve Mask.global_tokens = {mask.global_tokens}; 'auto' and 'xla' do")
+        require("tpu", Request(global_tokens=mask.global_tokens))
         float32_operands = _device_kind() == V3
         vmem, itemsize = VMEM.get(_device_kind(), DEFAULT_VMEM), 4 if float32_operands else q.dtype.itemsize
         query_tile, key_tile = tiles_that_fit(self.query_tile, self.key_tile, q.shape[3], itemsize, vmem)

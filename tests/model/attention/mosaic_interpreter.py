@@ -12,9 +12,9 @@ from jax._src.pallas.mosaic.interpret import thread_map
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-from model.attention.kernels import MosaicKernel, XlaKernel
+from model.attention.kernels import MosaicKernel
 
-KERNEL = MosaicKernel(XlaKernel(), interpret=InterpretGPUParams(detect_races=True))
+KERNEL = MosaicKernel(interpret=InterpretGPUParams(detect_races=True))
 
 
 @contextlib.contextmanager

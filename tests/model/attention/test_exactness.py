@@ -55,13 +55,14 @@ def test_softcap_is_exact(kernel, schedule):
 
 
 def test_a_softcap_that_a_kernel_lacks_is_refused():
-    with pytest.raises(ValueError, match=r"'gpu' does not serve a soft-cap of scores, found 50\.0; 'auto' and 'xla' do"):
+    others = "'auto', 'tpu', 'xla' and 'reference'"
+    with pytest.raises(ValueError, match=rf"'gpu' does not serve a soft-cap of scores \(50\.0\); {others} do"):
         get_kernel("gpu").with_softcap(50.0)
 
 
 def test_global_tokens_that_a_kernel_lacks_are_refused():
     arrays, (index, segments) = inputs("8/2", LENGTH), documents("packed", LENGTH)
-    with pytest.raises(ValueError, match=r"'gpu' does not serve Mask\.global_tokens = 3; 'auto' and 'xla' do"):
+    with pytest.raises(ValueError, match=r"'gpu' does not serve global_tokens = 3; 'auto', 'xla' and 'reference' do"):
         compiled(2, mask=Mask(window=17, global_tokens=3), kernel=get_kernel("gpu"))(
             *arrays, TokenCoords(index, segments, np.zeros_like(index)))
 

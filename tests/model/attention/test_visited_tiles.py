@@ -13,7 +13,7 @@ import pytest
 from model.attention import Keys, Mask, Queries, TokenCoords, attention
 from model.attention.blocks import BackwardInputs
 from model.attention.coords import tile_bounds
-from model.attention.kernels import GpuKernel, PlatformKernel, ReferenceKernel, TpuKernel, XlaKernel, tpu_options
+from model.attention.kernels import GpuKernel, ReferenceKernel, TpuKernel, XlaKernel, get_kernel, tpu_options
 from model.attention.kernels.gpu import _tile_ranges
 from model.attention.layout import permutation
 from model.attention.names import LAYOUTS
@@ -28,7 +28,7 @@ TILE = 16
 GPU = GpuKernel(TILE, TILE, interpret=True)
 KERNELS = {"tpu": TpuKernel(128, 128, fused=True, interpret=True), "tpu pair": TpuKernel(128, 128, fused=False, interpret=True),
            "gpu": GPU, "xla": XlaKernel(TILE, TILE),
-           "auto": PlatformKernel(TpuKernel(), GPU, XlaKernel(TILE, TILE))}
+           "auto": get_kernel("auto", query_tile=TILE, key_tile=TILE)}
 
 
 def needed_tiles(order, tile):

@@ -11,7 +11,7 @@ import pytest
 import torch
 from jax._src.cudnn import fused_attention_stablehlo
 
-from model.attention.kernels import device
+from model.attention import choice
 from scripts.benchmarks.bench_kernels import main, parse
 from scripts.benchmarks.kernel_block import BLOCKS, Case, LeftOut, make_block
 from scripts.benchmarks.kernel_peers import ON_DEVICE, PEERS, splash
@@ -98,7 +98,7 @@ def test_a_peer_that_needs_a_gpu_is_left_out_where_there_is_none(peer, reason):
 @pytest.fixture
 def on_a_gpu(monkeypatch):
     """Has the peers take the CPU for a GPU, and stand-ins that compute by the definition for cuDNN and FlashAttention-3."""
-    monkeypatch.setattr(device, "HOPPER", ("cpu",))
+    monkeypatch.setattr(choice, "HOPPER", ("cpu",))
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     monkeypatch.setattr(jax.nn, "dot_product_attention", functools.partial(cudnn_unpacked, jax.nn.dot_product_attention))
     monkeypatch.setattr(fused_attention_stablehlo, "dot_product_attention", cudnn_packed)

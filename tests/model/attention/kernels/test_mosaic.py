@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from model.attention import BackwardInputs, Keys, Mask, Queries, TokenCoords, attention, get_kernel
-from model.attention.kernels import MosaicKernel, XlaKernel, mosaic
+from model.attention.kernels import GpuKernel, MosaicKernel, XlaKernel, chosen
 from model.attention.kernels.intervals import in_row_order
 from model.attention.layout import permutation
 from model.attention.names import LAYOUTS
@@ -55,18 +55,9 @@ def test_rows_that_see_nothing():
     check_nothing_to_see(KERNEL)
 
 
-class Untouched(XlaKernel):
-    """A kernel that may not be asked."""
-
-    def extend(self, *blocks, mask, scale):
-        raise AssertionError("the other kernel was asked")
-
-    gradients = extend
-
-
 def test_a_block_with_padding_inside_a_document_is_brought_into_order():
-    """Found at run time, block by block; no other kernel is asked, and the results are exact all the same."""
-    check_case(64, MASKS[0], "striped", "packed", dataclasses.replace(KERNEL, other=Untouched()))
+    """Found at run time, block by block; the results are exact all the same."""
+    check_case(64, MASKS[0], "striped", "packed", KERNEL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,28 +143,30 @@ def blocks(dtype=jnp.bfloat16, head_dim=64):
 
 
 @pytest.mark.parametrize(("kind", "arrays", "mask", "reason"), [
-    ("NVIDIA H100 80GB HBM3", blocks(), Mask(window=8, global_tokens=2), "global tokens"),
-    ("NVIDIA H200", blocks(jnp.float32), Mask(), "float32 operands"),
-    ("NVIDIA H200", blocks(head_dim=320), Mask(), r"heads of 320 \(256 at most\)"),
-    ("NVIDIA A100-SXM4-80GB", blocks(), Mask(), r"devices other than Hopper GPUs \(NVIDIA A100-SXM4-80GB\)"),
-    ("NVIDIA B200", blocks(), Mask(), r"devices other than Hopper GPUs \(NVIDIA B200\)"),
+    ("NVIDIA H100 80GB HBM3", blocks(), Mask(window=8, global_tokens=2), "global_tokens = 2; 'gpu' does not .*'xla' does"),
+    ("NVIDIA H200", blocks(jnp.float32), Mask(), "float32 operands; 'gpu' does"),
+    ("NVIDIA H200", blocks(head_dim=320), Mask(), r"heads of 320 \(256 at most\); .* 'xla' does"),
+    ("NVIDIA A100-SXM4-80GB", blocks(), Mask(), r"devices other than Hopper GPUs \(NVIDIA A100-SXM4-80GB\); 'gpu' does"),
+    ("NVIDIA B200", blocks(), Mask(), r"devices other than Hopper GPUs \(NVIDIA B200\); 'gpu' does"),
 ], ids=["global tokens", "float32", "heads", "older", "newer"])
 def test_what_it_does_not_serve_is_named_and_served_by_the_other_kernel(kind, arrays, mask, reason, monkeypatch):
-    monkeypatch.setattr(mosaic, "device_kind", lambda: kind)
+    monkeypatch.setattr(chosen, "device_kind", lambda: kind)
     options = {"mask": mask, "scale": 1.0}
-    with pytest.warns(UserWarning, match=f"{reason} are served by the kernel 'auto', not by 'mosaic'"):
+    with pytest.warns(UserWarning, match=f"'mosaic' does not serve {reason}"):
         got = get_kernel("mosaic").forward(*arrays, **options)
     np.testing.assert_array_equal(got.out, get_kernel("xla").forward(*arrays, **options).out)
 
 
-def test_a_softcap_is_named_and_the_other_kernels():
-    with pytest.warns(UserWarning, match="soft-caps of scores are served by the kernel 'auto'"):
-        assert get_kernel("mosaic").with_softcap(50.0) == get_kernel("auto").with_softcap(50.0)
+def test_a_softcap_is_named_and_another_kernels(monkeypatch):
+    monkeypatch.setattr(chosen, "device_kind", lambda: "NVIDIA H200")
+    with pytest.warns(UserWarning, match=r"'mosaic' does not serve a soft-cap of scores \(50\.0\); .*; 'xla' does"):
+        kernel = get_kernel("mosaic").with_softcap(50.0).on("cuda", blocks()[0].q, Mask())
+    assert kernel == XlaKernel(softcap=50.0)
     assert get_kernel("mosaic").with_softcap(None) == get_kernel("mosaic")
 
 
 def test_its_tiles_are_its_own():
-    with pytest.raises(ValueError, match=r"chooses its tiles by the head size, found \{'query_tile': 64\}"):
+    with pytest.raises(ValueError, match=r"its tiles follow from the head size, found \{'query_tile': 64\}"):
         get_kernel("mosaic", query_tile=64)
     with pytest.raises(ValueError, match=r"leave attention\.query_tile and attention\.key_tile 0"):
         AttentionConfig(kernel="mosaic", key_tile=64)
@@ -185,26 +178,24 @@ def test_its_tiles_are_its_own():
     ("NVIDIA H200", jnp.bfloat16, True), ("NVIDIA H200", jnp.float32, False), ("NVIDIA A100-SXM4-80GB", jnp.bfloat16, False)],
     ids=["hopper", "float32", "older"])
 def test_auto_takes_it_on_hopper_gpus_for_16_bits_and_warns_of_nothing(kind, dtype, takes, monkeypatch, recwarn):
-    monkeypatch.setattr(mosaic, "device_kind", lambda: kind)
-    monkeypatch.setattr(mosaic, "SLOW_SINCE", (1000,))
-    kernel = get_kernel("auto").gpu
+    monkeypatch.setattr(chosen, "device_kind", lambda: kind)
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 0))
+    kernel = get_kernel("auto").on("cuda", blocks(dtype)[0].q, Mask())
     traced = str(jax.make_jaxpr(lambda *blocks: kernel.forward(*blocks, mask=Mask(), scale=1.0))(*blocks(dtype)))
     assert ("core_map" in traced or "mpmd_map" in traced, "pallas_call" in traced) == (takes, not takes)
     assert not [warning for warning in recwarn if "attention kernel" in str(warning.message)]
-    assert not isinstance(get_kernel("auto", key_tile=64).gpu, MosaicKernel), "tiles that were asked for are Triton's"
+    tiled = get_kernel("auto", key_tile=64).on("cuda", blocks(dtype)[0].q, Mask())
+    assert tiled == GpuKernel(key_tile=64), "tiles that were asked for are Triton's"
 
 
 def test_auto_leaves_it_where_jaxs_compiler_makes_it_slow(monkeypatch):
     """Who asks for it by name has it all the same."""
-    monkeypatch.setattr(mosaic, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
-    monkeypatch.setattr(mosaic, "SLOW_SINCE", (0,))
-
-    def traced(kernel):
-        return str(jax.make_jaxpr(lambda *blocks: kernel.forward(*blocks, mask=Mask(), scale=1.0))(*blocks(jnp.bfloat16)))
-
-    with pytest.warns(UserWarning, match=r"wait for each other, so 'gpu' serves .*; jax\[cuda13\]<0\.12 would"):
-        assert "pallas_call" in traced(get_kernel("auto").gpu)
-    assert "pallas_call" not in traced(get_kernel("mosaic"))
+    monkeypatch.setattr(chosen, "device_kind", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setattr(jax, "__version_info__", (0, 12, 0))
+    q = blocks(jnp.bfloat16)[0].q
+    with pytest.warns(UserWarning, match=r"JAX 0\.12\.0 .* jax\[cuda13\]<0\.12 would be faster\); 'gpu' does"):
+        assert get_kernel("auto").on("cuda", q, Mask()) == GpuKernel()
+    assert get_kernel("mosaic").on("cuda", q, Mask()) == MosaicKernel()
 
 
 def test_promised_rows_are_not_asked_for_their_order():

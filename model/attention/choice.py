@@ -1,0 +1,156 @@
+"""Which kernel serves a call, and why others do not: what each serves, and the order in which `auto` tries them. Read without
+JAX, so that recipes are checked by the same table."""
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import NamedTuple
+
+HOPPER = ("H100", "H200", "H800", "H20")  # devices of compute capability 9.0: no other has wgmma
+
+
+class Request(NamedTuple):
+    """What is asked of a kernel. A field that is left out asks for nothing.
+
+    Attributes:
+      platform: what the program is lowered for: "tpu", "cuda", or "default" for any other.
+      device: the kind of device, as JAX names it.
+      dtype: of the operands; head_dim: size of a head; tokens: queries in the block.
+      softcap: the bound of the scores; window, global_tokens: the mask's.
+      tiled: whether sizes of tiles are given.
+      jax: JAX's version, for kernels that a version's compiler makes slow.
+    """
+
+    platform: str = "default"
+    device: str = ""
+    dtype: str = ""
+    head_dim: int = 0
+    tokens: int = 0
+    softcap: float | None = None
+    window: int | None = None
+    global_tokens: int = 0
+    tiled: bool = False
+    jax: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a kernel does not serve; by default it serves everything.
+
+    Attributes:
+      softcap, global_tokens: whether it serves them. head_dim: the largest size of a head.
+      dtypes: of the operands. devices: parts of their names, and what they are called together.
+      own_tiles: why no option sets its tiles.
+      slow: the version of JAX whose compiler makes it slower than the next kernel, and why.
+    """
+
+    softcap: bool = True
+    global_tokens: bool = True
+    head_dim: int | None = None
+    dtypes: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ()
+    devices_name: str = ""
+    own_tiles: str = ""
+    slow: tuple[tuple[int, ...], str] | None = None
+
+    def refusal(self, request: Request) -> str:
+        """Returns what of a request the kernel does not serve; "" if it serves all of it."""
+        if request.global_tokens and not self.global_tokens:
+            return f"global_tokens = {request.global_tokens}"
+        if request.softcap is not None and not self.softcap:
+            return f"a soft-cap of scores ({request.softcap})"
+        if self.head_dim and request.head_dim > self.head_dim:
+            return f"heads of {request.head_dim} ({self.head_dim} at most)"
+        if self.dtypes and request.dtype and request.dtype not in self.dtypes:
+            return f"{request.dtype} operands"
+        if self.devices and request.device and not any(name in request.device for name in self.devices):
+            return f"devices other than {self.devices_name} ({request.device})"
+        if self.own_tiles and request.tiled:
+            return f"tiles of a given size ({self.own_tiles})"
+        if self.slow and request.jax >= self.slow[0]:
+            return f"JAX {'.'.join(map(str, request.jax))} as fast as others ({self.slow[1]})"
+        return ""
+
+
+LIMITS: Mapping[str, Limits] = {
+    "tpu": Limits(global_tokens=False, head_dim=256),
+    "gpu": Limits(softcap=False, global_tokens=False, head_dim=256),
+    # nvJitLink, which compiles Mosaic's kernels from JAX 0.12 on, ignores that warpgroups exchange registers: accumulators
+    # spill, and products wait for each other (docs/notes/kernels.md).
+    "mosaic": Limits(softcap=False, global_tokens=False, head_dim=256, dtypes=("bfloat16", "float16"), devices=HOPPER,
+                     devices_name="Hopper GPUs", own_tiles="its tiles follow from the head size",
+                     slow=((0, 12), "its compiler makes products wait for each other; jax[cuda13]<0.12 would be faster")),
+    "xla": Limits(),
+    "reference": Limits(own_tiles="it has no tiles"),
+}
+KERNELS = ("auto", *LIMITS)
+
+
+class Order(NamedTuple):
+    """The kernels that `auto` tries, the fastest first, on a platform and, where they are named, on some of its devices; for
+    blocks of `least_tokens` or more and, unless it is None, masks that have a window, or have none."""
+
+    kernels: tuple[str, ...]
+    platform: str
+    devices: tuple[str, ...] = ("",)
+    least_tokens: int = 0
+    windowed: bool | None = None
+
+    def covers(self, request: Request) -> bool:
+        """Whether the order is that of a request."""
+        return (self.platform == request.platform and any(name in request.device for name in self.devices)
+                and request.tokens >= self.least_tokens and self.windowed in (None, request.window is not None))
+
+
+# The first row that covers a request holds. Each ends with `xla`, which serves everything.
+AUTO = (
+    Order(("tpu", "xla"), "tpu"),
+    Order(("mosaic", "gpu", "xla"), "cuda", HOPPER),
+    Order(("gpu", "xla"), "cuda"),
+    Order(("xla",), "default"),
+)
+
+
+class Choice(NamedTuple):
+    """The kernel that serves a request, and by name what those that were tried before it do not serve."""
+
+    name: str
+    refusals: dict[str, str]
+
+    def __str__(self) -> str:
+        reasons = (f"{name!r} does not serve {reason}" for name, reason in self.refusals.items())
+        return f"{'; '.join(reasons)}; {self.name!r} does"
+
+
+def select(kernel: str, request: Request) -> Choice:
+    """Returns the kernel that serves a request: `kernel` itself, or the first in `auto`'s order that does."""
+    order = next(row.kernels for row in AUTO if row.covers(request))
+    refusals: dict[str, str] = {}
+    for name in order if kernel == "auto" else (kernel, *order):
+        refusals[name] = LIMITS[name].refusal(request)
+        if not refusals[name]:
+            return Choice(name, {tried: reason for tried, reason in refusals.items() if reason})
+    raise AssertionError(f"no kernel serves {request}")
+
+
+def require(kernel: str, request: Request, field: str = "kernel") -> None:
+    """Raises ValueError, naming the field that says `kernel` and kernels that would do, unless `kernel` serves a request."""
+    if kernel != "auto" and (reason := LIMITS[kernel].refusal(request)):
+        others = [repr(name) for name in KERNELS if name == "auto" or not LIMITS[name].refusal(request)]
+        raise ValueError(f"{field}: {kernel!r} does not serve {reason}; {', '.join(others[:-1])} and {others[-1]} do")
+
+
+def table() -> list[str]:
+    """Returns what `auto` selects, as the lines of a table in Markdown."""
+    requests = {"bfloat16": Request(dtype="bfloat16"), "float32": Request(dtype="float32"),
+                "soft-cap of scores": Request(dtype="bfloat16", softcap=50.0),
+                "global tokens": Request(dtype="bfloat16", global_tokens=1),
+                "heads above 256": Request(dtype="bfloat16", head_dim=257),
+                "given tiles": Request(dtype="bfloat16", tiled=True)}
+    devices = {"TPU": ("tpu", "TPU v5p"), "Hopper GPU": ("cuda", "NVIDIA H100"), "other NVIDIA GPU": ("cuda", "NVIDIA A100"),
+               "CPU, other": ("default", "cpu")}
+    lines = [f"| device | {' | '.join(requests)} |", "|---" * (len(requests) + 1) + "|"]
+    for title, (platform, device) in devices.items():
+        names = (select("auto", request._replace(platform=platform, device=device)).name for request in requests.values())
+        lines.append(f"| {title} | {' | '.join(f'`{name}`' for name in names)} |")
+    return lines

@@ -1,0 +1,63 @@
+"""The choice of a kernel: who serves what, in which order, and that the guide shows it."""
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from model.attention import choice
+from model.attention.choice import AUTO, KERNELS, LIMITS, Order, Request, require, select
+from model.attention.kernels import get_kernel
+
+ROOT = pathlib.Path(__file__).resolve().parents[3]
+HOPPER = Request("cuda", "NVIDIA H100 80GB HBM3", "bfloat16", head_dim=128)
+
+
+@pytest.mark.parametrize(("kernel", "request_", "name", "refused"), [
+    ("auto", HOPPER, "mosaic", []), ("auto", HOPPER._replace(dtype="float32"), "gpu", ["mosaic"]),
+    ("auto", HOPPER._replace(softcap=30.0), "xla", ["mosaic", "gpu"]),
+    ("auto", HOPPER._replace(tiled=True), "gpu", ["mosaic"]),
+    ("auto", HOPPER._replace(jax=(0, 12, 1)), "gpu", ["mosaic"]),
+    ("auto", HOPPER._replace(device="NVIDIA L4"), "gpu", []),
+    ("auto", Request("tpu", "TPU v5p", softcap=30.0), "tpu", []),
+    ("auto", Request("tpu", "TPU v5p", head_dim=320), "xla", ["tpu"]),
+    ("auto", Request(), "xla", []),
+    ("mosaic", Request(device="cpu"), "xla", ["mosaic"]), ("reference", HOPPER, "reference", [])])
+def test_the_first_kernel_that_serves_is_selected_and_the_others_say_why(kernel, request_, name, refused):
+    found = select(kernel, request_)
+    assert (found.name, list(found.refusals)) == (name, refused)
+    assert all(f"{other!r} does not serve {reason}" in str(found) for other, reason in found.refusals.items())
+
+
+def test_every_order_ends_with_a_kernel_that_serves_everything_and_the_last_rows_cover_everything():
+    assert all(row.kernels[-1] == "xla" and set(row.kernels) <= set(LIMITS) for row in AUTO)
+    assert LIMITS["xla"] == choice.Limits()
+    for platform in ("tpu", "cuda", "default"):
+        assert select("auto", Request(platform)).name in LIMITS
+
+
+def test_an_order_may_be_of_long_blocks_or_of_windows():
+    row = Order(("mosaic", "xla"), "cuda", ("H100",), least_tokens=4096, windowed=False)
+    long = HOPPER._replace(tokens=4096)
+    assert row.covers(long) and not row.covers(HOPPER._replace(tokens=4095))
+    assert not row.covers(long._replace(window=128)) and not row.covers(long._replace(device="NVIDIA L4"))
+    assert Order(("xla",), "cuda", windowed=True).covers(long._replace(window=128))
+
+
+def test_a_refusal_names_the_field_and_those_that_serve():
+    with pytest.raises(ValueError, match=r"^attention\.kernel: 'tpu' does not serve global_tokens = 4; 'auto', 'xla' and "):
+        require("tpu", Request(global_tokens=4), "attention.kernel")
+    require("auto", Request(global_tokens=4))
+
+
+def test_every_name_makes_a_kernel():
+    assert len({get_kernel(name) for name in KERNELS}) == len(KERNELS)
+
+
+def test_the_guide_shows_the_table():
+    assert "\n".join(choice.table()) in (ROOT / "docs/attention.md").read_text(encoding="utf-8")
+
+
+def test_recipes_are_checked_without_jax():
+    program = "import sys, model.attention.options; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
