@@ -30,9 +30,13 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
     "silu": jax.nn.silu, "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True)}
 
 
-def param(rngs: nnx.Rngs, shape: Shape, axes: Axes, std: float) -> nnx.Param:
-    """Returns a normally distributed float32 parameter with its logical axes."""
-    return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes)
+# The stages of a layer, which tell what a parameter is read for: queries; keys and values; and what follows attention.
+QUERIES, KEYS_VALUES, OUTPUT = STAGES = ("queries", "keys_values", "output")
+
+
+def param(rngs: nnx.Rngs, shape: Shape, axes: Axes, std: float, inputs: int = 1, **declared: Any) -> nnx.Param:
+    """Returns a normally distributed float32 matrix; `axes`, `inputs` and `declared` are as of `sharding.Parameter`."""
+    return nnx.Param(std * jax.random.normal(rngs.params(), shape, jnp.float32), axes=axes, inputs=inputs, **declared)
 
 
 class Projection(nnx.Module):
@@ -43,21 +47,24 @@ class Projection(nnx.Module):
     """
 
     def __init__(self, equation: str, shape: Shape, axes: Axes, std: float, bias_shape: Shape | None = None,
-                 bias_axes: Axes | None = None, *, name: str, config: LlamaConfig, rngs: nnx.Rngs):
+                 bias_axes: Axes | None = None, *, name: str, stage: str, config: LlamaConfig, rngs: nnx.Rngs):
         self.equation, self.name, self.adapter = equation, name, config.adapter_of(name)
-        self.weight = param(rngs, shape, axes, std)
-        if bias_shape is not None:
-            self.bias = nnx.Param(jnp.zeros(bias_shape, jnp.float32), axes=bias_axes)
         x_axes, w_axes, _ = letters(equation)
         self.inputs = inputs = len(set(x_axes) & set(w_axes))
+        stages = (stage,)
+        self.weight = param(rngs, shape, axes, std, inputs, stages=stages)
+        if bias_shape is not None:
+            self.bias = nnx.Param(jnp.zeros(bias_shape, jnp.float32), axes=bias_axes, stages=stages)
         self.input_axes = axes[:inputs]
         adapter = self.adapter
         if adapter is not None:
             # Zeros here; `modules.init_adapters` draws A.
-            self.lora_A = nnx.Param(jnp.zeros((*shape[:inputs], adapter.rank), jnp.float32), axes=(*axes[:inputs], "rank"))
-            self.lora_B = nnx.Param(jnp.zeros((adapter.rank, *shape[inputs:]), jnp.float32), axes=("rank", *axes[inputs:]))
+            self.lora_A = nnx.Param(jnp.zeros((*shape[:inputs], adapter.rank), jnp.float32), axes=(*axes[:inputs], "rank"),
+                                    stages=stages)
+            self.lora_B = nnx.Param(jnp.zeros((adapter.rank, *shape[inputs:]), jnp.float32), axes=("rank", *axes[inputs:]),
+                                    stages=stages)
             if adapter.use_dora:  # `Transformer.init_magnitudes` sets them
-                self.lora_magnitude_vector = nnx.Param(jnp.ones(shape[inputs:], jnp.float32), axes=axes[inputs:])
+                self.lora_magnitude_vector = nnx.Param(jnp.ones(shape[inputs:], jnp.float32), axes=axes[inputs:], stages=stages)
 
     def __call__(self, x: Float[Array, ...], parallel: TensorParallel, dropout: DropoutKeys = None) -> Float[Array, ...]:
         """Returns the product with the weight, and the adapter's products beside it, without the bias.
@@ -159,11 +166,12 @@ def scaled_norm(x: Float[Array, "... E"], weight: Float[Array, " E"], config: Ll
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation of the hidden axis."""
+    """Root-mean-square normalisation of the hidden axis, in some stages of a layer."""
 
-    def __init__(self, config: LlamaConfig):
+    def __init__(self, config: LlamaConfig, *stages: str):
         self.config = config
-        self.weight = nnx.Param(jnp.full((config.hidden_size,), 1 - config.norm_offset, jnp.float32), axes=("norm",))
+        weight = jnp.full((config.hidden_size,), 1 - config.norm_offset, jnp.float32)
+        self.weight = nnx.Param(weight, axes=("norm",), stages=stages)
 
     def __call__(self, x: Float[Array, "... E"]) -> Float[Array, "... E"]:
         return scaled_norm(x, self.weight[...], self.config)
@@ -172,26 +180,36 @@ class RMSNorm(nnx.Module):
 class HeadNorm(nnx.Module):
     """Root-mean-square normalisation of each head, with one weight for all."""
 
-    def __init__(self, config: LlamaConfig):
-        self.config = config
-        self.weight = nnx.Param(jnp.full((config.head_dim,), 1 - config.norm_offset, jnp.float32), axes=("head_dim",))
+    needs_all_heads = False
 
-    def __call__(self, x: Float[Array, "B T H D"]) -> Float[Array, "B T H D"]:
+    def __init__(self, config: LlamaConfig, heads: int, axis: str, stage: str):
+        self.config = config
+        weight = jnp.full((config.head_dim,), 1 - config.norm_offset, jnp.float32)
+        self.weight = nnx.Param(weight, axes=("head_dim",), stages=(stage,))
+
+    def __call__(self, x: Float[Array, "B T H D"], parallel: TensorParallel) -> Float[Array, "B T H D"]:
+        """Returns this tensor rank's heads, normalised."""
         return scaled_norm(x, self.weight[...], self.config)
 
 
 class AllHeadsNorm(nnx.Module):
     """Root-mean-square normalisation of all heads together, with a weight for each number (OLMo 2)."""
 
-    def __init__(self, config: LlamaConfig, heads: int, axis: str):
-        self.epsilon, self.axis = config.rms_norm_eps, axis
-        self.weight = nnx.Param(jnp.ones((heads, config.head_dim), jnp.float32), axes=(axis, "head_dim"))
+    needs_all_heads = True
 
-    def __call__(self, x: Float[Array, "B T H D"], parallel: TensorParallel, heads: int) -> Float[Array, "B T H D"]:
-        """Returns this tensor rank's heads, normalised by those of all ranks; `heads` counts these without padding."""
+    def __init__(self, config: LlamaConfig, heads: int, axis: str, stage: str):
+        self.epsilon, self.axis, self.heads = config.rms_norm_eps, axis, heads
+        self.weight = nnx.Param(jnp.ones((heads, config.head_dim), jnp.float32), axes=(axis, "head_dim"), stages=(stage,))
+
+    def __call__(self, x: Float[Array, "B T H D"], parallel: TensorParallel) -> Float[Array, "B T H D"]:
+        """Returns this tensor rank's heads, normalised by those of all ranks, of which padding is no part."""
         x32 = x.astype(jnp.float32)
         squares = parallel.sum_of_heads(jnp.sum(jnp.square(x32), (2, 3), keepdims=True), self.axis)
-        return (x32 * lax.rsqrt(squares / (heads * x.shape[-1]) + self.epsilon) * self.weight[...]).astype(x.dtype)
+        return (x32 * lax.rsqrt(squares / (self.heads * x.shape[-1]) + self.epsilon) * self.weight[...]).astype(x.dtype)
+
+
+# The norm of queries and keys before RoPE by `LlamaConfig.qk_norm`, if there is one.
+QK_NORMS: dict[str, type[HeadNorm] | type[AllHeadsNorm] | None] = {"none": None, "head": HeadNorm, "all": AllHeadsNorm}
 
 
 class FeedForward(nnx.Module):
@@ -203,11 +221,11 @@ class FeedForward(nnx.Module):
         width_bias = ((width,), ("mlp",)) if config.mlp_bias else ()
         hidden_bias = ((hidden,), ("norm",)) if config.mlp_bias else ()
         self.gate_proj = Projection("bte,ef->btf", (hidden, width), ("embed", "mlp"), std, *width_bias,
-                                    name="gate_proj", config=config, rngs=rngs)
+                                    name="gate_proj", stage=OUTPUT, config=config, rngs=rngs)
         self.up_proj = Projection("bte,ef->btf", (hidden, width), ("embed", "mlp"), std, *width_bias,
-                                  name="up_proj", config=config, rngs=rngs)
+                                  name="up_proj", stage=OUTPUT, config=config, rngs=rngs)
         self.down_proj = Projection("btf,fe->bte", (width, hidden), ("mlp", "embed"), std, *hidden_bias,
-                                    name="down_proj", config=config, rngs=rngs)
+                                    name="down_proj", stage=OUTPUT, config=config, rngs=rngs)
 
     def __call__(self, x: Float[Array, "B T E"], parallel: TensorParallel,
                  dropout: DropoutKeys = None) -> tuple[Float[Array, "B T E"], Auxiliary]:

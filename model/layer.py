@@ -14,10 +14,10 @@ from jaxtyping import Array, Float
 from .attention import AttentionOp, Keys, Queries, TokenCoords, attend
 from .config import LlamaConfig
 from .dropout import TokenInfo
-from .feedforward import Auxiliary
+from .feedforward import KEYS_VALUES, OUTPUT, QUERIES, Auxiliary
 from .memory.chunked import chunked_with_sums
 from .memory.options import MemoryConfig
-from .modules import bind, read_by
+from .modules import Tokens, bind, read_by
 from .rope_config import RopeConfig
 from .sharding import TensorParallel
 
@@ -62,22 +62,35 @@ class Layer:
         q, k, v = self.project(weights, x, labels)
         return self.finish(weights, x, self.attend(q, k, v, coords), labels)
 
-    def project(self, weights: dict, x: Hidden, labels: TokenInfo, stages: str = "qkv",
-                through: bool = False) -> tuple[Heads, ...]:
-        """Returns those of q, k and v that `stages` names, for the heads that the weights have.
+    def project(self, weights: dict, x: Hidden, labels: TokenInfo) -> tuple[Heads, Heads, Heads]:
+        """Returns queries, keys and values, for the heads that the weights have."""
+        return self._project(weights, x, labels, (QUERIES, KEYS_VALUES))
 
-        through: returns x before them, so that its gradient is accumulated where it lies (see `chunked`).
-        """
+    def project_through(self, weights: dict, x: Hidden, labels: TokenInfo) -> tuple[Hidden, Heads, Heads, Heads]:
+        """Returns x, queries, keys and values. Whoever takes x from here has its gradient accumulated in place (`chunked`)."""
+        return self._project(weights, x, labels, (QUERIES, KEYS_VALUES), "x")
+
+    def queries_through(self, weights: dict, x: Hidden, labels: TokenInfo) -> tuple[Hidden, Heads]:
+        """Returns x and the queries; see `project_through`."""
+        return self._project(weights, x, labels, (QUERIES,), "x")
+
+    def keys_values_through(self, weights: dict, x: Hidden, labels: TokenInfo) -> tuple[Hidden, Heads, Heads]:
+        """Returns x, the keys and the values; see `project_through`."""
+        return self._project(weights, x, labels, (KEYS_VALUES,), "x")
+
+    def _project(self, weights: dict, x: Hidden, labels: TokenInfo, stages: tuple[str, ...],
+                 through: str | None = None) -> tuple[Any, ...]:
         def project(weights, arrays, labels):
             layer = bind(self.config, weights)
             with jax.named_scope("input_norm"):
-                x = arrays["x"] if self.config.norms == "after" else layer.input_layernorm(arrays["x"])
-                x = self.parallel.whole(x)
+                x = self.parallel.whole(layer.mixer_input(arrays["x"]))
+            tokens = Tokens(labels["tokens"], self.rope, self.length, self.parallel)
             with jax.named_scope("qkv_projection"):
-                return {}, layer.self_attn.project(x, labels["tokens"], self.rope, self.length, self.parallel, stages)
+                queries = (layer.mixer.queries(x, tokens),) if QUERIES in stages else ()
+                return {}, (*queries, *(layer.mixer.keys_values(x, tokens) if KEYS_VALUES in stages else ()))
 
-        return self._position_wise(project, read_by(stages, weights), {"x": x}, {"tokens": labels},
-                                   self.memory.projection_chunk, "x" if through else None)[1]
+        return self._position_wise(project, read_by(self.config, stages, weights), {"x": x}, {"tokens": labels},
+                                   self.memory.projection_chunk, through)[1]
 
     def attend(self, q: Heads, k: Heads, v: Heads, coords: TokenCoords) -> Heads:
         """Returns attention's output for this device's queries over the keys of all shards."""
@@ -87,20 +100,16 @@ class Layer:
     def finish(self, weights: dict, x: Hidden, attended: Heads, labels: TokenInfo) -> LayerOutput:
         """Returns the layer's output from its input and attention's output."""
         def finish(weights, arrays, labels):
-            layer, norms, dropout = bind(self.config, weights), self.config.norms, labels["dropout"]
+            layer, dropout = bind(self.config, weights), labels["dropout"]
             with jax.named_scope("attention_output"):
-                branch = layer.self_attn.output(arrays["attended"], self.parallel, dropout)
-                x = self._add(arrays["x"], branch if norms == "before" else layer.post_attention_layernorm(branch))
+                mixed = layer.mixer.output(arrays["attended"], self.parallel, dropout)
             with jax.named_scope("feed_forward"):
-                if norms == "before":
-                    branch, auxiliary = layer.mlp(layer.post_attention_layernorm(x), self.parallel, dropout)
-                    return auxiliary, self._add(x, branch)
-                hidden = layer.pre_feedforward_layernorm(x) if norms == "both" else x
-                branch, auxiliary = layer.mlp(hidden, self.parallel, dropout)
-                return auxiliary, self._add(x, layer.post_feedforward_layernorm(branch))
+                hidden, auxiliary = layer.output(arrays["x"], mixed, lambda x: layer.mlp(x, self.parallel, dropout), self._add)
+            return auxiliary, hidden
 
-        auxiliary, hidden = self._position_wise(finish, read_by(("output",), weights), {"x": x, "attended": attended},
-                                                {"dropout": labels.dropout}, self.memory.feed_forward_chunk)
+        auxiliary, hidden = self._position_wise(finish, read_by(self.config, (OUTPUT,), weights),
+                                                {"x": x, "attended": attended}, {"dropout": labels.dropout},
+                                                self.memory.feed_forward_chunk)
         return LayerOutput(hidden, auxiliary)
 
     def _add(self, x: Hidden, branch: Hidden) -> Hidden:

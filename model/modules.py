@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,18 @@ from jaxtyping import Array, Float
 
 from .config import LlamaConfig
 from .dropout import TokenInfo
-from .feedforward import AllHeadsNorm, DropoutKeys, FeedForward, HeadNorm, Projection, RMSNorm, param
+from .feedforward import (
+    KEYS_VALUES,
+    OUTPUT,
+    QK_NORMS,
+    QUERIES,
+    Auxiliary,
+    DropoutKeys,
+    FeedForward,
+    Projection,
+    RMSNorm,
+    param,
+)
 from .frozen import Weight, array
 from .quantized import declare_parts, is_quantized
 from .rope import apply_rope, attention_scaling, inverse_frequencies
@@ -25,25 +36,23 @@ from .rope_config import RopeConfig
 from .sharding import Parameter, TensorParallel
 
 T = TypeVar("T")
+Hidden = Float[Array, "B T E"]
 # The layers' parameters are stacked, and stand in the flat dictionary under this prefix.
 LAYERS = "layers."
-# The stages of a decoder layer that read each of its submodules: the projections of q, of k and of v, and what follows
-# attention (`model.layer`).
-STAGES = {
-    "input_layernorm": ("q", "k", "v"),
-    "self_attn.q_proj": ("q",),
-    "self_attn.k_proj": ("k",),
-    "self_attn.v_proj": ("v",),
-    "self_attn.q_norm": ("q",),
-    "self_attn.k_norm": ("k",),
-    "self_attn.o_proj": ("output",),
-    "post_attention_layernorm": ("output",),
-    "pre_feedforward_layernorm": ("output",),
-    "post_feedforward_layernorm": ("output",),
-    "mlp.gate_proj": ("output",),
-    "mlp.up_proj": ("output",),
-    "mlp.down_proj": ("output",),
-}
+
+
+class Tokens(NamedTuple):
+    """What projections read beside hidden states.
+
+    Attributes:
+      labels: of the tokens, within the layer. rope: the layer's rotary embedding, or None; length: of the whole row, see
+        `model.rope`.
+    """
+
+    labels: TokenInfo
+    rope: RopeConfig | None
+    length: int
+    parallel: TensorParallel
 
 
 class SelfAttention(nnx.Module):
@@ -53,52 +62,42 @@ class SelfAttention(nnx.Module):
         self.config = config
         hidden, size, std, bias = config.hidden_size, config.head_dim, config.initializer_range, config.attention_bias
 
-        def heads_projection(name, heads, axis):
+        def heads_projection(name, heads, axis, stage):
             bias_declaration = ((heads, size), (axis, "head_dim")) if bias else ()
             return Projection("bte,ehd->bthd", (hidden, heads, size), ("embed", axis, "head_dim"), std, *bias_declaration,
-                              name=name, config=config, rngs=rngs)
+                              name=name, stage=stage, config=config, rngs=rngs)
 
-        self.q_proj = heads_projection("q_proj", config.num_attention_heads, "heads")
-        self.k_proj = heads_projection("k_proj", config.num_key_value_heads, "kv_heads")
-        self.v_proj = heads_projection("v_proj", config.num_key_value_heads, "kv_heads")
+        self.q_proj = heads_projection("q_proj", config.num_attention_heads, "heads", QUERIES)
+        self.k_proj = heads_projection("k_proj", config.num_key_value_heads, "kv_heads", KEYS_VALUES)
+        self.v_proj = heads_projection("v_proj", config.num_key_value_heads, "kv_heads", KEYS_VALUES)
+        if norm := QK_NORMS[config.qk_norm]:
+            self.q_norm = norm(config, config.num_attention_heads, "heads", QUERIES)
+            self.k_norm = norm(config, config.num_key_value_heads, "kv_heads", KEYS_VALUES)
         self.o_proj = Projection("bthd,hde->bte", (config.num_attention_heads, size, hidden), ("heads", "head_dim", "embed"),
                                  std, *(((hidden,), ("norm",)) if config.output_bias else ()),
-                                 name="o_proj", config=config, rngs=rngs)
-        for name, heads, axis in (("q", config.num_attention_heads, "heads"), ("k", config.num_key_value_heads, "kv_heads")):
-            if config.qk_norm != "none":
-                norm = HeadNorm(config) if config.qk_norm == "head" else AllHeadsNorm(config, heads, axis)
-                setattr(self, f"{name}_norm", norm)
+                                 name="o_proj", stage=OUTPUT, config=config, rngs=rngs)
 
-    def project(self, x: Float[Array, "B T E"], labels: TokenInfo, rope: RopeConfig | None, length: int,
-                parallel: TensorParallel, stages: str = "qkv") -> tuple[Float[Array, "B T H D"], ...]:
-        """Returns those of q, k and v that `stages` names, with RoPE, if the layer has it, applied to q and k.
+    def queries(self, x: Float[Array, "B T E"], tokens: Tokens) -> Float[Array, "B T Hq D"]:
+        """Returns the queries of normalised hidden states, for the heads that the weights have."""
+        return self._positioned(self._heads(self.q_proj, x, tokens), getattr(self, "q_norm", None), tokens)
 
-        Args:
-          x: normalised hidden states; H is the number of heads that the weights have.
-          labels: the tokens', within the layer; length: of the whole row, see `model.rope`.
-        """
-        def heads(name):
-            projection = getattr(self, f"{name}_proj")
-            projected = projection.add_bias(projection(x, parallel, labels.dropout))
-            if name == "v":
-                return projected
-            projected = self._normalised(name, projected, parallel)
-            if rope is None:
-                return projected
-            frequencies = inverse_frequencies(rope, self.config.rotary_dim, length)
-            with jax.named_scope("rope"):
-                return apply_rope(projected, labels.positions, frequencies, attention_scaling(rope), length)
+    def keys_values(self, x: Float[Array, "B T E"], tokens: Tokens) -> tuple[Float[Array, "B T Hkv D"], ...]:
+        """Returns the keys and the values, as `queries` does."""
+        keys = self._positioned(self._heads(self.k_proj, x, tokens), getattr(self, "k_norm", None), tokens)
+        return keys, self._heads(self.v_proj, x, tokens)
 
-        return tuple(heads(name) for name in stages)
+    def _heads(self, projection: Projection, x: Float[Array, "B T E"], tokens: Tokens) -> Float[Array, "B T H D"]:
+        return projection.add_bias(projection(x, tokens.parallel, tokens.labels.dropout))
 
-    def _normalised(self, name: str, heads: Float[Array, "B T H D"], parallel: TensorParallel) -> Float[Array, "B T H D"]:
-        """The norm of queries ("q") or keys ("k") that precedes RoPE, if the model has one."""
-        if self.config.qk_norm == "none":
+    def _positioned(self, heads: Float[Array, "B T H D"], norm: Any, tokens: Tokens) -> Float[Array, "B T H D"]:
+        """Queries or keys with their norm and RoPE, if the layer has these."""
+        if norm is not None:
+            heads = norm(heads, tokens.parallel)
+        if tokens.rope is None:
             return heads
-        norm = getattr(self, f"{name}_norm")
-        if self.config.qk_norm == "head":
-            return norm(heads)
-        return norm(heads, parallel, self.config.num_attention_heads if name == "q" else self.config.num_key_value_heads)
+        frequencies = inverse_frequencies(tokens.rope, self.config.rotary_dim, tokens.length)
+        with jax.named_scope("rope"):
+            return apply_rope(heads, tokens.labels.positions, frequencies, attention_scaling(tokens.rope), tokens.length)
 
     def output(self, attended: Float[Array, "B T Hq D"], parallel: TensorParallel,
                dropout: DropoutKeys = None) -> Float[Array, "B T E"]:
@@ -107,19 +106,77 @@ class SelfAttention(nnx.Module):
 
 
 class DecoderLayer(nnx.Module):
-    """The modules of one layer: attention and feed-forward with their norms. `model.layer` runs them."""
+    """The modules of one layer, and what it computes of each token by itself: a norm before attention and one before the
+    feed-forward (LLaMA). `model.layer` runs it. A family with another layer has a subclass in LAYER_MODULES.
+
+    Attribute `mixer` is the module through which tokens see each other.
+    """
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
-        if config.norms != "after":
-            self.input_layernorm = RMSNorm(config)
+        self.input_layernorm = RMSNorm(config, QUERIES, KEYS_VALUES)
         self.self_attn = SelfAttention(config, rngs=rngs)
-        # Before the feed-forward if there are norms before alone, after attention otherwise, as Hugging Face has it.
-        self.post_attention_layernorm = RMSNorm(config)
-        if config.norms == "both":
-            self.pre_feedforward_layernorm = RMSNorm(config)
-        if config.norms != "before":
-            self.post_feedforward_layernorm = RMSNorm(config)
+        self.post_attention_layernorm = RMSNorm(config, OUTPUT)
         self.mlp = FeedForward(config, rngs=rngs)
+
+    @property
+    def mixer(self) -> SelfAttention:
+        """The sequence mixer, under the name that Hugging Face gives it."""
+        return self.self_attn
+
+    def mixer_input(self, x: Hidden) -> Hidden:
+        """Returns what the mixer's projections read."""
+        return self.input_layernorm(x)
+
+    def output(self, x: Hidden, mixed: Hidden, feed_forward: Callable[[Hidden], tuple[Hidden, Auxiliary]],
+               add: Callable[[Hidden, Hidden], Hidden]) -> tuple[Hidden, Auxiliary]:
+        """Returns the layer's output, and the feed-forward's auxiliary sums.
+
+        Args:
+          x: the layer's input; mixed: the mixer's output for it.
+          feed_forward: `mlp` on a device; add: adds a branch to the residual stream.
+        """
+        x = add(x, mixed)
+        branch, auxiliary = feed_forward(self.post_attention_layernorm(x))
+        return add(x, branch), auxiliary
+
+
+class PostNormLayer(DecoderLayer):
+    """A norm after attention and one after the feed-forward (OLMo 2)."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.self_attn = SelfAttention(config, rngs=rngs)
+        self.post_attention_layernorm = RMSNorm(config, OUTPUT)
+        self.post_feedforward_layernorm = RMSNorm(config, OUTPUT)
+        self.mlp = FeedForward(config, rngs=rngs)
+
+    def mixer_input(self, x):
+        return x
+
+    def output(self, x, mixed, feed_forward, add):
+        x = add(x, self.post_attention_layernorm(mixed))
+        branch, auxiliary = feed_forward(x)
+        return add(x, self.post_feedforward_layernorm(branch)), auxiliary
+
+
+class SandwichNormLayer(DecoderLayer):
+    """A norm before and after each (Gemma 2 and 3)."""
+
+    def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
+        self.input_layernorm = RMSNorm(config, QUERIES, KEYS_VALUES)
+        self.self_attn = SelfAttention(config, rngs=rngs)
+        self.post_attention_layernorm = RMSNorm(config, OUTPUT)
+        self.pre_feedforward_layernorm = RMSNorm(config, OUTPUT)
+        self.post_feedforward_layernorm = RMSNorm(config, OUTPUT)
+        self.mlp = FeedForward(config, rngs=rngs)
+
+    def output(self, x, mixed, feed_forward, add):
+        x = add(x, self.post_attention_layernorm(mixed))
+        branch, auxiliary = feed_forward(self.pre_feedforward_layernorm(x))
+        return add(x, self.post_feedforward_layernorm(branch)), auxiliary
+
+
+# A layer's modules by `LlamaConfig.norms`.
+LAYER_MODULES: dict[str, type[DecoderLayer]] = {"before": DecoderLayer, "after": PostNormLayer, "both": SandwichNormLayer}
 
 
 class EmbedAndHead(nnx.Module):
@@ -127,11 +184,12 @@ class EmbedAndHead(nnx.Module):
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
         self.embed_tokens = nnx.Dict(weight=param(
-            rngs, (config.vocab_size, config.hidden_size), ("vocab", "embed"), config.initializer_range))
+            rngs, (config.vocab_size, config.hidden_size), ("vocab", "embed"), config.initializer_range, inputs=0))
         self.norm = RMSNorm(config)
         if not config.tie_word_embeddings:
             self.lm_head = nnx.Dict(weight=param(
-                rngs, (config.hidden_size, config.vocab_size), ("embed", "vocab"), config.initializer_range))
+                rngs, (config.hidden_size, config.vocab_size), ("embed", "vocab"), config.initializer_range,
+                hf_name="lm_head.weight"))
 
 
 # Makes the module of the parameters before and after the layers, from the model's sizes and `rngs`.
@@ -144,16 +202,21 @@ def _flat(state: Any) -> dict[str, Any]:
 
 @functools.cache
 def _layer_module(config: LlamaConfig) -> tuple[Any, Any]:
-    return nnx.split(nnx.eval_shape(lambda: DecoderLayer(config, rngs=nnx.Rngs(0))))
+    return nnx.split(nnx.eval_shape(lambda: LAYER_MODULES[config.norms](config, rngs=nnx.Rngs(0))))
 
 
-def _declared(state: Any) -> dict[str, Parameter]:
-    return {name: Parameter(leaf.shape, leaf.get_metadata()["axes"]) for name, leaf in _flat(state).items()}
+def _declared(state: Any, hf_prefix: str) -> dict[str, Parameter]:
+    def parameter(name, leaf):
+        metadata = {key: leaf.get_metadata().get(key) for key in ("axes", "stages", "inputs", "hf_name")}
+        return Parameter(leaf.shape, metadata["axes"], stages=metadata["stages"] or (), inputs=metadata["inputs"],
+                         hf_name=metadata["hf_name"] or hf_prefix + name)
+
+    return {name: parameter(name, leaf) for name, leaf in _flat(state).items()}
 
 
 def declare_layer(config: LlamaConfig) -> dict[str, Parameter]:
     """Returns one layer's parameters, named as within the layer."""
-    return _declared(_layer_module(config)[1])
+    return _declared(_layer_module(config)[1], "model.layers.{i}.")
 
 
 def declare(config: LlamaConfig, ends: EndsFactory = EmbedAndHead) -> dict[str, Parameter]:
@@ -162,9 +225,10 @@ def declare(config: LlamaConfig, ends: EndsFactory = EmbedAndHead) -> dict[str, 
     Args:
       ends: makes the module of the parameters before and after the layers.
     """
-    parameters = _declared(nnx.state(nnx.eval_shape(lambda: ends(config, rngs=nnx.Rngs(0)))))
+    parameters = _declared(nnx.state(nnx.eval_shape(lambda: ends(config, rngs=nnx.Rngs(0)))), "model.")
     for name, parameter in declare_layer(config).items():
-        parameters[LAYERS + name] = Parameter((config.num_hidden_layers, *parameter.shape), ("layers", *parameter.axes))
+        parameters[LAYERS + name] = dataclasses.replace(
+            parameter, shape=(config.num_hidden_layers, *parameter.shape), axes=("layers", *parameter.axes))
     if config.adapter is not None:
         parameters = {name: dataclasses.replace(parameter, frozen=not config.adapter.trains(name))
                       for name, parameter in parameters.items()}
@@ -172,6 +236,33 @@ def declare(config: LlamaConfig, ends: EndsFactory = EmbedAndHead) -> dict[str, 
             for name in [name for name, parameter in parameters.items() if parameter.frozen and is_quantized(name)]:
                 parameters |= declare_parts(name, parameters.pop(name), config.adapter.quantize)
     return dict(sorted(parameters.items()))
+
+
+def in_order(config: LlamaConfig) -> dict[str, Parameter]:
+    """Returns every parameter of a language model, in the order in which a model uses them."""
+    declared, names = declare(config), (_made_order(LAYER_MODULES[config.norms], config), _made_order(EmbedAndHead, config))
+    (table, *others), layers = names[1], [LAYERS + name for name in names[0]]
+    return {name: declared[name] for name in (table, *layers, *others)}
+
+
+def _made_order(module: Callable[..., nnx.Module], config: LlamaConfig) -> list[str]:
+    """Returns the names of a module's parameters in the order in which it makes them."""
+    names: list[str] = []
+
+    def walk(module: nnx.Module, prefix: str) -> None:
+        for name, child in vars(module).items():
+            if isinstance(child, nnx.Param):
+                names.append(prefix + name)
+            elif isinstance(child, nnx.Module):
+                walk(child, f"{prefix}{name}.")
+
+    def make() -> nnx.Module:
+        made = module(config, rngs=nnx.Rngs(0))
+        walk(made, "")  # here, since what `eval_shape` returns is sorted
+        return made
+
+    nnx.eval_shape(make)
+    return names
 
 
 def own_shapes(config: LlamaConfig, ends: EndsFactory = EmbedAndHead) -> dict[str, tuple[int, ...]]:
@@ -185,7 +276,7 @@ def init(config: LlamaConfig, key: jax.Array, ends: EndsFactory = EmbedAndHead) 
     ends_key, layers_key = jax.random.split(key)
 
     def init_layer(key):
-        layer = nnx.state(DecoderLayer(config, rngs=nnx.Rngs(key)))
+        layer = nnx.state(LAYER_MODULES[config.norms](config, rngs=nnx.Rngs(key)))
         return {LAYERS + name: leaf[...] for name, leaf in _flat(layer).items()}
 
     layers = jax.vmap(init_layer)(jax.random.split(layers_key, config.num_hidden_layers))
@@ -231,7 +322,7 @@ def module_of(layer: DecoderLayer, name: str) -> nnx.Module:
     return functools.reduce(getattr, name.split(".")[:-1], layer)
 
 
-def read_by(stages: Iterable[str], weights: dict[str, T]) -> dict[str, T]:
+def read_by(config: LlamaConfig, stages: Iterable[str], weights: dict[str, T]) -> dict[str, T]:
     """Returns those of a layer's weights, named as within the layer, that any of these stages reads."""
-    submodules = {submodule for submodule, readers in STAGES.items() if set(readers) & set(stages)}
-    return {name: weight for name, weight in weights.items() if name.rpartition(".")[0] in submodules}
+    declared = declare_layer(config)
+    return {name: weight for name, weight in weights.items() if set(declared[name].stages) & set(stages)}

@@ -62,6 +62,10 @@ class Parameter:
 
     frozen: whether it has no gradient in any run of the model; `trainable` may freeze others.
     granularity: along each axis how many numbers stay on one device; () for 1 along all.
+    stages: of a layer, those that read it (`modules.STAGES`).
+    inputs: of a matrix, how many of its axes, after that of the layers, are the inputs of a product; 0 for a table of rows;
+      None for vectors.
+    hf_name: of Hugging Face's tensors, with {i} for the layer.
     """
 
     shape: tuple[int, ...]
@@ -69,6 +73,9 @@ class Parameter:
     dtype: str = "float32"
     frozen: bool = False
     granularity: tuple[int, ...] = ()
+    stages: tuple[str, ...] = ()
+    inputs: int | None = None
+    hf_name: str = ""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -22,7 +22,7 @@ from .attention import AttentionOp, Mask, TokenCoords, document_starts
 from .attention.kernels import Kernel, get_kernel
 from .config import LlamaConfig
 from .dropout import TokenInfo
-from .feedforward import Auxiliary
+from .feedforward import QK_NORMS, Auxiliary
 from .layer import Layer, LayerOutput
 from .memory.options import MemoryConfig, check_combination
 from .memory.runners import layer_runner
@@ -79,7 +79,7 @@ class Transformer(abc.ABC):
             sequence_parallel=parallel.split_tokens)
         if self.config.adapter is not None:
             self.config.adapter.check_train(list(self.own_shapes))
-        if self.config.qk_norm == "all" and self.memory.attention_groups > 1:
+        if (norm := QK_NORMS[self.config.qk_norm]) and norm.needs_all_heads and self.memory.attention_groups > 1:
             raise ValueError(f"memory.attention_groups: found {self.memory.attention_groups}; the family {self.config.family} "
                              "normalises all heads together, so it needs 1")
         if parallel.split_tokens and not (parallel.heads and parallel.mlp):

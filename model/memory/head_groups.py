@@ -7,7 +7,6 @@ are the layer's input, that output and its log-sum-exp: there each group is proj
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +17,7 @@ from jaxtyping import Array, Float
 
 from model.attention import AttentionOp, AttentionPartial, Keys, Queries, TokenCoords, name_for_remat
 from model.dropout import TokenInfo
+from model.feedforward import KEYS_VALUES, QUERIES
 from model.frozen import FrozenWeight, Weight, split
 from model.modules import declare_layer, read_by
 
@@ -32,9 +32,8 @@ class HeadGroupRunner(ScanRunner):
     """A scan in which each layer attends in groups of heads."""
 
     def run_layer(self, layer, weights, x, labels, coords):
-        project = functools.partial(layer.project, through=True)
-        attend_in_groups = GroupedAttention(project, layer.attention, HeadGroups.of(layer), layer.dtype)
-        x, attended = attend_in_groups(read_by("qkv", weights), x, labels, coords)
+        attend_in_groups = GroupedAttention(layer.project_through, layer.attention, HeadGroups.of(layer), layer.dtype)
+        x, attended = attend_in_groups(read_by(layer.config, (QUERIES, KEYS_VALUES), weights), x, labels, coords)
         return layer.finish(weights, x, attended, labels)
 
 

@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 
 from model.attention import AttentionPartial, Keys, Payload, Queries
+from model.feedforward import KEYS_VALUES, OUTPUT, QUERIES
 from model.frozen import Weight, split
 from model.layer import Layer, LayerOutput
 from model.modules import read_by
@@ -127,17 +128,22 @@ class _PrefetchedLayers:
         """
         x, *saved = kept
         attention = layer.attention
-        (_, q, k, v), pull = vjp(lambda w, x: layer.project(w, x, labels, through=True), read_by("qkv", weights), x)
+        (_, q, k, v), pull = vjp(lambda w, x: layer.project_through(w, x, labels),
+                                 read_by(layer.config, (QUERIES, KEYS_VALUES), weights), x)
         queries, keys = Queries(q, coords), Keys(k, v, coords)
         whole = None
         if not saved:
             saved, whole = attention.forward_and_gather(queries, keys, below)
         dw_output, dx, dout = vjp(
-            lambda *arrays: layer.finish(*arrays, labels), read_by(("output",), weights), x, saved[0])[1](d_output)
+            lambda *arrays: layer.finish(*arrays, labels), read_by(layer.config, (OUTPUT,), weights), x, saved[0])[1](d_output)
         payload = Payload(below if whole is None else None, d_above)
         dqkv, whole_after, d_above = attention.backward_and_exchange(queries, keys, AttentionPartial(*saved), dout, payload)
         dw_project, dx = pull((dx, *dqkv))
-        return dx, {**dw_project, **dw_output}, whole_after if whole is None else whole, d_above
+        # Weights that are read before and after attention, such as the one norm of parallel residuals, have both gradients.
+        twice = {name: dw_project[name] + dw_output[name] for name in dw_project
+                 if name in dw_output and dw_project[name] is not None}
+        dw = {**dw_project, **dw_output, **twice}
+        return dx, dw, whole_after if whole is None else whole, d_above
 
     def _split(self, arrays: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         """Those of a layer's arrays that are trained, and the frozen ones."""

@@ -15,7 +15,6 @@ hide it as long as a chunk's take longer than its transfers, that is with long c
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +37,7 @@ class QueryChunkRunner(ScanRunner):
     """A scan in which the tokens go through each layer in chunks."""
 
     def run_layer(self, layer, weights, x, labels, coords):
-        in_chunks = LayerInChunks(functools.partial(layer.project, through=True), layer.finish, layer.attention,
+        in_chunks = LayerInChunks(layer.queries_through, layer.keys_values_through, layer.finish, layer.attention,
                                   layer.memory.query_chunks, HeadGroups.of(layer), layer.dtype)
         return in_chunks(weights, x, labels, coords)
 
@@ -48,14 +47,14 @@ class LayerInChunks:
     """Runs a layer in chunks of queries, inside `shard_map`.
 
     Attributes:
-      project: (weights, x, labels, stages) -> x, and those of q, k and v that `stages` names, for the weights' heads.
-      finish: (weights, x, attention's output, labels) -> LayerOutput. Both are position-wise and close over no traced
-        value.
+      queries, keys_values: (weights, x, labels) -> x and q, or x, k and v, for the weights' heads.
+      finish: (weights, x, attention's output, labels) -> LayerOutput. All are position-wise and close over no traced value.
       chunks: how many; divides a device's tokens.
       dtype: the compute dtype.
     """
 
-    project: Callable
+    queries: Callable
+    keys_values: Callable
     finish: Callable
     attention: AttentionOp
     chunks: int
@@ -88,7 +87,7 @@ class LayerInChunks:
             # Without the barrier, what all chunks do alike with the keys would be hoisted, and kept by differentiation.
             source, (x, labels, chunk_coords) = lax.optimization_barrier((source, chunk))
             float32_weights = cast(weights, jnp.float32)
-            _, q = self.project(float32_weights, x, labels, "q")
+            _, q = self.queries(float32_weights, x, labels)
             out, _ = self._attend(weights, source, q, chunk_coords)
             hidden, auxiliary = self.finish(float32_weights, x, out, labels)
             return (source, jax.tree.map(jnp.add, sums, auxiliary)), hidden
@@ -100,7 +99,7 @@ class LayerInChunks:
     def _zero_sums(self, weights, x, labels, coords):
         """Zeros like the layer's auxiliary sums."""
         def sums():
-            _, q = self.project(cast(weights, jnp.float32), x, labels, "q")
+            _, q = self.queries(cast(weights, jnp.float32), x, labels)
             return self.finish(cast(weights, jnp.float32), x, q, labels).auxiliary  # q has the shape of attention's output
 
         return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(sums))
@@ -113,7 +112,7 @@ class LayerInChunks:
             dw, dkv, source = sums
             source, (x, labels, chunk_coords, dy) = lax.optimization_barrier((source, chunk))
             float32_weights = cast(weights, jnp.float32)
-            (_, q), pull = vjp(lambda w, x: self.project(w, x, labels, "q"), float32_weights, x)
+            (_, q), pull = vjp(lambda w, x: self.queries(w, x, labels), float32_weights, x)
             out, lse = self._attend(weights, source, q, chunk_coords)
             dw_finish, dx, dout = vjp(lambda *arrays: self.finish(*arrays, labels), float32_weights, x, out)[1](
                 LayerOutput(dy, d_auxiliary))
@@ -121,7 +120,7 @@ class LayerInChunks:
             dw_project, dx = pull((dx, dq))
             return (jax.tree.map(lambda *parts: sum(parts), dw, dw_finish, dw_project), dkv, source), dx
 
-        (_, *kv), pull = vjp(lambda w, x: self.project(w, x, labels, "kv"), cast(weights, jnp.float32), x)
+        (_, *kv), pull = vjp(lambda w, x: self.keys_values(w, x, labels), cast(weights, jnp.float32), x)
         trained, _ = split(weights)
         dw, dkv = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (trained, kv))
         dw |= {name: None for name in weights if name not in trained}
@@ -135,11 +134,11 @@ class LayerInChunks:
         heads x and labels, from which each group's are projected again."""
         if self.groups.count > 1:
             return (x, labels), coords
-        return self.project(cast(weights, jnp.float32), x, labels, "kv")[1:], coords
+        return self.keys_values(cast(weights, jnp.float32), x, labels)[1:], coords
 
     def _keys(self, weights, source, i):
         """k and v of group i."""
-        return source if self.groups.count == 1 else self.project(self.groups.weights(weights, i), *source, "kv")[1:]
+        return source if self.groups.count == 1 else self.keys_values(self.groups.weights(weights, i), *source)[1:]
 
     def _attend(self, weights, source, q, q_coords):
         """out and lse of all heads, for a chunk of queries."""

@@ -1,6 +1,7 @@
 """What the modules declare: every parameter of a layer belongs to a stage, and padding follows from the logical axes."""
 import pytest
 
+from model.feedforward import KEYS_VALUES, OUTPUT, QUERIES
 from model.modules import LAYERS, declare, declare_layer, read_by
 from model.padding import PADDED, fits, logical_axes, vocabulary_axes
 
@@ -11,9 +12,11 @@ EVERYTHING = tiny(attention_bias=True, mlp_bias=True)
 
 def test_every_parameter_of_a_layer_is_read_by_a_stage():
     parameters = declare_layer(EVERYTHING)
-    before, after = read_by("qkv", parameters), read_by(("output",), parameters)
+    before, after = (read_by(EVERYTHING, stages, parameters) for stages in ((QUERIES, KEYS_VALUES), (OUTPUT,)))
     assert {**before, **after} == parameters and not before.keys() & after.keys()
-    assert sorted(read_by("k", parameters)) == ["input_layernorm.weight", "self_attn.k_proj.bias", "self_attn.k_proj.weight"]
+    assert sorted(read_by(EVERYTHING, (KEYS_VALUES,), parameters)) == [
+        "input_layernorm.weight", "self_attn.k_proj.bias", "self_attn.k_proj.weight", "self_attn.v_proj.bias",
+        "self_attn.v_proj.weight"]
 
 
 def test_logical_axes_are_those_that_are_declared_also_of_moments():

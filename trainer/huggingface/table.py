@@ -5,13 +5,15 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 
 from model.config import LlamaConfig
 from model.families import FAMILIES
+from model.modules import LAYERS, in_order
 from model.padding import fits
+from model.sharding import Parameter
 
 # safetensors' name -> numpy's of the dtypes that are read. Each is exact in float32, so import and export change no bit.
 DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
@@ -143,50 +145,24 @@ def _shifted(part: slice, first: int) -> slice:
 
 
 def hf_layout(config: LlamaConfig) -> list[HFEntry]:
-    """Every parameter of `config`'s model with its Hugging Face tensors: the one table for reading and writing."""
-    e, f, v, n = config.hidden_size, config.intermediate_size, config.vocab_size, config.num_hidden_layers
-    # LlamaConfig fills in head counts and sizes that are not given.
-    hq, hkv, d = config.num_attention_heads, cast(int, config.num_key_value_heads), cast(int, config.head_dim)
-    entries: list[HFEntry] = []
-
-    def add(name: str, shape: tuple[int, ...], hf_shape: tuple[int, ...], *, layer: bool = True) -> None:
-        prefix = "layers." if layer else ""
-        hf_prefix = "model.layers.{i}." if layer else "" if name == "lm_head.weight" else "model."
-        # A matrix that multiplies is input-first here; the embedding is a table of rows for both.
-        transpose = len(hf_shape) == 2 and name != "embed_tokens.weight"
-        entries.append(HFEntry(prefix + name, hf_prefix + name, (n, *shape) if layer else shape, hf_shape,
-                               n if layer else None, transpose))
-
-    add("embed_tokens.weight", (v, e), (v, e), layer=False)
-    if config.norms != "after":
-        add("input_layernorm.weight", (e,), (e,))
-    for letter, heads in (("q", hq), ("k", hkv), ("v", hkv)):
-        add(f"self_attn.{letter}_proj.weight", (e, heads, d), (heads * d, e))
-        if config.attention_bias:
-            add(f"self_attn.{letter}_proj.bias", (heads, d), (heads * d,))
-    for letter, heads in (("q", hq), ("k", hkv)):
-        if config.qk_norm == "head":
-            add(f"self_attn.{letter}_norm.weight", (d,), (d,))
-        elif config.qk_norm == "all":
-            add(f"self_attn.{letter}_norm.weight", (heads, d), (heads * d,))
-    add("self_attn.o_proj.weight", (hq, d, e), (e, hq * d))
-    if config.output_bias:
-        add("self_attn.o_proj.bias", (e,), (e,))
-    add("post_attention_layernorm.weight", (e,), (e,))
-    if config.norms == "both":
-        add("pre_feedforward_layernorm.weight", (e,), (e,))
-    if config.norms != "before":
-        add("post_feedforward_layernorm.weight", (e,), (e,))
-    for part, size_in, size_out in (("gate", e, f), ("up", e, f), ("down", f, e)):
-        add(f"mlp.{part}_proj.weight", (size_in, size_out), (size_out, size_in))
-        if config.mlp_bias:
-            add(f"mlp.{part}_proj.bias", (size_out,), (size_out,))
-    add("norm.weight", (e,), (e,), layer=False)
-    if not config.tie_word_embeddings:
-        add("lm_head.weight", (e, v), (v, e), layer=False)
+    """Every parameter of `config`'s model with its Hugging Face tensors: the one table for reading and writing, which follows
+    from what the modules declare."""
+    entries = [_entry(name, parameter) for name, parameter in in_order(dataclasses.replace(config, adapter=None)).items()]
     for module, projections in FAMILIES[config.family].fused.items():
         entries = _fused(entries, module, projections)
     return entries
+
+
+def _entry(name: str, parameter: Parameter) -> HFEntry:
+    """The entry of a parameter. Hugging Face merges a product's inputs into one axis, and its outputs into the axis before."""
+    layers = parameter.shape[0] if name.startswith(LAYERS) else None
+    shape = parameter.shape if layers is None else parameter.shape[1:]
+    if parameter.inputs is None:
+        return HFEntry(name, parameter.hf_name, parameter.shape, (math.prod(shape),), layers, transpose=False)
+    if parameter.inputs == 0:
+        return HFEntry(name, parameter.hf_name, parameter.shape, shape, layers, transpose=False)
+    hf_shape = (math.prod(shape[parameter.inputs:]), math.prod(shape[:parameter.inputs]))
+    return HFEntry(name, parameter.hf_name, parameter.shape, hf_shape, layers, transpose=True)
 
 
 def _fused(entries: list[HFEntry], module: str, projections: tuple[str, ...]) -> list[HFEntry]:

@@ -1,4 +1,6 @@
 """A layer in chunks of queries against its formula, differentiated by jax itself, on one device; and what cannot go with it."""
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,7 +36,7 @@ def total(output):
 
 
 def in_chunks(chunks, groups, weights, x, positions, coords):
-    def project(weights, x, positions, which):
+    def project(which, weights, x, positions):
         return chunked(lambda w, arrays, labels: inward(w, arrays["x"], labels["positions"], which), weights, {"x": x},
                        {"positions": positions}, dtype=jnp.float32, chunk=4, through="x")
 
@@ -42,7 +44,8 @@ def in_chunks(chunks, groups, weights, x, positions, coords):
     def finish(weights, x, attended, labels):
         return onward(weights, x, attended)
 
-    layer = LayerInChunks(project, finish, op, chunks, HeadGroups(groups, HEAD_AXES), jnp.float32)
+    queries, keys_values = (functools.partial(project, which) for which in ("q", "kv"))
+    layer = LayerInChunks(queries, keys_values, finish, op, chunks, HeadGroups(groups, HEAD_AXES), jnp.float32)
     return total(layer(weights, x, positions, coords))
 
 

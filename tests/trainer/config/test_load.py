@@ -160,7 +160,7 @@ def test_a_pretrained_model_may_get_other_positions_and_nothing_else(tmp_path):
         ("--attention.window wide", ["attention.window", "wide"]),
         ("--attention.kernel reference --attention.key_tile 64", ["attention.kernel is 'reference'", "attention.key_tile 0"]),
         ("--attention.global_tokens -1 --attention.window 8", ["attention.global_tokens is -1"]),
-        ("--attention.global_tokens 4 --attention.window 8 --attention.kernel tpu", ["attention.kernel is 'tpu'", "xla"]),
+        ("--attention.global_tokens 4 --attention.window 8 --attention.kernel tpu", ["attention.kernel: 'tpu'", "xla"]),
         ("--data.path x --data.sources []", ["--data.path and --data.sources"]),
         ("--train.steps 4 --train.epochs 1", ["--train.steps and --train.epochs"]),
         ("--data.sources.path x", ["--data.sources.path", "--data.path FILE"]),
