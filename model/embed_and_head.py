@@ -16,8 +16,9 @@ from .attention.kernels.softcap import capped
 from .config import LlamaConfig
 from .feedforward import scaled_norm
 from .frozen import Weight, array, rows
+from .linear import product
 from .loss import token_losses
-from .memory.chunked import chunked, chunked_total, product
+from .memory.chunked import chunked, chunked_total
 from .sharding import TensorParallel
 
 Weights = dict[str, Weight]

@@ -16,7 +16,7 @@ from .adapter import PROJECTIONS
 from .config import LlamaConfig
 from .dropout import kept
 from .frozen import FrozenWeight
-from .memory.chunked import letters, product
+from .linear import letters, product
 from .sharding import TensorParallel
 
 Shape = tuple[int, ...]

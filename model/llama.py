@@ -22,7 +22,7 @@ class Llama(Transformer):
     @property
     def ends(self) -> modules.EndsFactory:
         """The embedding table, the final norm and the head."""
-        return modules.EmbedAndHead
+        return modules.TokenEnds
 
     @property
     def embed_and_head(self) -> EmbedAndHead:

@@ -179,7 +179,7 @@ class SandwichNormLayer(DecoderLayer):
 LAYER_MODULES: dict[str, type[DecoderLayer]] = {"before": DecoderLayer, "after": PostNormLayer, "both": SandwichNormLayer}
 
 
-class EmbedAndHead(nnx.Module):
+class TokenEnds(nnx.Module):
     """The modules before and after the layers: the embedding table, the final norm and the head."""
 
     def __init__(self, config: LlamaConfig, *, rngs: nnx.Rngs):
@@ -219,7 +219,7 @@ def declare_layer(config: LlamaConfig) -> dict[str, Parameter]:
     return _declared(_layer_module(config)[1], "model.layers.{i}.")
 
 
-def declare(config: LlamaConfig, ends: EndsFactory = EmbedAndHead) -> dict[str, Parameter]:
+def declare(config: LlamaConfig, ends: EndsFactory = TokenEnds) -> dict[str, Parameter]:
     """Returns every parameter, by name; those of the layers are stacked on a leading axis.
 
     Args:
@@ -240,7 +240,7 @@ def declare(config: LlamaConfig, ends: EndsFactory = EmbedAndHead) -> dict[str, 
 
 def in_order(config: LlamaConfig) -> dict[str, Parameter]:
     """Returns every parameter of a language model, in the order in which a model uses them."""
-    declared, names = declare(config), (_made_order(LAYER_MODULES[config.norms], config), _made_order(EmbedAndHead, config))
+    declared, names = declare(config), (_made_order(LAYER_MODULES[config.norms], config), _made_order(TokenEnds, config))
     (table, *others), layers = names[1], [LAYERS + name for name in names[0]]
     return {name: declared[name] for name in (table, *layers, *others)}
 
@@ -265,12 +265,12 @@ def _made_order(module: Callable[..., nnx.Module], config: LlamaConfig) -> list[
     return names
 
 
-def own_shapes(config: LlamaConfig, ends: EndsFactory = EmbedAndHead) -> dict[str, tuple[int, ...]]:
+def own_shapes(config: LlamaConfig, ends: EndsFactory = TokenEnds) -> dict[str, tuple[int, ...]]:
     """Returns the shape of every parameter without the padding that a mesh may add in memory."""
     return {name: tuple(parameter.shape) for name, parameter in declare(config, ends).items()}
 
 
-def init(config: LlamaConfig, key: jax.Array, ends: EndsFactory = EmbedAndHead) -> dict[str, Float[Array, ...]]:
+def init(config: LlamaConfig, key: jax.Array, ends: EndsFactory = TokenEnds) -> dict[str, Float[Array, ...]]:
     """Returns fresh float32 parameters: normal with `initializer_range`, norms 1, biases 0, adapters as of `init_adapters`. To
     be jitted with output shardings."""
     ends_key, layers_key = jax.random.split(key)

@@ -20,7 +20,6 @@ from jaxtyping import Array, Float, Shaped
 
 from .config import LlamaConfig
 
-MESH_AXES = ("data", "fsdp", "tensor", "sequence")
 BATCH_AXES = ("data", "fsdp")
 STORAGE_AXES = ("fsdp", "sequence")
 
@@ -167,7 +166,7 @@ class Sharding:
     """The shardings of a model's parameters on a mesh.
 
     Attributes:
-      mesh: has all of MESH_AXES.
+      mesh: has all of `names.MESH_AXES`.
       storage_axes: mesh axes that storage is split over; () keeps a whole copy on each device (small models, decoding).
     """
 

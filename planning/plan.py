@@ -23,10 +23,11 @@ from jax.sharding import Mesh
 from data.trajectories.tasks import get_task
 from model.agentic import AgenticTransformer, TrajectorySizes
 from model.attention.kernels import Kernel
+from model.attention.names import MESH_AXES
 from model.attention.schedules import Schedule, get_schedule
 from model.config import LlamaConfig
 from model.llama import Llama
-from model.sharding import MESH_AXES, TensorParallel
+from model.sharding import TensorParallel
 from trainer.build import build_agentic, build_llama
 from trainer.config.checks import check
 from trainer.config.schema import DataConfig, MemoryConfig, MeshConfig, ModelConfig, RunConfig, SourceConfig

@@ -18,6 +18,19 @@ MAY_IMPORT = {
     "scripts": {"eval", "planning", "trainer", "data", "model", "model.attention"},
     "train": {"eval", "planning", "trainer", "data", "model", "model.attention"},
 }
+# The floors of the room `model`, the lowest first: a module imports from its own floor and from those below.
+FLOORS = (
+    ("checks", "adapter", "rope_config", "families"),
+    ("config",),
+    ("dropout", "frozen", "linear", "loss", "quantization", "quantized", "rope", "sharding"),
+    ("memory.chunked", "memory.options", "memory.period", "memory.policies"),  # what a layer needs to run in pieces
+    ("feedforward", "modules", "padding", "weights", "embed_and_head"),
+    ("layer",),
+    ("memory",),  # the runners
+    ("transformer",),
+    ("agentic", "cache", "llama"),
+    ("decode",),
+)
 # Module of another project -> the files of ours that import it, so that its changes touch one place.
 ONE_HOME = {
     "tensorflow_datasets": {"data/record_store.py"},
@@ -89,12 +102,21 @@ def test_libraries_that_change_often_have_one_home(module):
     assert files == ONE_HOME[module]
 
 
-def test_memory_does_not_import_what_runs_it():
-    """`model.memory` runs layers that it is handed; the model imports it, never the other way round."""
-    above = ("model.llama", "model.decode")
-    importing = {str(path.relative_to(ROOT)): modules for path in tracked("model/memory/*.py")
-             if (modules := [module for module in imported_modules(path) if module.startswith(above)])}
-    assert importing == {}
+def floor_of(module: str) -> int:
+    """Returns the floor of the room `model` that a module or a name in it is on, by the longest entry of FLOORS."""
+    entries = [(len(entry), number) for number, floor in enumerate(FLOORS) for entry in floor
+               if f"{module}.".startswith(f"model.{entry}.")]
+    assert entries, f"{module} is on no floor"
+    return max(entries)[1]
+
+
+def test_imports_inside_the_model_point_down_only():
+    upward = {}
+    for path in [path for path in tracked("model/*.py") if room_of(module_of(path)) == "model" and module_of(path) != "model"]:
+        imported = [module for module in imported_modules(path) if room_of(module) == "model" and module != "model"]
+        if above := sorted(module for module in imported if floor_of(module) > floor_of(module_of(path))):
+            upward[str(path.relative_to(ROOT))] = above
+    assert upward == {}
 
 
 def test_every_folder_of_code_is_a_package():

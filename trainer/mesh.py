@@ -16,7 +16,8 @@ from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from data.errors import UserError
-from model.sharding import BATCH_AXES, MESH_AXES
+from model.attention.names import MESH_AXES
+from model.sharding import BATCH_AXES
 
 from .config.schema import MeshConfig, RunConfig
 from .placement import ring_placed

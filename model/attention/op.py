@@ -17,10 +17,9 @@ from .blocks import BackwardInputs, Gradients, Keys, Queries
 from .coords import Mask, TokenCoords, check_starts
 from .kernels import Kernel, get_kernel
 from .layout import check_length
+from .names import MESH_AXES
 from .partial import AttentionPartial
 from .schedules import Context, Payload, Ranks, Schedule, get_schedule
-
-_AXES = ("data", "fsdp", "tensor", "sequence")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,9 +206,9 @@ def attention(q: Float[Array, "B L Hq D"], k: Float[Array, "B Lk Hkv D"], v: Flo
 
 def _check_mesh(mesh: Mesh) -> None:
     """Refuses axes that attention does not split anything over."""
-    unknown = [axis for axis in mesh.shape if axis not in _AXES]
+    unknown = [axis for axis in mesh.shape if axis not in MESH_AXES]
     if unknown:
-        raise ValueError(f"mesh: found the axis {unknown[0]!r}; attention knows {', '.join(_AXES)}")
+        raise ValueError(f"mesh: found the axis {unknown[0]!r}; attention knows {', '.join(MESH_AXES)}")
 
 
 def _check_coords(name: str, coords: TokenCoords, shape: tuple[int, ...]) -> None:

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from data.errors import UserError
+from model.attention.names import MESH_AXES
 from model.config import LlamaConfig
-from model.sharding import MESH_AXES
 from planning.compiled.text import parse
 from planning.compiled.transfers import COLLECTIVES, groups
 from planning.machines import memory_gib

@@ -7,9 +7,10 @@ import pytest
 from model.attention import names
 from model.attention.kernels import KERNELS
 from model.attention.layout import LAYOUTS
+from model.attention.names import MESH_AXES
 from model.attention.schedules import SCHEDULES
 from model.memory.policies import POLICIES, PREFETCH_POLICIES, QUERY_CHUNK_POLICIES
-from model.sharding import MESH_AXES, RULES, TensorParallel
+from model.sharding import RULES, TensorParallel
 from planning import search as plan_search
 from planning.costs.step import REMAT
 from planning.plan import Job

@@ -15,12 +15,12 @@ from data.clean import CleanConfig
 from data.tokenizer import TEMPLATE_DATE
 from data.trajectories.options import TrajectoryConfig
 from model.adapter import AdapterConfig
+from model.attention.names import MESH_AXES
 from model.attention.options import AttentionConfig
 from model.config import POSITIONS
 from model.memory.options import MemoryConfig
 
 VERSION = 2
-MESH_AXES = ("data", "fsdp", "tensor", "sequence")
 
 
 def require(valid: bool, field: str, value: object, needs: str) -> None:

@@ -6,7 +6,8 @@ import pytest
 
 from model.attention import AttentionOp, TokenCoords
 from model.attention.kernels import get_kernel
-from model.memory.chunked import chunked, product
+from model.linear import product
+from model.memory.chunked import chunked
 from model.memory.head_groups import GroupedAttention, HeadGroups
 from tests.model.build import llama, tiny
 

@@ -10,7 +10,8 @@ from model.attention import AttentionOp, TokenCoords
 from model.attention.kernels import get_kernel
 from model.attention.schedules import Balanced, Ulysses
 from model.layer import LayerOutput
-from model.memory.chunked import chunked, product
+from model.linear import product
+from model.memory.chunked import chunked
 from model.memory.head_groups import HeadGroups
 from model.memory.query_chunks import LayerInChunks
 from tests.model.build import MESHES, llama, mean_loss, packed_batch, tiny
