@@ -5,13 +5,14 @@ hub is downloaded unless it is in the cache; --no-download forbids that. Alone, 
 is described by --help, or those of a section by --help SECTION. LONGSTRIPE_TRACEBACK=1 shows where an error comes from.
 Exit codes: 0 trained; 1 a dry run that does not fit; 2 an error in one line that you can fix; 75 one that another start may
 pass, such as a lost connection; 130 stopped by Ctrl-C, 143 by SIGTERM: the running step is finished and saved, and the same
-command resumes the run; a second Ctrl-C ends at once.
+command resumes the run; a second Ctrl-C ends at once, as both do before the first step.
 """
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from data.hub import no_downloads
+from data.signals import end_at_once
 from trainer import entry
 
 if TYPE_CHECKING:
@@ -85,4 +86,5 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    end_at_once()
     sys.exit(main())

@@ -8,6 +8,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from types import TracebackType
 
+from data.signals import end_at_once
+
 # What the operating system says of mounts, connections and disks that may work a moment later. EFBIG, a limit on the size of
 # files, is not among them.
 _TRANSIENT_CODES = frozenset((
@@ -103,13 +105,15 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def install_ctrl_c_hook() -> None:
-    """Makes an uncaught Ctrl-C, such as one during a command's imports, print `stopped` and exit with status 130.
+    """Makes an uncaught Ctrl-C, such as one during a command's imports, print `stopped` and exit with status 130; and SIGTERM
+    end the command at once with 143.
 
     The packages that contain commands call this first. It takes effect under `python -m` only, recognised by sys.argv, which
     does not yet contain the command's name at that time.
     """
     if sys.argv[:1] == ["-m"]:
         sys.excepthook = _report_uncaught
+        end_at_once()
 
 
 def _report_uncaught(kind: type[BaseException], error: BaseException, traceback: TracebackType | None) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import json
 import lzma
 import os
+import re
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -27,11 +28,27 @@ STORES = ("gs", "gcs", "s3", "s3a", "hf", "az", "abfs", "abfss", "adl", "oss", "
 
 LARGE_BYTES = 1 << 24
 """Files of at least this size have their digest kept."""
+_STORE = re.compile(rf"({'|'.join(STORES)}):/", re.IGNORECASE)
 
 
 def is_remote(path: str | Path) -> bool:
     """Returns whether the path is in a remote store."""
     return "://" in str(path)
+
+
+def on_this_machine(path: str | Path) -> Path:
+    """Returns a path that must be a file or folder of this machine, or a mounted one.
+
+    Without this, gs://bucket/folder would be written to as a local folder named `gs:`.
+
+    Raises:
+        UserError: it names a store, such as gs:// or s3://.
+    """
+    # pathlib has made one slash of two.
+    if match := _STORE.match(str(path)):
+        raise UserError(f"{path}: {match[1]}:// is not read or written here; a local path, or the folder that the bucket is "
+                        "mounted at, would work")
+    return Path(path)
 
 
 @contextmanager
@@ -168,6 +185,7 @@ def output_folder(path: str | Path) -> Path:
     Raises:
         UserError: the folder cannot be made or written to.
     """
+    on_this_machine(path)
     try:
         Path(path).mkdir(parents=True, exist_ok=True)
         tempfile.TemporaryFile(dir=path).close()
@@ -206,7 +224,7 @@ def output_file(path: str | Path, marker: bytes = b"") -> Path:
     Raises:
         UserError: the path is a folder or a file that another wrote, or its folder cannot be made or written to.
     """
-    if Path(path).is_dir():
+    if on_this_machine(path).is_dir():
         raise UserError(f"{path}: is a folder; name a file, such as {path}/result.json")
     output_folder(Path(path).parent)
     check_own(path, marker)
@@ -231,7 +249,7 @@ def new_folder(path: str | Path) -> Path:
     Raises:
         UserError: `path` exists and is not an empty folder, or its parent cannot be made or written to.
     """
-    path = Path(path)
+    path = on_this_machine(path)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UserError(f"{path}: exists and is not an empty folder; name another one or remove it")
     output_folder(path.parent)
@@ -251,7 +269,7 @@ def checkpoint_path(path: str | Path, field: str) -> Path:
     Raises:
         UserError: the absolute path contains *, ?, [ or a backslash.
     """
-    path = Path(path).expanduser().absolute()
+    path = on_this_machine(path).expanduser().absolute()
     if characters := [character for character in "*?[\\" if character in str(path)]:
         raise UserError(f"{field}: {path} has {' and '.join(characters)} in it, and Orbax cannot save checkpoints in such a "
                         "path; one without *, ?, [ and backslash would work, such as that of a link to this folder")

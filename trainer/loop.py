@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import math
 import shutil
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -32,7 +34,10 @@ from .reporting.metrics import Meter, MetricsLog
 from .reporting.profiling import Profiler
 from .run.cluster import barrier, first_then_others, require_same
 from .run.directory import RunDirectory, check_run, open_run, shared_fields
+from .run.logs import replace_file
 from .run.preemption import Preempted, notices
+from .run.versions import difference, require_same_code, versions
+from .run.watchdog import Watchdog
 from .step import StepBuilder, StepMetrics
 
 SHOWN_RECORDS = 20  # of a step whose loss is not finite
@@ -57,6 +62,7 @@ def train(config: RunConfig, make_objective: Callable[[RunConfig, Mesh], Objecti
       Preempted: SIGTERM or Ctrl-C ended training; its last step is saved.
     """
     start_devices(config)
+    require_same_code()
     if config.logging.wandb:
         import_wandb()  # a missing package is reported now, not after an hour of preparing data
     mesh = make_mesh(config.mesh, schedule=config.attention.schedule)
@@ -66,8 +72,9 @@ def train(config: RunConfig, make_objective: Callable[[RunConfig, Mesh], Objecti
     require_same({"the model's fingerprint": objective.origin, "the data's fingerprint": objective.fingerprint,
                   **shared_fields(config)})
     # The lock is released last: leaving the store waits for a save to finish.
-    with contextlib.ExitStack() as lock, CheckpointStore(folder, keep=config.checkpoint.keep) as store:
-        training = _Training(config, objective, evaluations, store)
+    with contextlib.ExitStack() as lock, CheckpointStore(folder, keep=config.checkpoint.keep) as store, \
+            contextlib.closing(Watchdog(config.distributed)) as watchdog:
+        training = _Training(config, objective, evaluations, store, watchdog)
         training.compile()
 
         def open_and_lock(message: str | None) -> RunDirectory:
@@ -95,8 +102,9 @@ class _Training:
     """
 
     def __init__(self, config: RunConfig, objective: Objective, evaluations: Sequence[Evaluation],
-                 store: CheckpointStore) -> None:
+                 store: CheckpointStore, watchdog: Watchdog) -> None:
         self.config, self.objective, self.evaluations, self.store = config, objective, evaluations, store
+        self.watchdog = watchdog
         self.builder = StepBuilder.of(config, objective.model, objective.loss, objective.abstract_batch())
         self.meter = Meter(objective.model.config, objective.model.mesh.devices.flat, mask=objective.model.mask)
         self.compiled_step: jax.stages.Compiled | None = None
@@ -119,6 +127,7 @@ class _Training:
         self.optimizer_state = self.builder.init_optimizer({name: params[name] for name in self.builder.trainable})
         self._set_params(self._placed(params))
         self.step, self.evaluated = 0, False
+        self.updates = 0  # steps that were not skipped
         self.tokens_seen, self.earlier_seconds = 0, 0.0
         self.logged: dict[str, Any] = {}
         self.best = BestCheckpoint(self.config.checkpoint)
@@ -128,10 +137,14 @@ class _Training:
         restored = self.store.restore(checkpoint_step, self.builder.abstract_saved, self.builder.abstract_optimizer)
         path, data = self.store.path(checkpoint_step), restored.data or {}
         self._check_fingerprints(data, path)
+        if jax.process_index() == 0 and (change := difference(data.get("versions", versions()))):
+            print(f"warning: {path}: was written with {change}; the run goes on, but may not repeat bit by bit what that code "
+                  "would have computed", file=sys.stderr)
         base = self._placed(self.objective.read_params()) if self.builder.saves_trainable_only else {}
         self._set_params({**base, **restored.model})
         self.optimizer_state = restored.optimizer
         self.step, self.evaluated = data["step"], data.get("evaluated", True)
+        self.updates = data.get("updates", self.step)
         # Earlier releases did not record these two.
         self.tokens_seen = data.get("tokens_seen") or sum(int(self.objective.lengths(step).sum()) for step in range(self.step))
         self.earlier_seconds = data.get("wall_seconds", 0.0)
@@ -189,7 +202,7 @@ class _Training:
         """Compiles the training step and prepares the evaluations, unless that is done or no step is left."""
         if self.finished or self.compiled_step is not None:
             return
-        with self.meter.compiling():
+        with self.meter.compiling(), self.watchdog.phase("compiling", self.config.distributed.compile_minutes):
             lowered = self.builder.lower_train()  # takes seconds, and raises most errors that a configuration can have
             self._print(f"compiling for {self.objective.model.mesh.size} devices")
             self.compiled_step = lowered.compile()
@@ -211,6 +224,7 @@ class _Training:
         """
         logging = self.config.logging
         if self.finished:
+            self._require_an_update()
             return self.store.path(self.step)
         with (self._open_log(run) as log,
               Profiler(run.profile, logging.profile_steps, self.meter.paused) as profiler,
@@ -218,6 +232,7 @@ class _Training:
             if jax.process_index() == 0:  # now, since the files of the initial model may be gone when a checkpoint is saved
                 shutil.rmtree(run.assets, ignore_errors=True)
                 self.objective.write_assets(run.assets)
+                replace_file(run.versions, (json.dumps(versions(), indent=1) + "\n").encode())
             self._evaluate_before_training(log)
             notice = None
             for _ in () if self.best.exhausted else self._steps(profiler, log):
@@ -227,7 +242,8 @@ class _Training:
                     break
             if self.best.exhausted:
                 log.say(f"stopped at step {self.step}: {self._best_words}")
-            self.store.wait()
+            self._wait_for_save()
+            self._require_an_update()
             log.say(f"saved {self.store.path(self.step)}")
             if self.best.step not in (None, self.step):
                 log.say(f"best: {self.store.path(self.best.step)} ({self.config.checkpoint.best} {self.best.value:.6g})")
@@ -275,12 +291,13 @@ class _Training:
     def _train_step(self, batch: DeviceBatch, batches: Iterator[HostBatch], log: MetricsLog) -> DeviceBatch | None:
         """Trains on `batch` and, while the devices compute, fetches and returns the next one; None after the last step."""
         assert self.compiled_step is not None
+        self.watchdog.begin_step(self.step + 1)
         self.trainable, self.optimizer_state, metrics = self.compiled_step(
             self.trainable, self.frozen, self.optimizer_state, batch, np.int32(self.step))
         computed = self.meter.when_computed(metrics)
         next_batch = self._next_batch(batches, computed) if self.step + 1 < self.config.train.steps else None
         metrics = jax.device_get(metrics)  # waits for the step
-        self._check_finite(metrics)
+        self.updates += self._check_finite(metrics)
         lengths = self.objective.lengths(self.step)
         self.meter.count(lengths, self.objective.tokens_per_batch)
         self.tokens_seen += int(lengths.sum())
@@ -308,8 +325,8 @@ class _Training:
         named |= {BY_SOURCE + source: loss for source, loss in by_source if not math.isnan(loss)}
         return named | {AUXILIARY + name: float(loss) for name, loss in metrics.auxiliary.items()}
 
-    def _check_finite(self, metrics: StepMetrics) -> None:
-        """Reports the step and its records if the loss or the gradient is not finite.
+    def _check_finite(self, metrics: StepMetrics) -> bool:
+        """Returns whether the loss and the gradient are finite; if not, reports the step and its records.
 
         Raises:
           UserError: the run is to stop at such a step.
@@ -317,7 +334,7 @@ class _Training:
         values = {self.objective.loss_name: float(metrics.loss), "grad_norm": float(metrics.grad_norm)}
         not_finite = [f"{name} is {value}" for name, value in values.items() if not math.isfinite(value)]
         if not not_finite:
-            return
+            return True
         records = self.objective.record_ids(self.step)
         more = f" and {len(records) - SHOWN_RECORDS:,} more" if len(records) > SHOWN_RECORDS else ""
         problem = (f"step {self.step + 1}: {' and '.join(not_finite)}; its records are "
@@ -328,6 +345,22 @@ class _Training:
                             "out")
         if jax.process_index() == 0:
             print(f"warning: {problem}; skipped, the parameters are left as they were", file=sys.stderr)
+        return False
+
+    def _require_an_update(self) -> None:
+        """Raises UserError if every step of the run was skipped, so that its parameters are those that it began with."""
+        if self.step > 0 and self.updates == 0:
+            raise UserError(f"{self.store.path(self.step)}: all {self.step} steps were skipped, since no loss and gradient was "
+                            "finite; nothing is trained: see the records that the warnings name, or lower "
+                            "optimizer.learning_rate, in another --run_dir")
+
+    def _require_finite_parameters(self) -> None:
+        """Raises UserError if a trained parameter is not finite: the update has overflowed after a loss that was finite."""
+        name = next((name for name, x in self.trainable.items() if not _is_finite(x)), None)
+        if name is None:
+            return
+        raise UserError(f"step {self.step}: {name} is not finite after the update, so nothing is saved; the checkpoints before "
+                        "this step are good: lower optimizer.learning_rate in another --run_dir")
 
     def _after_step(self, run: RunDirectory, log: MetricsLog, notice: Any) -> None:
         """Evaluates and saves what is due; on notice saves at once.
@@ -340,7 +373,7 @@ class _Training:
         if notice and self.step < self.config.train.steps:
             # There may be no time for evaluations: the next start begins with them.
             self._save(run, log)
-            self.store.wait()
+            self._wait_for_save()
             raise Preempted(notice, self.store.path(self.step))
         with self.meter.paused():
             is_best = self._evaluate(due, log)
@@ -358,7 +391,8 @@ class _Training:
         """Measures, and returns whether the run has never been as good by the metric that `checkpoint.best` names."""
         measured: dict[str, float] = {}
         for evaluation in evaluations:
-            metrics = evaluation.run({**self.trainable, **self.frozen}, self.step)
+            with self.watchdog.phase(f"evaluating {evaluation.name}", self.config.distributed.evaluate_minutes):
+                metrics = evaluation.run({**self.trainable, **self.frozen}, self.step)
             if metrics:
                 log.evaluation(evaluation.name, {"step": self.step, **metrics})
             measured.update({name: value for name, value in metrics.items() if not isinstance(value, str)})
@@ -367,18 +401,42 @@ class _Training:
             self.best.require(measured)  # nothing but all evaluations runs before that
         return self.step > 0 and self.best.update(self.step, measured)
 
+    def _wait_for_save(self) -> None:
+        """Waits until the newest checkpoint counts."""
+        with self.watchdog.phase("saving", self.config.distributed.save_minutes):
+            self.store.wait()
+
     def _save(self, run: RunDirectory, log: MetricsLog) -> None:
-        """Starts to save a checkpoint of this step."""
+        """Starts to save a checkpoint of this step.
+
+        Raises:
+          UserError: a parameter is not finite.
+        """
+        self._require_finite_parameters()
         frozen = {} if self.builder.saves_trainable_only else self.frozen
         start = time.monotonic()
-        self.store.wait()  # the save before may still be removing old checkpoints
+        self._wait_for_save()  # the save before may still be removing old checkpoints
         if (seconds := time.monotonic() - start) >= LONG_WAIT:
             log.say(f"step {self.step}: waited {seconds:.1f} s until the checkpoint before was written; with a higher "
                     "checkpoint.every or a faster store it would not")
         self.store.protected = self.best.step
         self.store.save(self.step, model={**self.trainable, **frozen}, optimizer=self.optimizer_state,
-                        data={"step": self.step, **self._fingerprints, "evaluated": self.evaluated,
+                        data={"step": self.step, **self._fingerprints, "evaluated": self.evaluated, "updates": self.updates,
                               "tokens_seen": self.tokens_seen, "wall_seconds": self._wall_seconds(), "logged": log.logged,
-                              **self.best.data},
+                              "versions": versions(), **self.best.data},
                         assets=run.assets,
                         shapes=self.objective.model.own_shapes)
+
+
+def _is_finite(array: jax.Array) -> bool:
+    """Whether every number of an array is finite; of one in the host's memory, every number that this process holds."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return True
+    if array.sharding.memory_kind == "pinned_host":
+        return all(bool(np.isfinite(np.asarray(shard.data, np.float32)).all()) for shard in array.addressable_shards)
+    return bool(_all_finite(array))
+
+
+@jax.jit
+def _all_finite(array: jax.Array) -> jax.Array:
+    return jnp.isfinite(array).all()

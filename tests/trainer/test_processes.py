@@ -333,7 +333,8 @@ def test_processes_that_are_alike_go_on(as_two):
 
 def test_processes_that_differ_are_named(as_two):
     """All of them stop: by the difference, or by the words of the one that found it."""
-    said = r"process 1: data is 'x1' there and 'x0' in process 0; all processes need the same recipe, flags, model and data"
+    said = (r"process 1: data is 'x1' there and 'x0' in process 0; all processes need the same code, recipe, flags, model and "
+            "data")
     for future in as_two(lambda number: cluster.require_same({"same": 1, "data": f"x{number}"})):
         with pytest.raises(UserError, match=said):
             future.result()

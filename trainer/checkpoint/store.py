@@ -29,7 +29,7 @@ import numpy as np
 import orbax.checkpoint as ocp
 import tensorstore
 
-from data.paths import new_folder
+from data.paths import new_folder, on_this_machine
 from model.config import LlamaConfig
 from model.modules import own_shapes
 from model.padding import fits
@@ -197,7 +197,7 @@ def find_checkpoint(path: str | Path, items: Sequence[str] = ()) -> Path:
       ForeignError: the folder is neither; the message names what it is, if it is known.
       DamagedError: a verified file has changed.
     """
-    path = best_or_itself(Path(path).expanduser().absolute())
+    path = best_or_itself(on_this_machine(path).expanduser().absolute())
     if not path.is_dir():
         raise ForeignError(f"{path}: no such folder")
     if (path / MANIFEST).exists():

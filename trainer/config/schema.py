@@ -202,8 +202,20 @@ class DistributedConfig:
     """Number of this process, from 0."""
     num_processes: int | None = None
     """Number of all processes; mesh.simulate counts the devices of all of them."""
+    stall_minutes: float = 15.0
+    """Minutes that a step may take, or ten times the usual step where that is more, before all processes print where they
+    stand and end with exit code 75. 0 waits for ever, here and below."""
+    compile_minutes: float = 180.0
+    """The same for compiling, and for the first step."""
+    save_minutes: float = 60.0
+    """The same for waiting for a checkpoint."""
+    evaluate_minutes: float = 240.0
+    """The same for the evaluations after a step."""
 
     def __post_init__(self) -> None:
+        for name in ("stall_minutes", "compile_minutes", "save_minutes", "evaluate_minutes"):
+            minutes = getattr(self, name)
+            require(0 <= minutes < math.inf, f"distributed.{name}", minutes, "minutes, or 0 for no limit")
         given = {"coordinator": self.coordinator, "process_id": self.process_id, "num_processes": self.num_processes}
         missing = [name for name, value in given.items() if value is None]
         if len(missing) == len(given):

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import itertools
 import json
 import os
@@ -16,6 +17,7 @@ from jax._src import distributed, xla_bridge  # as Orbax does: the public API ha
 
 from data.errors import UserError
 from data.printable import printable
+from data.signals import before_the_end
 from trainer.config.schema import DistributedConfig
 from trainer.run.outcome import (
     MAX_MESSAGE,
@@ -27,7 +29,7 @@ from trainer.run.outcome import (
     error_with,
     outcome_of,
 )
-from trainer.run.rendezvous import meet
+from trainer.run.rendezvous import bind_address, meet
 
 # A process without a heartbeat for so long is taken for dead, and JAX ends the others with a message of its own. Heartbeats are
 # half of it apart, so that a process which stands still for 20 seconds is not lost.
@@ -65,13 +67,25 @@ def join(config: DistributedConfig, simulated: bool) -> None:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
         with _at_most(JOIN_SECONDS, f"process {config.process_id}: not all {config.num_processes} processes joined within "
                       f"{JOIN_SECONDS} s, though all had come to {config.coordinator}; one was lost, start them again"):
-            _initialize(coordinator_address=config.coordinator, process_id=config.process_id,
+            _initialize(coordinator_address=config.coordinator,
+                        coordinator_bind_address=bind_address(cast(str, config.coordinator)),
+                        process_id=config.process_id,
                         num_processes=config.num_processes, cluster_detection_method="deactivate")
         return
     # A second training in one process, or one in a notebook that has used JAX, cannot join again.
     if not (simulated or jax.distributed.is_initialized() or xla_bridge.backends_are_initialized()):
         with contextlib.suppress(ValueError):  # no cluster is detected: this process is alone
             _initialize()
+
+
+def process() -> int:
+    """The number of this process; 0 alone. Unlike JAX's own, it starts no backend."""
+    return distributed.global_state.process_id if client() is not None else 0
+
+
+def processes() -> int:
+    """The number of all processes; 1 alone. Unlike JAX's own, it starts no backend."""
+    return distributed.global_state.num_processes if client() is not None else 1
 
 
 def client() -> Any:
@@ -142,7 +156,7 @@ def require_same(values: Mapping[str, Any]) -> None:
         for name in {**expected, **own}:
             if own.get(name) != expected.get(name):
                 raise UserError(f"process {jax.process_index()}: {name} is {own.get(name)!r} there and {expected.get(name)!r} "
-                                "in process 0; all processes need the same recipe, flags, model and data")
+                                "in process 0; all processes need the same code, recipe, flags, model and data")
 
     first_then_others(compare, lambda _: json.dumps(values))
 
@@ -176,17 +190,27 @@ def _at_most(seconds: float, message: str) -> Iterator[None]:
 
 
 def _initialize(**arguments: Any) -> None:
+    # JAX's handler of SIGTERM takes the place of ours, and only notes it: `trainer.run.preemption` installs it when training
+    # begins, and a SIGTERM before that ends the process at once.
+    jax.config.update("jax_enable_preemption_service", False)
     jax.distributed.initialize(
         heartbeat_timeout_seconds=HEARTBEAT_SECONDS, shutdown_timeout_seconds=SHUTDOWN_SECONDS, **arguments)
     if distributed.global_state.num_processes > 1:
+        before_the_end(_tell_of_a_signal)
         threading.Thread(target=_end_with_others, name=_end_with_others.__name__, daemon=True).start()
+
+
+def _failure() -> dict[str, Any] | None:
+    """What the first process that failed alone has told the others."""
+    try:
+        return json.loads(client().key_value_try_get(_FAILURE))
+    except Exception:  # not found; or the cluster has ended, of which the caller has an error of its own
+        return None
 
 
 def first_failure() -> Outcome | None:
     """How the first process that failed alone has ended all; None if none has, or the cluster is gone."""
-    try:
-        told = json.loads(client().key_value_try_get(_FAILURE))
-    except Exception:  # not found; or the cluster has ended, of which the caller has an error of its own
+    if (told := _failure()) is None:
         return None
     # What would be wrong again is wrong in all, and a signal to one is one to all; the rest another start may pass.
     code = told["code"] if told["code"] in (WRONG_INPUT, STOPPED, TERMINATED) else TRY_AGAIN
@@ -212,10 +236,35 @@ def leave_others(error: BaseException, code: int) -> None:
     os._exit(code)
 
 
+def _tell_of_a_signal(code: int, line: str) -> None:
+    """Ends the others as a signal ends this process, where it comes before training."""
+    state = distributed.global_state
+    _leaving.set()
+    with contextlib.suppress(Exception):
+        client().key_value_set(_FAILURE, json.dumps(
+            {"code": code, "message": f"process {state.process_id} of {state.num_processes}: {line}"}))
+    if state.process_id == 0:
+        time.sleep(4 * _LOOK_SECONDS)
+
+
+def end_all(message: str) -> None:
+    """Tells the other processes that all stand still: each prints its threads' stacks and ends with TRY_AGAIN."""
+    state = distributed.global_state
+    if state.client is None or state.num_processes == 1:
+        return
+    _leaving.set()
+    with contextlib.suppress(Exception):
+        state.client.key_value_set(_FAILURE, json.dumps({"code": TRY_AGAIN, "message": message, "stacks": True}))
+    if state.process_id == 0:
+        time.sleep(4 * _LOOK_SECONDS)
+
+
 def _end_with_others() -> None:
     """Ends this process when another one has failed, wherever this one waits for it; see `first_failure` for its code."""
     while not _leaving.wait(_LOOK_SECONDS):
         # After the second wait, as this process may be about to report the same error itself.
         if (failure := first_failure()) is not None and not _leaving.wait(_LOOK_SECONDS):
+            if (_failure() or {}).get("stacks"):
+                faulthandler.dump_traceback(file=2, all_threads=True)
             print(f"error: {failure.message}", file=sys.stderr, flush=True)
             os._exit(failure.code)

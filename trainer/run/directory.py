@@ -1,6 +1,7 @@
 """A run's folder: its files, and the rule by which the same command continues the run.
 
     RUN/config.yaml           the resolved configuration, as last run
+    RUN/versions.json         this project's source (a digest, and git's commit), JAX and its plugins, as last run
     RUN/metrics.jsonl         one line of training metrics every train.log_every steps
     RUN/held_out.jsonl        one line for every held-out loss
     RUN/NAME.jsonl            one line for every measurement of a test in `evaluations`
@@ -67,6 +68,11 @@ class RunDirectory:
     def config(self) -> pathlib.Path:
         """The resolved configuration."""
         return self.folder / "config.yaml"
+
+    @property
+    def versions(self) -> pathlib.Path:
+        """The code that last trained here; see `trainer.run.versions`."""
+        return self.folder / "versions.json"
 
     @property
     def metrics(self) -> pathlib.Path:

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C as notices to finish the running step, save it and end.
+"""SIGTERM, SIGHUP and Ctrl-C as notices to finish the running step, save it and end.
 
 Spot machines, Slurm and Kubernetes send SIGTERM before they kill a process. A second Ctrl-C ends the process at once. A notice
 to one process of several is one to all: JAX's preemption service passes it on, all processes agree on a step that none has
@@ -14,10 +14,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from signal import SIGINT, SIGTERM
+from signal import SIGHUP, SIGINT, SIGTERM
 
-# The folder of the cluster's key-value store that has an entry once a SIGTERM was meant as Ctrl-C.
-_CTRL_C = "longstripe/ctrl_c"
+# The folder of the cluster's key-value store that has an entry, the signal's name, once a SIGTERM was meant as another signal.
+_MEANT = "longstripe/signal"
+_REASONS = {SIGINT: "stopped (Ctrl-C)", SIGTERM: "preempted (SIGTERM)", SIGHUP: "preempted (SIGHUP)"}
 # Numbers the questions to JAX's preemption service, alike in every process. The service begins to count at 0, names the number
 # after the highest that a process has asked with, and then waits for exactly that number. Numbers of steps would not do: those
 # of a run that was resumed begin later, and a notice before its first step would name a number that never comes.
@@ -28,16 +29,15 @@ class Preempted(Exception):
     """Training ended on notice, and its state is saved."""
 
     def __init__(self, notice: signal.Signals, checkpoint: Path) -> None:
-        reason = "stopped (Ctrl-C)" if notice == SIGINT else "preempted (SIGTERM)"
-        super().__init__(f"{reason}: saved {checkpoint}; the same command resumes the run")
+        super().__init__(f"{_REASONS[notice]}: saved {checkpoint}; the same command resumes the run")
         # The code that a shell reports for a process ended by the signal: launchers start again after SIGTERM, whether the
         # process could save or not.
-        self.exit_code = 128 + notice
+        self.exit_code = 128 + (SIGINT if notice == SIGINT else SIGTERM)  # a closed terminal is no other end than SIGTERM
 
 
 @contextlib.contextmanager
 def notices() -> Iterator[Callable[[], signal.Signals | None]]:
-    """Catches SIGTERM and Ctrl-C while the context lasts.
+    """Catches SIGTERM, SIGHUP and Ctrl-C while the context lasts.
 
     Before the context, a signal ends a process that is alone at once, since there is nothing to save.
 
@@ -48,22 +48,23 @@ def notices() -> Iterator[Callable[[], signal.Signals | None]]:
     import jax
     from jax.experimental import multihost_utils
 
-    from trainer.run.cluster import client
+    from trainer.run.cluster import client, distributed
 
     several_processes = jax.distributed.is_initialized()
     received: list[signal.Signals] = []
     presses: list[int] = []
 
     def on_arrival(number: int) -> None:
-        if number != SIGINT:
+        if number not in (SIGINT, SIGHUP):
             return
-        presses.append(number)
-        if len(presses) > 1:
-            _exit_now()
-        if jax.process_index() == 0:
-            print("Ctrl-C: the running step is finished and saved; Ctrl-C again ends at once", file=sys.stderr)
+        if number == SIGINT:
+            presses.append(number)
+            if len(presses) > 1:
+                _exit_now()
+            if jax.process_index() == 0:
+                print("Ctrl-C: the running step is finished and saved; Ctrl-C again ends at once", file=sys.stderr)
         if several_processes:
-            client().key_value_set(f"{_CTRL_C}/told", "", allow_overwrite=True)
+            client().key_value_set(f"{_MEANT}/told", signal.Signals(number).name, allow_overwrite=True)
             os.kill(os.getpid(), SIGTERM)
 
     def notice() -> signal.Signals | None:
@@ -71,10 +72,13 @@ def notices() -> Iterator[Callable[[], signal.Signals | None]]:
             return received[0] if received else None
         if not multihost_utils.reached_preemption_sync_point(next(_questions)):
             return None
-        return SIGINT if client().key_value_dir_get(_CTRL_C) else SIGTERM
+        return next((signal.Signals[name] for _, name in client().key_value_dir_get(_MEANT)), SIGTERM)
 
     # With several processes JAX handles SIGTERM itself. A process that a shell started in the background ignores Ctrl-C.
-    caught = [number for number in ((SIGINT,) if several_processes else (SIGINT, SIGTERM))
+    if several_processes and distributed.global_state.preemption_sync_manager is None:
+        jax.config.update("jax_enable_preemption_service", True)
+        distributed.global_state.initialize_preemption_sync_manager()
+    caught = [number for number in ((SIGINT, SIGHUP) if several_processes else (SIGINT, SIGTERM, SIGHUP))
               if signal.getsignal(number) != signal.SIG_IGN]
     earlier = {number: signal.signal(number, lambda number, _: received.append(signal.Signals(number))) for number in caught}
     try:

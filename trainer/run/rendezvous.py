@@ -1,11 +1,20 @@
-"""The processes of a cluster meet at the coordinator's address before JAX does, which would wait long and end in an abort."""
+"""The processes of a cluster meet at the coordinator's address before JAX does, which would wait long and end in an abort.
+
+Anyone who reaches the port may connect. Each connection is served by a thread of its own, says one short line, and is believed
+only if it has the run's token, where there is one (LONGSTRIPE_TOKEN, the same for all processes); one deadline is over all.
+"""
 from __future__ import annotations
 
 import contextlib
+import hmac
+import ipaddress
 import json
+import os
 import socket
 import sys
+import threading
 import time
+from typing import NamedTuple
 
 from data.errors import TransientError, UserError
 from data.printable import printable
@@ -14,7 +23,21 @@ from trainer.run.outcome import error_with, outcome_of
 # How long processes wait for each other: on one machine they start together, on several an image may have to be fetched.
 LOCAL_SECONDS = 60
 SECONDS = 300
+REPORT_SECONDS = 15  # between two lines of process 0 that say who is absent
+TOKEN = "LONGSTRIPE_TOKEN"  # the environment variable of a secret that all processes of a run share
 _GO = "go"
+_LONGEST_LINE = 4096  # bytes
+_LINE_SECONDS = 5.0  # for a connection's whole line
+_CONNECTIONS = 4096  # served at a time; strangers beyond them are turned away
+_LOCAL_HOSTS = ("localhost", "127.0.0.1", "::1")
+
+
+class _Arrival(NamedTuple):
+    """What a connection says of its process."""
+
+    number: int
+    processes: int
+    """The number of processes that it was started with."""
 
 
 def meet(address: str, process: int, processes: int, seconds: float | None = None) -> None:
@@ -32,81 +55,201 @@ def meet(address: str, process: int, processes: int, seconds: float | None = Non
     """
     host, port = _split(address)
     if seconds is None:
-        seconds = LOCAL_SECONDS if host in ("localhost", "127.0.0.1", "::1") else SECONDS
+        seconds = LOCAL_SECONDS if host in _LOCAL_HOSTS else SECONDS
     deadline = time.monotonic() + seconds
     if process == 0:
-        _gather(address, port, processes, deadline, seconds)
+        _Gathering(address, (host, port), processes, deadline, seconds).run()
     else:
         _report(address, (host, port), process, processes, deadline, seconds)
 
 
+def bind_address(address: str) -> str:
+    """Returns where JAX's coordinator listens: HOST:PORT that the coordinator's address names, on no other interface.
+
+    Where the name is of another interface than this machine's own, as behind a load balancer, it is all interfaces.
+    """
+    host, port = _split(address)
+    family, ip = _own_interface(host, port) or (socket.AF_INET6, "::")
+    return f"[{ip}]:{port}" if family == socket.AF_INET6 else f"{ip}:{port}"
+
+
 def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
-    if not port.isdecimal() or not 0 < int(port) < 65536:
+    if not port.isdecimal() or not port.isascii() or not 0 < int(port) < 65536:
         raise UserError(f"distributed.coordinator: found {address}, needs HOST:PORT of process 0 with a port of 1 .. 65535")
     return host.strip("[]"), int(port)
 
 
-def _gather(address: str, port: int, processes: int, deadline: float, seconds: float) -> None:
-    """Process 0 waits for all others, and tells them to go on or why not."""
-    arrived: dict[int, socket.socket] = {}
-    refused: list[socket.socket] = []
-    problem: UserError | None = None
-    with _listening(address, port) as server:
-        while len(arrived) < processes - 1 and problem is None:
-            server.settimeout(max(deadline - time.monotonic(), 0.01))
-            try:
-                connection, number, count = _accept_one(server)
-            except TimeoutError:
-                missing = [number for number in range(1, processes) if number not in arrived]
-                if time.monotonic() >= deadline:
-                    problem = TransientError(
-                        f"process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))} of {processes} did not come to "
-                        f"process 0 at {address} within {seconds:.0f} s; start all of them with the same "
-                        "distributed.coordinator and num_processes")
-                continue
-            except (OSError, ValueError, KeyError, TypeError):
-                continue  # not one of ours
-            if count != processes:
-                problem = UserError(
-                    f"process {number} was started with distributed.num_processes {count}, process 0 with {processes}")
-            elif number in arrived:
-                problem = UserError(
-                    f"two processes at {address} have distributed.process_id {number}; each needs a number of its own")
-            if problem:
-                refused.append(connection)
-            else:
-                arrived[number] = connection
-    _answer([*arrived.values(), *refused], _GO if problem is None else json.dumps(outcome_of(problem)))
-    if problem:
-        raise problem
+def _own_interface(host: str, port: int) -> tuple[int, str] | None:
+    """The family and address of this machine's interface that a name stands for; None if it is none of this machine's.
 
-
-def _listening(address: str, port: int) -> socket.socket:
-    """Returns a socket that listens at a port of this machine, by IPv6 too where there is any."""
+    A machine often knows its own name as a loopback address, at which no other machine would reach it: that is None too.
+    """
+    if not host:
+        return None
+    only_here = host in _LOCAL_HOSTS or host.startswith("127.")
     try:
-        if socket.has_dualstack_ipv6():
-            return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-        return socket.create_server(("", port))
-    except OSError as error:
-        raise UserError(f"process 0: cannot listen at distributed.coordinator {address} ({error.strerror}); another port would "
-                        "work, the same for all processes") from None
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    for family, _, _, _, place in found:
+        if not only_here and ipaddress.ip_address(str(place[0]).partition("%")[0]).is_loopback:
+            continue
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((place[0], 0))
+            return family, str(place[0])
+    return None
 
 
-def _accept_one(server: socket.socket) -> tuple[socket.socket, int, int]:
-    """Returns the next connection, with the number of its process and the number of processes that it was started with."""
-    connection, _ = server.accept()
-    connection.settimeout(5)
-    message = json.loads(_receive(connection))
-    return connection, message["process"], message["of"]
+class _Gathering:
+    """Process 0 waits for all others, and tells them to go on or why not."""
+
+    def __init__(self, address: str, coordinator: tuple[str, int], processes: int, deadline: float, seconds: float) -> None:
+        self.address, self.processes, self.deadline, self.seconds = address, processes, deadline, seconds
+        self.host, self.port = coordinator
+        self.arrived: dict[int, socket.socket] = {}
+        self.refused: list[socket.socket] = []
+        self.problem: UserError | None = None
+        self.changed = threading.Condition()
+        self.places = threading.BoundedSemaphore(_CONNECTIONS)
+
+    def run(self) -> None:
+        """Returns when all have come; errors as of `meet`."""
+        with self._listening() as server:
+            accepting = threading.Thread(target=self._accept, args=(server,), name="rendezvous", daemon=True)
+            accepting.start()
+            with self.changed:
+                self._wait()
+                problem, connections = self.problem, [*self.arrived.values(), *self.refused]
+                self.deadline = 0.0  # whoever comes now is turned away
+            with contextlib.suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)  # ends a waiting `accept`, while which the port would stay in use
+            accepting.join()
+        _answer(connections, _GO if problem is None else json.dumps(outcome_of(problem)))
+        if problem:
+            raise problem
+
+    def _wait(self) -> None:
+        """Waits until all have come, something is wrong, or time is up; says from time to time who is absent."""
+        report = time.monotonic() + REPORT_SECONDS
+        while not self._all_are_here() and self.problem is None:
+            now = time.monotonic()
+            if now >= self.deadline:
+                self.problem = TransientError(
+                    f"{self._absent()} did not come to process 0 at {self.address} within {self.seconds:.0f} s; start all of "
+                    "them with the same distributed.coordinator and num_processes")
+                return
+            if now >= report:
+                print(f"process 0: {self._absent()} not here yet; waiting for up to {self.deadline - now:.0f} s more",
+                      file=sys.stderr, flush=True)
+                report = now + REPORT_SECONDS
+            self.changed.wait(min(self.deadline, report) - now)
+
+    def _all_are_here(self) -> bool:
+        """Whether all others have come and none of them has gone again, such as one that is being restarted."""
+        if len(self.arrived) < self.processes - 1:
+            return False
+        for number in [number for number, connection in self.arrived.items() if _has_left(connection)]:
+            self.arrived.pop(number).close()
+        return len(self.arrived) == self.processes - 1
+
+    def _absent(self) -> str:
+        missing = [number for number in range(1, self.processes) if number not in self.arrived]
+        return f"process{'es' * (len(missing) > 1)} {', '.join(map(str, missing))} of {self.processes}"
+
+    def _listening(self) -> socket.socket:
+        """Returns a socket that listens at the coordinator's own address; where the name is of no interface here, at all."""
+        try:
+            family, ip = _own_interface(self.host, self.port) or (None, "")
+            if family is not None:
+                return socket.create_server((ip, self.port), family=family, backlog=_CONNECTIONS)
+            if socket.has_dualstack_ipv6():
+                return socket.create_server(("", self.port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_CONNECTIONS)
+            return socket.create_server(("", self.port), backlog=_CONNECTIONS)
+        except OSError as error:
+            raise UserError(f"process 0: cannot listen at distributed.coordinator {self.address} ({error.strerror}); another "
+                            "port would work, the same for all processes") from None
+
+    def _accept(self, server: socket.socket) -> None:
+        """The thread that accepts connections until the server is closed."""
+        while True:
+            try:
+                connection, _ = server.accept()
+            except OSError:
+                return
+            if not self.places.acquire(blocking=False):
+                connection.close()
+                continue
+            threading.Thread(target=self._serve, args=(connection,), name="rendezvous", daemon=True).start()
+
+    def _serve(self, connection: socket.socket) -> None:
+        """Reads one connection's line; whoever is not one of the run's processes is turned away without a word."""
+        try:
+            arrival = _read_arrival(connection, min(self.deadline, time.monotonic() + _LINE_SECONDS))
+            if arrival is None or not self._take(arrival, connection):
+                connection.close()
+        finally:
+            self.places.release()
+
+    def _take(self, arrival: _Arrival, connection: socket.socket) -> bool:
+        """Counts a process that has come, if the others are still waited for; returns whether its connection is kept."""
+        number, count = arrival.number, arrival.processes
+        with self.changed:
+            if self.problem is not None or time.monotonic() >= self.deadline or not 1 <= number < max(count, self.processes):
+                return False
+            if count != self.processes:
+                self.problem = UserError(
+                    f"process {number} was started with distributed.num_processes {count}, process 0 with {self.processes}")
+            elif number in self.arrived and not _has_left(self.arrived[number]):
+                self.problem = UserError(
+                    f"two processes at {self.address} have distributed.process_id {number}; each needs a number of its own")
+            if self.problem:
+                self.refused.append(connection)
+            else:
+                self.arrived[number] = connection
+            self.changed.notify()
+            return True
+
+
+def _has_left(connection: socket.socket) -> bool:
+    """Whether the other side, which has nothing more to say, has closed a connection: its process was started again."""
+    connection.setblocking(False)
+    try:
+        return not connection.recv(1, socket.MSG_PEEK)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _read_arrival(connection: socket.socket, deadline: float) -> _Arrival | None:
+    """What a connection says by a moment of time.monotonic(); None if it is none of the run's processes."""
+    try:
+        message = json.loads(_receive(connection, deadline))
+        number, count, token = message["process"], message["of"], message.get("token", "")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
+    if type(number) is not int or type(count) is not int or not isinstance(token, str):
+        return None
+    if not hmac.compare_digest(token.encode("utf-8", "replace"), _token().encode("utf-8", "replace")):
+        return None
+    return _Arrival(number, count)
+
+
+def _token() -> str:
+    return os.environ.get(TOKEN, "")
 
 
 def _answer(connections: list[socket.socket], answer: str) -> None:
-    """Sends a line to each, and closes them."""
+    """Sends a line to each, and closes them once the others have, or a moment later."""
+    deadline = time.monotonic() + _LINE_SECONDS
     for connection in connections:
         with contextlib.suppress(OSError):
+            connection.settimeout(max(deadline - time.monotonic(), 0.01))
             connection.sendall(f"{answer}\n".encode())
-            _receive(connection)  # the other side closes first, so that the port is not kept for a while
+    for connection in connections:
+        with contextlib.suppress(OSError):
+            _receive(connection, deadline)  # the other side closes first, so that the port is not kept for a while
         connection.close()
 
 
@@ -115,18 +258,17 @@ def _report(
 ) -> None:
     """Every other process tells process 0 that it is there, and waits for its answer."""
     has_printed, problem = False, "no answer"
+    message = json.dumps({"process": process, "of": processes, "token": _token()}) + "\n"
     while (left := deadline - time.monotonic()) > 0:
         try:
             with socket.create_connection(coordinator, timeout=min(left, 5)) as connection:
-                connection.sendall((json.dumps({"process": process, "of": processes}) + "\n").encode())
-                connection.settimeout(left + 5)
-                answer = _receive(connection)
+                connection.sendall(message.encode())
+                answer = _receive(connection, deadline + 5)
             if answer == _GO:
                 return
             if answer:
-                code, message = json.loads(answer)
-                raise error_with(code, printable(message))
-            problem = "it ended without an answer"
+                raise _answered(answer)
+            problem = f"it ended without an answer; {TOKEN} must be the same for all"
         except OSError as error:
             problem = error.strerror or str(error)
         if not has_printed and time.monotonic() > deadline - seconds + 5:
@@ -135,14 +277,30 @@ def _report(
         time.sleep(min(0.2, max(left, 0)))
     raise TransientError(
         f"process {process}: process 0 was not reached at distributed.coordinator {address} within {seconds:.0f} s "
-        f"({problem}); start it too, with an address and port that this machine can reach")
+        f"({printable(problem)}); start it too, with an address and port that this machine can reach")
 
 
-def _receive(connection: socket.socket) -> str:
-    """Returns a line from the other side, or '' if it has closed the connection."""
+def _answered(answer: str) -> UserError:
+    """The error that process 0 has answered with."""
+    try:
+        code, message = json.loads(answer)
+        return error_with(int(code), printable(str(message)))
+    except (ValueError, TypeError, RecursionError):
+        return UserError(f"distributed.coordinator: another program answers there ({printable(answer)[:100]})")
+
+
+def _receive(connection: socket.socket, deadline: float) -> str:
+    """Returns a line from the other side, or what has come of one when it closes the connection.
+
+    Raises:
+      OSError: the moment `deadline` of time.monotonic() has come before.
+    """
     line = b""
-    while not line.endswith(b"\n") and len(line) < 10_000:
-        part = connection.recv(4096)
+    while not line.endswith(b"\n") and len(line) < _LONGEST_LINE:
+        if (left := deadline - time.monotonic()) <= 0:
+            raise TimeoutError("no whole line in time")
+        connection.settimeout(left)
+        part = connection.recv(_LONGEST_LINE - len(line))
         if not part:
             break
         line += part

@@ -1,16 +1,19 @@
 """Processes meet before JAX starts: who is missing, an address in use and a wrong number are one line, within the limit."""
 
+import contextlib
 import socket
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
-from data.errors import UserError
+from data.errors import TransientError, UserError
 from scripts.launch_local import free_port
-from trainer.run.rendezvous import meet
+from trainer.run import rendezvous
+from trainer.run.rendezvous import bind_address, meet
 
 
 def together(calls, seconds=5):
@@ -114,3 +117,134 @@ def test_a_process_that_is_lost_after_the_meeting_is_told_in_one_line(address, r
     _, said = process.communicate(timeout=60)
     assert process.returncode == 75 and said.startswith(
         f"error: process 0: not all 2 processes joined within 2 s, though all had come to {address}; one was lost"), said
+
+
+STRAYS = {
+    "another protocol": b"GET / HTTP/1.1\r\n\r\n", "bytes": b"\x00\xff" * 6000, "nested": b"[" * 9990 + b"\n",
+    "a list as a number": b'{"process":[1],"of":2}\n', "a number that there is not": b'{"process":77,"of":2}\n',
+    "a truth value": b'{"process":true,"of":2}\n', "no whole number": b'{"process":1.0,"of":2}\n',
+    "zero": b'{"process":0,"of":2}\n', "less than zero": b'{"process":-1,"of":2}\n',
+    "escape sequences": b'{"process":"\\u001b[31mx\\u001b]0;t\\u0007","of":9}\n',
+    "a huge number": b'{"process":' + b"9" * 6000 + b',"of":2}\n', "nothing": b"",
+    "a token of another type": b'{"process":1,"of":2,"token":[]}\n',
+}
+
+
+@pytest.mark.parametrize("stray", STRAYS)
+def test_a_stray_line_changes_nothing(address, stray, capfd):
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(meet, address, 0, 2, 20)
+        strangers = [connect(address) for _ in range(20)]
+        for stranger in strangers:
+            stranger.sendall(STRAYS[stray])
+        meet(address, 1, 2, 20)
+        assert first.result() is None and capfd.readouterr().err == ""
+        for stranger in strangers:
+            stranger.close()
+
+
+def connect(address):
+    patience = time.monotonic() + 10
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", int(address.split(":")[1])), timeout=10)
+        except ConnectionRefusedError:
+            assert time.monotonic() < patience
+            time.sleep(0.02)
+
+
+def test_ten_thousand_random_lines_and_connections(address):
+    """By a fixed seed: whole lines, halves, and connections that say nothing and stay."""
+    random, kept = np.random.default_rng(0), []
+    words = [b'{"process":', b'"of":', b"1", b"2", b"null", b"}", b"{", b"[", b"]", b",", b'"', b"\\u0000", b"\xff", b"1e999"]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(meet, address, 0, 3, 100)
+        for number in range(10_000):
+            stranger = connect(address)
+            parts = random.integers(len(words), size=random.integers(12))
+            stranger.sendall(b"".join(words[part] for part in parts) + b"\n" * int(random.integers(2)))
+            if number % 100 == 0:
+                kept.append(stranger)
+            else:
+                stranger.close()
+        others = [pool.submit(meet, address, 1, 3, 30)]
+        meet(address, 2, 3, 30)
+        assert [future.result() for future in (first, *others)] == [None, None]
+    for stranger in kept:
+        stranger.close()
+
+
+def test_one_byte_at_a_time_does_not_move_the_deadline(address):
+    with ThreadPoolExecutor(1) as pool:
+        start, first = time.monotonic(), pool.submit(meet, address, 0, 2, 1.5)
+        with connect(address) as stranger:
+            while not first.done():
+                with contextlib.suppress(OSError):
+                    stranger.sendall(b"x")
+                time.sleep(0.1)
+        with pytest.raises(TransientError, match="process 1 of 2 did not come"):
+            first.result()
+        assert time.monotonic() - start < 4
+
+
+def test_with_a_token_only_who_has_it_is_counted(address, monkeypatch):
+    monkeypatch.setenv("LONGSTRIPE_TOKEN", "secret")
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(meet, address, 0, 2, 20)
+        with connect(address) as stranger:
+            stranger.sendall(b'{"process":1,"of":2}\n{"process":1,"of":9}\n')
+            assert stranger.recv(100) == b""
+        meet(address, 1, 2, 20)
+        assert first.result() is None
+
+
+def test_a_process_that_was_started_again_takes_its_place(address):
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(meet, address, 0, 3, 20)
+        with connect(address) as lost:
+            lost.sendall(b'{"process":1,"of":3}\n')
+            time.sleep(0.3)
+        other = pool.submit(meet, address, 1, 3, 20)
+        meet(address, 2, 3, 20)
+        assert [first.result(), other.result()] == [None, None]
+
+
+def test_only_the_coordinators_own_address_listens(address):
+    """Not 127.0.0.2, which stands for another interface of this machine."""
+    port = int(address.split(":")[1])
+    with ThreadPoolExecutor(1) as pool:
+        first = pool.submit(meet, address, 0, 2, 20)
+        connect(address).close()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), timeout=5)
+        meet(address, 1, 2, 20)
+        first.result()
+
+
+@pytest.mark.parametrize(("coordinator", "bound"), [
+    ("127.0.0.1:1234", "127.0.0.1:1234"), ("nowhere.invalid:1234", "[::]:1234"), ("[::1]:1234", "[::1]:1234"),
+])
+def test_jax_binds_the_same(coordinator, bound):
+    assert bind_address(coordinator) == bound
+
+
+def test_while_processes_gather_the_first_says_who_is_absent(address, monkeypatch, capfd):
+    monkeypatch.setattr(rendezvous, "REPORT_SECONDS", 0.2)
+    together([(address, number, 4) for number in (0, 2)], seconds=0.7)
+    said = capfd.readouterr().err.splitlines()
+    assert len(said) >= 2
+    assert all(line.startswith("process 0: processes 1, 3 of 4 not here yet; waiting for up to") for line in said)
+
+
+@pytest.mark.parametrize("answer", ["[" * 4000, "go away", "[2]", "\x1b[2J"])
+def test_what_another_program_answers_is_one_printable_line(answer):
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
+        def serve():
+            connection, _ = server.accept()
+            connection.sendall(f"{answer}\n".encode())
+            connection.close()
+
+        pool.submit(serve)
+        with pytest.raises(UserError) as caught:
+            meet(f"127.0.0.1:{server.getsockname()[1]}", 1, 2, 5)
+        assert "\x1b" not in str(caught.value) and "another program answers there" in str(caught.value)

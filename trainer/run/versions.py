@@ -1,0 +1,76 @@
+"""Which code a run is trained with: this project's source and the libraries that compile and run the step."""
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.metadata
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainer.run.cluster import require_same
+
+ROOT = Path(__file__).resolve().parents[2]
+# What can change a training's result; planning and the commands in scripts cannot.
+_TRAINED_WITH = ("train.py", "trainer", "data", "model", "eval")
+_LIBRARIES = ("jax", "jaxlib", "libtpu")
+_PLUGINS = ("jax-cuda", "jax-rocm")  # how the names of the packages for GPUs begin
+_SHOWN = 12  # characters of a digest or commit
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Returns what a run and its checkpoints record: name -> version of this project's source and of each library.
+
+    `source` is a digest of the project's Python files, committed or not; `commit` is git's, where there is any.
+    """
+    found = {"source": source_digest(ROOT)}
+    if commit := _commit(ROOT):
+        found["commit"] = commit
+    for distribution in importlib.metadata.distributions():
+        name = (distribution.metadata["Name"] or "").lower().replace("_", "-")
+        if name in _LIBRARIES or name.startswith(_PLUGINS):
+            found[name] = distribution.version
+    return dict(sorted(found.items()))
+
+
+def source_digest(root: Path) -> str:
+    """Returns a digest of the names and contents of the Python files that training runs, below `root`."""
+    digest = hashlib.sha256()
+    for name in _TRAINED_WITH:
+        path = root / name
+        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
+            content = file.read_bytes()
+            digest.update(f"{file.relative_to(root).as_posix()} {len(content)}\n".encode() + content)
+    return digest.hexdigest()[:_SHOWN]
+
+
+def require_same_code() -> None:
+    """Raises UserError in every process if one of them runs another source, or another JAX, than process 0.
+
+    The commit alone may differ: a tree that was copied without git has the same source.
+    """
+    require_same({f"the version of {name}" if name != "source" else "this project's source": version
+                  for name, version in versions().items() if name != "commit"})
+
+
+def difference(recorded: Mapping[str, str]) -> str:
+    """Returns in words how the versions now differ from recorded ones, such as `jax 0.10.2, now 0.10.3`; "" if they do not."""
+    now = versions()
+    names = [name for name in sorted({*recorded, *now}) if name != "commit" and recorded.get(name) != now.get(name)]
+    words = [f"{name} {recorded.get(name, '(none)')}, now {now.get(name, '(none)')}" for name in names]
+    if "source" in names and recorded.get("commit") and recorded["commit"] != now.get("commit"):
+        words.append(f"commit {recorded['commit']}, now {now.get('commit', '(none)')}")
+    return "; ".join(words)
+
+
+def _commit(root: Path) -> str | None:
+    """The commit that is checked out at `root`; None without git."""
+    if not (root / ".git").exists():
+        return None
+    try:
+        done = subprocess.run(["git", "-C", str(root), "rev-parse", "HEAD"], capture_output=True, text=True, check=True,
+                              timeout=10)
+    except (OSError, subprocess.SubprocessError):  # no git here, or a folder of another user's
+        return None
+    return done.stdout.strip()[:_SHOWN]

@@ -1,0 +1,145 @@
+"""A run that stands still ends: every process prints where its threads are, and the reason names who is behind.
+
+A thread in each process compares the time since the last change with a limit: one for steps, and others for compiling, saving
+and evaluating. It also tells process 0 every few seconds that this process is alive; process 0 ends all when one falls silent,
+before JAX does, which would abort without a reason.
+"""
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from trainer.config.schema import DistributedConfig
+from trainer.run import cluster
+from trainer.run.outcome import TRY_AGAIN
+
+USUAL_STEPS = 10  # a step may take so many times the usual one, where that is more than distributed.stall_minutes
+# Heartbeats of JAX's client end a process after cluster.HEARTBEAT_SECONDS; processes that pause for 20 seconds are waited for.
+SILENT_SECONDS = 35.0
+_PERIOD = 5.0  # seconds between two looks
+_PROGRESS = "longstripe/progress"
+
+
+class Watchdog:
+    """Watches this process's training from construction to `close`; processes share what they do through JAX's service."""
+
+    def __init__(self, config: DistributedConfig, period: float = _PERIOD) -> None:
+        self.config, self.period = config, period
+        self.step, self.doing = 0, "starting"
+        self.limit: float | None = None  # seconds; None while nothing is limited
+        self.since = time.monotonic()
+        self._recent: deque[float] = deque(maxlen=20)  # seconds of the last steps
+        self._beats = 0
+        self._heard: dict[str, tuple[int, float]] = {}  # process 0: number -> its last beat, and when it came
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends watching."""
+        self._closed.set()
+
+    def begin_step(self, step: int) -> None:
+        """Says that a step begins, which ends the one before."""
+        now = time.monotonic()
+        if self.doing == "in a step" and step == self.step + 1:
+            self._recent.append(now - self.since)
+        self.step, self.doing, self.since = step, "in a step", now
+        if not self._recent:  # the first step may load and tune kernels
+            self.limit = _seconds(self.config.compile_minutes)
+        elif (stall := _seconds(self.config.stall_minutes)) is not None:
+            self.limit = max(stall, USUAL_STEPS * statistics.median(self._recent))
+        else:
+            self.limit = None
+
+    @contextlib.contextmanager
+    def phase(self, doing: str, minutes: float) -> Iterator[None]:
+        """Gives what the context does a limit of its own; afterwards the limit before begins anew."""
+        before = self.doing, self.limit
+        self.doing, self.limit, self.since = doing, _seconds(minutes), time.monotonic()
+        try:
+            yield
+        finally:
+            # A step that was interrupted by it is not measured.
+            place = f"after {doing}" if before[0] == "in a step" else before[0]
+            self.doing, self.limit, self.since = place, before[1], time.monotonic()
+
+    def _watch(self) -> None:
+        while not self._closed.wait(self.period):
+            self._say()
+            limit, waited = self.limit, time.monotonic() - self.since
+            if limit is not None and waited > limit:
+                self._end(f"nothing has moved for {waited / 60:.1f} minutes ({self._place()}); {self._who_is_behind()}")
+            elif silent := self._silent():
+                self._end(f"process{'es' * (len(silent) > 1)} {', '.join(silent)} of {cluster.processes()} "
+                          f"ha{'ve' if len(silent) > 1 else 's'} not been heard of for {SILENT_SECONDS:.0f} s")
+
+    def _place(self) -> str:
+        return f"step {self.step}, {self.doing}"
+
+    def _say(self) -> None:
+        """Tells the others where this process is."""
+        if cluster.processes() > 1:
+            self._beats += 1
+            with contextlib.suppress(Exception):  # the service is gone, which its client says itself
+                cluster.client().key_value_set(f"{_PROGRESS}/{cluster.process()}", json.dumps(
+                    {"beat": self._beats, "step": self.step, "doing": self.doing}), allow_overwrite=True)
+
+    def _others(self) -> dict[str, dict]:
+        """Number of a process -> what it said last."""
+        if cluster.processes() == 1:
+            return {}
+        try:
+            entries = cluster.client().key_value_dir_get(_PROGRESS)
+            return {key.rpartition("/")[2]: json.loads(value) for key, value in entries}
+        except Exception:  # as above
+            return {}
+
+    def _silent(self) -> list[str]:
+        """In process 0 the numbers of the processes that have said nothing for SILENT_SECONDS, once they had begun."""
+        if cluster.process() != 0:
+            return []
+        now = time.monotonic()
+        for number, said in self._others().items():
+            if self._heard.get(number, (None, 0.0))[0] != said["beat"]:
+                self._heard[number] = said["beat"], now
+        return sorted((number for number, (_, heard) in self._heard.items() if now - heard > SILENT_SECONDS), key=int)
+
+    def _who_is_behind(self) -> str:
+        """Names the processes that are at an earlier step than the others, or that say nothing."""
+        others = self._others()
+        if not others:
+            return "the stacks above say where this process waits"
+        steps = {number: said["step"] for number, said in others.items()}
+        behind = [f"process {number} is in step {step} ({others[number]['doing']})" for number, step in
+                  sorted(steps.items(), key=lambda entry: int(entry[0])) if step < max(steps.values())]
+        missing = [f"process {number} has said nothing" for number in range(cluster.processes()) if str(number) not in steps]
+        return "; ".join(missing + behind) or f"all processes are in step {max(steps.values())}"
+
+    def _end(self, reason: str) -> None:
+        """Ends this process and all others, each after printing the stacks of its threads."""
+        if self._closed.is_set():
+            return
+        print_stacks()
+        message = f"{reason}; the same command resumes from the last checkpoint"
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        cluster.end_all(message)
+        os._exit(TRY_AGAIN)
+
+
+def print_stacks() -> None:
+    """Prints where every thread of this process is, to standard error."""
+    sys.stderr.flush()
+    faulthandler.dump_traceback(file=2, all_threads=True)
+
+
+def _seconds(minutes: float) -> float | None:
+    return 60 * minutes or None
