@@ -36,6 +36,7 @@ def busy(repository, how="", *before):
 def test_a_signal_ends_a_command_within_a_long_call(repository, number, code, line):
     process = busy(repository)
     assert process.stdout.readline().startswith("busy")
+    time.sleep(0.5)  # until it is within the call
     start = time.monotonic()
     process.send_signal(number)
     _, said = process.communicate(timeout=30)
