@@ -202,7 +202,7 @@ def test_an_output_in_a_store_is_refused_by_name(take, path, tmp_path, monkeypat
     "scripts.export_hf gs://b/run out", "scripts.export_hf run gs://b/out", "scripts.import_hf model s3://b/checkpoint",
     "scripts.quantize_hf model gs://b/out", "eval.line_retrieval --checkpoint x --output gs://b/o --lines 4",
     "eval.needle --checkpoint x --output gs://b/o --tokens 64", "eval.coreference --checkpoint x --output s3://b/o --tokens 64",
-    "eval.report run --output gs://b/report.html", "eval.compare a b --output gs://b/table.json",
+    "eval.compare a b --output gs://b/table.json",
 ])
 def test_commands_refuse_a_store(command, tmp_path, monkeypatch, capsys):
     """They would have written a local folder named `gs:`."""
