@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec
 
-from model.attention import AttentionPartial, Keys, Payload, Queries
+from model.attention import AttentionPartial, Keys, Payload, Queries, TokenCoords
+from model.dropout import TokenInfo
 from model.feedforward import KEYS_VALUES, OUTPUT, QUERIES
 from model.frozen import Weight, split
 from model.layer import Layer, LayerOutput
@@ -28,7 +29,7 @@ from model.weights import Shards, WeightGatherer
 from .chunked import vjp
 from .layer_runner import LayerRunner
 from .packed_shards import PackedShards
-from .period import scan_periods, stacked, unzipped
+from .period import Results, scan_periods, stacked, unzipped
 
 # Of packed shards with a leading axis of ranks: that axis is split over the sequence.
 RANKS = PartitionSpec("sequence")
@@ -48,6 +49,22 @@ class PrefetchRunner(LayerRunner):
         run = jax.custom_vjp(lambda *arrays: layers.forward(*arrays)[0])
         run.defvjp(layers.forward, layers.backward)
         return run(shards, x, labels, coords)
+
+
+class _Residuals(NamedTuple):
+    """What is kept from the forward pass over all layers to the backward pass.
+
+    Attributes:
+      shards: of all layers. kept: of each layer its input and, where the remat policy keeps them, attention's out and lse.
+      whole: the packed weights of the last layer, with which the backward pass begins.
+      labels, coords: the tokens'.
+    """
+
+    shards: Shards
+    kept: Results
+    whole: list[jax.Array]
+    labels: TokenInfo
+    coords: TokenCoords
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,9 +104,9 @@ class _PrefetchedLayers:
         (y, whole, *_), results = scan_periods([functools.partial(run_layer, layer) for layer in self.layers],
                                                (x, whole, labels, coords), jnp.arange(self.count))
         kept, auxiliary = unzipped(results)
-        return LayerOutput(y, stacked(auxiliary)), (shards, kept, whole, labels, coords)
+        return LayerOutput(y, stacked(auxiliary)), _Residuals(shards, kept, whole, labels, coords)
 
-    def backward(self, residuals, cotangents):
+    def backward(self, residuals: _Residuals, cotangents: LayerOutput):
         """Returns the gradients of the shards and of x."""
         shards, kept, whole, labels, coords = residuals
         dy, d_auxiliary = cotangents

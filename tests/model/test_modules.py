@@ -1,4 +1,8 @@
 """What the modules declare: every parameter of a layer belongs to a stage, and padding follows from the logical axes."""
+import itertools
+import pathlib
+import re
+
 import pytest
 
 from model.feedforward import KEYS_VALUES, OUTPUT, QUERIES
@@ -8,6 +12,7 @@ from model.padding import PADDED, fits, logical_axes, vocabulary_axes
 from .build import tiny
 
 EVERYTHING = tiny(attention_bias=True, mlp_bias=True)
+PAGE = pathlib.Path(__file__).resolve().parents[2] / "docs/parameters.md"
 
 
 def test_every_parameter_of_a_layer_is_read_by_a_stage():
@@ -36,3 +41,17 @@ def test_logical_axes_are_those_that_are_declared_also_of_moments():
 def test_shapes_may_differ_by_padding_alone(name, shape, other, own, expected):
     assert fits(name, shape, other, own) == expected
     assert set(PADDED) == {"embed", "norm", "vocab", "heads", "kv_heads"}
+
+
+def test_the_page_lists_what_is_declared():
+    """Every name with its shape and logical axes; a row may stand for several parameters, such as {k,v}_proj."""
+    sizes = {"N": 2, "V": 128, "E": 64, "F": 96, "Hq": 8, "Hkv": 2, "D": 8}
+    listed, row = {}, re.compile(r"^\| `(\S+)` \|.* `\[(.+)\]` \| (.+) \|$", re.MULTILINE)
+    for names, shape, axes in row.findall(PAGE.read_text(encoding="utf-8")):
+        parts = [part.split(",") for part in re.split(r"[{}]", names)]
+        for name in map("".join, itertools.product(*parts)):
+            of_queries = "q_proj" in name
+            letters = shape.replace(" H,", " Hq," if of_queries else " Hkv,").split(", ")
+            axes_of = axes.replace("heads or kv_heads", "heads" if of_queries else "kv_heads").split(", ")
+            listed[name] = tuple(sizes[letter] for letter in letters), tuple(axes_of)
+    assert listed == {name: (parameter.shape, parameter.axes) for name, parameter in declare(EVERYTHING).items()}
