@@ -7,13 +7,13 @@ RUN := $(VENV)/bin/python
 REQUIREMENTS := requirements$(if $(filter cpu,$(PLATFORM)),,-$(PLATFORM)).txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test harness lint lock cycles registers bench evidence mutants soak
+.PHONY: help install quickstart test check harness lint lock cycles registers bench evidence mutants soak
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make install PLATFORM=cpu|tpu|cuda   make the environment in $(VENV); EXTRAS=rl adds the simulator, eval lm-eval"
 	@echo "make quickstart                      train, evaluate and export a small model on simulated devices"
-	@echo "make test | lint                     run the tests | check style and types"
+	@echo "make check | test | lint             a minute's checks | run the tests | check style and types"
 	@echo "make bench                           measure what has changed, and make BENCHMARKS.md"
 	@echo "make evidence [ONLY='h100 1m']        make the plans of docs/plans again with pinned compilers, and print what moved;"
 	@echo "                                     without ONLY also fail where a kernel has become slower"
@@ -37,6 +37,16 @@ quickstart: install
 
 test: $(VENV)/.requirements-test.stamp
 	$(RUN) -m pytest tests -n 2 --dist loadfile $(PYTEST_FLAGS)
+
+# A minute: what fails first, of every room.
+CHECKED := tests/test_rooms.py tests/test_dependencies.py tests/data/test_packing.py tests/data/test_clean.py \
+	tests/data/templates tests/model/attention/test_coords.py tests/model/attention/test_partial.py tests/model/test_rope.py \
+	tests/trainer/config tests/trainer/test_optimizer.py tests/planning/test_machines.py tests/eval/test_scoring.py \
+	tests/scripts/test_mistyped_commands.py tests/docs/test_pages.py
+check: $(VENV)/.requirements-test.stamp
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+	$(RUN) -m pytest $(CHECKED) -n 2 --dist loadfile
 
 lint: $(VENV)/.requirements-test.stamp
 	$(RUN) -m ruff check .

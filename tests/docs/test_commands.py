@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "ARCHITECTURE.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PROGRAMS = ("make ", "python ", "scripts/launch", "sbatch ", "kubectl ", "pip ", "git ", "mkdocs ", "docker ",
             "gcloud ", "eval \"", "hf ", "uv ")
 
@@ -138,7 +138,8 @@ HOURS = "takes minutes to hours of a compiler; tests/planning compiles smaller s
 INSTALLS = "installs from PyPI, as CI and every `make test` do for the CPU"
 NOT_RUN = {
     "python -m tests.soak.hour": "trains for an hour",
-    "make test": "is what runs the tests", "make lint": "is run by CI", "make bench": "measures for hours",
+    "make test": "is what runs the tests", "make check": "runs a part of them", "make soak": "takes hours", "make mutants": "takes hours",
+    "make lint": "is run by CI", "make bench": "measures for hours",
     "make evidence": HOURS, "make evidence ONLY='h100 1m'": HOURS,
     "make install PLATFORM=cuda": INSTALLS, "make install PLATFORM=tpu": INSTALLS, "make install EXTRAS=eval": INSTALLS,
     "make install EXTRAS=rl": INSTALLS,
