@@ -161,6 +161,8 @@ class Tracked(str):
         return self._cut(number, number + 1)
 
     def __iter__(self) -> Iterator["Tracked"]:
+        if len(self) > meter.left:  # counted as it is cut, which would come too late
+            meter.spend(len(self))
         return iter(self._cuts((number, number + 1) for number in range(len(self))))
 
     def __reversed__(self) -> Iterator["Tracked"]:
