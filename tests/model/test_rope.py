@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from model.config import LlamaConfig
 from model.dropout import TokenInfo
-from model.modules import bind
+from model.modules import Tokens, bind
 from model.rope import FLOAT32_LENGTH, angles, apply_rope, attention_scaling, inverse_frequencies
 from model.rope_config import RopeConfig
 
@@ -209,7 +209,8 @@ def test_in_a_model_scores_depend_on_distance_alone_however_far_the_tokens():
     @jax.jit
     def scores(positions):
         attention = bind(model.config, weights).self_attn
-        q, k, _ = attention.project(x, TokenInfo(positions), model.config.rope, LONGEST, model.parallel)
+        tokens = Tokens(TokenInfo(positions), model.config.rope, LONGEST, model.parallel)
+        q, (k, _) = attention.queries(x, tokens), attention.keys_values(x, tokens)
         return jnp.einsum("bqgrd,bkgd->bgrqk", q.reshape(1, 12, 2, 4, 32), k)
 
     near = scores(places)
