@@ -7,6 +7,7 @@ Exit codes: 0 trained; 1 a dry run that does not fit; 2 an error in one line tha
 pass, such as a lost connection; 130 stopped by Ctrl-C, 143 by SIGTERM: the running step is finished and saved, and the same
 command resumes the run; a second Ctrl-C ends at once, as both do before the first step.
 """
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -42,6 +43,25 @@ def take_flag(words: list[str], flag: str) -> tuple[list[str], str | None]:
     return words[:index] + words[end:], value
 
 
+def next_commands(config: "RunConfig", processes: int) -> str:
+    """Returns a line with the commands that export, evaluate and report the trained run.
+
+    Args:
+      config: of the run; of one with stages that of the last one.
+      processes: that trained it.
+    """
+    run, mesh = shlex.quote(str(config.folder)), config.mesh
+    if config.trajectories.path:
+        return (f"next: python -m eval.in_context --checkpoint {run} --output {run}/in_context; "
+                f"python -m eval.report {run}")
+    devices = {"fsdp": mesh.data * mesh.fsdp, "tensor": mesh.tensor, "sequence": mesh.sequence}
+    # An evaluation runs in one process, with the devices of one machine.
+    sizes = {"simulate": mesh.simulate, "rows": devices["fsdp"], **devices} if processes == 1 else {}
+    flags = "".join(f" --{name} {size}" for name, size in sizes.items() if size > 1)
+    return (f"next: python -m scripts.export_hf {run} {run}/exported; python -m eval.needle --checkpoint {run} "
+            f"--tokens {config.data.context_length}{flags} --output {run}/needle; python -m eval.report {run}")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Trains as the command line says; returns the exit code, that of --dry-run being 1 where the run does not fit."""
     status = 0
@@ -61,7 +81,7 @@ def main(argv: list[str] | None = None) -> int:
         from trainer.config import load as configuration
         from trainer.evaluation import Evaluation, HeldOutLoss
         from trainer.loop import train
-        from trainer.stages import train_stages
+        from trainer.stages import stages_of, train_stages
         config = configuration.load(words, own=["dry-run", "no-download"])
         if machine is not None:
             from planning.dry_run import dry_run
@@ -70,6 +90,7 @@ def main(argv: list[str] | None = None) -> int:
             status = 0 if dry_run(config, machine, memory) else 1
             return
         entry.keep_compiled(config.compile_cache)
+        import jax
 
         def train_run(config: "RunConfig", stage_follows: bool) -> Path:
             live: list[Evaluation] = []
@@ -81,6 +102,8 @@ def main(argv: list[str] | None = None) -> int:
                          stage_follows)
 
         train_stages(config, train_run)
+        if config.logging.console and jax.process_index() == 0:
+            print(next_commands(stages_of(config)[-1], jax.process_count()), file=sys.stderr)
 
     return entry.run(work) or status
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from pathlib import Path
 
 from data.errors import UserError
 from data.paths import results_folder
@@ -61,6 +62,9 @@ def gather_cases(args: argparse.Namespace) -> list[line_cases.LineCase]:
             raise UserError(f"--tokens: found {tokens}; up to {MOST_TOKENS} would work")
     cases = []
     for path in args.cases:
+        if path.isdecimal() and not Path(path).exists():
+            raise UserError(f"--cases: found {path}, which is no file of cases; --count {path} would generate so many for each "
+                            "of --lines or --tokens")
         file_cases = line_cases.read(path)
         cases += file_cases[:args.limit] if args.limit else file_cases
     return cases + [case for lines in args.lines for case in _generate(args, lines)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import yaml
 from data.errors import UserError, first_line
 from trainer.reporting.rows import read_rows
 from trainer.run.directory import EARLIER_STAGES
+from trainer.run.results import evaluated, is_of_run
 
 CONFIG = "config.yaml"
 COUNTS = ("step", "tokens_seen", "compile_seconds")  # in rows of metrics, since the beginning of the run or of the stage
@@ -90,8 +92,10 @@ class Run:
 def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
     """Returns what a run's folder holds, with the evaluations in other folders.
 
+    Results of another model than the run's checkpoints are named in a warning where they lie in the run's folder.
+
     Raises:
-      UserError: it is no run, or a file in it cannot be read.
+      UserError: it is no run, a file in it cannot be read, or `evaluations` have results of another model.
     """
     stages = _stage_folders(folder)
     if not stages:
@@ -102,11 +106,24 @@ def read_run(folder: Path, evaluations: Sequence[Path] = ()) -> Run:
     # By where it really is, since --evaluations may name folders of the run.
     files = sorted({path.resolve(): path for root in (*evaluations, folder) for path in root.rglob("results.json")}.values())
     results = [evaluation for path in files if (evaluation := _evaluation(path))]
+    for evaluation in results:
+        _check_model(evaluation, folder)
     curves: dict[str, Any] = {}
     for root in (folder, *evaluations):
         for path in sorted(root.rglob("loss_by_position.json")):
             curves |= _json(path).get("curves", {})
     return Run(folder, _config(stages[-1] / CONFIG), _logs(stages), results, curves)
+
+
+def _check_model(evaluation: Evaluation, run: Path) -> None:
+    """Raises UserError for an evaluation outside of the run's folder that is of another model than its checkpoints, and
+    warns of one within it."""
+    if is_of_run(evaluation.about, run):
+        return
+    found = f"{evaluation.path}: is of {evaluated(evaluation.about)}, which is no checkpoint of {run}"
+    if not evaluation.path.resolve().is_relative_to(run.resolve()):
+        raise UserError(f"--evaluations: {found}; an evaluation of --checkpoint {run} would work")
+    print(f"warning: {found}; the report shows it all the same", file=sys.stderr)
 
 
 def _config(path: Path) -> dict[str, Any]:

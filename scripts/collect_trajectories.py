@@ -6,11 +6,12 @@ Of all episodes a tenth acts at random, a tenth by Ornstein-Uhlenbeck noise, and
 search (Mania et al., Simple random search of static linear policies is competitive for reinforcement learning, Algorithm 2),
 every one of them kept, so that returns spread from nothing to what a linear policy reaches. With --policy some of the three are
 collected, in the same proportion. Stopped at any moment, the same command goes on and ends with the same files; with a larger
-number of episodes it adds to them.
+number of episodes it adds to them. The last iteration of the search may be left unfinished by the number of episodes.
 """
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -41,7 +42,7 @@ from trainer import entry
 ALGORITHMS = {"random": "random", "ou": "ou_noise", "search": "augmented_random_search"}
 """Policy -> its name on the command line and in the folder of its episodes. Seeds depend on the order."""
 SHARES = {"random": 1, "ou": 1, "search": 8}
-"""Policy -> parts of all episodes."""
+"""Policy -> how many of each ten episodes are its own."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,10 +138,10 @@ class Collection:
         self.args, self.task = args, get_task(args.task)
         self.search_config = SearchConfig(paired=args.paired)
         policies = [policy for policy, name in ALGORITHMS.items() if name in args.policy]
-        self.counts = episode_counts(args.episodes, policies, self.search_config.episodes)
+        self.counts = episode_counts(args.episodes, policies)
         # Tasks of one body share its folder, but have algorithms' folders of their own.
         body = Path(args.output).expanduser() / self.task.domain
-        self.folders = {policy: body / f"{ALGORITHMS[policy]}_{self.task.task}" / "buffer" for policy in policies}
+        self.folders = {policy: body / f"{ALGORITHMS[policy]}_{self.task.task}" / "buffer" for policy in self.counts}
         for policy, folder in self.folders.items():
             folder.mkdir(parents=True, exist_ok=True)
             claim(folder.parent / "collected.json", self._description(policy))
@@ -170,7 +171,7 @@ class Collection:
 
     def collect_search(self, executor: Executor, on_episode: Callable[[int], object], on_iteration: Callable[[str], object],
                        ) -> None:
-        """Plays the iterations of the search that are missing.
+        """Plays the iterations of the search that are missing, and the beginning of the last one where it is not whole.
 
         Raises:
           UserError: an episode of an earlier iteration is missing, whose policy is no longer known.
@@ -179,15 +180,11 @@ class Collection:
         search = Search(self.search_config, (self.task.action_size, self.task.observation_size), self.args.seed,
                         folder.parent / "search.npz")
         _check_episodes(folder, search.iteration * size)
-        iterations = self.counts["search"] // size
-        on_episode(min(search.iteration, iterations) * size)
+        iterations, rest = divmod(self.counts["search"], size)
+        on_episode(min(search.iteration * size, self.counts["search"]))
         while search.iteration < iterations:
-            policies = [search.weights + sign * self.search_config.noise * direction
-                        for direction in search.directions() for sign in (1, -1)]
-            orders = [self.order("search", search.iteration * size + i, weights=weights, mean=search.mean, std=search.std)
-                      for i, weights in enumerate(policies)]
             results = []
-            for result in executor.map(collect, orders):
+            for result in executor.map(collect, self._search_orders(search)):
                 results.append(result)
                 on_episode(1)
             returns = np.array([result[0] for result in results])
@@ -195,20 +192,27 @@ class Collection:
             search.update(returns, [result[1:] for result in results])
             on_iteration(f"search {search.iteration} of {iterations}: returns {returns.min():.1f} to {returns.max():.1f}, "
                          f"mean {returns.mean():.1f}")
+        if search.iteration == iterations:
+            # Nothing is learned from a part of an iteration; with more episodes it is played again, and is the same.
+            for _ in executor.map(collect, self._search_orders(search)[:rest]):
+                on_episode(1)
+
+    def _search_orders(self, search: Search) -> list[Order]:
+        """Returns the orders of the search's next iteration: each direction, on both sides of the policy."""
+        policies = [search.weights + sign * self.search_config.noise * direction
+                    for direction in search.directions() for sign in (1, -1)]
+        first = search.iteration * self.search_config.episodes
+        return [self.order("search", first + index, weights=weights, mean=search.mean, std=search.std)
+                for index, weights in enumerate(policies)]
 
 
-def episode_counts(episodes: int, policies: Sequence[str], iteration: int) -> dict[str, int]:
-    """Returns about how many episodes each of the policies has, by their SHARES.
+def episode_counts(episodes: int, policies: Sequence[str]) -> dict[str, int]:
+    """Returns how many of the episodes each of the policies has; those that get none are left out.
 
-    Args:
-      iteration: episodes of an iteration of the search, whose number is rounded up to whole ones.
+    The policies take turns in the proportion of their SHARES, so that with more episodes none of them has fewer.
     """
-    parts = sum(SHARES[policy] for policy in policies)
-    counts = {policy: max(1, episodes * SHARES[policy] // parts) for policy in policies}
-    if "search" in counts:
-        rest = episodes - sum(count for policy, count in counts.items() if policy != "search")
-        counts["search"] = max(1, -(-rest // iteration)) * iteration
-    return counts
+    turns = [policy for policy in policies for _ in range(SHARES[policy])]
+    return dict(collections.Counter(turns[number % len(turns)] for number in range(episodes)))
 
 
 def run(args: argparse.Namespace) -> None:
@@ -309,7 +313,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                                      allow_abbrev=False)
     parser.add_argument("--task", required=True, help=f"out of {', '.join(TASKS)}")
     parser.add_argument("--output", required=True, help="folder, which gets {domain}/{algorithm}/buffer/*.npz")
-    parser.add_argument("--episodes", type=entry.at_least_one, default=400, help="about how many (default 400); with more than "
+    parser.add_argument("--episodes", type=entry.at_least_one, default=400, help="how many (default 400); with more than "
                         "before, the folder gets the others")
     parser.add_argument("--policy", nargs="+", choices=ALGORITHMS.values(), default=list(ALGORITHMS.values()),
                         help="(default: all, in the proportion 1 : 1 : 8)")

@@ -12,6 +12,7 @@ from trainer import model_source
         ("--output {file} --lines 2", "taken.txt: cannot be a folder for results (File exists)"),
         ("--output {file}/within --lines 2", "within: cannot be a folder for results (Not a directory)"),
         ("--output {folder}", "nothing to evaluate: give --cases FILE.jsonl, --lines 20 50 or --tokens 4096"),
+        ("--output {folder} --lines 2 --cases 4", "--cases: found 4, which is no file of cases; --count 4 would generate"),
         ("--output {folder} --lines 2 --rows 3 --fsdp 2", "--rows: 3 is no multiple of --fsdp 2; 4 would work"),
         ("--output {folder} --lines 2 --rows 0", "--rows: 0 is no multiple of --fsdp 1; 1 would work"),
         ("--output {folder} --lines 20 --keys short", "20 lines cannot be generated; short has keys for 1 to 8 lines"),

@@ -13,6 +13,9 @@ from eval.line_cases import LineCase
 from eval.line_report import write as write_lines
 from eval.page import number, ticks
 from eval.scoring import outcome, paired_interval
+from model.config import LlamaConfig
+from trainer.checkpoint.manifest import fingerprint
+from trainer.huggingface.card import model_card
 
 
 class Reader(html.parser.HTMLParser):
@@ -135,6 +138,37 @@ def test_an_evaluation_that_is_found_twice_is_shown_once(tmp_path, whole_run, mo
     monkeypatch.chdir(tmp_path)
     run = report.read_run(tmp_path / "a", [Path("a/ruler")])
     assert [run.folder_of(evaluation) for evaluation in run.evaluations] == ["ruler"]
+
+
+def test_evaluations_of_another_model_are_refused_or_named(tmp_path, whole_run, capsys):
+    """By --evaluations, or below the run's folder; those of its own checkpoints are known after the run has moved."""
+    run = shutil.copytree(whole_run, tmp_path / "b")
+    newest = max((run / "checkpoints").glob("[0-9]*"), key=lambda path: int(path.name))
+    about = {"own": {"checkpoint": "moved/since", "model": fingerprint(newest)},
+             "adapter": {"checkpoint": "base", "adapter": "moved/since", "model": f"{'0' * 32}+{fingerprint(newest)}"},
+             "removed": {"checkpoint": str(run / "checkpoints/5"), "model": "1" * 32},
+             "other": {"checkpoint": "runs/a", "model": "2" * 32}}
+    for name, facts in about.items():
+        for parent in (run, tmp_path / "elsewhere"):
+            evaluate(parent / name, 2)
+            path = parent / name / "results.json"
+            path.write_text(json.dumps(json.loads(path.read_text()) | {"about": facts}))
+    assert report.main([str(run)]) == 0
+    warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
+    assert warnings == [f"warning: {run}/other/results.json: is of runs/a, which is no checkpoint of {run}; the report "
+                        "shows it all the same"]
+    shutil.rmtree(run / "other")
+    outside = [str(tmp_path / "elsewhere" / name) for name in about]
+    assert report.main([str(run), "--evaluations", *outside[:3]]) == 0 and not capsys.readouterr().err
+    assert report.main([str(run), "--evaluations", *outside]) == 2
+    assert f"--evaluations: {outside[3]}/results.json: is of runs/a, which is no checkpoint of {run}; an evaluation of " in (
+        capsys.readouterr().err)
+    evaluate(run / "other", 1)
+    path = run / "other" / "results.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"about": about["other"]}))
+    card = model_card(newest, LlamaConfig.from_hf(newest / "assets"))
+    assert "4,096 tokens: 0.500" in card and "4,096 tokens: 0.250" not in card
+    assert f"warning: {path}: is of runs/a, not of {newest}; the card leaves it out" in capsys.readouterr().err
 
 
 def test_tokens_are_those_that_the_metrics_count(runs):

@@ -79,6 +79,17 @@ def test_a_larger_number_of_episodes_adds_to_a_folder(collected, tmp_path):
     assert about["episodes"] == {"random": 3} and about["task"] == TASK.name
 
 
+def test_as_many_episodes_are_collected_as_were_asked_for(collected, tmp_path):
+    """Also where they end within an iteration of the search, of 4 episodes here, which is finished when more are asked for."""
+    few = collected(tmp_path / "grown", "--episodes", "8")
+    assert len(few) == 1 + 1 + 6 + 1, "random, noise, search and its state"
+    grown = collected(tmp_path / "grown", "--episodes", "17")
+    assert sum("collected_" in name for name in grown) == 17 and few.items() - grown.items() <= {
+        (name, few[name]) for name in few if "search.npz" in name}
+    assert collected(tmp_path / "whole", "--episodes", "17") == grown
+    assert sum("collected_" in name for name in collected(tmp_path / "one", "--episodes", "1")) == 1
+
+
 def test_policies_that_are_collected_alone_are_the_same(collected, tmp_path):
     everything = collected(tmp_path / "all", "--episodes", "20")
     assert collected(tmp_path / "parts", "--episodes", "2", "--policy", "random").keys() == {
@@ -187,7 +198,7 @@ def test_killed_processes_are_noticed(repository, tmp_path):
     workers = list(players(process))
     assert len(workers) == 2
     busy = subprocess.run(process.args, cwd=repository, capture_output=True, text=True)
-    assert busy.returncode == 2 and f"another process collects {TASK.name} into it" in busy.stderr
+    assert busy.returncode == 75 and f"another process collects {TASK.name} into it" in busy.stderr
     process.kill()
     process.communicate()
     until(lambda: not any(Path(f"/proc/{worker}").exists() for worker in workers), 10)

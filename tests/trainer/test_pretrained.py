@@ -68,7 +68,7 @@ def run(recipe, hf_model, order):
 
     def told(training, metrics):
         order.append(f"metrics {training.step + 1}")
-        check(training, metrics)
+        return check(training, metrics)
 
     def compiled_for_nothing(builder):
         pytest.fail("there are no held-out data")

@@ -100,11 +100,12 @@ def test_sigterm_and_ctrl_c_save_the_running_step_and_the_next_start_goes_on_wit
     check, handlers = _Training._check_finite, [signal.getsignal(told) for _, told, _ in stops.values()]
 
     def told(training, metrics):  # while that step is counted
-        check(training, metrics)
+        is_finite = check(training, metrics)
         if training.step + 1 == step and training.step == small_run.steps_logged(run):
             with pytest.raises(UserError, match=f"{run}: process {os.getpid()} on .* is training there since "):
                 open_run(training.config)
             os.kill(os.getpid(), number)
+        return is_finite
 
     monkeypatch.setattr(_Training, "_check_finite", told)
     command = ["--config", str(small_recipe), "--run_dir", str(run)]

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 import typing
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +14,7 @@ import yaml
 from model.config import LlamaConfig
 from trainer.config.schema import RunConfig
 from trainer.reporting.rows import read_rows
+from trainer.run.results import evaluated, is_of_checkpoint
 
 from .folder import hub_name
 
@@ -116,6 +118,10 @@ def _results(checkpoint: Path) -> str:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError):
+            continue
+        about = content.get("about")
+        if isinstance(about, dict) and not is_of_checkpoint(about, checkpoint):
+            print(f"warning: {path}: is of {evaluated(about)}, not of {checkpoint}; the card leaves it out", file=sys.stderr)
             continue
         for row in content.get("within_trained_length", ()):
             lines.append(f"- line retrieval, {row['num_lines']} lines: {row['right']} of {row['cases']} right, 95% interval "

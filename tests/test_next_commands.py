@@ -1,0 +1,38 @@
+"""The line that ends a training names commands that exist, with flags that they take."""
+import shlex
+
+import pytest
+
+import train
+from eval import in_context, needle, report
+from scripts import export_hf
+from trainer.config.load import load
+
+
+def parsed(line):
+    """The module and the parsed flags of each command of the line."""
+    parsers = {"scripts.export_hf": export_hf.make_parser().parse_args, "eval.needle": needle.parse,
+               "eval.report": report.parse, "eval.in_context": in_context.parse}
+    commands = [shlex.split(command) for command in line.removeprefix("next: ").split("; ")]
+    assert all(command[:2] == ["python", "-m"] for command in commands)
+    return {module: parsers[module](flags) for _, _, module, *flags in commands}
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_run_on_text_is_exported_evaluated_and_reported(tmp_path, processes):
+    folder = tmp_path / "my run"
+    config = load(["--config", "configs/quickstart.yaml", "--run_dir", str(folder), "--mesh.data", "2", "--mesh.fsdp", "2",
+                   "--mesh.tensor", "1", "--mesh.sequence", "2"])
+    commands = parsed(train.next_commands(config, processes))
+    assert list(commands) == ["scripts.export_hf", "eval.needle", "eval.report"]
+    export, evaluation, page = commands.values()
+    assert (export.checkpoint, export.hf_dir, page.runs) == (str(folder), folder / "exported", [folder])
+    assert evaluation.checkpoint == str(folder) and evaluation.tokens == [config.data.context_length]
+    assert (evaluation.simulate, evaluation.rows, evaluation.fsdp, evaluation.tensor, evaluation.sequence) == (
+        (8, 4, 4, 1, 2) if processes == 1 else (0, 1, 1, 1, 1))
+
+
+def test_a_run_on_trajectories_is_played_and_reported(repository):
+    recipe = next(path for path in sorted((repository / "configs").rglob("*.yaml")) if "trajectories:" in path.read_text())
+    commands = parsed(train.next_commands(load(["--config", str(recipe)]), 1))
+    assert list(commands) == ["eval.in_context", "eval.report"]
