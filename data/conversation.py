@@ -8,6 +8,8 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 ROLES = ("system", "user", "assistant", "tool")
+# The chat template of recipes and sources that name none: the model's own.
+DEFAULT_TEMPLATE = "tokenizer"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from jaxtyping import Int32
 
 from data import hub, paths, shapes, tables
 from data.clean import CleanConfig, Cleaner, own_id
-from data.conversation import Conversation, Record, Text, Tokens
+from data.conversation import DEFAULT_TEMPLATE, Conversation, Record, Text, Tokens
 from data.errors import UserError
 from data.paths import File
 from data.printable import printable
@@ -73,7 +73,7 @@ class Source:
     format: str = "sharegpt"
     """`sharegpt` (records with `conversations` of from/value, or `messages` of role/content), `text` (a plain text file is
     one document; records have `text`, or `prompt` and `completion`) or `tokens` (a .npy file, or records with `tokens`)."""
-    template: str = "vicuna_v1.1"
+    template: str = DEFAULT_TEMPLATE
     """Name of the conversations' chat template, one of data.templates.NAMES."""
     weight: float = 1.0
     """How often each document is seen in an epoch, on average: with 0.5, each epoch sees another half of them."""

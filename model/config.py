@@ -349,6 +349,34 @@ class LlamaConfig:
         # The adapter is in no config.json; the local embedding went with rope_parameters, which hold both.
         return dataclasses.replace(moved, adapter=self.adapter, local_rope=self.local_rope)
 
+    @property
+    def trained_length(self) -> int | None:
+        """The tokens that positions are made for: the length that it was trained at, or as far as its scaling stretches that.
+
+        None for the rule `dynamic`, which stretches as far as a row is long.
+        """
+        if self.rope.rule == "dynamic":
+            return None
+        own = FAMILIES[self.family].trained_lengths.get(self.max_position_embeddings, self.max_position_embeddings)
+        return max(own, int((self.rope.original_max_position_embeddings or 0) * (self.rope.factor or 1)))
+
+    def extended(self, length: int) -> dict[str, Any]:
+        """Returns the POSITIONS that stretch this model to `length` tokens, as a recipe's model.overrides take them.
+
+        Positions that are not scaled are stretched by YaRN, by a whole factor; where they are scaled, the factor of their rule
+        grows. Empty where the length is reached, and for `longrope`, whose factors are fitted to one length.
+        """
+        trained = self.trained_length
+        if trained is None or length <= trained or self.rope.rule == "longrope":
+            return {}
+        scaling = {name: value for name, value in self.rope.to_hf().items() if name != "rope_theta"}
+        times = float(-(-length // trained))
+        if self.rope.rule == "default":
+            scaling = {"rope_type": "yarn", "factor": times, "original_max_position_embeddings": trained}
+        else:
+            scaling["factor"] = (self.rope.factor or 1.0) * times
+        return {"max_position_embeddings": length, "rope_scaling": scaling}
+
     def with_length(self, length: int) -> LlamaConfig:
         """Returns the model with `max_position_embeddings` raised to at least `length`; RoPE angles do not change.
 

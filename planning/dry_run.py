@@ -19,7 +19,7 @@ from trainer.config.schema import RunConfig
 from trainer.devices import GPU_MEMORY_SHARE
 from trainer.model_source import choose_model, for_templates
 from trainer.stages import stages_of
-from trainer.text import prepare_text
+from trainer.text import length_warning, longest_document, prepare_text
 from trainer.trajectories import trajectory_model
 
 from . import answer
@@ -95,6 +95,9 @@ def _describe_text(config: RunConfig) -> tuple[LlamaConfig, RunConfig]:
     print(f"data: {len(documents):,} documents of {int(documents.lengths.sum()):,} tokens, {_share(documents)} of them in "
           f"the loss; {len(prepared.held_out):,} documents held out")
     print(f"rows: {rows:,} of {data.context_length:,} tokens in an epoch, {loader.padding_share:.1%} padding")
+    longest = longest_document(prepared)
+    if warning := length_warning(source, config.model, longest):
+        print(f"warning: {warning}")
     print(f"steps: {train.steps:,} of {train.batch_size:,} rows: {seen:,} rows, {seen / rows:.2f} epochs, "
           f"{seen * data.context_length:,} tokens")
     return source.config.with_length(data.context_length), dataclasses.replace(config, train=train)

@@ -7,6 +7,8 @@ from typing import Any
 
 import yaml
 
+from data.conversation import DEFAULT_TEMPLATE
+from model.config import POSITIONS
 from trainer.config.schema import MESH_AXES, VERSION, MemoryConfig, RunConfig
 from trainer.devices import GPU_MEMORY_SHARE, TPUS
 
@@ -39,12 +41,18 @@ def launcher(job: Job, options: str) -> str:
     return f'eval "$(python -m trainer.xla_flags gpu)" && python train.py {options}'
 
 
-def recipe_of(job: Job, base: Mapping[str, Any], model_path: str | None) -> dict[str, Any]:
-    """Returns the job as a recipe.
+# What a written recipe trains with where the planned one says nothing: as the shipped recipes of pretrained models have it.
+LEARNING_RATE, ADAPTERS_LEARNING_RATE, WARMUP_FRACTION, EPOCHS = 1e-5, 1e-4, 0.03, 1
+
+
+def recipe_of(job: Job, base: Mapping[str, Any], model_path: str | None, template: str | None = None) -> dict[str, Any]:
+    """Returns the job as a recipe, in which what depends on data that are not known yet follows them: an epoch for the steps, a
+    share of these for the warm-up.
 
     Args:
       base: the recipe that was planned; {} if none was.
       model_path: the model's folder or hub name, to be written; None leaves it to the command line.
+      template: the chat template; None for the base's, or else the default one.
     """
     run, default = job.run, RunConfig()
     mesh = {axis: getattr(run.mesh, axis) for axis in MESH_AXES if getattr(run.mesh, axis) > 1}
@@ -56,11 +64,49 @@ def recipe_of(job: Job, base: Mapping[str, Any], model_path: str | None) -> dict
     recipe["mesh"] = mesh or {"sequence": 1}
     recipe["attention"] = {**base.get("attention", {}), "schedule": run.attention.schedule, "layout": run.attention.layout}
     recipe["memory"] = memory
-    recipe["data"] = {**base.get("data", {}), "context_length": job.context}
-    recipe["train"] = {"steps": default.train.steps, **base.get("train", {}), "batch_size": job.batch}
-    if model_path:
-        recipe["model"] = {**base.get("model", {}), "path": model_path}
-    return recipe
+    if "trajectories" in base:  # these are drawn without end, and their models begin from scratch
+        recipe["data"] = {**base.get("data", {}), "context_length": job.context}
+        recipe["train"] = {"steps": default.train.steps, **base.get("train", {}), "batch_size": job.batch}
+        return recipe
+    recipe["data"] = {"template": template or run.data.template, **base.get("data", {}), "context_length": job.context}
+    if template:
+        recipe["data"]["template"] = template
+    length = {} if {"steps", "epochs"} & base.get("train", {}).keys() else {"epochs": EPOCHS}
+    recipe["train"] = {**length, **base.get("train", {}), "batch_size": job.batch}
+    recipe["optimizer"] = _optimizer(job, base.get("optimizer", {}))
+    model = {**base.get("model", {}), **({"path": model_path} if model_path else {})}
+    from_scratch = names_model({"model": model}) and not model.get("path")
+    if not from_scratch and (positions := _positions(job, model.get("overrides", {}))):
+        model["overrides"] = {**model.get("overrides", {}), **positions}
+    return {**recipe, "model": model} if model else recipe
+
+
+def names_model(recipe: Mapping[str, Any]) -> bool:
+    """Returns whether a recipe says which model it trains, by its path or as a shape; else the command line has to."""
+    section = recipe.get("model", {})
+    return bool(section.get("path") or section.get("preset") or set(section.get("overrides", {})) - set(POSITIONS))
+
+
+def _positions(job: Job, overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the POSITIONS that a pretrained model needs for the job's context beside those that its recipe gives."""
+    if "rope_theta" in overrides:  # the recipe has seen to the length
+        return {}
+    own = {name: overrides[name] for name in POSITIONS if name in overrides}
+    return (job.model.with_positions(**own) if own else job.model).extended(job.context)
+
+
+def _optimizer(job: Job, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the section `optimizer` that a planned recipe has, with a rate and a warm-up where it gives none."""
+    rate = ADAPTERS_LEARNING_RATE if job.run.adapter.rank else LEARNING_RATE
+    warmup = {} if {"warmup_steps", "warmup_fraction"} & given.keys() else {"warmup_fraction": WARMUP_FRACTION}
+    return {"learning_rate": rate, **warmup, **given}
+
+
+def _template_lines(recipe: Mapping[str, Any]) -> list[str]:
+    """Returns the line of the head that explains the chat template `tokenizer`, if the recipe has it."""
+    if recipe.get("data", {}).get("template") != DEFAULT_TEMPLATE:
+        return []
+    return ["Template  the model's own; a base model has none: data.template vicuna_v1.1, chatml, ..., by docs/data.md"]
 
 
 def recipe_text(job: Job, recipe: Mapping[str, Any], path: str, model: str | None) -> str:
@@ -69,9 +115,7 @@ def recipe_text(job: Job, recipe: Mapping[str, Any], path: str, model: str | Non
     Args:
       path: of the recipe's file, for the commands; model: --model of the planning command, None where the recipe has it.
     """
-    section = recipe.get("model", {})
-    options = f"--config {path}" + ("" if section.get("path") or section.get("preset") or section.get("overrides")
-                                    else " --model.path HF_DIR")
+    options = f"--config {path}" + ("" if names_model(recipe) else " --model.path HF_DIR")
     data = recipe.get("data", {})
     options += "" if data.get("path") or data.get("sources") or "trajectories" in recipe else " --data.path FILE.json"
     memory, figures = estimate_memory(job), time_figures(job)
@@ -85,5 +129,5 @@ def recipe_text(job: Job, recipe: Mapping[str, Any], path: str, model: str | Non
             f"Check     python train.py {options} --dry-run {job.topology}{own}",
             f"Settings  {settings(job)}",
             f"Memory    {memory.low:.1f} to {memory.high:.1f}{usable} GiB of each device, estimated",
-            f"Time      {seconds}", f"Plan      {plan} --machine {job.topology}{own} --compile"]
+            f"Time      {seconds}", *_template_lines(recipe), f"Plan      {plan} --machine {job.topology}{own} --compile"]
     return "\n".join(f"# {line}".rstrip() for line in head) + "\n\n" + yaml.safe_dump(dict(recipe), sort_keys=False)

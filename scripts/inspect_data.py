@@ -109,10 +109,10 @@ def show(argv: list[str]) -> None:
     from trainer.config.load import load
     from trainer.model_source import choose_model, for_templates
     from trainer.stages import choose_stage
-    from trainer.text import prepare_text
+    from trainer.text import length_warning, longest_document, prepare_text
 
     config = choose_stage(load(["--config", args.config, *flags], own=vars(args)), args.stage)
-    _, tokenizer = for_templates(choose_model(config.model, weights=False), config.data)
+    source, tokenizer = for_templates(choose_model(config.model, weights=False), config.data)
     prepared = prepare_text(config, tokenizer)
     loader = Loader(prepared, config.data.context_length, config.train.batch_size, config.data.seed)
     console = printable.console(highlight=False, soft_wrap=True)
@@ -124,6 +124,8 @@ def show(argv: list[str]) -> None:
         console.print(row_text(loader.row(number), tokenizer, args.tokens, brackets))
     console.print(prepared.report.summary(), markup=False)
     console.print(describe(prepared.train, loader), markup=False)
+    if warning := length_warning(source, config.model, longest_document(prepared)):
+        console.print(f"warning: {warning}", markup=False)
     if len(prepared.held_out):
         console.print(f"held_out: {len(prepared.held_out):,} documents, {prepared.held_out.lengths.sum():,} tokens")
 

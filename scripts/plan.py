@@ -143,16 +143,15 @@ def run_job(job: Job, args: argparse.Namespace, suffix: str = "") -> int:
 
 def write(job: Job, args: argparse.Namespace) -> None:
     """Writes the job as a recipe, and checks that train.py would take it."""
-    from planning.recipe import recipe_of, recipe_text
+    from planning.recipe import names_model, recipe_of, recipe_text
     from trainer.config.load import load
 
     base = parse(Path(args.config).read_text(encoding="utf-8"), args.config) if args.config else {}
     named = args.model if args.model and "/" in args.model else None
-    recipe = recipe_of(job, base, named)
+    recipe = recipe_of(job, base, named, args.template)
     check_own(args.write, b"python -m scripts.plan")
     Path(args.write).write_text(recipe_text(job, recipe, args.write, args.model), encoding="utf-8")
-    section, data = recipe.get("model", {}), recipe.get("data", {})
-    words = [] if section.get("path") or section.get("preset") or section.get("overrides") else ["--model.path", "any"]
+    data, words = recipe.get("data", {}), [] if names_model(recipe) else ["--model.path", "any"]
     words += [] if data.get("path") or data.get("sources") or "trajectories" in recipe else ["--data.path", "any"]
     load(["--config", args.write, *words])
     print(f"wrote {args.write}, whose head has the commands", "", sep="\n")

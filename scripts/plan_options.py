@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from data.templates.built_in import NAMES
 from model.memory.options import MemoryConfig
 from planning.machines import EXAMPLES, gpu_gib, is_gpu, topology_of
 from planning.memory_options import MEMORY_OPTIONS
@@ -57,6 +58,8 @@ def parser() -> entry.CommandParser:
     options.add_argument("--price-per-device-hour", type=float, help="adds money")
     options.add_argument("--compile", action="store_true", help="also let the machine's compiler say what the step takes")
     options.add_argument("--write", metavar="RECIPE.yaml", help="write the plan as a recipe, with the launcher's command")
+    options.add_argument("--template", choices=NAMES, help="the chat template of that recipe (default: its own, or tokenizer, "
+                         "which is the model's)")
     options.add_argument("--output", help="also write what is printed to this JSON file, with --compile the compiler's plan; "
                          "with --search --compile to this folder, with a picture")
     return options

@@ -23,8 +23,9 @@ from .streaming import in_host_memory
 def learning_rate(config: OptimizerConfig, steps: int, step: Int[Array, ""]) -> Float[Array, ""]:
     """Returns the learning rate of step `step` (from 0) of `steps`: linear warm-up, which does not begin at 0, then the decay
     that the schedule names."""
-    warmup = jnp.minimum((step + 1) / max(config.warmup_steps, 1), 1.0)
-    first = steps - config.decay_steps(steps) if config.schedule == "wsd" else config.warmup_steps
+    rising = config.first_steps(steps)
+    warmup = jnp.minimum((step + 1) / max(rising, 1), 1.0)
+    first = steps - config.decay_steps(steps) if config.schedule == "wsd" else rising
     progress = jnp.clip((step + 1 - first) / max(steps - first, 1), 0.0, 1.0)
     if config.schedule == "constant":
         remaining = jnp.ones_like(progress)

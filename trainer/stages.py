@@ -64,7 +64,8 @@ def _staged(config: RunConfig, index: int, mesh: MeshConfig, previous: RunConfig
                                   accumulation=stage.accumulation or train.accumulation),
         optimizer=dataclasses.replace(
             optimizer, learning_rate=stage.learning_rate or optimizer.learning_rate,
-            warmup_steps=optimizer.warmup_steps if stage.warmup_steps is None else stage.warmup_steps),
+            warmup_steps=optimizer.warmup_steps if stage.warmup_steps is None else stage.warmup_steps,
+            warmup_fraction=optimizer.warmup_fraction if stage.warmup_steps is None else 0.0),
         run_dir=str(config.folder if last else config.folder / EARLIER_STAGES / str(index + 1)))
 
 
@@ -83,7 +84,9 @@ def choose_stage(config: RunConfig, number: int | None = None) -> RunConfig:
         raise UserError(f"--stage: found {number}; the recipe has {len(stages)}, counted from 1")
     if config.stages:
         _announce(stages, (number or len(stages)) - 1)
-    return dataclasses.replace(stages[(number or len(stages)) - 1], model=config.model)
+    stage = stages[(number or len(stages)) - 1]
+    overrides = {**config.model.overrides, **stage.model.overrides}
+    return dataclasses.replace(stage, model=dataclasses.replace(config.model, overrides=overrides))
 
 
 def train_stages(config: RunConfig, train: Callable[[RunConfig, bool], Path]) -> Path:

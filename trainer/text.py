@@ -4,6 +4,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,7 +31,7 @@ from model.loss import LossSums
 
 from .build import build_llama
 from .config import load as configuration
-from .config.schema import RunConfig, SourceConfig
+from .config.schema import ModelConfig, RunConfig, SourceConfig
 from .huggingface import peft
 from .mesh import batch_sharding, local_order, local_part, place_batch
 from .model_source import ModelSource, chat_templates, choose_model, for_templates
@@ -72,6 +73,28 @@ def prepare_text(config: RunConfig, tokenizer: Tokenizer, progress: bool = True,
     return prepare(sources, tokenizer, data.context_length, data.prepared, held_out_sources=held_out, clean=data.clean,
                    train_on=data.train_on, held_out_fraction=0.0 if held_out else data.held_out_fraction,
                    progress=progress and sys.stderr.isatty(), key=key)
+
+
+def longest_document(prepared: Prepared) -> int:
+    """Returns the number of tokens of the longest document that is trained on."""
+    return int(max(prepared.train.lengths, default=0))
+
+
+def length_warning(source: ModelSource, model: ModelConfig, longest: int) -> str | None:
+    """Returns a warning where documents are longer than what a pretrained model was trained for; None where they are not.
+
+    None also where the recipe chooses its own rope_theta: then it has seen to the length.
+
+    Args:
+      source: the model with the recipe's positions; model: the recipe's section.
+      longest: tokens of the longest document.
+    """
+    trained = source.config.trained_length
+    if source.kind == "scratch" or "rope_theta" in model.overrides or trained is None or longest <= trained:
+        return None
+    example = source.config.extended(longest)
+    such_as = f", such as --model.overrides '{json.dumps(example)}'" if example else ""
+    return f"documents up to {longest:,} tokens, trained for {trained:,}: set rope_scaling{such_as}"
 
 
 def source_names(config: RunConfig) -> tuple[str, ...]:
@@ -137,14 +160,13 @@ class TextObjective(Objective):
             if self.config.adapter.dropout is None:
                 adapter = dataclasses.replace(self.config.adapter, dropout=source.adapter.config.dropout)
                 self.config = dataclasses.replace(self.config, adapter=adapter)
-        # Exports and evaluation take the trained length for the length that the model can use.
-        self.source = dataclasses.replace(source, config=source.config.with_length(data.context_length))
+        self.source = source
         if self.tokenizer.vocab_size > self.source.config.vocab_size:
             more = ("data.add_control_tokens true, which adds rows," if self.config.model.path else
                     f"model.overrides.vocab_size {self.tokenizer.vocab_size}")
             raise UserError(f"model.tokenizer: has ids up to {self.tokenizer.vocab_size - 1}, but the model has "
                             f"{self.source.config.vocab_size} rows of vocabulary; another tokenizer or {more} would work")
-        self.model = build_llama(self.config, self.source.config, self.mesh)
+        self.model = build_llama(self.config, self.source.config.with_length(data.context_length), self.mesh)
         self.origin = self.source.fingerprint
 
     def _open_data(self) -> None:
@@ -153,6 +175,9 @@ class TextObjective(Objective):
         self.prepared = first_then_others(lambda key: prepare(key=key), lambda prepared: prepared.folder.name)
         if jax.process_index() == 0:
             self._report_data()
+        # Exports take the longest document for the length that the model can use: longer rows hold several.
+        longest = longest_document(self.prepared)
+        self.source = dataclasses.replace(self.source, config=self.source.config.with_length(longest))
         load = functools.partial(Loader, self.prepared, data.context_length, rows, data.seed,
                                  with_sources=bool(self.sources))
         self.loader = load()
@@ -167,10 +192,13 @@ class TextObjective(Objective):
         self._local: _ReadPart = {"rows": self.part.rows.tolist(), "indices": indices}
 
     def _report_data(self) -> None:
-        """Prints what became of the records, at the run's first start alone, and a warning if none of them was held out."""
+        """Prints what became of the records, at the run's first start alone, and warnings: of documents beyond the length that
+        the model was trained for, and if none was held out."""
         data = self.config.data
         if not RunDirectory(self.config.folder).config.exists():
             print(self.prepared.report.summary(), flush=True)
+        if warning := length_warning(self.source, self.config.model, longest_document(self.prepared)):
+            print(f"warning: {warning}", file=sys.stderr, flush=True)
         if not len(self.prepared.held_out) and (data.held_out_path or data.held_out_fraction):
             wanted = (f"data.held_out_path {data.held_out_path} has no document to measure on" if data.held_out_path else
                       f"data.held_out_fraction {data.held_out_fraction:g} of {len(self.prepared.train):,} documents is none")

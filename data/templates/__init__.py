@@ -43,7 +43,8 @@ def jinja_template(template: str, tokenizer: Tokenizer) -> str:
     """
     if template == "tokenizer":
         if not tokenizer.chat_template:
-            raise UserError(f"{_FIELD}: found 'tokenizer', and this tokenizer has no chat template; vicuna_v1.1 would work")
+            raise UserError(f"{_FIELD}: found 'tokenizer' (the default: the model's own), and this tokenizer has no chat "
+                            f"template; choose one, such as --data.template vicuna_v1.1: {', '.join(BUILT_IN)} would work")
         return tokenizer.chat_template
     if template not in BUILT_IN:
         raise UserError(f"{_FIELD}: found {template!r}; {nearest(template, NAMES)}{', '.join(NAMES)} would work")

@@ -67,6 +67,7 @@ class Family:
       theta: RoPE's base where config.json leaves it out.
       constants: what a written config.json has besides.
       fused: tensors of the files that hold the weights of several projections, one below the other: module -> projections.
+      trained_lengths: max_position_embeddings of published models -> the length that they were trained at, where it is less.
       presets: published sizes: fields of LlamaConfig, and `rope`, a mapping of RopeConfig's.
     """
 
@@ -78,6 +79,7 @@ class Family:
     theta: float = 10000.0
     constants: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
+    trained_lengths: Mapping[int, int] = dataclasses.field(default_factory=dict)
     presets: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     @property

@@ -20,6 +20,7 @@ QWEN3 = WindowedFamily(
               "bos_token_id": None, "eos_token_id": None},
     takes=("attention_bias",),
     constants={"use_sliding_window": False},
+    trained_lengths={40960: 32768},  # the rest is for the answer
     presets={
         "qwen3-0.6b": _sizes(1024, 3072, 28, 16, tie_word_embeddings=True),
         "qwen3-1.7b": _sizes(2048, 6144, 28, 16, tie_word_embeddings=True),

@@ -245,7 +245,7 @@ def test_lacking_control_tokens_are_refused_or_added(tmp_path, folder):
 @pytest.mark.parametrize(("template", "words"), [
     ("vicuna", r"found 'vicuna'; did you mean vicuna_v1\.1\? vicuna_v1\.1, koala, .*, tokenizer would work$"),
     ("?", r"found '\?'; vicuna_v1\.1, koala, .*, tokenizer would work$"),
-    ("tokenizer", "found 'tokenizer', and this tokenizer has no chat template; vicuna_v1.1 would work$"),
+    ("tokenizer", r"found 'tokenizer' \(the default: the model's own\), .* no chat template; choose one, such as --data"),
     ("koala", "found 'koala', which writes EOS, and the tokenizer names no eos_token; one that is named .* would work$"),
 ])
 def test_a_template_that_cannot_be_used_is_told_with_its_field(tmp_path, template, words):

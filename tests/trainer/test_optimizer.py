@@ -51,6 +51,16 @@ def test_what_is_stable_is_the_same_in_a_longer_run(schedule, stable):
     assert all(same[:max(stable - WARMUP, 0)]) and (schedule == "constant" or not any(same[max(stable - WARMUP, 0):]))
 
 
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
+def test_a_share_of_the_steps_warms_up_as_its_steps_do(schedule):
+    config = OptimizerConfig(learning_rate=PEAK, warmup_fraction=WARMUP / STEPS, schedule=schedule)
+    shared = [float(learning_rate(config, STEPS, jnp.int32(step))) for step in range(STEPS)]
+    np.testing.assert_array_equal(shared, rates(schedule))
+    assert config.stable_steps(STEPS) == 0, "of a longer run the warm-up is longer"
+    with pytest.raises(ValueError, match=r"optimizer\.warmup_fraction: found 0\.1, needs to be left out with .*warmup_steps"):
+        OptimizerConfig(warmup_fraction=0.1, warmup_steps=1)
+
+
 def trained(config, mesh):
     """The parameters after three steps with gradients of a fixed seed, and the state's leaves as the mesh holds them."""
     random = np.random.default_rng(0)

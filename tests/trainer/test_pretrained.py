@@ -10,6 +10,7 @@ import transformers
 import yaml
 
 import train
+from data.prepared import INDEX
 from model.llama import Llama
 from scripts import export_hf
 from trainer.checkpoint import manifest
@@ -33,7 +34,8 @@ def recipe(small_recipe, tmp_path_factory):
     folder = tmp_path_factory.mktemp("pretrained")
     written = yaml.safe_load(small_recipe.read_text(encoding="utf-8"))
     written["model"] = {"compute_dtype": "float32", "overrides": {"rope_theta": THETA}}
-    written["data"] |= {"held_out_path": None, "held_out_fraction": 0.0, "context_length": LENGTH}
+    written["data"] |= {"held_out_path": None, "held_out_fraction": 0.0, "context_length": LENGTH,
+                        "prepared": str(folder / "prepared")}
     written |= {"mesh": {"data": 8, "simulate": 8}, "attention": {"kernel": "reference"}}
     written["train"] = {"steps": STEPS, "batch_size": 8}
     path = folder / "recipe.yaml"
@@ -97,8 +99,16 @@ def test_saves_need_nothing_of_a_model_that_has_vanished_since_the_start(run, hf
 def test_export_and_evaluation_see_the_trained_length_and_the_new_base(run, tmp_path):
     assert export_hf.main([str(run), str(tmp_path / "hf")]) == 0
     exported = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
-    assert exported.max_position_embeddings == LENGTH > OWN_LENGTH and exported.rope_parameters["rope_theta"] == THETA
-    assert open_model(str(run)).config.max_position_embeddings == LENGTH
+    longest = longest_document(run)
+    assert LENGTH > exported.max_position_embeddings == longest > OWN_LENGTH, "no length that no document had"
+    assert exported.rope_parameters["rope_theta"] == THETA and open_model(str(run)).config.max_position_embeddings == longest
+
+
+def longest_document(run):
+    """The tokens of the run's longest document, by the arrays that lie in its prepared folder."""
+    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    index, = pathlib.Path(config["data"]["prepared"]).glob("*/" + INDEX)
+    return int(np.load(index)["length"].max())
 
 
 @pytest.mark.parametrize("name", ["", f"checkpoints/{STEPS}"], ids=["a run", "a checkpoint"])

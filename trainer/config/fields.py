@@ -56,6 +56,7 @@ _ELSEWHERE = {
     "optimizer.learning_rate": ("lr", "peak_lr", "max_lr"),
     "optimizer.name": ("optim", "optimizer_type"),
     "optimizer.schedule": ("lr_scheduler_type", "lr_schedule", "scheduler", "lr_decay_style"),
+    "optimizer.warmup_fraction": ("warmup_ratio", "lr_warmup_fraction", "warmup_steps_fraction"),
     "optimizer.warmup_steps": ("warmup", "num_warmup_steps", "warmup_iters", "lr_warmup"),
     "run_dir": ("output_dir", "save_dir", "out_dir", "base_output_directory", "logdir"),
     "train.accumulation": ("gradient_accumulation_steps", "grad_accum", "gradient_accumulation", "accumulate_grad_batches"),

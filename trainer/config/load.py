@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from data.errors import UserError
+from data.printable import printable
 from model.attention.choice import LIMITS
 from model.config import POSITIONS
 
@@ -42,6 +43,7 @@ def load(argv: list[str] | None = None, own: Iterable[str] = ()) -> RunConfig:
     _refuse_without_effect({flag.name for flag in words.flags}, config)
     if not config.name:
         config = dataclasses.replace(config, name=pathlib.Path(words.recipe).stem)
+    config = _as_begun(config, recipe, {flag.name for flag in words.flags})
     return check(config, f"{words.recipe} with the command line" if words.flags else words.recipe)
 
 
@@ -118,6 +120,41 @@ def _with_one_source(config: RunConfig) -> RunConfig:
     source, = config.data.sources or (SourceConfig(path=""),)
     sources = (dataclasses.replace(source, path=config.data.path),)
     return dataclasses.replace(config, data=dataclasses.replace(config.data, path=None, sources=sources))
+
+
+# Fields whose defaults have changed; a run that began before goes on with the values that its folder holds.
+CHANGED_DEFAULTS = ("data.template",)
+
+
+def _as_begun(config: RunConfig, recipe: Mapping[str, Any], flags: set[str]) -> RunConfig:
+    """The configuration, of a run that has begun, with the values that it began with in those of CHANGED_DEFAULTS that neither
+    the recipe nor a flag gives; says so on standard error."""
+    stored = _begun(config.folder)
+    for field in CHANGED_DEFAULTS:
+        section, name = field.split(".")
+        values, default = stored.get(section), getattr(getattr(config, section), name)
+        if field in flags or name in recipe.get(section, {}) or not isinstance(values, dict):
+            continue
+        value = values.get(name, default)
+        if value != default and isinstance(value, type(default)):
+            print(f"{config.folder}: goes on with {field} {printable(str(value))}, as it began; the default is now {default}",
+                  file=sys.stderr, flush=True)
+            config = dataclasses.replace(config, **{
+                section: dataclasses.replace(getattr(config, section), **{name: value})})
+    return config
+
+
+def _begun(folder: pathlib.Path) -> dict[str, Any]:
+    """The configuration that a run's folder holds, of one with stages that of its first; empty where none can be read, which
+    opening the run reports."""
+    for path in (folder / "stages" / "1" / "config.yaml", folder / "config.yaml"):
+        try:
+            written = parse(path.read_text(encoding="utf-8"), str(path))
+        except (OSError, ValueError, UserError):
+            continue
+        if isinstance(written, dict):
+            return written
+    return {}
 
 
 def _refuse_without_effect(flags: set[str], config: RunConfig) -> None:

@@ -12,6 +12,7 @@ import re
 from typing import Any, Literal
 
 from data.clean import CleanConfig
+from data.conversation import DEFAULT_TEMPLATE
 from data.tokenizer import TEMPLATE_DATE
 from data.trajectories.options import TrajectoryConfig
 from model.adapter import AdapterConfig
@@ -99,8 +100,9 @@ class DataConfig:
     path: str | None = None
     """One source, shorthand for a list of one; on the command line it replaces the recipe's sources, of a single one the path
     alone."""
-    template: str = "vicuna_v1.1"
-    """Chat template: vicuna_v1.1, koala, llama-2, llama-3, chatml, alpaca, plain, or tokenizer for the tokenizer's own."""
+    template: str = DEFAULT_TEMPLATE
+    """Chat template: tokenizer for the model's own, or vicuna_v1.1, koala, llama-2, llama-3, chatml, alpaca, plain. A base
+    model has none of its own, so that one of the others is to be chosen."""
     add_control_tokens: bool = False
     """Add the control tokens that the templates need and the tokenizer lacks, each with a new row of the embedding."""
     text_tokens: tuple[str, ...] = ()
@@ -243,6 +245,8 @@ class OptimizerConfig:
     for the last steps (warm-up, stable, decay). A run of the last two can be made longer."""
     warmup_steps: int = 0
     """Steps over which the learning rate rises linearly to its peak."""
+    warmup_fraction: float = 0.0
+    """Share of the steps over which it rises, such as 0.03, in place of warmup_steps."""
     final_fraction: float = 0.1
     """Learning rate at the last step, as a share of the peak; a constant one stays at the peak."""
     decay_fraction: float = 0.2
@@ -267,7 +271,9 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         _require_at_least(self, "optimizer", 0, "warmup_steps", "weight_decay", "clip_norm")
         require(0 < self.learning_rate < math.inf, "optimizer.learning_rate", self.learning_rate, "a positive number")
-        for name in ("final_fraction", "decay_fraction"):
+        require(not (self.warmup_steps and self.warmup_fraction), "optimizer.warmup_fraction", self.warmup_fraction,
+                "to be left out with optimizer.warmup_steps; keep one of them")
+        for name in ("final_fraction", "decay_fraction", "warmup_fraction"):
             require(0 <= getattr(self, name) <= 1, f"optimizer.{name}", getattr(self, name), "a share between 0 and 1")
         require(0 <= self.average_decay < 1, "optimizer.average_decay", self.average_decay, "a number from 0 to below 1")
         require(self.epsilon > 0, "optimizer.epsilon", self.epsilon, "a positive number")
@@ -279,9 +285,15 @@ class OptimizerConfig:
 
     def stable_steps(self, steps: int) -> int:
         """Returns the number of first steps whose learning rate would be the same in a longer run than one of `steps`."""
+        if self.warmup_fraction:  # of a longer run the warm-up is longer
+            return 0
         if self.schedule == "constant":
             return steps
         return steps - self.decay_steps(steps) if self.schedule == "wsd" else 0
+
+    def first_steps(self, steps: int) -> int:
+        """Returns the number of first steps in which the learning rate rises, of `steps`."""
+        return math.ceil(self.warmup_fraction * steps) if self.warmup_fraction else self.warmup_steps
 
     def decay_steps(self, steps: int) -> int:
         """Returns the number of last steps in which the schedule wsd decays, of `steps`."""

@@ -407,3 +407,21 @@ def test_an_alias_is_its_value(tmp_path):
     assert parse("a: &a [1, 2]\nb: *a\nc: {<<: &m {x: 1}, y: 2}\nd: *m", "x") == {
         "a": [1, 2], "b": [1, 2], "c": {"x": 1, "y": 2}, "d": {"x": 1}}
     assert parse("", "x") is None
+
+
+def test_a_run_that_began_with_another_default_template_goes_on_with_it(tmp_path, capsys):
+    recipe, run = write(tmp_path), tmp_path / "run"
+    begun = load(["--config", recipe, "--run_dir", str(run), "--data.template", "vicuna_v1.1"])
+    fresh = load(["--config", recipe, "--run_dir", str(run)])
+    assert fresh.data.template == "tokenizer" and not capsys.readouterr().err
+    run.mkdir()
+    (run / "config.yaml").write_text(dump(begun), encoding="utf-8")
+    assert load(["--config", recipe, "--run_dir", str(run)]) == begun
+    assert "goes on with data.template vicuna_v1.1, as it began; the default is now tokenizer" in capsys.readouterr().err
+    # What is given is not replaced, here nor in the recipe: another run is then refused by its folder.
+    assert load(["--config", recipe, "--run_dir", str(run), "--data.template", "tokenizer"]).data.template == "tokenizer"
+    given = write(tmp_path, {"data": {"template": "koala"}})
+    assert load(["--config", given, "--run_dir", str(run)]).data.template == "koala"
+    assert load(["--config", str(run / "config.yaml")]).data.template == "vicuna_v1.1"
+    (run / "config.yaml").write_text("{", encoding="utf-8")
+    assert load(["--config", write(tmp_path), "--run_dir", str(run)]).data.template == "tokenizer"
