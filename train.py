@@ -83,6 +83,10 @@ def main(argv: list[str] | None = None) -> int:
         from trainer.loop import train
         from trainer.stages import stages_of, train_stages
         config = configuration.load(words, own=["dry-run", "no-download"])
+        if config.evaluations:
+            from eval.live import with_tests
+
+            config = with_tests(config)
         if machine is not None:
             from planning.dry_run import dry_run
 

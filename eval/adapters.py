@@ -2,18 +2,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, get_args
 
-from data.errors import UserError
-from model.adapter import AdapterConfig, Quantization
+from model.adapter import Quantization
 from trainer.entry import NoDownload
-
-if TYPE_CHECKING:
-    from trainer.model_source import ModelSource
 
 
 def add_flags(parser: argparse.ArgumentParser, several: bool) -> None:
@@ -35,17 +30,3 @@ def each_adapter(evaluate: Callable[[argparse.Namespace], Any], args: argparse.N
         names.append(next(candidate for candidate in numbered if candidate not in names))
         output = args.output if len(given) == 1 else str(Path(args.output) / names[-1])
         evaluate(argparse.Namespace(**{**vars(args), "adapter": adapter, "output": output}))
-
-
-def beside(source: ModelSource, args: argparse.Namespace) -> AdapterConfig:
-    """Returns a model's adapter, with the base quantized as the command line says; one of rank 0 for a whole model.
-
-    Raises:
-      UserError: --quantize, without an adapter.
-    """
-    if source.adapter is not None:
-        return dataclasses.replace(source.adapter.config, quantize=args.quantize or source.adapter.config.quantize)
-    if args.quantize:
-        raise UserError(f"--quantize: found {args.quantize}; {args.checkpoint} is a whole model, and only the base of an "
-                        "adapter can be quantized; --adapter names one")
-    return AdapterConfig()

@@ -9,6 +9,7 @@ template the turns are plain text. Writes results.json, cases.jsonl and corefere
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import string
 from collections.abc import Callable, Sequence
 
@@ -18,6 +19,7 @@ from data.conversation import Message
 from data.paths import results_folder
 from data.synthetic.words import ADJECTIVES, NOUNS
 from eval import adapters, runner, suite
+from eval.live_test import Count, LiveTest
 from trainer import entry
 
 FORMS = ("poem", "riddle", "letter", "story", "speech", "song", "recipe", "prayer")
@@ -78,6 +80,15 @@ def _reply(rng: np.random.Generator, about: str) -> str:
         return f"the {first} {about} and the {second} {rng.choice(NOUNS)}"
 
     return ",\n".join(line() for _ in range(4)) + "."
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveCoreference(LiveTest):
+    """Multi-round co-reference, during training."""
+
+    def cases(self, count: Count, lengths: Sequence[int]) -> list[suite.Case]:
+        """Returns the cases of these lengths."""
+        return make_cases(count, lengths, each=self.count)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -10,13 +10,17 @@ line_depth.png into --output.
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 from data.errors import UserError
 from data.paths import results_folder
 from eval import adapters, line_cases, line_report, runner, scoring, suite
+from eval.live_test import Count, LiveTest
 from trainer import entry
+from trainer.config.schema import require
 
 MOST_TOKENS = 1_100_000  # in a generated case
 
@@ -99,6 +103,36 @@ def cases_that_fill(tokens: int, args: argparse.Namespace, respondent: runner.Re
         lines -= max(1, lines * (longest - tokens) // longest)
     raise UserError(f"--tokens: a case of one line takes {first_length(1)} tokens with its answer, found {tokens}; more "
                     "would work")
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveLines(LiveTest):
+    """Line retrieval, during training."""
+
+    like: str | None = None
+    """Case file whose wording lines take; our own wording unless given."""
+    max_new_tokens: int = 32
+    """Tokens of an answer."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.max_new_tokens >= 1, "evaluations.max_new_tokens", self.max_new_tokens, "at least 1")
+
+    def cases(self, count: Count, lengths: Sequence[int]) -> list[suite.Case]:
+        """Returns the cases of these lengths."""
+        wording = line_cases.wording_like(self.like) if self.like else None
+        # All cases of a number of lines are generated together, so that the lines in question are evenly spread.
+        together = functools.lru_cache(maxsize=2)(lambda lines: line_cases.generate(lines, self.count, wording=wording))
+        cases = []
+        for tokens in lengths:
+            def make(lines: int, sample: int | None = None, tokens=tokens) -> suite.Case:
+                # The one that the number of lines is fitted with is generated alone, which is quicker.
+                case = line_cases.generate(lines, 1, wording=wording)[0] if sample is None else together(lines)[sample]
+                prompt = runner.Prompt(case.prompt, self.max_new_tokens)
+                return suite.Case("lines", prompt, (str(case.expected_number),), tokens, scoring="integer")
+
+            cases += suite.cases_of(make, tokens, count, self.count, line_cases.MOST_LINES)
+        return cases
 
 
 def evaluate(args: argparse.Namespace) -> list[scoring.Score]:

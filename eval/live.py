@@ -1,15 +1,16 @@
 """Tests of long contexts and answers to prompts during training: the loop hands over its parameters every so many steps."""
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+import dataclasses
 from typing import TYPE_CHECKING, cast
 
 import jax
 
 from data.errors import UserError
-from eval import coreference, line_cases, needle, ruler, runner, suite
-from trainer.config.schema import LiveEvaluationConfig, RunConfig
+from eval import coreference, line_retrieval, needle, ruler, runner, suite
+from eval.live_test import LiveTest
+from trainer.config.parsing import section
+from trainer.config.schema import RunConfig
 from trainer.evaluation import Evaluation
 from trainer.model_source import chat_templates
 from trainer.objective import Objective, Params
@@ -36,29 +37,56 @@ def _answers(respondent: runner.Respondent, params: Params, prompts: list[runner
     return respondent.answer(jax.device_put(params, dict(respondent.model.shardings)), prompts)
 
 
+TESTS: dict[str, type[LiveTest]] = {
+    "lines": line_retrieval.LiveLines,
+    "needle": needle.LiveNeedles,
+    "ruler": ruler.LiveRuler,
+    "coreference": coreference.LiveCoreference,
+}
+"""The name of a test in recipes -> its section, which makes the cases."""
+
+
+def tests_of(config: RunConfig) -> list[LiveTest]:
+    """Returns the entries of the recipe's list `evaluations`, each as the section of its test.
+
+    Raises:
+      UserError: an unknown test or field, or a value that the field does not take.
+    """
+    tests = []
+    for index, entry in enumerate(config.evaluations):
+        field = f"evaluations[{index}]"
+        if "test" not in entry:
+            raise UserError(f"{field}.test: missing; one of {', '.join(TESTS)} would work")
+        if entry["test"] not in TESTS:
+            raise UserError(f"{field}.test: found {entry['test']}, expects one of {', '.join(TESTS)}")
+        tests.append(section(TESTS[entry["test"]], entry, field))
+    return tests
+
+
+def with_tests(config: RunConfig) -> RunConfig:
+    """Returns the configuration with every default of its evaluations filled in; errors as in `tests_of`."""
+    return dataclasses.replace(config, evaluations=tuple(dataclasses.asdict(test) for test in tests_of(config)))
+
+
 class LiveEvaluation:
     """An `Evaluation` of the trainer that asks questions. It returns mean scores by NAME/TASK/TOKENS, for needles by
     NAME/TASK/TOKENS/DEPTH."""
 
-    def __init__(self, config: LiveEvaluationConfig, run: RunConfig) -> None:
+    def __init__(self, test: LiveTest, run: RunConfig) -> None:
         """Takes an entry of the recipe's list `evaluations`.
 
         Raises:
-          UserError: the run trains on no text, or a task is unknown.
+          UserError: the run trains on no text.
         """
         if run.trajectories.path:
             raise UserError("evaluations: found some in a run on trajectories, which answers no questions; leave them out")
-        if unknown := sorted(set(config.tasks) - set(ruler.TASKS)):
-            raise UserError(f"evaluations.tasks: found {unknown[0]!r}; RULER's tasks are {', '.join(ruler.TASKS)}")
-        self.config, self.run_config = config, run
-        self.name, self.every = config.file, config.every
+        self.test, self.run_config = test, run
+        self.name, self.every = test.name or test.test, test.every
 
     def prepare(self, objective: Objective, builder: StepBuilder) -> None:
         """Makes the cases; programs are compiled by the first measurement."""
-        config = self.config
-        self.respondent = _respondent(self.run_config, objective, config.rows, config.chunk)
-        lengths = list(config.tokens or (self.run_config.data.context_length,))
-        self.cases = _CASES[config.test](self.respondent.length, config, lengths)
+        self.respondent = _respondent(self.run_config, objective, self.test.rows, self.test.chunk)
+        self.cases = self.test.cases(self.respondent.length, self.test.tokens or (self.run_config.data.context_length,))
 
     def run(self, params: Params, step: int) -> dict[str, float]:
         """Answers all questions with these parameters."""
@@ -94,34 +122,7 @@ class Samples:
         return {prompt: answer.generated for prompt, answer in zip(self.run_config.samples.prompts, answers, strict=True)}
 
 
-Count = Callable[[runner.Prompt], int]
-
-
-def _lines(count: Count, config: LiveEvaluationConfig, lengths: list[int]) -> list[suite.Case]:
-    wording = line_cases.wording_like(config.like) if config.like else None
-    # All cases of a number of lines are generated together, so that the lines in question are evenly spread.
-    together = functools.lru_cache(maxsize=2)(lambda lines: line_cases.generate(lines, config.count, wording=wording))
-    cases = []
-    for tokens in lengths:
-        def make(lines: int, sample: int | None = None, tokens=tokens) -> suite.Case:
-            # The one that the number of lines is fitted with is generated alone, which is quicker.
-            case = line_cases.generate(lines, 1, wording=wording)[0] if sample is None else together(lines)[sample]
-            return suite.Case("lines", runner.Prompt(case.prompt, config.max_new_tokens), (str(case.expected_number),), tokens,
-                              scoring="integer")
-
-        cases += suite.cases_of(make, tokens, count, config.count, line_cases.MOST_LINES)
-    return cases
-
-
-_CASES: dict[str, Callable[[Count, LiveEvaluationConfig, list[int]], list[suite.Case]]] = {
-    "lines": _lines,
-    "needle": lambda count, config, lengths: needle.make_cases(count, lengths, config.depths, each=config.count),
-    "ruler": lambda count, config, lengths: ruler.make_cases(count, lengths, config.tasks, config.count),
-    "coreference": lambda count, config, lengths: coreference.make_cases(count, lengths, each=config.count),
-}
-
-
 def evaluations_of(config: RunConfig) -> list[Evaluation]:
     """Returns the recipe's evaluations, and its samples."""
-    return [*map(functools.partial(LiveEvaluation, run=config), config.evaluations),
-            *([Samples(config)] if config.samples.prompts else [])]
+    samples = [Samples(config)] if config.samples.prompts else []
+    return [*(LiveEvaluation(test, config) for test in tests_of(config)), *samples]

@@ -8,6 +8,7 @@ evenly spread behind it; the score is the share that is found. Writes results.js
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from data.errors import UserError
 from data.paths import results_folder
 from data.synthetic.tasks import Haystack, needles
 from eval import adapters, runner, suite
+from eval.live_test import Count, LiveTest
 from trainer import entry
+from trainer.config.schema import require
 
 NEW_TOKENS = 64
 
@@ -62,6 +65,22 @@ def make_cases(count: Callable[[runner.Prompt], int], lengths: Sequence[int], de
 
                 cases += suite.cases_of(make, tokens, count, each)
     return cases
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveNeedles(LiveTest):
+    """One needle in noise, during training."""
+
+    depths: tuple[float, ...] = (0.0, 0.5, 1.0)
+    """Depths of the needle, 0 to 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(all(0 <= depth <= 1 for depth in self.depths), "evaluations.depths", self.depths, "shares from 0 to 1")
+
+    def cases(self, count: Count, lengths: Sequence[int]) -> list[suite.Case]:
+        """Returns the cases of these lengths."""
+        return make_cases(count, lengths, self.depths, each=self.count)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -9,6 +9,7 @@ about documents take --qa FILE. Writes results.json, cases.jsonl and ruler.png i
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 from collections.abc import Callable, Sequence
@@ -21,6 +22,7 @@ from data.paths import results_folder
 from data.synthetic import tasks
 from data.synthetic.tasks import Exercise, Haystack
 from eval import adapters, runner, suite
+from eval.live_test import Count, LiveTest
 from eval.needle import read_haystack
 from trainer import entry
 
@@ -114,6 +116,23 @@ def qa_cases(path: str, count: Callable[[runner.Prompt], int], lengths: Sequence
 
             cases.append(make(suite.fit(make, tokens, count, most=len(documents))))
     return cases
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveRuler(LiveTest):
+    """RULER's tasks, during training."""
+
+    tasks: tuple[str, ...] = ("niah_single_1", "niah_multikey_2", "vt")
+    """Their names."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if unknown := sorted(set(self.tasks) - set(TASKS)):
+            raise ValueError(f"evaluations.tasks: found {unknown[0]!r}; RULER's tasks are {', '.join(TASKS)}")
+
+    def cases(self, count: Count, lengths: Sequence[int]) -> list[suite.Case]:
+        """Returns the cases of these lengths."""
+        return make_cases(count, lengths, self.tasks, self.count)
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
@@ -29,6 +29,7 @@ from trainer.host import host_bytes
 if TYPE_CHECKING:
     from model.decode import Generator, Sampling
     from model.llama import Llama
+    from trainer.inference import InferenceModel
 
 
 def add_flags(parser: argparse.ArgumentParser, new_tokens: int | None = 100, evaluation: bool = True,
@@ -323,43 +324,37 @@ def _reads(config: LlamaConfig, tokenizer: Tokenizer) -> str:
 
 
 def open_respondent(args: argparse.Namespace) -> LoadedModel:
-    """Opens the model that the shared flags describe."""
+    """Opens the model that the shared flags describe: the model on its mesh, then what asks it, then what is said of it."""
     # Imported only now, so that a wrong option is reported at once.
-    import jax
-
     from model.decode import Sampling
-    from model.sharding import STORAGE_AXES
-    from trainer.build import build_llama
-    from trainer.config.schema import AttentionConfig, MeshConfig, ModelConfig, RunConfig
-    from trainer.mesh import make_mesh, simulate
-    from trainer.model_source import open_adapter, open_model
+    from trainer.config.schema import MeshConfig
+    from trainer.inference import open_for_inference
 
     sampling = Sampling(args.temperature, args.top_p, args.sample_seed)
-    if args.simulate:
-        simulate(args.simulate)
-    entry.keep_compiled()
-    usual: Literal["bfloat16", "float32"] = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    compute_dtype = args.compute_dtype or usual
-    source = open_adapter(args.adapter, args.checkpoint) if args.adapter else open_model(args.checkpoint)
-    adapter = adapters.beside(source, args)
-    tokenizer = source.tokenizer()
+    opened = open_for_inference(
+        args.checkpoint, MeshConfig(fsdp=args.fsdp, tensor=args.tensor, sequence=args.sequence), schedule=args.schedule,
+        simulated=args.simulate, replicate=args.replicate, compute_dtype=args.compute_dtype, adapter=args.adapter,
+        quantize=args.quantize)
+    config, tokenizer, mesh = opened.source.config, opened.source.tokenizer(), opened.model.mesh
     template = args.template or ("tokenizer" if tokenizer.chat_template else None)
-    mesh = make_mesh(MeshConfig(fsdp=args.fsdp, tensor=args.tensor, sequence=args.sequence), schedule=args.schedule)
-    config = RunConfig(model=ModelConfig(compute_dtype=compute_dtype),
-                       adapter=adapter,
-                       attention=AttentionConfig(schedule=args.schedule, window=source.mask.window,
-                                                 global_tokens=source.mask.global_tokens))
-    model = build_llama(config, source.config, mesh, () if args.replicate else STORAGE_AXES)
-    device = mesh.devices.flat[0]
-    respondent = Respondent(model, tokenizer, template, stop_ids(source.config, tokenizer, template),
-                            source.config.max_position_embeddings, args.rows, args.chunk, sampling,
-                            memory_limit(device, mesh.size, args.memory_gib))
+    respondent = Respondent(
+        opened.model, tokenizer, template, stop_ids(config, tokenizer, template), config.max_position_embeddings,
+        args.rows, args.chunk, sampling, memory_limit(mesh.devices.flat[0], mesh.size, args.memory_gib))
+    return LoadedModel(respondent, opened.read(), _about(args, opened, respondent))
+
+
+def _about(args: argparse.Namespace, opened: InferenceModel, respondent: Respondent) -> dict[str, Any]:
+    """Returns what results.json says about the model and how it was asked."""
+    import jax
+
+    source, mesh = opened.source, opened.model.mesh
     about = {"checkpoint": str(args.checkpoint), "model": source.fingerprint,
-             "reads": _reads(source.config, tokenizer), "trained_length": respondent.trained_length,
-             "template": template, "compute_dtype": compute_dtype, "sampling": dataclasses.asdict(sampling),
+             "reads": _reads(source.config, respondent.tokenizer), "trained_length": respondent.trained_length,
+             "template": respondent.template, "compute_dtype": opened.compute_dtype,
+             "sampling": dataclasses.asdict(respondent.sampling),
              "mesh": {axis: int(size) for axis, size in mesh.shape.items()}, "schedule": args.schedule,
-             "versions": {"jax": jax.__version__, "device": device.device_kind},
+             "versions": {"jax": jax.__version__, "device": mesh.devices.flat[0].device_kind},
              "command": args.command}
-    if adapter.rank:
-        about |= {"adapter": args.adapter or str(args.checkpoint), "quantize": adapter.quantize}
-    return LoadedModel(respondent, source.read(model), about)
+    if opened.quantize is not None:
+        about |= {"adapter": args.adapter or str(args.checkpoint), "quantize": opened.quantize}
+    return about

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from .attention.layout import inverse, permutation
 from .cache import ROWS, SPECS, Cache, CachedModel
@@ -131,14 +131,29 @@ class Generator:
             raise ValueError(f"draws: found {len(draws)} for {count} prompts; needs one for each")
         prompts = [*prompts, *([] for _ in range(self.rows - count))]
         cache = self._prefill(params, prompts)
-        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-        last = np.array([prompt[-1:] or [0] for prompt in prompts], np.int32)
-        draws_of_rows = np.array([*draws, *[0] * (self.rows - count)], np.int32)
-        self._cache, generated = self._generate(params, cache, last, lengths, draws_of_rows)
+        self._cache, generated = self._generate(params, cache, *self._decoding_inputs(prompts, draws))
         self.answered += count
         self._tokens = prompts
         answers = np.asarray(generated).tolist()
         return [self._until_stop(answer) for answer, prompt in zip(answers, prompts, strict=True) if prompt]
+
+    def stream(self, params: Shards, prompt: list[int]) -> Iterator[int]:
+        """Yields the tokens that a call with this prompt alone would return, each as soon as it is computed.
+
+        Raises:
+          ValueError: the prompt is empty or too long.
+        """
+        self.check([prompt])
+        prompts = [prompt, *([] for _ in range(self.rows - 1))]
+        cache = self._prefill(params, prompts)
+        token, lengths, draws = self._decoding_inputs(prompts, [self.answered])
+        for step in range(self.new_tokens):
+            cache, token = self._step(params, cache, token, lengths, draws, np.int32(step))
+            if (generated := int(np.asarray(token)[0, 0])) in self.stop_ids:
+                break
+            yield generated
+        self.answered += 1
+        self._cache, self._tokens = cache, prompts
 
     def score(self, params: Shards, texts: list[list[int]], starts: list[int]) -> list[Scores]:
         """Returns how likely the tokens of each text (at most `rows` of them) are from its start on, given all before them.
@@ -247,6 +262,32 @@ class Generator:
 
     # Decoding
 
+    def _decoding_inputs(self, prompts: list[list[int]], draws: Sequence[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns each row's last token [rows, 1], its length [rows], 0 for a row without a prompt, and its draw [rows]."""
+        last = np.array([prompt[-1:] or [0] for prompt in prompts], np.int32)
+        lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+        return last, lengths, np.array([*draws, *[0] * (self.rows - len(draws))], np.int32)
+
+    @functools.cached_property
+    def _step(self) -> Callable:
+        """From the last token of each row to the cache and the next tokens [rows, 1], with which it is called again."""
+        def local(params, cache, token, lengths, draws, step):
+            cache, token = self._local_step(params, cache, token, lengths, draws, step, lengths > 0)
+            return cache, lax.all_gather(token, BATCH_AXES, tiled=True)  # so that each of several processes has all rows
+
+        step = jax.shard_map(local, mesh=self.model.mesh, check_vma=False, out_specs=(SPECS, PartitionSpec()),
+                             in_specs=(self.model.specs, SPECS, ROWS, ROWS, ROWS, PartitionSpec()))
+        return jax.jit(step, donate_argnums=1)
+
+    def _local_step(self, params: Shards, cache: Cache, token: Int[Array, "B 1"], lengths: Int[Array, " B"],
+                    draws: Int[Array, " B"], step: Int[Array, ""], is_active: Bool[Array, " B"],
+                    ) -> tuple[Cache, Int[Array, "B 1"]]:
+        """Runs inside `shard_map`: returns the cache with `token`, and the token after it; `step` were generated before."""
+        batch = {"tokens": token, "index": jnp.maximum(lengths - 1, 0)[:, None] + step,
+                 "segment_ids": is_active.astype(jnp.int32)[:, None]}
+        cache, logits = self.cached.local_extend(params, cache, batch)
+        return cache, self.sampling.choose(logits[:, -1], draws, step)[:, None]
+
     @functools.cached_property
     def _generate(self) -> Callable:
         generate = jax.shard_map(self._local, mesh=self.model.mesh, in_specs=(self.model.specs, SPECS, ROWS, ROWS, ROWS),
@@ -267,10 +308,7 @@ class Generator:
 
         def generate_one(state):
             step, cache, token, generated, is_active = state
-            batch = {"tokens": token, "index": jnp.maximum(lengths - 1, 0)[:, None] + step,
-                     "segment_ids": is_active.astype(jnp.int32)[:, None]}
-            cache, logits = self.cached.local_extend(params, cache, batch)
-            token = self.sampling.choose(logits[:, -1], draws, step)[:, None]
+            cache, token = self._local_step(params, cache, token, lengths, draws, step, is_active)
             stops = functools.reduce(jnp.logical_or, [token[:, 0] == stop for stop in self.stop_ids], jnp.bool_(False))
             return step + 1, cache, token, lax.dynamic_update_slice_in_dim(generated, token, step, 1), is_active & ~stops
 

@@ -2,15 +2,15 @@
 
     python -m scripts.chat CHECKPOINT [--document FILE] [--sequence 8] [--question TEXT ...]
 
-The text is read once: its keys and values stay in the devices' memory for all questions about it. An empty line or Ctrl-D ends
-the talk; /new forgets all turns but the text. With --question the questions come from the command line. The chat template is
-the model's own, or --template.
+The text is read once: its keys and values stay in the devices' memory for all questions about it. Answers are printed as they
+are generated. An empty line or Ctrl-D ends the talk; /new forgets all turns but the text. With --question the questions come
+from the command line. The chat template is the model's own, or --template.
 """
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -95,8 +95,11 @@ class Talk:
     def _ids(self, turns: list[Message]) -> list[int]:
         return self.respondent.ids(runner.Prompt(tuple(turns), self.new_tokens))
 
-    def ask(self, question: str) -> str:
+    def ask(self, question: str, show: Callable[[str], object] = lambda piece: None) -> str:
         """Returns the answer, which becomes a turn.
+
+        Args:
+          show: called with each piece of the answer as soon as it is there.
 
         Raises:
           UserError: the conversation has become too long.
@@ -107,13 +110,43 @@ class Talk:
         if len(ids) > longest:
             raise UserError(f"the conversation has {len(ids):,} tokens, and {longest:,} fit; /new begins another, --length "
                             "makes room for longer ones")
-        answer = self.respondent.tokenizer.decode(self.generator(self.opened.params, [ids])[0]).strip()
+        generated: list[int] = []
+
+        def kept() -> Iterator[int]:
+            for token in self.generator.stream(self.opened.params, ids):
+                generated.append(token)
+                yield token
+
+        for piece in pieces(kept(), self.respondent.tokenizer.decode):
+            show(piece)
+        answer = self.respondent.tokenizer.decode(generated).strip()
         self.turns = [*turns, Message("assistant", answer)]
         return answer
 
     def forget(self) -> None:
         """Begins another conversation about the same document."""
         self.turns = []
+
+
+def pieces(ids: Iterable[int], decode: Callable[[list[int]], str]) -> Iterator[str]:
+    """Yields the text of tokens as they come, without white space around all of it.
+
+    White space at the end waits for what follows it, and so does U+FFFD: it stands there for a character of which only the
+    first bytes have come.
+    """
+    generated: list[int] = []
+    given = ""
+    for token in ids:
+        generated.append(token)
+        text = decode(generated).lstrip().rstrip("\ufffd").rstrip()
+        if text.startswith(given) and text != given:
+            yield text[len(given):]
+            given = text
+    text = decode(generated).strip()
+    if not text.startswith(given):  # a later token has changed what a tokenizer writes for those before it
+        yield f"\n{text}"
+    elif text != given:
+        yield text[len(given):]
 
 
 def questions(args: argparse.Namespace) -> Iterator[str]:
@@ -142,7 +175,8 @@ def talk(args: argparse.Namespace) -> None:
             continue
         before = conversation.generator.prefilled
         try:
-            print(printable(conversation.ask(question)), flush=True)
+            conversation.ask(question, lambda piece: print(printable(piece), end="", flush=True))
+            print(flush=True)
         except UserError as error:
             print(f"note: {error}", file=sys.stderr)
             continue

@@ -14,6 +14,8 @@ from trainer.config.load import load
 from trainer.config.schema import RunConfig
 
 RECIPE = "configs/quickstart.yaml"
+CASES = "data/fixtures/line_cases.jsonl"  # held out of training
+NEW_TOKENS = 16  # of an answer
 ROWS = 20  # number of prompts in a batch of the evaluation
 SUMMARY = """
 Held-out loss, nats per target token: {before:.2f} before, {after:.2f} after {steps} steps
@@ -57,7 +59,7 @@ def evaluation_command(config: RunConfig, checkpoint: pathlib.Path, output: path
     mesh = config.mesh
     return [
         *("-m", "eval.line_retrieval", "--checkpoint", str(checkpoint), "--output", str(output)),
-        *("--cases", *config.evaluate.line_cases, "--max-new-tokens", str(config.evaluate.max_new_tokens)),
+        *("--cases", CASES, "--max-new-tokens", str(NEW_TOKENS)),
         *("--rows", str(ROWS), "--simulate", str(mesh.simulate), "--compute-dtype", config.model.compute_dtype),
         *("--fsdp", str(mesh.fsdp), "--tensor", str(mesh.tensor), "--sequence", str(mesh.sequence)),
     ]

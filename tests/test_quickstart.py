@@ -38,7 +38,8 @@ def test_the_quickstarts_commands_exist_with_their_flags(tmp_path):
     _, module, *flags = quickstart.evaluation_command(config, tmp_path / "1", tmp_path / "evaluation")
     assert module == "eval.line_retrieval"
     args = line_retrieval.parse(flags)
-    assert args.checkpoint == str(tmp_path / "1") and args.cases == list(config.evaluate.line_cases)
+    assert args.checkpoint == str(tmp_path / "1") and args.cases == ["data/fixtures/line_cases.jsonl"]
+    assert args.max_new_tokens == 16
     assert (args.fsdp, args.tensor, args.sequence, args.simulate) == (
         config.mesh.fsdp, config.mesh.tensor, config.mesh.sequence, config.mesh.simulate)
     assert export_hf.make_parser().parse_args([str(tmp_path / "1"), str(tmp_path / "exported")]).hf_dir == tmp_path / "exported"

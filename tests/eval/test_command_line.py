@@ -1,11 +1,7 @@
 """The command lines of evaluations: sizes below 1 are refused, and help and errors say what is so."""
-import argparse
-from types import SimpleNamespace
-
 import pytest
 
-from data.errors import UserError
-from eval import adapters, harness, line_retrieval
+from eval import harness, line_retrieval
 
 
 @pytest.mark.parametrize("flag", ["max-new-tokens", "fsdp", "tensor", "sequence"])
@@ -23,11 +19,3 @@ def test_only_an_evaluation_with_a_journal_promises_to_continue(command, continu
     shown = " ".join(capsys.readouterr().out.split())
     assert "folder for the results" in shown and ("the same command again continues" in shown) is continues
     assert "quantization of the base weights" in shown
-
-
-def test_quantize_without_an_adapter_is_refused():
-    args = argparse.Namespace(checkpoint="org/name", quantize="nf4")
-    with pytest.raises(UserError) as refused:
-        adapters.beside(SimpleNamespace(adapter=None), args)
-    assert str(refused.value) == ("--quantize: found nf4; org/name is a whole model, and only the base of an adapter can be "
-                                  "quantized; --adapter names one")

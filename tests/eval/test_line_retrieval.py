@@ -3,7 +3,7 @@
 import pytest
 
 from eval import line_retrieval
-from trainer import model_source
+from trainer import inference
 
 
 @pytest.mark.parametrize(
@@ -20,7 +20,7 @@ from trainer import model_source
     ],
 )
 def test_refused_before_the_model_is_opened(tmp_path, capsys, monkeypatch, flags, words):
-    monkeypatch.setattr(model_source, "open_model", lambda path: pytest.fail("the model was opened"))
+    monkeypatch.setattr(inference, "open_for_inference", lambda *_, **__: pytest.fail("the model was opened"))
     (tmp_path / "taken.txt").write_text("")
     flags = flags.format(file=tmp_path / "taken.txt", folder=tmp_path / "out")
     assert line_retrieval.main(["--checkpoint", "nowhere", *flags.split()]) == 2

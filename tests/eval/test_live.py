@@ -8,11 +8,11 @@ import pytest
 import yaml
 
 import train
-from eval import live, ruler, runner, suite
+from eval import live, live_test, ruler, runner, suite
 from model.llama import Llama
 from tests import small_run
 from tests.model.build import mesh_of
-from trainer.config.load import load
+from trainer.config.load import dump, load
 from trainer.text import TextObjective
 
 EVALUATIONS = [{"test": "needle", "every": 2, "tokens": [700], "depths": [0.5], "count": 2, "chunk": 128},
@@ -111,6 +111,10 @@ def test_samples_that_are_wrong_are_refused(recipe, capsys, flags, words):
 @pytest.mark.parametrize(("entry", "words"), [
     ({"every": 2}, "evaluations[0].test: missing"),
     ({"test": "niah"}, "evaluations[0].test: found niah, expects one of lines, needle, ruler, coreference"),
+    ({"test": "needle", "like": "x"}, "unknown field evaluations[0].like"),
+    ({"test": "needle", "count": "many"}, "evaluations[0].count: found many, expects int"),
+    ({"test": "needle", "count": None}, "evaluations[0].count: found null, expects int"),
+    ({"test": "needle", "count": 0}, "evaluations.count: found 0, needs at least 1"),
     ({"test": "needle", "evry": 2}, "unknown field evaluations[0].evry (did you mean evaluations[0].every?)"),
     ({"test": "needle", "depths": [2]}, "evaluations.depths: found"),
     ({"test": "needle", "name": "metrics"}, "evaluations.name: found ['metrics'], needs different names"),
@@ -123,6 +127,35 @@ def test_entries_that_are_wrong_are_refused(recipe, tmp_path, capsys, monkeypatc
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(written))
     assert train.main(["--config", str(tmp_path / "recipe.yaml")]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_a_test_is_declared_by_its_section_alone(recipe, tmp_path, monkeypatch):
+    """One entry of the table of tests adds one, whose fields are read, checked and recorded like those of the others."""
+    @dataclasses.dataclass(frozen=True)
+    class Echo(live_test.LiveTest):
+        words: tuple[str, ...] = ("a",)
+
+        def cases(self, count, lengths):
+            return [suite.Case("echo", runner.Prompt(word, 4), (word,), length) for word in self.words for length in lengths]
+
+    monkeypatch.setitem(live.TESTS, "echo", Echo)
+    config = load(["--config", str(recipe), "--evaluations", '[{"test": "echo", "words": ["x", "y"]}, {"test": "needle"}]'])
+    (path := tmp_path / "config.yaml").write_text(dump(live.with_tests(config)))
+    echo, needle = load(["--config", str(path)]).evaluations
+    assert echo == {"test": "echo", "every": 0, "tokens": [], "count": 20, "rows": 0, "chunk": 4096, "name": "",
+                    "words": ["x", "y"]}
+    assert set(needle) - set(echo) == {"depths"}, "no field of another test"
+    [first, _] = live.evaluations_of(load(["--config", str(path)]))
+    assert [case.expected for case in first.test.cases(len, [7])] == [("x",), ("y",)]
+
+
+def test_the_page_names_every_field_of_every_test(repository):
+    page = (repository / "docs/evaluation.md").read_text()
+    shared = {field.name for field in dataclasses.fields(live_test.LiveTest)}
+    for name, section in live.TESTS.items():
+        row, = [line for line in page.splitlines() if line.startswith(f"| `{name}` |")]
+        assert set(row.split("`")[3::2]) == {field.name for field in dataclasses.fields(section)} - shared
+    assert all(f"`{name}`" in page for name in shared)
 
 
 @pytest.mark.slow

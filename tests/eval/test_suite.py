@@ -6,10 +6,9 @@ import pytest
 
 from data.errors import UserError
 from data.synthetic import tasks
-from eval import coreference, live, needle, ruler, suite
+from eval import coreference, line_retrieval, needle, ruler, suite
 from eval.journal import Answer
 from eval.runner import Prompt
-from trainer.config.schema import LiveEvaluationConfig
 
 SCORES = [  # answer, expected texts, RULER's string_match_all and string_match_part
     ("The numbers are 12, 34 and 56.", ("12", "34", "56"), 1, 1),
@@ -109,7 +108,7 @@ def uneven(prompt):
     (lambda: needle.make_cases(uneven, [2000, 4096], [0, 0.5], (1, 3), 6), 0),
     (lambda: ruler.make_cases(uneven, [4096], ["niah_multikey_2", "fwe"], 6), 0.2),
     (lambda: coreference.make_cases(uneven, [4096], each=6), 0.2),
-    (lambda: live._lines(uneven, LiveEvaluationConfig("lines", count=6, max_new_tokens=20), [1500, 4096]), 0.2),
+    (lambda: line_retrieval.LiveLines("lines", count=6, max_new_tokens=20).cases(uneven, [1500, 4096]), 0.2),
 ], ids=["needle", "ruler", "coreference", "lines"])
 def test_every_sample_fits_with_its_answer(monkeypatch, make, share):
     """Those that fit with the units of the first one are left as they are. The others, at least this share, get fewer."""

@@ -112,6 +112,27 @@ def test_an_interrupted_call_leaves_nothing_that_counts_as_cached(step, monkeypa
     assert generator.prefilled - before == len(prompts[0]) - 1
 
 
+@pytest.mark.parametrize("shape", [{}, pytest.param({"fsdp": 2, "tensor": 2, "sequence": 2}, marks=pytest.mark.slow)], ids=str)
+def test_streamed_tokens_are_those_of_a_call(shape):
+    """Up to a stop, and sampled; the cache serves the next prompt, but not after a stream that nobody read to its end."""
+    model, prompt = llama(tiny(), shape), [5, 9, 77] * 8
+    params = model.init(0)
+    options = {"rows": shape.get("fsdp", 1), "capacity": 64, "new_tokens": 6, "sampling": Sampling(1.0, seed=3), "chunk": 16}
+    called, streamed = (Generator(model, stop_ids=(), **options) for _ in range(2))
+    answer, = called(params, [prompt])
+    assert list(streamed.stream(params, prompt)) == answer
+    longer = [*prompt, *answer, 11]
+    assert list(streamed.stream(params, longer)) == called(params, [longer])[0]
+    assert streamed.prefilled == called.prefilled == len(longer) - 2
+    stopping = Generator(model, stop_ids=(answer[3],), **options)
+    assert list(stopping.stream(params, prompt)) == answer[:answer.index(answer[3])]
+    left = streamed.stream(params, prompt)
+    assert 0 <= next(left) < 128
+    left.close()
+    before = streamed.prefilled
+    assert len(list(streamed.stream(params, prompt))) == 6 and streamed.prefilled - before == len(prompt) - 1
+
+
 def test_devices_are_eight():
     """What every test here takes for granted."""
     assert len(jax.devices()) == 8

@@ -28,7 +28,9 @@ def test_a_document_is_read_once(hf_model, tmp_path, capsys):
     talk = chat.Talk(runner.open_respondent(args), chat.read_document(args.document), args.length, args.max_new_tokens)
     first = talk.ask("Who swam?")
     read = talk.generator.prefilled
-    second = talk.ask("Who sailed?")
+    shown = []
+    second = talk.ask("Who sailed?", shown.append)
+    assert "".join(shown) == second
     assert talk.generator.prefilled - read < 40 < read
     assert [turn.role for turn in talk.turns] == ["user", "assistant"] * 2 and talk.turns[1].content == first
     assert talk.turns[0].content.startswith("Here is a text.") and talk.turns[2].content == "Who sailed?"
@@ -43,8 +45,28 @@ def test_a_document_is_read_once(hf_model, tmp_path, capsys):
     assert len(talk.turns) == 2 and "beyond the trained length" in capsys.readouterr().out
 
 
+def test_pieces_come_with_their_tokens_and_have_whole_characters():
+    """Of a tokenizer of bytes: each piece is there before the next token is computed."""
+    log = []
+
+    def computed(text):
+        for byte in text.encode():
+            log.append(byte)
+            yield byte
+
+    text = " \n a é🙂  b\ufffd c \n"
+    for piece in chat.pieces(computed(text), lambda ids: bytes(ids).decode(errors="replace")):
+        log.append(piece)
+    shown = [item for item in log if isinstance(item, str)]
+    assert shown == ["a", " é", "🙂", "  b", "\ufffd", " c"] and "".join(shown) == text.strip()
+    assert log[log.index(" é") - 1] == "é".encode()[-1] and log[log.index("🙂") - 1] == "🙂".encode()[-1]
+    # Half a character at the end of all is shown, as it is in the whole text.
+    assert "".join(chat.pieces(b"ab\xf0\x9f", lambda ids: bytes(ids).decode(errors="replace"))) == "ab\ufffd"
+
+
 def test_an_answer_cannot_steer_the_terminal(hf_model, monkeypatch, capsys):
-    monkeypatch.setattr(chat.Talk, "ask", lambda self, question: "red:\x1b[31m\ttitle:\x1b]0;x\x07\nnext é")
+    parts = ("red:\x1b", "[31m\ttitle:\x1b]0;x\x07\nn", "ext é")
+    monkeypatch.setattr(chat.Talk, "ask", lambda self, question, show: [show(part) for part in parts])
     assert chat.main(arguments(hf_model, "--question", "Who?", "--length", "700")) == 0
     assert capsys.readouterr().out.endswith("red:\ufffd[31m\ttitle:\ufffd]0;x\ufffd\nnext é\n")
 

@@ -9,7 +9,7 @@ from typing import Any
 from data.clean import SETS
 from data.errors import UserError
 
-from .schema import LiveEvaluationConfig, RunConfig, SourceConfig, StageConfig
+from .schema import RunConfig, SourceConfig, StageConfig
 
 
 def field_names(cls: type) -> list[str]:
@@ -35,7 +35,7 @@ FIELDS: dict[str, Any] = {
     if (name := f"{section}.{field}".lstrip(".")) not in SECTIONS
 }
 # Fields that are lists of sections; the first field of such a section is required.
-LISTS = {"data.sources": SourceConfig, "evaluations": LiveEvaluationConfig, "stages": StageConfig}
+LISTS = {"data.sources": SourceConfig, "stages": StageConfig}
 # Fields that are mappings, of which a flag may set one entry: --model.overrides.hidden_size 64.
 MAPPINGS = ("model.overrides", "attention.schedule")
 # What other trainers call these fields (Hugging Face's TrainingArguments, torchtune, MaxText, Megatron).
@@ -88,18 +88,17 @@ def check_names(recipe: Mapping[str, Any], source: str) -> None:
     Raises:
       UserError: names the field and the nearest valid one, or what is no mapping where a section is expected.
     """
-    _check_keys(recipe, RunConfig, "", source)
+    check_keys(recipe, RunConfig, "", source)
     for section, cls in SECTIONS.items():
         value: Any = recipe
         for part in section.split("."):
             value = value.get(part, {}) if isinstance(value, Mapping) else {}
-        _check_keys(value, cls, f"{section}.", source)
+        check_keys(value, cls, f"{section}.", source)
     data = recipe.get("data", {})
     if data.get("path") and data.get("sources"):
         raise UserError(f"{source}: both data.path and data.sources are given; keep one")
     check_list("data.sources", data.get("sources") or [], source)
-    for field in ("evaluations", "stages"):
-        check_list(field, recipe.get(field) or [], source)
+    check_list("stages", recipe.get("stages") or [], source)
 
 
 def clean_set(name: str, field: str) -> dict[str, Any]:
@@ -127,12 +126,12 @@ def check_list(field: str, entries: Any, source: str) -> None:
     if not isinstance(entries, list | tuple):
         raise UserError(f"{source}: {field} expects a list of {{{', '.join(names)}}}, found {entries!r}")
     for index, entry in enumerate(entries):
-        _check_keys(entry, cls, f"{field}[{index}].", source)
+        check_keys(entry, cls, f"{field}[{index}].", source)
         if names[0] not in entry:
             raise UserError(f"{source}: {field}[{index}].{names[0]}: missing; it has {', '.join(names)}")
 
 
-def _check_keys(section: Any, cls: type, prefix: str, source: str) -> None:
+def check_keys(section: Any, cls: type, prefix: str, source: str) -> None:
     """Refuses what is no mapping, and keys that are no fields of the dataclass `cls`; `prefix` begins the names in messages."""
     valid = field_names(cls)
     if not isinstance(section, Mapping):

@@ -5,18 +5,21 @@ import dataclasses
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, Union
+from typing import Any, Literal, NamedTuple, TypeVar, Union
 
 import jsonargparse
 
 from data.errors import UserError
 
 from .command_line import CommandLine
-from .fields import FIELDS, LISTS, MAPPINGS, SECTIONS, field_names, suggestion
+from .fields import FIELDS, LISTS, MAPPINGS, SECTIONS, check_keys, field_names, suggestion
 from .schema import RunConfig
 
 # What jsonargparse raises for a value that its type refuses.
 _REFUSED = (argparse.ArgumentError, jsonargparse.ArgumentError, TypeError, ValueError, KeyError, OverflowError)
+
+
+_Section = TypeVar("_Section")
 
 
 class _Value(NamedTuple):
@@ -80,6 +83,31 @@ def build(recipe: Mapping[str, Any], command_line: CommandLine) -> RunConfig:
         return RunConfig(**{name: sections[name] for name in field_names(RunConfig)})
     except ValueError as error:  # of a section's __post_init__
         raise UserError(f"{source}: {error}") from error
+
+
+def section(cls: type[_Section], written: Mapping[str, Any], field: str) -> _Section:
+    """Returns a section that is declared outside of the schema, a dataclass, from its fields as they were written.
+
+    Args:
+      field: what the section is called in messages.
+
+    Raises:
+      UserError: an unknown field, a value that is not of its field's type, or one that breaks a rule of the section.
+    """
+    check_keys(written, cls, f"{field}.", "configuration")
+    kinds = typing.get_type_hints(cls)
+    values = [_Value(f"{field}.{name}", kinds[name], value) for name, value in written.items()]
+    _refuse_null(values, "configuration")
+    made = jsonargparse.ArgumentParser(exit_on_error=False)
+    made.add_class_arguments(cls)
+    try:
+        parsed = made.instantiate(made.parse_object(dict(written)))
+    except _REFUSED as error:
+        _raise_refused(iter(values), "configuration", error)
+    try:
+        return cls(**{name: parsed[name] for name in field_names(cls)})
+    except ValueError as error:
+        raise UserError(f"configuration: {error}") from error
 
 
 def _raise_refused(values: Iterator[_Value], source: str, error: Exception) -> typing.NoReturn:

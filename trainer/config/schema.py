@@ -388,20 +388,6 @@ class LoggingConfig:
 
 
 @dataclasses.dataclass(frozen=True)
-class EvaluateConfig:
-    """The line retrieval that `make quickstart` evaluates after training; train.py itself does not evaluate line retrieval from
-    files (see `evaluations`)."""
-
-    line_cases: tuple[str, ...] = ()
-    """Case files (JSONL) to evaluate on; of any other recipe's model: python -m eval.line_retrieval --cases FILE.jsonl."""
-    max_new_tokens: int = 100
-    """Tokens generated for an answer."""
-
-    def __post_init__(self) -> None:
-        _require_at_least(self, "evaluate", 1, "max_new_tokens")
-
-
-@dataclasses.dataclass(frozen=True)
 class StageConfig:
     """A part of a curriculum of lengths; what it leaves out is as in the other sections."""
 
@@ -438,45 +424,6 @@ class StageConfig:
 STAGED = {"data.context_length": "context_length", "train.steps": "steps", "train.batch_size": "batch_size",
           "train.accumulation": "accumulation", "trajectories.in_context": "in_context",
           "optimizer.learning_rate": "learning_rate", "optimizer.warmup_steps": "warmup_steps"}
-
-
-@dataclasses.dataclass(frozen=True)
-class LiveEvaluationConfig:
-    """A test of long contexts that is repeated during training, on the parameters as they are."""
-
-    test: Literal["lines", "needle", "ruler", "coreference"]
-    """Line retrieval, needles in a haystack, RULER's tasks or multi-round co-reference; see docs/evaluation.md."""
-    every: int = 0
-    """Steps between measurements; 0 measures only before the first and after the last step."""
-    tokens: tuple[int, ...] = ()
-    """Lengths of the cases, answers included; data.context_length where not given."""
-    count: int = 20
-    """Cases of each task and length."""
-    tasks: tuple[str, ...] = ("niah_single_1", "niah_multikey_2", "vt")
-    """RULER's tasks."""
-    depths: tuple[float, ...] = (0.0, 0.5, 1.0)
-    """Depths of needles, 0 to 1."""
-    like: str | None = None
-    """Case file whose wording lines take; our own wording unless given."""
-    max_new_tokens: int = 32
-    """Tokens of an answer to a question about lines."""
-    rows: int = 0
-    """Prompts answered together; mesh.data * mesh.fsdp where 0."""
-    chunk: int = 4096
-    """Tokens of a prompt that are computed at once."""
-    name: str = ""
-    """Name of its file in the run's folder and on boards; that of the test where not given."""
-
-    def __post_init__(self) -> None:
-        _require_at_least(self, "evaluations", 0, "every", "rows")
-        _require_at_least(self, "evaluations", 1, "count", "max_new_tokens", "chunk")
-        require(all(tokens >= 1 for tokens in self.tokens), "evaluations.tokens", self.tokens, "lengths of at least 1")
-        require(all(0 <= depth <= 1 for depth in self.depths), "evaluations.depths", self.depths, "shares from 0 to 1")
-
-    @property
-    def file(self) -> str:
-        """Name of its file, without the suffix."""
-        return self.name or self.test
 
 
 @dataclasses.dataclass(frozen=True)
@@ -521,9 +468,9 @@ class RunConfig:
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = dataclasses.field(default_factory=CheckpointConfig)
     logging: LoggingConfig = dataclasses.field(default_factory=LoggingConfig)
-    evaluate: EvaluateConfig = dataclasses.field(default_factory=EvaluateConfig)
-    evaluations: tuple[LiveEvaluationConfig, ...] = ()
-    """Tests of long contexts during training, each {test, every, tokens, count, ...}; each writes RUN/NAME.jsonl."""
+    evaluations: tuple[dict[str, Any], ...] = ()
+    """Tests of long contexts during training, each {test, every, tokens, count, rows, chunk, name} with the fields of that test
+    (docs/evaluation.md); each writes RUN/NAME.jsonl, NAME being the test's where none is given."""
     samples: SampleConfig = dataclasses.field(default_factory=SampleConfig)
     stages: tuple[StageConfig, ...] = ()
     """A curriculum, each {context_length, steps, batch_size, learning_rate, mesh, rope, ...}: the stages are trained one after
@@ -536,7 +483,7 @@ class RunConfig:
 
     def __post_init__(self) -> None:
         require(self.config_version == VERSION, "config_version", self.config_version, str(VERSION))
-        names = [evaluation.file for evaluation in self.evaluations]
+        names = [str(entry.get("name") or entry.get("test")) for entry in self.evaluations]
         taken = ("train", "metrics", "held_out", "samples")
         require(len({*names, *taken}) == len(names) + len(taken) and all(re.fullmatch(r"[\w-]+", name) for name in names),
                 "evaluations.name", names,

@@ -45,7 +45,7 @@ PLACEMENT = (
     "name", "run_dir", "data.prepared", "compile_cache",  # locations
     # locations of files that have fingerprints
     "model.path", "model.tokenizer", "adapter.path", "data.sources.path", "data.held_out_path",
-    "logging", "checkpoint", "evaluate", "evaluations", "samples", "train.log_every", "train.evaluate_every",
+    "logging", "checkpoint", "evaluations", "samples", "train.log_every", "train.evaluate_every",
     "train.accumulation",
     "train.epochs",  # the steps say how long a run is
     "train.non_finite",  # a run that stopped may continue with another choice

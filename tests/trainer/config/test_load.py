@@ -51,7 +51,7 @@ def test_defaults_overrides_and_name(tmp_path):
 
 
 def test_resolved_round_trips_through_yaml(tmp_path):
-    flags = ["--attention.schedule", '{"name": "ring", "bidirectional": true}', "--evaluate.line_cases", '["x.jsonl"]']
+    flags = ["--attention.schedule", '{"name": "ring", "bidirectional": true}', "--samples.prompts", '["Who?"]']
     config = load(["--config", write(tmp_path), *flags])
     assert again(tmp_path, config) == config
     assert resolved(config)["data"]["sources"][0]["path"] == "a.json"
@@ -331,7 +331,6 @@ def test_help_documents_every_field(repository):
         assert f"--{field}" in text
     for section, cls in fields.SECTIONS.items():
         assert f"--{section}." in text and cls.__doc__.rstrip(".")[:40] in words
-    assert "train.py itself does not evaluate line retrieval" in words
     # A field without a docstring would show its type at once.
     assert "CONTEXT_LENGTH Tokens in a packed row" in words and "LEARNING_RATE Peak learning rate" in words
     for field in fields.FIELDS:

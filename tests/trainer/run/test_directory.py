@@ -15,7 +15,6 @@ from trainer.config.schema import (
     AttentionConfig,
     CheckpointConfig,
     DataConfig,
-    EvaluateConfig,
     LoggingConfig,
     MemoryConfig,
     MeshConfig,
@@ -44,7 +43,7 @@ def test_same_run_goes_on_after_its_files_have_moved_and_however_often_it_saves(
     run = open_run(config)
     moved = DataConfig(sources=(SourceConfig("elsewhere/a.json"),), held_out_path="elsewhere/b.json")
     assert open_run(dataclasses.replace(config, model=ModelConfig(path="elsewhere/hf", tokenizer="there"), data=moved)) == run
-    often = {"checkpoint": CheckpointConfig(every=1, keep=9), "evaluate": EvaluateConfig(max_new_tokens=5),
+    often = {"checkpoint": CheckpointConfig(every=1, keep=9), "evaluations": ({"test": "needle"},),
              "train": TrainConfig(evaluate_every=3)}
     assert open_run(dataclasses.replace(config, **often)) == run
     assert "evaluate_every: 3" in run.config.read_text()

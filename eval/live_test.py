@@ -1,0 +1,44 @@
+"""What an entry of a recipe's list `evaluations` has, whichever test it names; each test adds its own fields."""
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from eval.runner import Prompt
+from eval.suite import Case
+from trainer.config.schema import require
+
+Count = Callable[[Prompt], int]
+"""Returns the tokens of a prompt."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LiveTest(abc.ABC):
+    """A test of long contexts that is repeated during training, on the parameters as they are."""
+
+    test: str
+    """Its name in `eval.live.TESTS`."""
+    every: int = 0
+    """Steps between measurements; 0 measures only before the first and after the last step."""
+    tokens: tuple[int, ...] = ()
+    """Lengths of the cases, answers included; data.context_length where not given."""
+    count: int = 20
+    """Cases of each task and length."""
+    rows: int = 0
+    """Prompts answered together; mesh.data * mesh.fsdp where 0."""
+    chunk: int = 4096
+    """Tokens of a prompt that are computed at once."""
+    name: str = ""
+    """Name of its file in the run's folder and on boards; that of the test where not given."""
+
+    def __post_init__(self) -> None:
+        for minimum, fields in ((0, ("every", "rows")), (1, ("count", "chunk"))):
+            for field in fields:
+                value = getattr(self, field)
+                require(value >= minimum, f"evaluations.{field}", value, f"at least {minimum}")
+        require(all(tokens >= 1 for tokens in self.tokens), "evaluations.tokens", self.tokens, "lengths of at least 1")
+
+    @abc.abstractmethod
+    def cases(self, count: Count, lengths: Sequence[int]) -> list[Case]:
+        """Returns the cases of these lengths, in tokens with their answers."""

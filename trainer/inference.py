@@ -1,0 +1,82 @@
+"""A model that is read to answer questions, not to be trained."""
+from __future__ import annotations
+
+import dataclasses
+from typing import Literal
+
+import jax
+
+from data.errors import UserError
+from model.adapter import AdapterConfig, Quantization
+from model.llama import Llama
+from model.sharding import STORAGE_AXES
+
+from . import entry
+from .build import build_llama
+from .config.schema import AttentionConfig, MeshConfig, ModelConfig, RunConfig
+from .mesh import make_mesh, simulate
+from .model_source import ModelSource, open_adapter, open_model
+
+ComputeDtype = Literal["bfloat16", "float32"]
+
+
+@dataclasses.dataclass(frozen=True)
+class InferenceModel:
+    """A model on its mesh, and where its parameters and its tokenizer come from.
+
+    Attributes:
+      quantize: how the base of its adapter is quantized; None for a whole model.
+    """
+
+    source: ModelSource
+    model: Llama
+    compute_dtype: ComputeDtype
+    quantize: Quantization | None
+
+    def read(self) -> dict[str, jax.Array]:
+        """Returns the parameters, on the mesh."""
+        return self.source.read(self.model)
+
+
+def open_for_inference(path: str, mesh: MeshConfig, *, schedule: str, simulated: int = 0, replicate: bool = False,
+                       compute_dtype: ComputeDtype | None = None, adapter: str | None = None,
+                       quantize: Quantization | None = None) -> InferenceModel:
+    """Returns a model, whose parameters are not read yet.
+
+    Args:
+      path: what `open_model` takes; beside `adapter`, its base.
+      mesh: on which it is computed, of all devices.
+      schedule: of attention.
+      simulated: devices that JAX simulates on the CPU; 0 takes those of the machine.
+      replicate: keep a copy of all parameters on every device.
+      compute_dtype: bfloat16 unless given, but on a CPU float32, which is several times faster there.
+      adapter: an adapter beside the model.
+      quantize: of the adapter's base; as in training unless given.
+
+    Raises:
+      UserError, ValueError: see `open_model`, `make_mesh` and `build_llama`; or `quantize` without an adapter.
+    """
+    if simulated:
+        simulate(simulated)
+    entry.keep_compiled()
+    dtype = compute_dtype or ("float32" if jax.default_backend() == "cpu" else "bfloat16")
+    source = open_adapter(adapter, path) if adapter else open_model(path)
+    beside = adapter_of(source, path, quantize)
+    config = RunConfig(model=ModelConfig(compute_dtype=dtype), adapter=beside, attention=AttentionConfig(
+        schedule=schedule, window=source.mask.window, global_tokens=source.mask.global_tokens))
+    model = build_llama(config, source.config, make_mesh(mesh, schedule=schedule), () if replicate else STORAGE_AXES)
+    return InferenceModel(source, model, dtype, beside.quantize if beside.rank else None)
+
+
+def adapter_of(source: ModelSource, path: str, quantize: Quantization | None) -> AdapterConfig:
+    """Returns the model's adapter, its base quantized as asked for or as in training; one of rank 0 for a whole model.
+
+    Raises:
+      UserError: `quantize`, without an adapter.
+    """
+    if source.adapter is not None:
+        return dataclasses.replace(source.adapter.config, quantize=quantize or source.adapter.config.quantize)
+    if quantize:
+        raise UserError(f"--quantize: found {quantize}; {path} is a whole model, and only the base of an adapter can be "
+                        "quantized; --adapter names one")
+    return AdapterConfig()
