@@ -61,7 +61,7 @@ TESTED = {
         "python -m scripts.inspect_data CONFIG.yaml"],
     "tests/scripts/test_prepare.py": [
         "python -m scripts.prepare --config RECIPE.yaml",
-        "python -m scripts.prepare --config configs/sharegpt_smollm2.yaml --model.path HF_DIR --data.path FILE.json"],
+        "python -m scripts.prepare --config RECIPE.yaml --model.path HF_DIR --data.path FILE.json"],
     "tests/planning/test_dry_run.py": [
         "python train.py ... --dry-run 8xH100",
         "python train.py --config my_recipe.yaml --model.path HF_DIR --data.path FILE.json --dry-run 8xH100",
