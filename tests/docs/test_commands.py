@@ -31,13 +31,11 @@ EXECUTED = {
     "python -m scripts.draw_layout": "",
 }
 EXECUTED_SLOWLY = {
-    "python train.py --help": "",
     "python -m scripts.inspect_data configs/quickstart.yaml": "",
     "python -m scripts.draw_schedule": "",
     "python -m scripts.benchmarks.papers": "",
     "python -m scripts.launch_local --processes 4 --config configs/quickstart.yaml":
         "--train.steps 2 --train.evaluate_every 2 --mesh.fsdp 1 --mesh.tensor 1 --mesh.sequence 4 --mesh.simulate 4",
-    "scripts/launch_tpu.sh --help": "",
 }
 
 # Test file -> the commands that it runs with other arguments: placeholders, small models, stand-ins of a cloud's tools.
