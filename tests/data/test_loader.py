@@ -267,7 +267,8 @@ def test_several_processes_write_what_one_does(small, name, tmp_path, monkeypatc
     """Documents in order, dropped records with their numbers; also with a sentencepiece model."""
     thought = [{"from": "human", "value": "?</s>"}, {"from": "gpt", "value": "<think> Hm."}]
     (tmp_path / "thought.json").write_text(json.dumps([{"conversations": thought}]))
-    sources = [Source(str(path)) for path in (small, FIXTURES / "dirty.json", tmp_path / "thought.json")]
+    paths = (small, FIXTURES / "dirty.json", tmp_path / "thought.json")
+    sources = [Source(str(path), template="vicuna_v1.1") for path in paths]
     made = {}
     for min_bytes in (1 << 30, 1):
         monkeypatch.setattr("data.prepare.WORTH_PROCESSES", min_bytes)

@@ -29,7 +29,8 @@ def test_dirty_dump_is_counted_record_by_record(repository):
     entries = []
     report = Report(on_drop=entries.append)
     rules = CleanConfig(**SETS["scraped"])
-    conversations = list(read(Source(str(repository / "data/fixtures/dirty.json")), report, clean=rules))
+    source = Source(str(repository / "data/fixtures/dirty.json"), template="vicuna_v1.1")
+    conversations = list(read(source, report, clean=rules))
     assert [c.id for c in conversations][:10] == [
         "good", "spelling_1", "spelling_2", "openai", "parts", "system", "leading_answer", "unanswered", "control_text",
         "surrogate",

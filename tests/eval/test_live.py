@@ -52,7 +52,7 @@ def test_answers_are_those_of_the_same_parameters_on_one_device(recipe, monkeypa
              for evaluation in evaluations]
     assert names == [{"one needle"}, {"lines"}, {"2 alike", "4 alike", "8 alike"}, {"niah_single_1", "niah_multikey_2", "vt"}]
     lines = evaluations[1]
-    assert lines.respondent.template == "vicuna_v1.1" and lines.respondent.rows == 2
+    assert lines.respondent.template == "tokenizer" and lines.respondent.rows == 2
     prompts = [dataclasses.replace(case.prompt, text=case.prompt.text[-60 * (number + 1):])  # short, so that it takes seconds
                for number, case in enumerate(lines.cases)]
     one_device = dataclasses.replace(

@@ -1,6 +1,7 @@
 """The run's configuration: typed sections, read from a YAML recipe and overridden by `--section.field value`."""
 
 import dataclasses
+import operator
 import pathlib
 import sys
 from collections.abc import Iterable, Mapping
@@ -123,7 +124,7 @@ def _with_one_source(config: RunConfig) -> RunConfig:
 
 
 # Fields whose defaults have changed; a run that began before goes on with the values that its folder holds.
-CHANGED_DEFAULTS = ("data.template",)
+CHANGED_DEFAULTS = ("data.template", "data.clean.html", "data.clean.rate_limits")
 
 
 def _as_begun(config: RunConfig, recipe: Mapping[str, Any], flags: set[str]) -> RunConfig:
@@ -131,17 +132,29 @@ def _as_begun(config: RunConfig, recipe: Mapping[str, Any], flags: set[str]) -> 
     the recipe nor a flag gives; says so on standard error."""
     stored = _begun(config.folder)
     for field in CHANGED_DEFAULTS:
-        section, name = field.split(".")
-        values, default = stored.get(section), getattr(getattr(config, section), name)
-        if field in flags or name in recipe.get(section, {}) or not isinstance(values, dict):
+        default = operator.attrgetter(field)(config)
+        value = _entry(stored, field)
+        given = field in flags or _entry(recipe, field) is not None
+        if given or value in (None, default) or not isinstance(value, type(default)):
             continue
-        value = values.get(name, default)
-        if value != default and isinstance(value, type(default)):
-            print(f"{config.folder}: goes on with {field} {printable(str(value))}, as it began; the default is now {default}",
-                  file=sys.stderr, flush=True)
-            config = dataclasses.replace(config, **{
-                section: dataclasses.replace(getattr(config, section), **{name: value})})
+        print(f"{config.folder}: goes on with {field} {printable(str(value))}, as it began; the default is now {default}",
+              file=sys.stderr, flush=True)
+        config = _with_value(config, field.split("."), value)
     return config
+
+
+def _entry(written: Mapping[str, Any], field: str) -> Any:
+    """The value of a dotted field in nested mappings; None where there is none."""
+    value: Any = written
+    for name in field.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
+
+
+def _with_value(section: Any, names: list[str], value: Any) -> Any:
+    """A section, or the whole configuration, with another value of the field that these names lead to."""
+    inner = value if len(names) == 1 else _with_value(getattr(section, names[0]), names[1:], value)
+    return dataclasses.replace(section, **{names[0]: inner})
 
 
 def _begun(folder: pathlib.Path) -> dict[str, Any]:

@@ -212,7 +212,7 @@ def test_mistakes_on_the_command_line(tmp_path, flags, words):
         ({"data": {"path": "a"}}, ["data.path and data.sources"]),
         ({"data": {"clean": {"langages": ["en"]}}}, ["data.clean.langages", "did you mean data.clean.languages?"]),
         ({"data": {"clean": None}}, ["data.clean expects", "found None"]),
-        ({"data": {"sources": [{"path": "a"}, {"path": "b", "weight": "much"}]}}, ["sources[1].weight", "a finite number", "much"]),
+        ({"data": {"sources": [{"path": "a"}, {"path": "b", "weight": "much"}]}}, ["sources[1].weight", "float", "much"]),
         ({"data": {"sources": [{"path": "a"}, {"path": "b", "weight": -1}]}}, ["sources[1].weight: found -1.0", "positive"]),
         ({"data": {"text_tokens": 5}}, ["data.text_tokens: found 5", "list of str"]),
         ({"train": 5}, ["train expects", "found 5"]),
@@ -419,8 +419,11 @@ def test_a_run_that_began_with_another_default_template_goes_on_with_it(tmp_path
     assert "goes on with data.template vicuna_v1.1, as it began; the default is now tokenizer" in capsys.readouterr().err
     # What is given is not replaced, here nor in the recipe: another run is then refused by its folder.
     assert load(["--config", recipe, "--run_dir", str(run), "--data.template", "tokenizer"]).data.template == "tokenizer"
-    given = write(tmp_path, {"data": {"template": "koala"}})
+    given = write(tmp_path, {"data": {"template": "koala"}}, "koala.yaml")
     assert load(["--config", given, "--run_dir", str(run)]).data.template == "koala"
     assert load(["--config", str(run / "config.yaml")]).data.template == "vicuna_v1.1"
+    (run / "config.yaml").write_text("data: {clean: {html: detect, rate_limits: true}}", encoding="utf-8")
+    cleaned = load(["--config", recipe, "--run_dir", str(run), "--data.clean.rate_limits", "false"]).data.clean
+    assert (cleaned.html, cleaned.rate_limits) == ("detect", False), "the flag is obeyed"
     (run / "config.yaml").write_text("{", encoding="utf-8")
     assert load(["--config", write(tmp_path), "--run_dir", str(run)]).data.template == "tokenizer"
