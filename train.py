@@ -51,15 +51,19 @@ def next_commands(config: "RunConfig", processes: int) -> str:
       processes: that trained it.
     """
     run, mesh = shlex.quote(str(config.folder)), config.mesh
+    rows = mesh.data * mesh.fsdp
+
+    def flags(**sizes: int) -> str:
+        # An evaluation runs in one process, with the devices of one machine.
+        return "".join(f" --{name} {size}" for name, size in sizes.items() if size > 1 and processes == 1)
+
     if config.trajectories.path:
-        return (f"next: python -m eval.in_context --checkpoint {run} --output {run}/in_context; "
+        devices = flags(simulate=mesh.simulate, seeds=rows, fsdp=rows, sequence=mesh.sequence * mesh.tensor)
+        return (f"next: python -m eval.in_context --checkpoint {run}{devices} --output {run}/in_context; "
                 f"python -m eval.report {run}")
-    devices = {"fsdp": mesh.data * mesh.fsdp, "tensor": mesh.tensor, "sequence": mesh.sequence}
-    # An evaluation runs in one process, with the devices of one machine.
-    sizes = {"simulate": mesh.simulate, "rows": devices["fsdp"], **devices} if processes == 1 else {}
-    flags = "".join(f" --{name} {size}" for name, size in sizes.items() if size > 1)
+    devices = flags(simulate=mesh.simulate, rows=rows, fsdp=rows, tensor=mesh.tensor, sequence=mesh.sequence)
     return (f"next: python -m scripts.export_hf {run} {run}/exported; python -m eval.needle --checkpoint {run} "
-            f"--tokens {config.data.context_length}{flags} --output {run}/needle; python -m eval.report {run}")
+            f"--tokens {config.data.context_length}{devices} --output {run}/needle; python -m eval.report {run}")
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -34,5 +34,8 @@ def test_a_run_on_text_is_exported_evaluated_and_reported(tmp_path, processes):
 
 def test_a_run_on_trajectories_is_played_and_reported(repository):
     recipe = next(path for path in sorted((repository / "configs").rglob("*.yaml")) if "trajectories:" in path.read_text())
-    commands = parsed(train.next_commands(load(["--config", str(recipe)]), 1))
+    config = load(["--config", str(recipe), "--mesh.fsdp", "2", "--mesh.sequence", "2", "--mesh.simulate", "4"])
+    commands = parsed(train.next_commands(config, 1))
     assert list(commands) == ["eval.in_context", "eval.report"]
+    args = commands["eval.in_context"]
+    assert (args.simulate, args.seeds, args.fsdp, args.sequence) == (4, 2, 2, 2)

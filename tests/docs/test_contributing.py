@@ -1,4 +1,6 @@
-"""The examples of CONTRIBUTING.md run as they stand: a schedule and a kernel are exact, a family reads its config.json."""
+"""The examples of CONTRIBUTING.md run as they stand: a schedule and a kernel are exact, a family reads its config.json, an
+evaluation is a section of recipes."""
+import json
 import re
 from pathlib import Path
 from types import ModuleType
@@ -8,12 +10,15 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
+from eval import live, suite
+from eval.journal import Answer
 from model import families
 from model.attention import TokenCoords, attention
 from model.attention.layout import inverse, permutation
 from model.config import LlamaConfig
 from tests.model.attention.dense import dense_attention
 from tests.model.build import mesh_of
+from trainer.config.load import load
 
 PAGE = (Path(__file__).resolve().parents[2] / "CONTRIBUTING.md").read_text(encoding="utf-8")
 RANKS, LENGTH = 4, 512
@@ -73,3 +78,15 @@ def test_the_family_reads_and_writes_its_config(monkeypatch, bias):
     assert family.read(config)["qk_norm"] == "head" and family.read(config)["attention_bias"] is bias
     with pytest.raises(ValueError, match="sliding_window"):
         family.read({**config, "sliding_window": 4})
+
+
+def test_the_evaluation_is_a_section_of_recipes(monkeypatch):
+    monkeypatch.setitem(live.TESTS, "first_word", example("eval/first_word.py").LiveFirstWord)
+    entry = {"test": "first_word", "words": ["gnu", "yak"], "tokens": [90, 400], "count": 3}
+    config = load(["--config", "configs/quickstart.yaml", "--evaluations", json.dumps([entry])])
+    [evaluation] = live.evaluations_of(live.with_tests(config))
+    cases = evaluation.test.cases(lambda prompt: len(prompt.text), evaluation.test.tokens)
+    assert [case.tokens for case in cases] == [90] * 3 + [400] * 3
+    assert all(0.8 * case.tokens < len(case.prompt.text) + 4 <= case.tokens for case in cases)
+    answers = [Answer(case.prompt.text.split()[0], 9) for case in cases]
+    assert [(result.task, result.score) for result in suite.results_of(cases, answers, 512)] == [("first word", 1.0)] * 2

@@ -99,13 +99,14 @@ def section(cls: type[_Section], written: Mapping[str, Any], field: str) -> _Sec
     values = [_Value(f"{field}.{name}", kinds[name], value) for name, value in written.items()]
     _refuse_null(values, "configuration")
     made = jsonargparse.ArgumentParser(exit_on_error=False)
-    made.add_class_arguments(cls)
+    for name in written:
+        made.add_argument(f"--{name}", type=kinds[name])
     try:
-        parsed = made.instantiate(made.parse_object(dict(written)))
+        parsed = made.parse_object(dict(written))
     except _REFUSED as error:
         _raise_refused(iter(values), "configuration", error)
     try:
-        return cls(**{name: parsed[name] for name in field_names(cls)})
+        return cls(**{name: parsed[name] for name in written})
     except ValueError as error:
         raise UserError(f"configuration: {error}") from error
 
