@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from trainer.objective import Objective
 
 
+SHORTEST_NEEDLE = 512  # tokens that the shortest case of eval.needle takes at most, whatever the tokenizer
+
+
 def objective_class(config: "RunConfig") -> "type[Objective]":
     """Returns what the recipe says is learned: actions where it names trajectories, else text."""
     if config.trajectories.path:
@@ -61,9 +64,10 @@ def next_commands(config: "RunConfig", processes: int) -> str:
         devices = flags(simulate=mesh.simulate, seeds=rows, fsdp=rows, sequence=mesh.sequence * mesh.tensor)
         return (f"next: python -m eval.in_context --checkpoint {run}{devices} --output {run}/in_context; "
                 f"python -m eval.report {run}")
+    tokens = max(config.data.context_length, SHORTEST_NEEDLE)
     devices = flags(simulate=mesh.simulate, rows=rows, fsdp=rows, tensor=mesh.tensor, sequence=mesh.sequence)
     return (f"next: python -m scripts.export_hf {run} {run}/exported; python -m eval.needle --checkpoint {run} "
-            f"--tokens {config.data.context_length}{devices} --output {run}/needle; python -m eval.report {run}")
+            f"--tokens {tokens}{devices} --output {run}/needle; python -m eval.report {run}")
 
 
 def main(argv: list[str] | None = None) -> int:
