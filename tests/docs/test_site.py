@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 INDEX = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
 NOTEBOOK = ROOT / "docs" / "longstripe.ipynb"
 needs_mkdocs = pytest.mark.skipif(importlib.util.find_spec("mkdocs") is None, reason="mkdocs is not installed: "
-                                  "pip install -r requirements-docs.txt")
+                                  "pip install -r requirements-test.txt")
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +71,7 @@ def test_the_first_page_has_every_family_schedule_and_kernel():
 
 
 @pytest.mark.skipif(shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}") is None,
-                    reason="hadolint is not installed: pip install -r requirements-docs.txt")
+                    reason="hadolint is not installed: pip install -r requirements-test.txt")
 def test_the_dockerfile_is_clean():
     program = shutil.which("hadolint", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     process = subprocess.run([program, "--no-color", "scripts/kubernetes/Dockerfile"], cwd=ROOT, capture_output=True, text=True,
@@ -106,7 +106,7 @@ def test_the_notebook_has_no_output_and_its_commands_fit_the_recipe(monkeypatch)
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("nbclient") is None, reason="pip install -r requirements-docs.txt")
+@pytest.mark.skipif(importlib.util.find_spec("nbclient") is None, reason="pip install -r requirements-test.txt")
 def test_the_notebook_runs_on_simulated_devices(tmp_path, monkeypatch):
     """Executes it as Jupyter does, in a copy of the tracked files, with 2 steps."""
     import nbformat
