@@ -25,6 +25,7 @@ from model.attention.names import SCHEDULES
 from model.config import LlamaConfig
 from trainer import entry
 from trainer.host import host_bytes
+from trainer.run.results import evaluated, foreign_run
 
 if TYPE_CHECKING:
     from model.decode import Generator, Sampling
@@ -340,7 +341,11 @@ def open_respondent(args: argparse.Namespace) -> LoadedModel:
     respondent = Respondent(
         opened.model, tokenizer, template, stop_ids(config, tokenizer, template), config.max_position_embeddings,
         args.rows, args.chunk, sampling, memory_limit(mesh.devices.flat[0], mesh.size, args.memory_gib))
-    return LoadedModel(respondent, opened.read(), _about(args, opened, respondent))
+    about = _about(args, opened, respondent)
+    if hasattr(args, "output") and (run := foreign_run(about, Path(args.output))):
+        print(f"warning: --output: {args.output} is in the folder of the run {run}, which has no such checkpoint as "
+              f"{evaluated(about)}; reports of that run would show these results beside its own", file=sys.stderr)
+    return LoadedModel(respondent, opened.read(), about)
 
 
 def _about(args: argparse.Namespace, opened: InferenceModel, respondent: Respondent) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from eval.scoring import outcome, paired_interval
 from model.config import LlamaConfig
 from trainer.checkpoint.manifest import fingerprint
 from trainer.huggingface.card import model_card
+from trainer.run.results import foreign_run
 
 
 class Reader(html.parser.HTMLParser):
@@ -157,6 +158,8 @@ def test_evaluations_of_another_model_are_refused_or_named(tmp_path, whole_run, 
     warnings = [line for line in capsys.readouterr().err.splitlines() if line.startswith("warning: ")]
     assert warnings == [f"warning: {run}/other/results.json: is of runs/a, which is no checkpoint of {run}; the report "
                         "shows it all the same"]
+    assert [foreign_run(about[name], run / "results" / name) for name in about] == [None, None, None, run]
+    assert foreign_run(about["other"], tmp_path / "elsewhere" / "other") is None
     shutil.rmtree(run / "other")
     outside = [str(tmp_path / "elsewhere" / name) for name in about]
     assert report.main([str(run), "--evaluations", *outside[:3]]) == 0 and not capsys.readouterr().err

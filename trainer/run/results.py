@@ -32,6 +32,14 @@ def is_of_run(about: Mapping[str, Any], run: Path) -> bool:
     return weights in _fingerprints([path.parent for path in run.rglob(MANIFEST)])
 
 
+def foreign_run(about: Mapping[str, Any], output: Path) -> Path | None:
+    """Returns the run in whose folder `output` lies, if the results are not of it; None too where it lies in no run's."""
+    for folder in (output.absolute(), *output.absolute().parents):
+        if (folder / "config.yaml").is_file() and (folder / "checkpoints").is_dir():
+            return None if is_of_run(about, folder) else folder
+    return None
+
+
 def _weights(about: Mapping[str, Any]) -> str:
     """Returns the fingerprint of what was trained: of an adapter beside a base its own."""
     model = about.get("model")
