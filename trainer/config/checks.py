@@ -2,6 +2,7 @@
 
 from data.errors import UserError
 
+from .numbers import refusal
 from .schema import DataConfig, ModelConfig, RunConfig, require
 
 
@@ -14,6 +15,8 @@ def check(config: RunConfig, source: str = "configuration") -> RunConfig:
     Raises:
       UserError: one line that names the field, what was found and what would work.
     """
+    if reason := refusal(config):
+        raise UserError(f"{source}: {reason}")
     try:
         if config.trajectories.path:
             _check_trajectories(config)

@@ -180,6 +180,8 @@ def describe(kind: Any) -> str:
         return "mapping"
     if kind is type(None):
         return "null"
+    if kind is float:
+        return "a finite number"
     if dataclasses.is_dataclass(kind):
         return f"{{{', '.join(field_names(typing.cast(type, kind)))}}}"
     return getattr(kind, "__name__", str(kind))

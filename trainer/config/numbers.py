@@ -1,0 +1,60 @@
+"""Numbers of a recipe in the precision in which they are used: float32 and int32 on the devices."""
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+LARGEST = float(np.finfo(np.float32).max)
+SMALLEST = float(np.finfo(np.float32).tiny)
+MOST = 2**31 - 1
+SEEDS = 2**32 - 1
+# Decays: 1 minus them is what a step adds, which must not be nothing.
+BELOW_ONE = ("optimizer.beta1", "optimizer.beta2", "optimizer.average_decay")
+
+
+def refusal(config: Any) -> str | None:
+    """Returns what is wrong with the first number of a configuration that the devices cannot hold; None if all can.
+
+    The message says the field, what was found and what would work.
+    """
+    for field, number in _numbers(config, ""):
+        needs = _float_needs(field, number) if isinstance(number, float) else _int_needs(field, number)
+        if needs:
+            return f"{field}: found {number!r}, needs {needs}"
+    return None
+
+
+def _float_needs(field: str, number: float) -> str | None:
+    if not math.isfinite(number) or abs(number) > LARGEST:
+        return f"a number of at most {LARGEST:.6g}, which float32 holds"
+    if 0 < abs(number) < SMALLEST:
+        return f"0, or a number of at least {SMALLEST:.6g}: in float32 this one is 0, or has lost its digits"
+    if field in BELOW_ONE and np.float32(number) == 1:
+        return "a number below 1 in float32, such as 0.9999"
+    return None
+
+
+def _int_needs(field: str, number: int) -> str | None:
+    most = SEEDS if field.endswith("seed") else MOST
+    return f"a whole number of at most {most:,}" if abs(number) > most else None
+
+
+def _numbers(value: Any, field: str) -> Iterator[tuple[str, int | float]]:
+    """Yields each number of a configuration with its field's name."""
+    if isinstance(value, bool):
+        return
+    if isinstance(value, int | float):
+        yield field, value
+    elif dataclasses.is_dataclass(value):
+        for part in dataclasses.fields(value):
+            yield from _numbers(getattr(value, part.name), f"{field}.{part.name}".lstrip("."))
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            yield from _numbers(inner, f"{field}.{name}")
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _numbers(inner, f"{field}[{number}]")
