@@ -7,13 +7,14 @@ RUN := $(VENV)/bin/python
 REQUIREMENTS := requirements$(if $(filter cpu,$(PLATFORM)),,-$(PLATFORM)).txt
 
 .DEFAULT_GOAL := help
-.PHONY: help install quickstart test check harness lint lock cycles registers bench evidence mutants soak
+.PHONY: help install quickstart test slow check harness lint lock cycles registers bench evidence mutants soak
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make install PLATFORM=cpu|tpu|cuda   make the environment in $(VENV); EXTRAS=rl adds the simulator, eval lm-eval"
 	@echo "make quickstart                      train, evaluate and export a small model on simulated devices"
 	@echo "make check | test | lint             a minute's checks | run the tests | check style and types"
+	@echo "make slow SHARE=3/30                 a share of the slow tests, by their names"
 	@echo "make bench                           measure what has changed, and make BENCHMARKS.md"
 	@echo "make evidence [ONLY='h100 1m']        make the plans of docs/plans again with pinned compilers, and print what moved;"
 	@echo "                                     without ONLY also fail where a kernel has become slower"
@@ -37,6 +38,10 @@ quickstart: install
 
 test: $(VENV)/.requirements-test.stamp
 	$(RUN) -m pytest tests -n 2 --dist loadfile $(PYTEST_FLAGS)
+
+# A share of the slow tests, such as SHARE=3/30; all thirty are all of them.
+slow: $(VENV)/.requirements-test.stamp
+	$(RUN) -m pytest tests -n 2 --dist loadfile -m slow --share $(SHARE)
 
 # A minute: what fails first, of every room.
 CHECKED := tests/test_rooms.py tests/test_dependencies.py tests/data/test_packing.py tests/data/test_clean.py \

@@ -40,7 +40,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 REPOSITORY = pathlib.Path(__file__).resolve().parent.parent
-pytest_plugins = ["tests.skips"]
+pytest_plugins = ["tests.skips", "tests.share"]
 
 
 PEAKS = pytest.StashKey[list[float]]()

@@ -1,0 +1,13 @@
+"""Shares of the slow tests: together they are all, apart they are none twice, and of about one size."""
+from collections import Counter
+
+from tests.share import share_of
+
+NAMES = [f"tests/model/test_{module}.py::test_{number}[{kind}]" for module in "abc" for number in range(200) for kind in "xyz"]
+
+
+def test_shares_are_of_about_one_size_and_stay_what_they_are():
+    sizes = Counter(share_of(name, 30) for name in NAMES)
+    assert sorted(sizes) == list(range(30)) and sum(sizes.values()) == len(NAMES) == 1800
+    assert 30 < min(sizes.values()) and max(sizes.values()) < 100
+    assert share_of("tests/test_share.py::a", 30) == 20, "not of this process's random hash"
