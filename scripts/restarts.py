@@ -86,7 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m scripts.restarts", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("record", help="the file that counts the starts, in a folder or a bucket that all starts share")
     parser.add_argument("--checkpoint", default="", metavar="STEP", help="the newest checkpoint's step; empty for none")
-    parser.add_argument("--limit", type=int, default=LIMIT, help=f"starts without a new checkpoint, after the first (default {LIMIT})")
+    parser.add_argument("--limit", type=int, default=LIMIT,
+                        help=f"starts without a new checkpoint, after the first (default {LIMIT})")
     parser.add_argument("--longest-pause", type=int, default=LONGEST_PAUSE, metavar="SECONDS",
                         help=f"the longest pause before a start (default {LONGEST_PAUSE})")
     args = parser.parse_args(argv)
