@@ -26,7 +26,7 @@ def test_a_disk_that_is_full_at_the_card_leaves_nothing(checkpoint, tmp_path, mo
     """The card is the last file: once it was written into a folder that was there already, and the next start was refused."""
     with monkeypatch.context() as patch:
         patch.setattr("pathlib.Path.write_text", full)
-        assert export_hf.main([str(checkpoint), str(tmp_path / "hf")]) == 2
+        assert export_hf.main([str(checkpoint), str(tmp_path / "hf")]) == 75
     assert str(tmp_path) in capsys.readouterr().err and list(tmp_path.iterdir()) == []
     assert export_hf.main([str(checkpoint), str(tmp_path / "hf")]) == 0
     assert (tmp_path / "hf" / "README.md").exists()

@@ -74,7 +74,7 @@ def test_the_command_gives_transformers_losses(tmp_path, monkeypatch, capsys):
     (tmp_path / "book.txt").write_text(text)
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({
         "model": {"compute_dtype": "float32"},
-        "data": {"sources": [{"path": str(tmp_path / "book.txt"), "format": "text"}], "context_length": LENGTH,
+        "data": {"sources": [{"path": str(tmp_path / "book.txt"), "format": "text", "add_bos": True}], "context_length": LENGTH,
                  "held_out_fraction": 0.0, "prepared": str(tmp_path / "prepared")},
         "mesh": {"fsdp": 2, "sequence": 4, "simulate": 8},
         "train": {"batch_size": 2},
