@@ -15,7 +15,7 @@ from .attention import AttentionOp, Keys, Queries, TokenCoords, attend
 from .config import LlamaConfig
 from .dropout import TokenInfo
 from .feedforward import KEYS_VALUES, OUTPUT, QUERIES, Auxiliary
-from .memory.chunked import chunked_with_sums
+from .memory.chunked import chunked_with_sums, passed_through
 from .memory.options import MemoryConfig
 from .modules import Tokens, bind, read_by
 from .rope_config import RopeConfig
@@ -64,33 +64,40 @@ class Layer:
 
     def project(self, weights: dict, x: Hidden, labels: TokenInfo) -> tuple[Heads, Heads, Heads]:
         """Returns queries, keys and values, for the heads that the weights have."""
-        return self._project(weights, x, labels, (QUERIES, KEYS_VALUES))
+        project, weights = self._projection(_queries_keys_values), read_by(self.config, (QUERIES, KEYS_VALUES), weights)
+        return self._position_wise(lambda *part: ({}, project(*part)), weights, x, labels, self.memory.projection_chunk)[1]
 
-    def project_through(self, weights: dict, x: Hidden, labels: TokenInfo) -> tuple[Hidden, Heads, Heads, Heads]:
-        """Returns x, queries, keys and values. Whoever takes x from here has its gradient accumulated in place (`chunked`)."""
-        return self._project(weights, x, labels, (QUERIES, KEYS_VALUES), "x")
+    def project_through(self, weights: dict, x: Hidden, labels: TokenInfo) -> tuple[Hidden, tuple[Heads, Heads, Heads]]:
+        """Returns x, and queries, keys and values. Whoever takes x from here has its gradient accumulated in place (see
+        `passed_through`)."""
+        return self._project_through(_queries_keys_values, (QUERIES, KEYS_VALUES), weights, x, labels)
 
     def queries_through(self, weights: dict, x: Hidden, labels: TokenInfo) -> tuple[Hidden, Heads]:
         """Returns x and the queries; see `project_through`."""
-        return self._project(weights, x, labels, (QUERIES,), "x")
+        return self._project_through(_queries, (QUERIES,), weights, x, labels)
 
-    def keys_values_through(self, weights: dict, x: Hidden, labels: TokenInfo) -> tuple[Hidden, Heads, Heads]:
-        """Returns x, the keys and the values; see `project_through`."""
-        return self._project(weights, x, labels, (KEYS_VALUES,), "x")
+    def keys_values_through(self, weights: dict, x: Hidden, labels: TokenInfo) -> tuple[Hidden, tuple[Heads, Heads]]:
+        """Returns x, and the keys and values; see `project_through`."""
+        return self._project_through(_keys_values, (KEYS_VALUES,), weights, x, labels)
 
-    def _project(self, weights: dict, x: Hidden, labels: TokenInfo, stages: tuple[str, ...],
-                 through: str | None = None) -> tuple[Any, ...]:
-        def project(weights, arrays, labels):
+    def _project_through(self, read: Callable, stages: tuple[str, ...], weights: dict, x: Hidden,
+                         labels: TokenInfo) -> tuple[Hidden, Any]:
+        project, weights = self._projection(read), read_by(self.config, stages, weights)
+        if self.memory.policy.products:
+            return x, project(weights, x, labels)
+        return passed_through(project, weights, x, labels, dtype=self.dtype, chunk=self._chunk(self.memory.projection_chunk))
+
+    def _projection(self, read: Callable) -> Callable:
+        """The position-wise work from a layer's input to what `read` takes of its sequence mixer."""
+        def project(weights, x, labels):
             layer = bind(self.config, weights)
             with jax.named_scope("input_norm"):
-                x = self.parallel.whole(layer.mixer_input(arrays["x"]))
-            tokens = Tokens(labels["tokens"], self.rope, self.length, self.parallel)
+                x = self.parallel.whole(layer.mixer_input(x))
+            tokens = Tokens(labels, self.rope, self.length, self.parallel)
             with jax.named_scope("qkv_projection"):
-                queries = (layer.mixer.queries(x, tokens),) if QUERIES in stages else ()
-                return {}, (*queries, *(layer.mixer.keys_values(x, tokens) if KEYS_VALUES in stages else ()))
+                return read(layer.mixer, x, tokens)
 
-        return self._position_wise(project, read_by(self.config, stages, weights), {"x": x}, {"tokens": labels},
-                                   self.memory.projection_chunk, through)[1]
+        return project
 
     def attend(self, q: Heads, k: Heads, v: Heads, coords: TokenCoords) -> Heads:
         """Returns attention's output for this device's queries over the keys of all shards."""
@@ -117,13 +124,26 @@ class Layer:
         multiplier = self.config.residual_multiplier
         return x + (branch if multiplier == 1 else branch * multiplier)
 
-    def _position_wise(self, fn: Callable, weights: dict, arrays: dict, labels: dict, chunk: int,
-                       through: str | None = None) -> tuple[Any, Any]:
+    def _position_wise(self, fn: Callable, weights: dict, arrays: Any, labels: Any, chunk: int) -> tuple[Any, Any]:
         """Returns the sums and the results of fn, run in chunks of tokens that are computed again in the backward pass; with
         the remat policy `everything`, which keeps the results of products, all at once."""
         if self.memory.policy.products:
-            sums, results = fn(weights, arrays, labels)
-            return sums, (arrays[through], *results) if through else results
-        # With split tokens a rank's chunks would not be chunks of the tokens that all ranks together have.
-        chunk = 0 if self.parallel.split_tokens else chunk
-        return chunked_with_sums(fn, weights, arrays, labels, dtype=self.dtype, chunk=chunk, through=through)
+            return fn(weights, arrays, labels)
+        return chunked_with_sums(fn, weights, arrays, labels, dtype=self.dtype, chunk=self._chunk(chunk))
+
+    def _chunk(self, chunk: int) -> int:
+        """A chunk's tokens: all, where tokens are split, since a rank's chunks would not be chunks of the tokens that all ranks
+        together have."""
+        return 0 if self.parallel.split_tokens else chunk
+
+
+def _queries(mixer: Any, x: Hidden, tokens: Tokens) -> Heads:
+    return mixer.queries(x, tokens)
+
+
+def _keys_values(mixer: Any, x: Hidden, tokens: Tokens) -> tuple[Heads, Heads]:
+    return mixer.keys_values(x, tokens)
+
+
+def _queries_keys_values(mixer: Any, x: Hidden, tokens: Tokens) -> tuple[Heads, Heads, Heads]:
+    return mixer.queries(x, tokens), *mixer.keys_values(x, tokens)

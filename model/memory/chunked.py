@@ -20,8 +20,8 @@ from jaxtyping import Array, Float
 from model.attention.kernels.padding import tile_size
 from model.frozen import FrozenWeight, Weight, split
 
-# Arrays by name; those of tokens are [B, T, ...].
-Arrays = dict[str, jax.Array]
+# A tree of arrays [B, T, ...].
+Arrays = Any
 
 
 def _chunk_size(length: int, at_most: int) -> int:
@@ -116,18 +116,17 @@ def vjp(fn: Callable, weights: Mapping[str, Weight], *arrays: Any, has_aux: bool
     return (result, pull_all, aux) if has_aux else (result, pull_all)
 
 
-def chunked(fn: Callable, weights: Mapping[str, Weight], arrays: Arrays, constants: Arrays, *, dtype: Any, chunk: int = 0,
-            through: str | None = None) -> Any:
+def chunked(fn: Callable, weights: Mapping[str, Weight], arrays: Arrays, constants: Arrays, *, dtype: Any,
+            chunk: int = 0) -> Any:
     """Returns fn(weights, arrays, constants), a tree of arrays [B, T, ...], computed in chunks of the sequence.
 
     All arguments are as of `chunked_with_sums`, but that fn returns no sums.
     """
-    return chunked_with_sums(lambda *part: ((), fn(*part)), weights, arrays, constants, dtype=dtype, chunk=chunk,
-                             through=through)[1]
+    return chunked_with_sums(lambda *part: ((), fn(*part)), weights, arrays, constants, dtype=dtype, chunk=chunk)[1]
 
 
 def chunked_with_sums(fn: Callable, weights: Mapping[str, Weight], arrays: Arrays, constants: Arrays, *, dtype: Any,
-                      chunk: int = 0, through: str | None = None) -> tuple[Any, Any]:
+                      chunk: int = 0) -> tuple[Any, Any]:
     """Returns fn(weights, arrays, constants), computed in chunks of the sequence: its sums over all tokens, and its results.
 
     Args:
@@ -137,16 +136,13 @@ def chunked_with_sums(fn: Callable, weights: Mapping[str, Weight], arrays: Array
       arrays: differentiated, [B, T, ...]; constants: arrays [B, T, ...] of any dtype, without gradient.
       dtype: the compute dtype, in which the weights' values are exact.
       chunk: most tokens in a chunk; 0 computes all at once.
-      through: one of `arrays`, which is returned unchanged before fn's results: fn's share is then added to the gradient that
-        comes in for it, in place, and a second array of its length never exists.
     """
     size = _chunk_size(jax.tree.leaves((arrays, constants))[0].shape[1], chunk)
 
     @jax.custom_vjp
     def run(weights, arrays, constants):
         cast_weights = cast(weights, dtype)
-        sums, y = _sum_over_chunks(lambda part: fn(cast(cast_weights, jnp.float32), *part), (arrays, constants), size)
-        return sums, (arrays[through], *y) if through else y
+        return _sum_over_chunks(lambda part: fn(cast(cast_weights, jnp.float32), *part), (arrays, constants), size)
 
     def forward(weights, arrays, constants):
         return run(weights, arrays, constants), (cast(weights, dtype), arrays, constants)
@@ -157,14 +153,42 @@ def chunked_with_sums(fn: Callable, weights: Mapping[str, Weight], arrays: Array
 
         def step(part):
             arrays, constants, dy = part
-            passed, dy = (dy[0], dy[1:]) if through else (None, dy)
-            dw, dx = vjp(lambda w, a: fn(w, a, constants), cast(cast_weights, jnp.float32), arrays)[1]((d_sums, dy))
-            return dw, {**dx, through: passed + dx[through]} if through else dx
+            return vjp(lambda w, a: fn(w, a, constants), cast(cast_weights, jnp.float32), arrays)[1]((d_sums, dy))
 
         return *_sum_over_chunks(step, (arrays, constants, dy), size), None
 
     run.defvjp(forward, backward)
     return run(weights, arrays, constants)
+
+
+def passed_through(fn: Callable, weights: Mapping[str, Weight], x: Float[Array, "B T E"], constants: Arrays, *, dtype: Any,
+                   chunk: int = 0) -> tuple[Float[Array, "B T E"], Any]:
+    """Returns x unchanged, and fn(weights, x, constants), computed in chunks of the sequence.
+
+    Whoever reads x after fn takes it from here: fn's share is then added to the gradient that comes in for x, in place, and a
+    second array of its length never exists. All arguments are as of `chunked`.
+    """
+    size = _chunk_size(x.shape[1], chunk)
+
+    @jax.custom_vjp
+    def run(weights, x, constants):
+        return x, chunked(fn, weights, x, constants, dtype=dtype, chunk=chunk)
+
+    def forward(weights, x, constants):
+        return run(weights, x, constants), (cast(weights, dtype), x, constants)
+
+    def backward(residuals, cotangents):
+        cast_weights, x, constants = residuals
+
+        def step(part):
+            x, constants, (dx, dy) = part
+            dw, share = vjp(lambda w, x: fn(w, x, constants), cast(cast_weights, jnp.float32), x)[1](dy)
+            return dw, dx + share
+
+        return *_sum_over_chunks(step, (x, constants, cotangents), size), None
+
+    run.defvjp(forward, backward)
+    return run(weights, x, constants)
 
 
 def chunked_total(fn: Callable, weights: Mapping[str, Weight], arrays: Arrays, constants: Arrays, shares: Float[Array, "B T"],

@@ -109,7 +109,7 @@ class GroupedAttention:
     x passes through, so that the backward pass adds each group's share to the gradient that comes in, where it lies.
 
     Attributes:
-      project: (weights, x, labels) -> x, q, k, v for the heads that the weights have; closes over no traced value.
+      project: (weights, x, labels) -> x, (q, k, v) for the heads that the weights have; closes over no traced value.
       dtype: the compute dtype.
     """
 
@@ -134,7 +134,7 @@ class GroupedAttention:
         weights = cast(weights, self.dtype)
 
         def attend(_, i):
-            _, q, k, v = self.project(self.groups.weights(weights, i), x, labels)
+            _, (q, k, v) = self.project(self.groups.weights(weights, i), x, labels)
             return (), self.attention.forward(Queries(q, coords), Keys(k, v, coords))
 
         out, lse = name_for_remat(*self.groups.over(attend, (), OUT_AND_LSE)[1])
@@ -149,10 +149,10 @@ class GroupedAttention:
 
         def add_group(carry, i):
             dx, d_shared = carry
-            (_, q, k, v), pull = vjp(lambda w, x: self.project(w, x, labels), groups.weights(weights, i), x)
+            (_, (q, k, v)), pull = vjp(lambda w, x: self.project(w, x, labels), groups.weights(weights, i), x)
             result = AttentionPartial(groups.take(out, i, 2), groups.take(lse, i, 1))
             gradients = self.attention.backward(Queries(q, coords), Keys(k, v, coords), result, groups.take(dout, i, 2))
-            dw, dx = pull((dx, *gradients))
+            dw, dx = pull((dx, tuple(gradients)))
             d_shared = {name: total + dw[name] for name, total in d_shared.items()}
             return (dx, d_shared), {name: dw[name] for name in head_axes}
 

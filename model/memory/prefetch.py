@@ -145,7 +145,7 @@ class _PrefetchedLayers:
         """
         x, *saved = kept
         attention = layer.attention
-        (_, q, k, v), pull = vjp(lambda w, x: layer.project_through(w, x, labels),
+        (_, (q, k, v)), pull = vjp(lambda w, x: layer.project_through(w, x, labels),
                                  read_by(layer.config, (QUERIES, KEYS_VALUES), weights), x)
         queries, keys = Queries(q, coords), Keys(k, v, coords)
         whole = None
@@ -155,7 +155,7 @@ class _PrefetchedLayers:
             lambda *arrays: layer.finish(*arrays, labels), read_by(layer.config, (OUTPUT,), weights), x, saved[0])[1](d_output)
         payload = Payload(below if whole is None else None, d_above)
         dqkv, whole_after, d_above = attention.backward_and_exchange(queries, keys, AttentionPartial(*saved), dout, payload)
-        dw_project, dx = pull((dx, *dqkv))
+        dw_project, dx = pull((dx, tuple(dqkv)))
         # Weights that are read before and after attention, such as the one norm of parallel residuals, have both gradients.
         twice = {name: dw_project[name] + dw_output[name] for name in dw_project
                  if name in dw_output and dw_project[name] is not None}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -42,12 +42,40 @@ class QueryChunkRunner(ScanRunner):
         return in_chunks(weights, x, labels, coords)
 
 
+class KeySource(Protocol):
+    """What all chunks take keys and values from: a tree of arrays, which loops over chunks carry."""
+
+    def group(self, layer: LayerInChunks, weights: dict[str, Weight], i: Any) -> Keys:
+        """Returns the keys of group i of the heads; the weights are the layer's, in the compute dtype or frozen."""
+
+
+class ProjectedOnce(NamedTuple):
+    """The keys of all tokens and heads, which are one group."""
+
+    keys: Keys
+
+    def group(self, layer: LayerInChunks, weights: dict[str, Weight], i: Any) -> Keys:
+        return self.keys
+
+
+class ProjectedByGroup(NamedTuple):
+    """The layer's input, from which each group's keys are projected whenever a chunk attends to them."""
+
+    x: Float[Array, "B T E"]
+    labels: TokenInfo
+    coords: TokenCoords
+
+    def group(self, layer: LayerInChunks, weights: dict[str, Weight], i: Any) -> Keys:
+        _, (k, v) = layer.keys_values(layer.groups.weights(weights, i), self.x, self.labels)
+        return Keys(k, v, self.coords)
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerInChunks:
     """Runs a layer in chunks of queries, inside `shard_map`.
 
     Attributes:
-      queries, keys_values: (weights, x, labels) -> x and q, or x, k and v, for the weights' heads.
+      queries, keys_values: (weights, x, labels) -> x and q, or x and (k, v), for the weights' heads.
       finish: (weights, x, attention's output, labels) -> LayerOutput. All are position-wise and close over no traced value.
       chunks: how many; divides a device's tokens.
       dtype: the compute dtype.
@@ -120,46 +148,39 @@ class LayerInChunks:
             dw_project, dx = pull((dx, dq))
             return (jax.tree.map(lambda *parts: sum(parts), dw, dw_finish, dw_project), dkv, source), dx
 
-        (_, *kv), pull = vjp(lambda w, x: self.keys_values(w, x, labels), cast(weights, jnp.float32), x)
+        (_, kv), pull = vjp(lambda w, x: self.keys_values(w, x, labels), cast(weights, jnp.float32), x)
         trained, _ = split(weights)
         dw, dkv = jax.tree.map(lambda x: jnp.zeros(x.shape, jnp.float32), (trained, kv))
         dw |= {name: None for name in weights if name not in trained}
         (dw, dkv, _), dx = over_chunks(add_chunk, (dw, dkv, self._key_source(*residuals)), (x, labels, coords, dy),
                                        x.shape[1] // self.chunks)
-        dw_kv, dx = pull((dx, *(total.astype(array.dtype) for total, array in zip(dkv, kv, strict=True))))
+        dw_kv, dx = pull((dx, tuple(total.astype(array.dtype) for total, array in zip(dkv, kv, strict=True))))
         return jax.tree.map(jnp.add, dw, dw_kv), dx, None, None
 
-    def _key_source(self, weights, x, labels, coords):
-        """What the chunks take keys and values from, with the keys' coordinates: k and v of all tokens, or with groups of
-        heads x and labels, from which each group's are projected again."""
+    def _key_source(self, weights, x, labels, coords) -> KeySource:
+        """What all chunks take their keys from."""
         if self.groups.count > 1:
-            return (x, labels), coords
-        return self.keys_values(cast(weights, jnp.float32), x, labels)[1:], coords
-
-    def _keys(self, weights, source, i):
-        """k and v of group i."""
-        return source if self.groups.count == 1 else self.keys_values(self.groups.weights(weights, i), *source)[1:]
+            return ProjectedByGroup(x, labels, coords)
+        _, (k, v) = self.keys_values(cast(weights, jnp.float32), x, labels)
+        return ProjectedOnce(Keys(k, v, coords))
 
     def _attend(self, weights, source, q, q_coords):
         """out and lse of all heads, for a chunk of queries."""
-        source, coords = source
-
         def attend(_, i):
-            return (), self.attention.forward(Queries(self.groups.take(q, i, 2), q_coords),
-                                              Keys(*self._keys(weights, source, i), coords))
+            return (), self.attention.forward(Queries(self.groups.take(q, i, 2), q_coords), source.group(self, weights, i))
 
         return self.groups.over(attend, (), OUT_AND_LSE)[1]
 
     def _gradients(self, dkv, weights, source, queries, result, dout):
         """dk and dv of a chunk of queries added to `dkv`, float32, and its dq, in q's dtype."""
-        (source, coords), groups = source, self.groups
+        groups = self.groups
 
         def add_group(dkv, i):
             dq, *dkv_group = self.attention.gradients(
-                Queries(groups.take(queries.q, i, 2), queries.coords), Keys(*self._keys(weights, source, i), coords),
+                Queries(groups.take(queries.q, i, 2), queries.coords), source.group(self, weights, i),
                 AttentionPartial(groups.take(result.out, i, 2), groups.take(result.lse, i, 1)), groups.take(dout, i, 2))
-            dkv = [groups.put(total, groups.take(total, i, 2) + part, i, 2)
-                   for total, part in zip(dkv, dkv_group, strict=True)]
+            dkv = tuple(groups.put(total, groups.take(total, i, 2) + part, i, 2)
+                        for total, part in zip(dkv, dkv_group, strict=True))
             return dkv, dq.astype(queries.q.dtype)
 
         return groups.over(add_group, dkv, 2)

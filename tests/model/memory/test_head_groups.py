@@ -7,7 +7,7 @@ import pytest
 from model.attention import AttentionOp, TokenCoords
 from model.attention.kernels import get_kernel
 from model.linear import product
-from model.memory.chunked import chunked
+from model.memory.chunked import passed_through
 from model.memory.head_groups import GroupedAttention, HeadGroups
 from tests.model.build import llama, tiny
 
@@ -23,8 +23,7 @@ def inward(weights, x, positions):
 
 def in_groups(weights, x, positions, coords):
     def project(weights, x, positions):
-        return chunked(lambda w, arrays, labels: inward(w, arrays["x"], labels["positions"]), weights, {"x": x},
-                       {"positions": positions}, dtype=jnp.float32, chunk=4, through="x")
+        return passed_through(inward, weights, x, positions, dtype=jnp.float32, chunk=4)
 
     op = AttentionOp.create(SIZE, schedule="local", kernel=get_kernel("reference"), axis="sequence", size=1)
     x, out = GroupedAttention(project, op, GROUPS, jnp.float32)(weights, x, positions, coords)

@@ -11,7 +11,7 @@ from model.attention.kernels import get_kernel
 from model.attention.schedules import Balanced, Ulysses
 from model.layer import LayerOutput
 from model.linear import product
-from model.memory.chunked import chunked
+from model.memory.chunked import passed_through
 from model.memory.head_groups import HeadGroups
 from model.memory.query_chunks import LayerInChunks
 from tests.model.build import MESHES, llama, mean_loss, packed_batch, tiny
@@ -38,14 +38,17 @@ def total(output):
 
 def in_chunks(chunks, groups, weights, x, positions, coords):
     def project(which, weights, x, positions):
-        return chunked(lambda w, arrays, labels: inward(w, arrays["x"], labels["positions"], which), weights, {"x": x},
-                       {"positions": positions}, dtype=jnp.float32, chunk=4, through="x")
+        return passed_through(lambda *part: inward(*part, which), weights, x, positions, dtype=jnp.float32, chunk=4)
+
+    def queries(*arrays):
+        x, (q,) = project("q", *arrays)
+        return x, q
 
     op = AttentionOp.create(SIZE, schedule="local", kernel=get_kernel("reference"), axis="sequence", size=1)
     def finish(weights, x, attended, labels):
         return onward(weights, x, attended)
 
-    queries, keys_values = (functools.partial(project, which) for which in ("q", "kv"))
+    keys_values = functools.partial(project, "kv")
     layer = LayerInChunks(queries, keys_values, finish, op, chunks, HeadGroups(groups, HEAD_AXES), jnp.float32)
     return total(layer(weights, x, positions, coords))
 
