@@ -175,12 +175,12 @@ class Job:
         Raises:
           ValueError: the cost model has no rule for the job.
         """
-        job = self._costs_job(causal)
+        job = self._training_step(causal)
         return None if job is None else costs.estimate(dataclasses.replace(job, overlap=overlap))
 
     def time_range(self) -> costs.TimeRange | None:
         """The seconds between which a step lies (`costs.measured`); None and ValueError as of `estimate`."""
-        job = self._costs_job()
+        job = self._training_step()
         return None if job is None else costs.time_range(job)
 
     @property
@@ -190,7 +190,7 @@ class Job:
         one_box, several_boxes = GPU_HARDWARE.get(generation, (generation, generation))
         return costs.HARDWARE.get(several_boxes if "x" in shape else one_box)
 
-    def _costs_job(self, causal: bool = True) -> costs.Job | None:
+    def _training_step(self, causal: bool = True) -> costs.TrainingStep | None:
         """The job as the cost model has it."""
         hardware = self.hardware
         if hardware is None:
@@ -198,7 +198,7 @@ class Job:
         attention, mesh, adapter = self.run.attention, self.run.mesh, self.run.adapter
         chunk = self.run.memory.feed_forward_chunk
         chunks = math.ceil(device_tokens(self.run) / chunk) if chunk else 1
-        return costs.Job(
+        return costs.TrainingStep(
             costs.Sizes.of(self.model), hardware, self.context, self.batch, mesh.data, mesh.fsdp, mesh.tensor, mesh.sequence,
             schedule=attention.schedule if mesh.sequence > 1 else "local", layout=attention.layout,
             remat=self.run.memory.remat, causal=causal, frozen=adapter.rank > 0,

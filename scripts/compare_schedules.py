@@ -49,9 +49,9 @@ def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
       UserError, ValueError: an option is wrong; one line.
     """
     from model.attention.layout import LAYOUTS
-    from planning.costs import HARDWARE, Job, Sizes
+    from planning.costs import HARDWARE, Sizes, TrainingStep
     from planning.machines import device_count
-    from planning.plan import Job as PlannedJob
+    from planning.plan import Job
     from scripts.plan_options import named_model
 
     for option, value in vars(args).items():
@@ -67,14 +67,14 @@ def cost_jobs(args: argparse.Namespace) -> list[tuple[str, Any]]:
             raise UserError(f"--hardware: found {args.hardware!r}; the cost model has {', '.join(HARDWARE)}")
         hardware = HARDWARE[args.hardware]
     else:
-        planned = PlannedJob.of(model, args.topology or "", args.context) if args.topology else None
+        planned = Job.of(model, args.topology or "", args.context) if args.topology else None
         if planned is None or planned.hardware is None:
             raise UserError("--compare: needs a --machine that the cost model lists, or one of them as --hardware: "
                             f"{', '.join(HARDWARE)}")
         hardware = planned.hardware
         if not any(getattr(args, axis) for axis in MESH_AXES):
             axes["sequence"] = device_count(args.topology)
-    job = Job(Sizes.of(model), hardware, args.context, args.batch or 1, **axes, remat=args.remat or "save_attention")
+    job = TrainingStep(Sizes.of(model), hardware, args.context, args.batch or 1, **axes, remat=args.remat or "save_attention")
     if args.schedule is not None and not (isinstance(args.schedule, str) and args.schedule in SCHEDULES):
         raise UserError(f"--schedule: found {args.schedule!r}; compared are {', '.join(SCHEDULES)}")
     return [(name, dataclasses.replace(job, schedule=SCHEDULES[name], layout=layout))

@@ -1,7 +1,7 @@
 """The cost model: how long a training step takes on absent hardware, and how much of that time waits for the network.
 
-    from planning.costs import HARDWARE, Job, Sizes, estimate
-    estimate(Job(Sizes.of(LlamaConfig.preset("llama-7b")), HARDWARE["v4"], length=1 << 20, sequence=64)).mfu
+    from planning.costs import HARDWARE, Sizes, TrainingStep, estimate
+    estimate(TrainingStep(Sizes.of(LlamaConfig.preset("llama-7b")), HARDWARE["v4"], length=1 << 20, sequence=64)).mfu
 
 `hardware` lists the machines, `kernel_rates` reads how fast our kernels are on TPUs, `network` times transfers, `tiles` counts
 the tiles that a kernel cannot skip, `rounds` reads from each schedule's own plan what it computes and sends, and `step` adds
@@ -12,7 +12,7 @@ from .hardware import HARDWARE, Hardware
 from .measured import TimeRange, time_range
 from .network import Network
 from .rounds import Round, rounds
-from .step import Estimate, Job, Sizes, estimate
+from .step import Estimate, Sizes, TrainingStep, estimate
 
-__all__ = ["HARDWARE", "Estimate", "Hardware", "Job", "Network", "Round", "Sizes", "TimeRange", "estimate", "rounds",
+__all__ = ["HARDWARE", "Estimate", "Hardware", "Network", "Round", "Sizes", "TimeRange", "TrainingStep", "estimate", "rounds",
            "time_range"]

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from model.config import LlamaConfig
 
 from .hardware import HARDWARE, Hardware
-from .step import Estimate, Job, Sizes, estimate
+from .step import Estimate, Sizes, TrainingStep, estimate
 
 THOUSAND, MILLION = 1 << 10, 1 << 20
 
@@ -31,7 +31,7 @@ class Measured(NamedTuple):
 
     label: str
     source: str
-    job: Job
+    job: TrainingStep
     seconds: float
 
 
@@ -76,26 +76,26 @@ def measured_steps() -> tuple[Measured, ...]:
     v5p = HARDWARE["v5p"]
     llama3, llama2 = (Sizes.of(LlamaConfig.preset(name)) for name in ("llama-3.1-8b", "llama-7b"))
     steps = [Measured(f"MaxText, llama3-8b, {length}K, 64 v5p, {name}", "AI-Hypercomputer/maxtext#4893",
-                      Job(llama3, v5p, length * THOUSAND, sequence=64, schedule=schedule, layout="zigzag"), seconds)
+                      TrainingStep(llama3, v5p, length * THOUSAND, sequence=64, schedule=schedule, layout="zigzag"), seconds)
              for name, schedule, times in _MAXTEXT_8B for length, seconds in zip((64, 128, 256), times, strict=True)]
     steps += [Measured(f"MaxText, llama2-7b, 64 x 32K, 64 v5p, {name}", "AI-Hypercomputer/maxtext#4687",
-                       Job(llama2, v5p, 32 * THOUSAND, batch=64, fsdp=4, sequence=16, schedule=schedule, layout="zigzag"),
-                      seconds)
+                       TrainingStep(llama2, v5p, 32 * THOUSAND, batch=64, fsdp=4, sequence=16, schedule=schedule,
+                                    layout="zigzag"), seconds)
               for name, schedule, seconds in _MAXTEXT_7B]
     steps += [Measured(f"TRL, Qwen3-{name}, {length >> 20}M, {gpus} H100", "huggingface/trl#6845",
-                       Job(_QWEN3[name], HARDWARE["h100-infiniband"], length, sequence=gpus, layout="zigzag", remat="offload"),
-                       seconds) for name, gpus, length, seconds in _TRL]
+                       TrainingStep(_QWEN3[name], HARDWARE["h100-infiniband"], length, sequence=gpus, layout="zigzag",
+                                    remat="offload"), seconds) for name, gpus, length, seconds in _TRL]
     steps.append(Measured("TRL, Qwen3-8B, 1M, 8 H100, released versions", "huggingface/trl#6846",
-                          Job(_QWEN3["8B"], HARDWARE["h100-infiniband"], MILLION, sequence=8, layout="zigzag", remat="offload"),
-                          380))
+                          TrainingStep(_QWEN3["8B"], HARDWARE["h100-infiniband"], MILLION, sequence=8, layout="zigzag",
+                                       remat="offload"), 380))
     layers = Sizes.of(dataclasses.replace(LlamaConfig.preset("llama-3.1-8b"), num_hidden_layers=8))
     steps += [Measured(f"Longstripe, 8 layers of llama3-8b, {length >> 10}K, 1 H200, {remat}", "docs/results/gpu.json",
-                       Job(layers, HARDWARE["h200-infiniband"], length, remat=remat), seconds)
+                       TrainingStep(layers, HARDWARE["h200-infiniband"], length, remat=remat), seconds)
               for length, remat, seconds in _OURS]
     return tuple(steps)
 
 
-def full_rate(job: Job) -> Estimate:
+def full_rate(job: TrainingStep) -> Estimate:
     """The estimate of a job on a machine whose matrix products all run at its full rate."""
     return estimate(dataclasses.replace(job, hardware=dataclasses.replace(
         job.hardware, matmul=1.0, attention=1.0, attention_backward=1.0)))
@@ -113,7 +113,7 @@ def slowest(machines: str) -> tuple[float, Measured]:
                 if kind(step.job.hardware) == machines), key=lambda pair: pair[0])
 
 
-def time_range(job: Job) -> TimeRange:
+def time_range(job: TrainingStep) -> TimeRange:
     """The range of a job's step.
 
     Raises:

@@ -75,7 +75,7 @@ class Sizes:
 
 
 @dataclasses.dataclass(frozen=True)
-class Job:
+class TrainingStep:
     """One training step of a model on a mesh, whose devices are ordered by data, fsdp, tensor and, as neighbours, sequence.
 
     Attributes:
@@ -211,7 +211,7 @@ class Estimate:
         return self.step.seconds
 
 
-def estimate(job: Job) -> Estimate:
+def estimate(job: TrainingStep) -> Estimate:
     """The times of one training step of a job, on the busiest device.
 
     Raises:
@@ -250,7 +250,7 @@ def _total(phases) -> Phase:
     return functools.reduce(Phase.__add__, phases, Phase(0.0, 0.0))
 
 
-def _round(job: Job, planned: Round, seconds_per_tile: float) -> Phase:
+def _round(job: TrainingStep, planned: Round, seconds_per_tile: float) -> Phase:
     """A round: its busiest rank or the hidden transfers, whichever takes longer, and then the exposed transfers."""
     compute, network = float(max(planned.tiles)) * seconds_per_tile, job.hardware.network
     overlapped = tuple(send for send in planned.hidden if network.overlaps(send, job.sequence))
@@ -259,14 +259,14 @@ def _round(job: Job, planned: Round, seconds_per_tile: float) -> Phase:
     return Phase((max(compute, hidden) if job.overlap else compute + hidden) + exposed, compute)
 
 
-def _dequantization(job: Job, passes: int) -> Phase:
+def _dequantization(job: TrainingStep, passes: int) -> Phase:
     """What dequantizes a layer in so many passes through it, bound by the memory."""
     moved = passes * job.dequantizations * job.sizes.weights / job.tensor * (job.weight_bytes + 2)
     seconds = moved / job.hardware.memory_bandwidth
     return Phase(seconds, seconds)
 
 
-def _matrices(job: Job, weights: int, forwards: float, sums: int, gathers: int = 0, scatters: int = 0,
+def _matrices(job: TrainingStep, weights: int, forwards: float, sums: int, gathers: int = 0, scatters: int = 0,
               weight_bytes: float = 2) -> Phase:
     """Position-wise work: so many forward passes through matrices of `weights` parameters, whose transfers run beside it.
 
@@ -299,7 +299,7 @@ def _shards(data: int, fsdp: int, tensor: int, sequence: int) -> Pairs:
                     for d in range(data) for t in range(tensor))
 
 
-def _tensor_pairs(job: Job) -> Pairs:
+def _tensor_pairs(job: TrainingStep) -> Pairs:
     """The pairs of devices along the tensor axis."""
     return everyone([(row_group * job.tensor + t) * job.sequence + s for t in range(job.tensor)]
                     for row_group in range(job.data * job.fsdp) for s in range(job.sequence))

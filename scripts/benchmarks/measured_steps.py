@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from model.config import LlamaConfig
-from planning.costs import HARDWARE, Job, Sizes, estimate, time_range
+from planning.costs import HARDWARE, Sizes, TrainingStep, estimate, time_range
 from planning.costs.measured import MILLION, THOUSAND, full_rate, measured_steps, slowest
 from scripts.benchmarks.commands import add_output_folder, make_parser, write_json
 
@@ -42,7 +42,8 @@ def our_rows() -> list[dict[str, Any]]:
     rows = []
     for machine, (devices, hardware, policies) in MACHINES.items():
         for length in LENGTHS:
-            job = Job(sizes, HARDWARE[hardware], length, sequence=devices, remat=policies.get(length, "save_attention"))
+            job = TrainingStep(sizes, HARDWARE[hardware], length, sequence=devices,
+                               remat=policies.get(length, "save_attention"))
             peers: dict[str, list[float]] = {}
             for step in measured_steps():
                 program, model, *_ = step.label.split(", ")

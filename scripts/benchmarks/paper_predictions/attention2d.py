@@ -4,10 +4,9 @@ from __future__ import annotations
 import functools
 
 from planning.costs.hardware import HARDWARE
-from planning.costs.step import Job as CostJob
-from planning.costs.step import Sizes, estimate
+from planning.costs.step import Sizes, TrainingStep, estimate
 from scripts.benchmarks import paper_rows as paper
-from scripts.benchmarks.paper_predictions.row import Job, Row, bytes_received
+from scripts.benchmarks.paper_predictions.row import Row, bytes_received, training_step
 
 # The paper's lengths and batches are lost; these span what fits. A large batch makes the parameters' transfers negligible.
 LENGTHS = tuple(2**power for power in range(13, 19))
@@ -23,15 +22,15 @@ def attention2d_speedup(model: str, hardware: str, length: int, batch: int, over
     return estimate(_gpt(model, hardware, 64, length, batch, "ring", "zigzag")).seconds / ours.seconds
 
 
-def _gpt(model, hardware, ranks, length, batch, schedule, layout, overlap=True) -> CostJob:
+def _gpt(model, hardware, ranks, length, batch, schedule, layout, overlap=True) -> TrainingStep:
     """Returns a step of one of the GPT models of Attention2D's Table 3."""
     layers, heads, size, hidden = paper.ATTENTION2D_MODELS[model]
     sizes = Sizes(layers, 12 * hidden * hidden, 50257 * hidden, heads, heads, size, hidden)
     options = {"overlap": overlap} if schedule == "attention2d" else {}
     # Transformer Engine's ring sends dK, dV in the keys' precision; Attention2D's code is not public, and taken to do likewise.
     # Set after the paper's rows had been seen: the first choice was float32.
-    return Job(sizes, HARDWARE[hardware], length, batch, sequence=ranks, schedule={"name": schedule, **options}, layout=layout,
-               remat="everything", partial=2)
+    return training_step(sizes, HARDWARE[hardware], length, batch, sequence=ranks, schedule={"name": schedule, **options},
+                         layout=layout, remat="everything", partial=2)
 
 
 def attention2d() -> list[Row]:

@@ -8,11 +8,10 @@ from model.attention.schedules.plan import GATHER, Block, Send, everyone
 from model.config import LlamaConfig
 from planning.costs.hardware import HARDWARE
 from planning.costs.rounds import rounds
-from planning.costs.step import FORWARD_PRODUCTS, Sizes, estimate
-from planning.costs.step import Job as CostJob
+from planning.costs.step import FORWARD_PRODUCTS, Sizes, TrainingStep, estimate
 from planning.costs.tiles import tile_counts
 from scripts.benchmarks import paper_rows as paper
-from scripts.benchmarks.paper_predictions.row import Job, Row, bytes_received
+from scripts.benchmarks.paper_predictions.row import Row, bytes_received, training_step
 
 THOUSAND = 1024  # the paper's K
 SLOWER_KERNELS = "real kernels are below the best published rates used here"
@@ -39,12 +38,12 @@ def _dgx(nodes: int):
     return HARDWARE["a100-infiniband" if nodes > 1 else "a100-nvlink"]
 
 
-def _distflash(model: str, nodes: int, length: int, **changes) -> CostJob:
-    """Returns a step of DistFlashAttn; `changes` are other fields of `Job`."""
+def _distflash(model: str, nodes: int, length: int, **changes) -> TrainingStep:
+    """Returns a step of DistFlashAttn; `changes` are other fields of `training_step`."""
     # Partial results travel as the float16 in which its published code stores them (LightSeq, lightseq_async_attn.py). Set
     # after the paper's rows had been seen: the first choice was float32.
-    return Job(Sizes.of(LlamaConfig.preset(model)), _dgx(nodes), length, sequence=8 * nodes,
-               **{"schedule": "balanced", "layout": "contiguous", "partial": 2, **changes})
+    return training_step(Sizes.of(LlamaConfig.preset(model)), _dgx(nodes), length, sequence=8 * nodes,
+                         **{"schedule": "balanced", "layout": "contiguous", "partial": 2, **changes})
 
 
 def _distflash_figure_5() -> list[Row]:
@@ -76,7 +75,7 @@ def _distflash_idle() -> list[Row]:
 
 
 def _distflash_overhead() -> list[Row]:
-    kernel = estimate(Job(Sizes.of(LlamaConfig.preset("llama-7b")), HARDWARE["a100-nvlink"], 64 * THOUSAND))
+    kernel = estimate(training_step(Sizes.of(LlamaConfig.preset("llama-7b")), HARDWARE["a100-nvlink"], 64 * THOUSAND))
     rows = [Row("DistFlashAttn", "Section 3.3", "attention forward of a layer, 64K on one A100, s",
                 paper.DISTFLASH_FIGURE_4_SECONDS, kernel.attention_forward.seconds,
                 note="theirs is a Triton kernel on a 40 GB card; ours FlashAttention-2's best published rate")]
@@ -135,7 +134,7 @@ def megatron_seconds(model: str, nodes: int, length: int) -> float:
     projections = sizes.weights - 3 * hidden * config.intermediate_size
     weights = sizes.layers * (projections * padded + 3 * hidden * config.intermediate_size) + sizes.head_weights
     matrices = 4 * 2 * weights / ranks * length / (hardware.peak * hardware.matmul)
-    alone = Job(dataclasses.replace(sizes, query_heads=heads, kv_heads=1), hardware, length)
+    alone = training_step(dataclasses.replace(sizes, query_heads=heads, kv_heads=1), hardware, length)
     kernel = estimate(alone)
     attention = sizes.layers * (2 * kernel.attention_forward.seconds + kernel.attention_backward.seconds)
     gather = Send("activations", GATHER, length / ranks * hidden * 2, everyone([range(ranks)]))

@@ -6,11 +6,10 @@ import functools
 
 from model.attention import get_schedule
 from model.attention.schedules.plan import Block, received
-from planning.costs.step import ONE_BACKWARD_KERNEL
-from planning.costs.step import Job as CostJob
+from planning.costs.step import ONE_BACKWARD_KERNEL, TrainingStep
 
 # The papers' systems run FlashAttention-2, whose backward kernel has five products.
-Job = functools.partial(CostJob, backward_products=ONE_BACKWARD_KERNEL)
+training_step = functools.partial(TrainingStep, backward_products=ONE_BACKWARD_KERNEL)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -15,7 +15,7 @@ from model.attention.kernels import GpuKernel, TpuKernel
 from model.attention.layout import LAYOUTS, permutation
 from model.attention.schedules import Attention2D, Balanced, Ring, Ulysses, get_schedule, plan
 from model.config import LlamaConfig
-from planning.costs import HARDWARE, Job, Network, Sizes, estimate, rounds
+from planning.costs import HARDWARE, Network, Sizes, TrainingStep, estimate, rounds
 from planning.costs.step import FORWARD_PRODUCTS, ONE_BACKWARD_KERNEL, REMAT, TWO_BACKWARD_KERNELS
 from planning.costs.tiles import tile_counts
 from trainer.devices import peak_flops
@@ -140,20 +140,20 @@ def test_a_ring_hides_its_transfers_from_c_equal_to_f_over_b(share, hidden):
     c = round(share * 275e12 / bandwidth)
     hardware = _chip(network=Network(bandwidth, 0.0, torus=True), tile=(c, c))
     sizes = dataclasses.replace(Sizes.of(LlamaConfig.preset("llama-7b")), layers=1)
-    forward = estimate(Job(sizes, hardware, c * ranks, sequence=ranks, causal=False)).attention_forward
+    forward = estimate(TrainingStep(sizes, hardware, c * ranks, sequence=ranks, causal=False)).attention_forward
     assert (forward.exposed < 1e-9 * forward.seconds) == hidden
 
 
 @pytest.mark.parametrize(("schedule", "layout"), [("ring", "striped"), ("balanced", "contiguous"), ("attention2d", "striped")])
 def test_with_a_perfect_network_nothing_is_exposed(schedule, layout):
     hardware = dataclasses.replace(CHIP, network=Network(1e30, 0.0, torus=True))
-    estimated = estimate(Job(SMALL, hardware, 1 << 17, sequence=8, schedule=schedule, layout=layout))
+    estimated = estimate(TrainingStep(SMALL, hardware, 1 << 17, sequence=8, schedule=schedule, layout=layout))
     assert estimated.step.exposed < 1e-9 * estimated.seconds
 
 
 def test_with_a_slow_network_a_ring_takes_as_long_as_its_bytes():
     network = Network(1e6, 0.0, torus=True)
-    job = Job(SMALL, dataclasses.replace(CHIP, network=network), 1 << 16, sequence=8, zero=False)
+    job = TrainingStep(SMALL, dataclasses.replace(CHIP, network=network), 1 << 16, sequence=8, zero=False)
     declared = get_schedule("ring", 8).plan(8, job.block)
     sent = SMALL.layers * sum(plan.received(passes, 8).max() for passes in declared) / 1e6
     assert estimate(job).seconds == pytest.approx(sent, rel=0.01)
@@ -162,7 +162,7 @@ def test_with_a_slow_network_a_ring_takes_as_long_as_its_bytes():
 @pytest.mark.parametrize("name", HARDWARE)
 def test_no_machine_beats_its_own_rates_and_all_its_figures_have_a_source(name):
     hardware = HARDWARE[name]
-    estimated = estimate(Job(SMALL, hardware, 1 << 17, sequence=8, remat="everything"))
+    estimated = estimate(TrainingStep(SMALL, hardware, 1 << 17, sequence=8, remat="everything"))
     assert 0 < estimated.mfu < max(hardware.matmul, hardware.attention)
     assert estimated.seconds == pytest.approx(estimated.step.compute + estimated.step.exposed)
     named = " ".join(hardware.sources)
@@ -183,13 +183,13 @@ def test_needed_work_is_the_metrics_own():
 
 
 def test_less_kept_takes_longer():
-    times = [estimate(Job(SMALL, CHIP, 1 << 17, sequence=8, remat=remat)).seconds
+    times = [estimate(TrainingStep(SMALL, CHIP, 1 << 17, sequence=8, remat=remat)).seconds
              for remat in ("everything", "save_attention", "nothing", "every_k")]
     assert times == sorted(times) and len(set(times)) == 4
 
 
 def test_one_device_has_no_schedule():
-    alone = [estimate(Job(SMALL, CHIP, 1 << 14, schedule=schedule)) for schedule in SCHEDULES]
+    alone = [estimate(TrainingStep(SMALL, CHIP, 1 << 14, schedule=schedule)) for schedule in SCHEDULES]
     assert all(seconds == alone[0] for seconds in alone)
     assert alone[0].step.exposed == 0
 
@@ -199,7 +199,7 @@ def test_one_device_has_no_schedule():
     ("attention2d", "striped")])
 def test_slower_parts_never_make_a_step_faster(schedule, layout):
     def seconds(hardware=CHIP, **changes):
-        return estimate(Job(SMALL, hardware, 1 << 16, sequence=8, schedule=schedule, layout=layout, **changes)).seconds
+        return estimate(TrainingStep(SMALL, hardware, 1 << 16, sequence=8, schedule=schedule, layout=layout, **changes)).seconds
 
     slower = dataclasses.replace(CHIP.network, link=CHIP.network.link / 100)
     assert seconds(dataclasses.replace(CHIP, network=slower)) >= seconds()
@@ -208,7 +208,7 @@ def test_slower_parts_never_make_a_step_faster(schedule, layout):
 
 
 def test_tensor_shards_share_work_and_pay_for_it():
-    whole, split = (estimate(Job(SMALL, CHIP, 1 << 17, sequence=8, tensor=tensor)) for tensor in (1, 4))
+    whole, split = (estimate(TrainingStep(SMALL, CHIP, 1 << 17, sequence=8, tensor=tensor)) for tensor in (1, 4))
     assert split.step.compute == pytest.approx(whole.step.compute / 4, rel=0.01)
     assert split.step.exposed > whole.step.exposed / 4
 
@@ -220,14 +220,14 @@ def test_a_layers_sums_over_tensor_are_five_of_hidden_states_in_two_bytes():
     """Megatron-LM: each is a reduce-scatter and an all-gather, of which a rank receives (t - 1) / t of the states. Two of the
     forward pass, two of the backward pass; ours sums what the feed-forward reads once more. Then the embedding's and head's."""
     ranks, tokens = 4, 1 << 16
-    job = Job(SMALL, dataclasses.replace(CHIP, network=SLOW_BOX), tokens, tensor=ranks, zero=False)
+    job = TrainingStep(SMALL, dataclasses.replace(CHIP, network=SLOW_BOX), tokens, tensor=ranks, zero=False)
     states = tokens * SMALL.hidden * 2 * (ranks - 1) / ranks
     assert estimate(job).seconds == pytest.approx((5 * SMALL.layers + 2) * 2 * states / 1e6, rel=0.01)
 
 
 def test_weights_are_gathered_twice_in_two_bytes_and_gradients_scattered_in_four():
     """ZeRO-3: forward, backward, gradient; each rank receives 7 / 8 of them."""
-    job = Job(SMALL, dataclasses.replace(CHIP, network=SLOW_BOX), 1 << 10, batch=8, fsdp=8)
+    job = TrainingStep(SMALL, dataclasses.replace(CHIP, network=SLOW_BOX), 1 << 10, batch=8, fsdp=8)
     weights = SMALL.weights * SMALL.layers + SMALL.head_weights
     assert estimate(job).seconds == pytest.approx((2 + 2 + 4) * weights * 7 / 8 / 1e6, rel=0.01)
 
@@ -238,8 +238,8 @@ def test_the_head_runs_forward_once_under_every_remat_policy(remat, frozen):
     """Logits, dx, and dW unless it is frozen: the products that tests/model/test_head.py counts in a training step."""
     device = dataclasses.replace(CHIP.device, memory_bandwidth=math.inf)  # the optimizer's update takes no time
     chip = dataclasses.replace(CHIP, device=device)
-    small, large = (estimate(Job(dataclasses.replace(SMALL, head_weights=weights), chip, 1 << 16, remat=remat, frozen=frozen))
-                    for weights in (1 << 20, 1 << 21))
+    heads = [dataclasses.replace(SMALL, head_weights=weights) for weights in (1 << 20, 1 << 21)]
+    small, large = (estimate(TrainingStep(sizes, chip, 1 << 16, remat=remat, frozen=frozen)) for sizes in heads)
     product = 2 * (1 << 20) * (1 << 16) / (CHIP.peak * CHIP.matmul)
     assert large.step.compute - small.step.compute == pytest.approx((2 if frozen else 3) * product, rel=1e-6)
 
@@ -249,7 +249,7 @@ def test_the_head_runs_forward_once_under_every_remat_policy(remat, frozen):
     ({"schedule": "snake"}, "schedule: found 'snake'"), ({"schedule": {"name": "ulysses", "degree": 3}}, "degree: 3")])
 def test_what_cannot_be_is_one_line(changes, told):
     with pytest.raises(ValueError, match=told) as error:
-        estimate(Job(SMALL, CHIP, 1 << 16, **{"sequence": 8, **changes}))
+        estimate(TrainingStep(SMALL, CHIP, 1 << 16, **{"sequence": 8, **changes}))
     assert "\n" not in str(error.value)
 
 
@@ -281,7 +281,7 @@ def test_a_tile_has_as_many_products_as_the_kernels():
     ("v3", 8, 7), ("v4", 8, 5), ("v5p", 8, 5), ("v5p", 1, 7), ("v5e", 1, 5), ("v6e", 8, 5), ("h100-infiniband", 8, 7)])
 def test_one_backward_kernel_is_counted_where_the_tpu_kernel_takes_it(machine, kv_heads, products):
     sizes = Sizes(1, 1, 1, 8, kv_heads, 128, 1024)
-    assert Job(sizes, HARDWARE[machine], 65536).tile_backward_products == products
+    assert TrainingStep(sizes, HARDWARE[machine], 65536).tile_backward_products == products
 
 
 def test_small_heads_fill_a_part_of_the_matrix_unit():
@@ -290,7 +290,7 @@ def test_small_heads_fill_a_part_of_the_matrix_unit():
     seconds = {}
     for name, size in itertools.product(("v5p", "v6e"), (64, 128, 256)):
         hardware = HARDWARE[name]
-        result = estimate(Job(dataclasses.replace(sizes, head_dim=size), hardware, 65536))
+        result = estimate(TrainingStep(dataclasses.replace(sizes, head_dim=size), hardware, 65536))
         seconds[name, size] = result.attention_forward.seconds / size * hardware.peak * hardware.attention
     assert seconds["v6e", 128] == pytest.approx(2 * seconds["v6e", 256]) == pytest.approx(2 * seconds["v5p", 128])
     assert seconds["v5p", 64] == pytest.approx(2 * seconds["v5p", 128])
@@ -303,7 +303,7 @@ def test_small_heads_fill_a_part_of_the_matrix_unit():
 def test_far_hops_run_beside_no_kernel_where_the_compilers_say_so(schedule, near):
     """On v5e and v6e; a schedule all of whose hops go to neighbours waits no longer than elsewhere."""
     assert {name for name, hardware in HARDWARE.items() if hardware.network.far_exposed} == {"v5e", "v6e"}
-    job = Job(Sizes.of(LlamaConfig.preset("llama-3.1-8b")), HARDWARE["v5e"], 1 << 20, sequence=64, schedule=schedule)
+    job = TrainingStep(Sizes.of(LlamaConfig.preset("llama-3.1-8b")), HARDWARE["v5e"], 1 << 20, sequence=64, schedule=schedule)
     network = dataclasses.replace(job.hardware.network, far_exposed=False)
     elsewhere = dataclasses.replace(job, hardware=dataclasses.replace(job.hardware, network=network))
     far, near_by = (estimate(job).seconds for job in (job, elsewhere))

@@ -5,12 +5,12 @@ import pytest
 
 from model.config import LlamaConfig
 from planning.costs import HARDWARE
-from planning.costs.step import Job, Sizes, estimate
-from planning.plan import Job as PlanJob
+from planning.costs.step import Sizes, TrainingStep, estimate
+from planning.plan import Job
 from trainer.config.schema import AdapterConfig, MeshConfig
 
 SIZES = Sizes.of(LlamaConfig.preset("llama-3.1-8b"))
-ONE = Job(SIZES, HARDWARE["h100-infiniband"], 131072, schedule="local", remat="offload")
+ONE = TrainingStep(SIZES, HARDWARE["h100-infiniband"], 131072, schedule="local", remat="offload")
 
 
 def test_a_frozen_weight_has_one_product_less_and_no_moments():
@@ -44,9 +44,9 @@ def test_codes_are_gathered_as_they_are_and_dequantized_in_every_pass():
 
 def test_a_plan_passes_the_adapter_on():
     """LoRA is estimated to be faster than training all weights, and QLoRA to gather less."""
-    jobs = {quantize: PlanJob.of("llama-3.1-8b", "h100:8", 131072, mesh=MeshConfig(sequence=8),
+    jobs = {quantize: Job.of("llama-3.1-8b", "h100:8", 131072, mesh=MeshConfig(sequence=8),
                                  adapter=AdapterConfig(rank=16, quantize=quantize)) for quantize in ("none", "nf4")}
-    whole = PlanJob.of("llama-3.1-8b", "h100:8", 131072, mesh=MeshConfig(sequence=8))
+    whole = Job.of("llama-3.1-8b", "h100:8", 131072, mesh=MeshConfig(sequence=8))
     assert jobs["none"].estimate().seconds < whole.estimate().seconds
-    assert jobs["nf4"]._costs_job().weight_bytes == 33 / 64 and jobs["nf4"]._costs_job().dequantizations > 0
-    assert jobs["none"]._costs_job().dequantizations == 0 == whole._costs_job().dequantizations
+    assert jobs["nf4"]._training_step().weight_bytes == 33 / 64 and jobs["nf4"]._training_step().dequantizations > 0
+    assert jobs["none"]._training_step().dequantizations == 0 == whole._training_step().dequantizations

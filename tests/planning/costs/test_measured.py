@@ -4,9 +4,9 @@ import json
 import pytest
 
 from model.config import LlamaConfig
-from planning.costs import HARDWARE, Job, Sizes, estimate, time_range
+from planning.costs import HARDWARE, Sizes, TrainingStep, estimate, time_range
 from planning.costs.measured import full_rate, kind, measured_steps, slowest
-from planning.plan import Job as PlanJob
+from planning.plan import Job
 from planning.search import candidates
 
 # The published figures, written a second time, and those of one H200.
@@ -45,13 +45,13 @@ def test_a_range_begins_below_the_estimate_and_below_what_was_measured():
 def test_at_full_rate_nothing_but_the_matrix_products_is_left():
     """Of attention forward 2 and backward 7 products a visible pair of queries and keys, one tile a token apart."""
     sizes = Sizes(1, 1000, 0, 8, 8, 128, 1024)
-    job = Job(sizes, HARDWARE["v5p"], 1 << 16, remat="everything", causal=False)
+    job = TrainingStep(sizes, HARDWARE["v5p"], 1 << 16, remat="everything", causal=False)
     flops = 3 * 2 * 1000 * job.length + (2 + 5) * 2 * job.length**2 * 8 * 128
     update = full_rate(job).step.compute - flops / job.hardware.peak
     assert 0 < update < 0.01 * time_range(job).low
 
 
 def test_the_search_orders_by_the_high_end():
-    job = PlanJob.of(LlamaConfig.preset("llama-3.2-1b"), "v5e:2x4", 1 << 17)
+    job = Job.of(LlamaConfig.preset("llama-3.2-1b"), "v5e:2x4", 1 << 17)
     highs = [float(f"{candidate.time_range().high:.2g}") for candidate in candidates(job)]
     assert highs == sorted(highs) and len(set(highs)) > 2
