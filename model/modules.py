@@ -30,7 +30,7 @@ from .feedforward import (
     param,
 )
 from .frozen import Weight, array
-from .quantized import declare_parts, is_quantized
+from .quantized_weights import declare_parts, is_quantized
 from .rope import apply_rope, attention_scaling, inverse_frequencies
 from .rope_config import RopeConfig
 from .sharding import Parameter, TensorParallel

@@ -28,7 +28,7 @@ from .memory.options import MemoryConfig, check_combination
 from .memory.runners import layer_runner
 from .modules import LAYERS, EndsFactory, bind, declare, declare_layer, init, init_adapters, module_of, own_shapes
 from .padding import pad, sizes_in_memory, whole_heads
-from .quantized import quantized, weight_of
+from .quantized_weights import quantized, weight_of
 from .sharding import BATCH_AXES, STORAGE_AXES, Parameter, Sharding, TensorParallel, without_storage
 from .weights import Shards, WeightGatherer
 
@@ -120,7 +120,7 @@ class Transformer(abc.ABC):
 
     @functools.cached_property
     def quantized_names(self) -> tuple[str, ...]:
-        """The names of the weights that are quantized, in arrays of their own (`model.quantized`)."""
+        """The names of the weights that are quantized, in arrays of their own (`model.quantized_weights`)."""
         return tuple(sorted({weight_of(name) for name in self.parameters} - set(self.parameters)))
 
     @functools.cached_property
@@ -158,7 +158,7 @@ class Transformer(abc.ABC):
         """Returns the codes of the weights `quantized_names` on their devices; none if there are none.
 
         Args:
-          stored: the stacked layers' weights by name, as of `model.quantized.quantized`.
+          stored: the stacked layers' weights by name, as of `model.quantized_weights.quantized`.
         """
         if self.config.adapter is None or self.config.adapter.quantize == "none":
             return {}

@@ -12,7 +12,7 @@ from .config import LlamaConfig
 from .frozen import FrozenWeight, Plain, Weight
 from .modules import LAYERS, declare_layer
 from .padding import own_key_head, trim
-from .quantized import assemble, quantized_names, weight_of
+from .quantized_weights import assemble, quantized_names, weight_of
 from .sharding import OnHost, Parameter, TensorParallel, gather, gather_frozen, to_device
 
 Shards = dict[str, jax.Array | OnHost]

@@ -8,7 +8,7 @@ import numpy as np
 
 from model.config import LlamaConfig
 from model.modules import declare
-from model.quantized import weight_of
+from model.quantized_weights import weight_of
 from model.sharding import Parameter
 from trainer.config.schema import MemoryConfig, RunConfig
 from trainer.optimizer import moment_count, split_trainable

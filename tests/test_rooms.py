@@ -22,7 +22,7 @@ MAY_IMPORT = {
 FLOORS = (
     ("checks", "adapter", "rope_config", "families"),
     ("config",),
-    ("dropout", "frozen", "linear", "loss", "quantization", "quantized", "rope", "sharding"),
+    ("codecs", "dropout", "frozen", "linear", "loss", "quantized_weights", "rope", "sharding"),
     ("memory.chunked", "memory.options", "memory.period", "memory.policies"),  # what a layer needs to run in pieces
     ("feedforward", "modules", "padding", "weights", "embed_and_head"),
     ("layer",),

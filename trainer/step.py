@@ -21,7 +21,7 @@ from jaxtyping import Array, Bool, Float, Int
 from model.dropout import token_keys
 from model.loss import LossSums
 from model.memory.options import MemoryConfig
-from model.quantized import weights_in
+from model.quantized_weights import weights_in
 from model.sharding import OnHost
 
 from .config.schema import OptimizerConfig, RunConfig, TrainConfig

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from model.adapter import NF4_BLOCK
-from model.quantization import NESTED_BLOCK, NF4_LEVELS, Nf4, dynamic_levels, nested_count
+from model.codecs import NESTED_BLOCK, NF4_LEVELS, Nf4, dynamic_levels, nested_count
 
 from .table import check_numbers
 

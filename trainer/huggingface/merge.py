@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from jaxtyping import Float
 
+from model.codecs import dequantize_int8, dequantize_nf4, quantize_int8, quantize_nf4
 from model.config import LlamaConfig
 from model.modules import declare
-from model.quantization import dequantize_int8, dequantize_nf4, quantize_int8, quantize_nf4
-from model.quantized import input_axes, quantized_names
+from model.quantized_weights import input_axes, quantized_names
 
 
 class Dequantized:

@@ -10,8 +10,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from model.codecs import Nf4, dequantize_nf4
 from model.config import LlamaConfig
-from model.quantization import Nf4, dequantize_nf4
 
 from .bitsandbytes import is_nf4, read_nf4
 from .folder import check_tensors, open_tensors

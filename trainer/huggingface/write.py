@@ -19,8 +19,8 @@ from data.paths import new_folder
 from data.within import file_within
 from model.adapter import PROJECTIONS
 from model.attention import Mask
+from model.codecs import quantize_nf4
 from model.config import LlamaConfig
-from model.quantization import quantize_nf4
 
 from . import bitsandbytes
 from .assets import ASSET_FILES, source_dtype, trained_mask, write_config

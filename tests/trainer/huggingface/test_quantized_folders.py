@@ -12,7 +12,7 @@ from bitsandbytes.functional import QuantState, dequantize_4bit
 from safetensors.numpy import load_file
 
 from model.adapter import AdapterConfig
-from model.quantization import NESTED_BLOCK, dequantize_nf4, quantize_nf4
+from model.codecs import NESTED_BLOCK, dequantize_nf4, quantize_nf4
 from scripts import import_hf, quantize_hf
 from tests.model.build import llama
 from trainer.huggingface.bitsandbytes import nf4_layout, write_nf4

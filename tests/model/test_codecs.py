@@ -1,6 +1,6 @@
 """NF4 and int8 as bitsandbytes computes them, to the bit: against numbers that it made, and itself.
 
-    python -m tests.model.test_quantization     # makes the stored numbers again
+    python -m tests.model.test_codecs     # makes the stored numbers again
 """
 import base64
 import hashlib
@@ -13,9 +13,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from model import quantization
-from model.quantization import Nf4
-from model.quantized import Int8Weight, assemble, declare_parts, quantized
+from model import codecs
+from model.codecs import Nf4
+from model.quantized_weights import Int8Weight, assemble, declare_parts, quantized
 from model.sharding import Parameter
 
 STORED = pathlib.Path(__file__).with_name("bitsandbytes_vectors.json")
@@ -55,10 +55,10 @@ def by_bitsandbytes(shape, dtype):
 
 
 def ours(shape, dtype, offset):
-    nf4 = quantization.quantize_nf4(weight(shape, dtype), offset)
-    int8 = quantization.quantize_int8(weight(shape, dtype))
-    return {**nf4._asdict(), "nf4": quantization.dequantize_nf4(nf4), "rows": int8.codes, "scales": int8.absmax,
-            "int8": quantization.dequantize_int8(int8)}
+    nf4 = codecs.quantize_nf4(weight(shape, dtype), offset)
+    int8 = codecs.quantize_int8(weight(shape, dtype))
+    return {**nf4._asdict(), "nf4": codecs.dequantize_nf4(nf4), "rows": int8.codes, "scales": int8.absmax,
+            "int8": codecs.dequantize_int8(int8)}
 
 
 @pytest.mark.parametrize(("shape", "dtype"), CASES, ids=str)
@@ -85,10 +85,10 @@ def test_equal_to_bitsandbytes_itself(shape, dtype):
 
 def test_tables():
     """16 ascending levels and 256, among which are 0 and 1; what two codes of zero stand for."""
-    levels = quantization.dynamic_levels()
+    levels = codecs.dynamic_levels()
     assert len(set(levels.tolist())) == 256 and (np.diff(levels) > 0).all() and levels[-1] == 1 and 0 in levels
-    assert (np.diff(quantization.NF4_LEVELS) > 0).all()
-    assert quantization.NF4_LEVELS[quantization.NF4_ZEROS & 15] == quantization.NF4_LEVELS[quantization.NF4_ZEROS >> 4] == 0
+    assert (np.diff(codecs.NF4_LEVELS) > 0).all()
+    assert codecs.NF4_LEVELS[codecs.NF4_ZEROS & 15] == codecs.NF4_LEVELS[codecs.NF4_ZEROS >> 4] == 0
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -109,20 +109,20 @@ def test_a_device_opens_what_numpy_does(name, dtype):
 
     inputs = 2 if "o_proj" in name else 1
     matrix = stacked[1].reshape(np.prod(shape[:inputs]), -1).T
-    expected = quantization.dequantize_nf4(quantization.quantize_nf4(matrix)).T.reshape(shape)
+    expected = codecs.dequantize_nf4(codecs.quantize_nf4(matrix)).T.reshape(shape)
     assert np.array_equal(np.asarray(jax.jit(opened)(arrays)), expected.astype(jnp.dtype(dtype)))
 
 
 def test_int8_on_a_device():
     """To the bit, compiled."""
-    rows = quantization.quantize_int8(np.random.RandomState(2).standard_normal((96, 40)))
+    rows = codecs.quantize_int8(np.random.RandomState(2).standard_normal((96, 40)))
     opened = jax.jit(lambda codes, absmax: Int8Weight(codes.T, absmax[None]).dequantize(jnp.float32))(rows.codes, rows.absmax)
-    assert np.array_equal(np.asarray(opened).T, quantization.dequantize_int8(rows))
+    assert np.array_equal(np.asarray(opened).T, codecs.dequantize_int8(rows))
 
 
 def test_what_codes_cost():
     """4.127 bits a weight, as the paper says."""
-    made = quantization.quantize_nf4(np.ones((4096, 4096), np.float32))
+    made = codecs.quantize_nf4(np.ones((4096, 4096), np.float32))
     assert isinstance(made, Nf4) and abs(8 * sum(np.asarray(x).nbytes for x in made) / 4096**2 - 4.127) < 1e-3
 
 

@@ -20,8 +20,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, Shaped, UInt8
 
-from .frozen import FrozenWeight
-from .quantization import (
+from .codecs import (
     INT8_UNIT,
     NESTED_BLOCK,
     NF4_BLOCK,
@@ -34,6 +33,7 @@ from .quantization import (
     quantize_int8,
     quantize_nf4,
 )
+from .frozen import FrozenWeight
 from .sharding import HIDDEN, Parameter
 
 # The arrays that a weight becomes, by the kind of quantization.

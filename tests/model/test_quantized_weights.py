@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from model import quantization
+from model import codecs
 from model.adapter import AdapterConfig
-from model.quantized import input_axes
+from model.quantized_weights import input_axes
 from planning.parts import state_bytes
 from tests.model.build import llama, mean_loss, packed_batch, permuted, tiny
 from tests.model.test_adapter import loss_and_gradients
@@ -98,8 +98,8 @@ def test_the_loss_is_that_of_the_weights_that_the_codes_stand_for(config):
     batch = packed_batch(config, *BATCH)
     loss = jax.jit(lambda model, params: model.loss(params, batch).total, static_argnums=0)
     with_plain = loss(plain, weights)
-    both = {"nf4": (quantization.quantize_nf4, quantization.dequantize_nf4),
-            "int8": (quantization.quantize_int8, quantization.dequantize_int8)}
+    both = {"nf4": (codecs.quantize_nf4, codecs.dequantize_nf4),
+            "int8": (codecs.quantize_int8, codecs.dequantize_int8)}
     quantize, dequantize = both[config.adapter.quantize]
     for name in model.quantized_names:
         stacked, inputs = np.asarray(weights[name]), input_axes(name)
