@@ -41,9 +41,9 @@ def run_copy(whole_run, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_names_step_and_records(refused, small_recipe, tmp_path, capfd):
-    """A rate beyond float32 spoils the parameters at step 1; step 2 tells, and nothing of it is saved or logged. What the
-    line proposes works in the same folder."""
-    flags = ("--optimizer.learning_rate", "1e300", "--logging.console", "false")
+    """A rate of 1e38 spoils the parameters at step 1; step 2 tells, and nothing of it is saved or logged. What the line proposes
+    works in the same folder."""
+    flags = ("--optimizer.learning_rate", "1e38", "--logging.console", "false")
     said = refused(*flags)
     assert "step 2: loss_nats_per_target is nan" in said and "--train.non_finite skip" in said
     records = said.split("its records are ")[1].split(";")[0].split(", ")

@@ -44,13 +44,14 @@ def test_each_sources_loss_is_the_mean_over_its_own_targets():
                           train_config=TrainConfig(steps=10, accumulation=2))
     batch, _ = permuted(mixed_batch(), model)
     params, placed = model.init(0), place_batch(batch, model.mesh)
-    summed, weight, (sums, weights) = builder.lower_evaluate().compile()(params, placed)
+    evaluated = builder.lower_evaluate().compile()(params, placed)
+    sums, weights = evaluated.by_source
     _, _, metrics = builder.lower_train().compile()(params, {}, builder.init_optimizer(params), placed, np.int32(0))
     means, total = by_hand()
     by_source = dict(zip(NAMES, map(float, metrics.loss_by_source), strict=True))
     assert abs(means["chats"] / means["books"] - 1) > 1e-3, "else one mean would serve for the other"
     assert float(metrics.loss) == pytest.approx(total, rel=1e-5)
-    assert float(summed / weight) == pytest.approx(total, rel=1e-5)
+    assert float(evaluated.total / evaluated.weight) == pytest.approx(total, rel=1e-5)
     for i, (name, mean) in enumerate(means.items()):
         assert by_source[name] == pytest.approx(mean, rel=1e-5)
         assert float(sums[i] / weights[i]) == pytest.approx(mean, rel=1e-5)
