@@ -41,8 +41,8 @@ def run_copy(whole_run, tmp_path):
 
 
 def test_a_loss_that_is_not_finite_names_step_and_records(refused, small_recipe, tmp_path, capfd):
-    """A rate of 1e38 spoils the parameters at step 1; step 2 tells, and nothing of it is saved or logged. What the line proposes
-    works in the same folder."""
+    """A rate of 1e38 spoils the parameters at step 1; step 2 tells, and nothing of it is saved or logged. What the line
+    proposes works in the same folder."""
     flags = ("--optimizer.learning_rate", "1e38", "--logging.console", "false")
     said = refused(*flags)
     assert "step 2: loss_nats_per_target is nan" in said and "--train.non_finite skip" in said
