@@ -16,7 +16,8 @@ SCHEDULES: dict[str, str | dict[str, Any]] = {
     "balanced_split": {"name": "balanced", "split": True}, "attention2d_overlap": {"name": "attention2d", "overlap": True},
 }
 # The options that a comparison reads.
-READ = ("model", "topology", "hardware", "compare", "context", "batch", "schedule", "layout", "remat", "output", *MESH_AXES)
+READ = ("model", "topology", "hardware", "compare", "context", "batch", "schedule", "layout", "remat", "output", "no_download",
+        *MESH_AXES)
 
 
 def estimate_row(name: str, job: Any) -> dict[str, Any]:

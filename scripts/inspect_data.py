@@ -98,13 +98,14 @@ def show(argv: list[str]) -> None:
     Raises:
         UserError: the recipe or the data are wrong.
     """
-    from trainer.entry import CommandParser
+    from trainer.entry import CommandParser, NoDownload
 
     parser = CommandParser(prog="python -m scripts.inspect_data", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("config", metavar="CONFIG.yaml", help="a recipe; its fields may follow as --section.field value")
     parser.add_argument("--rows", type=int, default=2, help="number of rows to show (default 2)")
     parser.add_argument("--tokens", type=int, default=600, help="number of tokens to show of each row (default 600)")
     parser.add_argument("--stage", type=int, help="of a recipe with stages, from 1 (default: the last)")
+    parser.add_argument("--no-download", action=NoDownload)
     args, flags = parser.parse_known_args(argv)
     from trainer.config.load import load
     from trainer.model_source import choose_model, for_templates

@@ -30,7 +30,8 @@ def parser() -> entry.CommandParser:
         "--compile the compiler's own plan."))
     options.add_argument("--config", help="a recipe")
     options.add_argument("--model", help="a preset such as llama-7b, a model's folder (its config.json is enough), or "
-                         "org/name in the Hugging Face cache; the recipe's own unless given")
+                         "org/name on the hub; the recipe's own unless given")
+    options.add_argument("--no-download", action=entry.NoDownload)
     options.add_argument("--machine", "--topology", dest="topology", type=_checked(topology_of), metavar="MACHINE",
                          help=f"such as {EXAMPLES}")
     options.add_argument("--gpu-memory", type=_checked(gpu_gib), metavar="GIB", help="memory of a GPU, in place of the "

@@ -47,6 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = entry.CommandParser(prog="python -m scripts.prepare", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--config", required=True, metavar="RECIPE.yaml",
                         help="a recipe; its fields may follow as --section.field value (python train.py --help describes them)")
+    parser.add_argument("--no-download", action=entry.NoDownload)
     args, flags = parser.parse_known_args(argv)
     return entry.run(lambda: prepare(args.config, flags))
 

@@ -294,12 +294,14 @@ def adapter_source(path: str) -> tuple[AdapterSource, str]:
     as in training; PEFT's format does not tell.
 
     Args:
-      path: a folder of PEFT's, a checkpoint with adapters, or a run with such checkpoints.
+      path: a folder of PEFT's, org/name@revision on the hub, a checkpoint with adapters, or a run with such checkpoints.
 
     Raises:
       ValueError: there is none, or one of a kind that is not supported.
     """
     folder = best_or_itself(Path(path).expanduser())
+    if not folder.is_dir() and hub_name(path):
+        folder = resolve_model_path(path)
     is_checkpoint = folder.is_dir() and not (folder / peft.CONFIG).is_file()
     if is_checkpoint:
         assets = assets_dir(folder)

@@ -30,6 +30,8 @@ def family_of(config: Mapping[str, Any]) -> Family:
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list):
         raise ValueError(f"architectures: found {architectures!r}; needs a list")
+    # The first conversions of LLaMA 1 spell it in their own way.
+    architectures = ["LlamaForCausalLM" if name == "LLaMAForCausalLM" else name for name in architectures]
     known = ", ".join(family.architecture for family in FAMILIES.values())
     named = [family for family in FAMILIES.values() if family.architecture in architectures]
     if architectures and not named:

@@ -6,6 +6,7 @@ import pickle
 import shutil
 import time
 from concurrent.futures import ThreadPoolExecutor
+from datetime import datetime
 
 import numpy as np
 import pytest
@@ -160,6 +161,18 @@ def test_prepared_folder_is_reused_by_content_and_made_anew_by_any_change(prepar
     ]
     assert len({prepared.folder, *(c.folder for c in changed)}) == 5
     assert not list(folder.glob(".*"))  # nothing half-made is left
+
+
+def test_another_date_makes_another_folder_where_a_template_writes_it(small, tokenizer, tmp_path):
+    folder = shutil.copytree(FIXTURES / "tiny_tokenizer", tmp_path / "tokenizer")
+    turns = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ eos_token }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text("{{ strftime_now('%Y') }}" + turns)
+    made = {}
+    for name, dated in (("writes it", Tokenizer.load(folder)), ("writes none", tokenizer)):
+        template = "tokenizer" if name == "writes it" else "vicuna_v1.1"
+        made[name] = {prepare([Source(str(small), template=template)], dated.with_template_date(date), LENGTH,
+                              tmp_path / "prepared", **OPTIONS).folder for date in (datetime(2024, 3, 4), datetime(2025, 3, 4))}
+    assert len(made["writes it"]) == 2 and len(made["writes none"]) == 1
 
 
 def test_data_that_another_process_prepared_is_opened_without_its_sources(prepared, tokenizer, tmp_path):

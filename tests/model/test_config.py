@@ -40,6 +40,12 @@ def test_what_transformers_saves_is_read(tmp_path):
     assert (config.head_dim, config.num_key_value_heads, config.eos_token_id) == (32, 4, (1, 7))
 
 
+def test_the_spelling_of_llama_1s_conversions_is_read():
+    named = LlamaConfig.from_hf_dict({"architectures": ["LLaMAForCausalLM"], "model_type": "llama", "hidden_size": 64})
+    assert named == LlamaConfig.from_hf_dict({"model_type": "llama", "hidden_size": 64})
+    assert named.to_hf()["architectures"] == ["LlamaForCausalLM"]
+
+
 def test_both_spellings_of_rope():
     base = {"model_type": "llama"}
     old = LlamaConfig.from_hf_dict({**base, "rope_theta": 5e5, "rope_scaling": LLAMA3})

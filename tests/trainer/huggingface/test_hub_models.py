@@ -9,6 +9,8 @@ import pytest
 
 from data import hub as data_hub
 from data.errors import UserError
+from scripts import inspect_data, plan, prepare
+from tests.conftest import REPOSITORY
 from tests.model.build import llama
 from trainer.config.schema import ModelConfig
 from trainer.huggingface.folder import resolve_model_path
@@ -105,6 +107,32 @@ def test_an_interrupted_download_goes_on(hub, capsys):
     assert (folder / "model.safetensors").read_bytes() == hub.content["model.safetensors"]
     assert hub.sent[len(before):].count("model.safetensors") == 1
     assert len(hub.sent) == len(set(hub.sent)), "nothing is downloaded twice"
+
+
+def test_an_adapter_is_downloaded_by_its_name(hub, hf_model):
+    fields = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "base_model_name_or_path": "a/base"}
+    hub.content = {"adapter_config.json": json.dumps(fields).encode(), "adapter_model.safetensors": b"weights",
+                   "adapter_model.bin": b"pickle"}
+    source = choose_model(ModelConfig(path=str(hf_model)), "me/tiny")
+    assert source.adapter.config.rank == 4 and source.folder == hf_model
+    assert (source.adapter.folder / "adapter_model.safetensors").read_bytes() == b"weights"
+    assert "adapter_model.bin" not in hub.sent
+
+
+@pytest.mark.parametrize("command", [
+    [prepare, "--config", "RECIPE"],
+    [inspect_data, "RECIPE"],
+    [plan, "--model", "me/tiny", "--machine", "v4-8", "--context", "1K"],
+    [plan, "--compare", "--model", "me/tiny", "--hardware", "v4", "--context", "1K"],
+], ids=["prepare", "inspect", "plan", "compare"])
+def test_commands_that_open_a_model_can_be_forbidden_downloads(hub, monkeypatch, tmp_path, capsys, command):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # which is restored afterwards
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"model:\n  path: me/tiny\ndata:\n  path: {REPOSITORY / 'data/fixtures/conversations.json'}\n")
+    module, *words = command
+    assert module.main([str(recipe) if word == "RECIPE" else word for word in words] + ["--no-download"]) != 0
+    assert "me/tiny: neither a folder nor in the local" in capsys.readouterr().err
+    assert hub.requests == []
 
 
 def test_what_needs_no_weights_downloads_none(hub):
