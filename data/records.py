@@ -173,10 +173,15 @@ def _read_values(window: _Window, report: SourceReport) -> Iterator[object]:
             report.drop(CUT_OFF, window.text[window.offset : window.offset + CHUNK])
             return
         count += 1
-        if isinstance(value, _LongNumber):
-            report.drop(LONG_NUMBER)
-        else:
-            yield value
+        yield from _readable(value, report)
+
+
+def _readable(value: object, report: SourceReport) -> Iterator[object]:
+    """Yields a value, unless it holds a number that is too long to be read, which is dropped and counted."""
+    if isinstance(value, _LongNumber):
+        report.drop(LONG_NUMBER)
+    else:
+        yield value
 
 
 def _read_list(window: _Window, report: SourceReport) -> Iterator[object]:
@@ -209,10 +214,7 @@ def _read_list(window: _Window, report: SourceReport) -> Iterator[object]:
             report.drop(CUT_OFF, window.text[window.offset : window.offset + CHUNK])
             return
         count += 1
-        if isinstance(value, _LongNumber):
-            report.drop(LONG_NUMBER)
-        else:
-            yield value
+        yield from _readable(value, report)
 
 
 def _check_end(window: _Window, count: int) -> None:

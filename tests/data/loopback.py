@@ -3,6 +3,7 @@ import contextlib
 import http.server
 import re
 import threading
+from collections.abc import Mapping
 
 
 class FileServer:
@@ -81,3 +82,19 @@ def serving(content: bytes):
         threading.Thread(target=listener.serve_forever, args=(0.02,), daemon=True).start()
         yield server
         listener.shutdown()
+
+
+class HubHandler(http.server.BaseHTTPRequestHandler):
+    """Answers of a hub on this machine; a test's own hub says which."""
+
+    def answer(self, status: int, content: bytes, headers: Mapping[str, str], body: bool) -> None:
+        """Sends a response, JSON unless the headers say otherwise; the content only where `body` is true (no HEAD)."""
+        self.send_response(status)
+        for key, value in {"Content-Type": "application/json", "Content-Length": str(len(content)), **headers}.items():
+            self.send_header(key, value)
+        self.end_headers()
+        if body:
+            self.wfile.write(content)
+
+    def log_message(self, *_):
+        pass

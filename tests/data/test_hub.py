@@ -14,6 +14,7 @@ from data.report import Report
 from data.sources import Source, read
 from data.tokenizer import Tokenizer
 from tests.conftest import REPOSITORY
+from tests.data.loopback import HubHandler
 
 CHATS = [{"conversations": [{"from": "human", "value": f"Question {n}?"}, {"from": "gpt", "value": f"Answer {n}."}]}
          for n in range(4)]
@@ -23,7 +24,7 @@ SHA = "a" * 40
 PARQUET = "refs%2Fconvert%2Fparquet"
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
+class Hub(HubHandler):
     """The part of the hub's interface that a download needs, of one data set; its server keeps the files that were sent."""
 
     def do_HEAD(self):
@@ -46,17 +47,6 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if body:
             self.server.sent.append(name)
         return self.answer(200, FILES[name], {"ETag": f'"{name.replace("/", "-")}"', "X-Repo-Commit": SHA}, body)
-
-    def answer(self, status, content, headers, body):
-        self.send_response(status)
-        for key, value in {"Content-Type": "application/json", "Content-Length": str(len(content)), **headers}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if body:
-            self.wfile.write(content)
-
-    def log_message(self, *_):
-        pass
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from data import hub as data_hub
 from data.errors import UserError
 from scripts import inspect_data, plan, prepare
 from tests.conftest import REPOSITORY
+from tests.data.loopback import HubHandler
 from tests.model.build import llama
 from trainer.config.schema import ModelConfig
 from trainer.huggingface.folder import resolve_model_path
@@ -19,7 +20,7 @@ from trainer.model_source import choose_model, open_model
 SHA = "c" * 40
 
 
-class Hub(http.server.BaseHTTPRequestHandler):
+class Hub(HubHandler):
     """The part of the hub's interface that a download needs, of one model; its server keeps the names of sent files."""
 
     def do_HEAD(self):
@@ -46,17 +47,6 @@ class Hub(http.server.BaseHTTPRequestHandler):
         if body:
             self.server.sent.append(name)
         return self.answer(200, files[name], headers, body)
-
-    def answer(self, status, content, headers, body):
-        self.send_response(status)
-        for key, value in {"Content-Type": "application/json", "Content-Length": str(len(content)), **headers}.items():
-            self.send_header(key, value)
-        self.end_headers()
-        if body:
-            self.wfile.write(content)
-
-    def log_message(self, *_):
-        pass
 
 
 @pytest.fixture
