@@ -107,8 +107,12 @@ def read_messages(turns: Sequence[object], findings: Findings) -> list[Message]:
 def read_message(turn: object, findings: Findings) -> tuple[str, Message]:
     """Returns the role of a raw turn, which may be `thought`, and the turn as a message.
 
+    Args:
+        turn: a turn as a data set has it, such as {"from": "gpt", "value": "Hello."}; anything else raises Drop.
+        findings: receives what is changed in the turn, and the names of its fields that nothing reads.
+
     Raises:
-        Drop: it cannot be used.
+        Drop: the turn cannot be used; the argument is the reason.
     """
     if not isinstance(turn, dict):
         raise Drop(BAD_TURN)

@@ -46,10 +46,12 @@ LEARNING_RATE, ADAPTERS_LEARNING_RATE, WARMUP_FRACTION, EPOCHS = 1e-5, 1e-4, 0.0
 
 
 def recipe_of(job: Job, base: Mapping[str, Any], model_path: str | None, template: str | None = None) -> dict[str, Any]:
-    """Returns the job as a recipe, in which what depends on data that are not known yet follows them: an epoch for the steps, a
-    share of these for the warm-up.
+    """Returns a recipe, as a mapping of sections, that runs the planned job.
+
+    The data are not known yet: the recipe trains for epochs, not steps, and warms up over a share of them.
 
     Args:
+      job: the plan's model, mesh, memory options, context and batch.
       base: the recipe that was planned; {} if none was.
       model_path: the model's folder or hub name, to be written; None leaves it to the command line.
       template: the chat template; None for the base's, or else the default one.

@@ -61,7 +61,7 @@ class Restarts:
             self.starts += 1
 
     def exhausted(self) -> str | None:
-        """Returns why no other start is made, or None."""
+        """Returns why no other start is made: too many brought no new checkpoint. None where another one is."""
         if self.starts <= self.limit + 1:
             return None
         since = "without a checkpoint" if self.checkpoint < 0 else f"without one after the checkpoint of step {self.checkpoint}"

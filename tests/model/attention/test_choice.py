@@ -20,13 +20,14 @@ HOPPER = Request("cuda", "NVIDIA H100 80GB HBM3", "bfloat16", head_dim=128)
     ("auto", HOPPER._replace(jax=(0, 12, 1)), "gpu", ["mosaic"]),
     ("auto", HOPPER._replace(device="NVIDIA L4"), "gpu", []),
     ("auto", Request("tpu", "TPU v5p", softcap=30.0), "tpu", []),
-    ("auto", Request("tpu", "TPU v5p", head_dim=320), "xla", ["tpu"]),
+    ("auto", Request("tpu", "TPU v5p", head_dim=256), "tpu", []),
+    ("auto", Request("tpu", "TPU v5p", head_dim=257), "xla", ["tpu"]),
     ("auto", Request(), "xla", []),
     ("mosaic", Request(device="cpu"), "xla", ["mosaic"]), ("reference", HOPPER, "reference", [])])
 def test_the_first_kernel_that_serves_is_selected_and_the_others_say_why(kernel, request_, name, refused):
-    found = select(kernel, request_)
-    assert (found.name, list(found.refusals)) == (name, refused)
-    assert all(f"{other!r} does not serve {reason}" in str(found) for other, reason in found.refusals.items())
+    selected = select(kernel, request_)
+    assert (selected.name, list(selected.refusals)) == (name, refused)
+    assert all(f"{other!r} does not serve {reason}" in str(selected) for other, reason in selected.refusals.items())
 
 
 def test_every_order_ends_with_a_kernel_that_serves_everything_and_the_last_rows_cover_everything():
