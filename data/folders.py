@@ -17,9 +17,9 @@ from typing import TextIO
 from data.errors import TransientError, UserError, is_transient
 
 _LOCK = "lock"
-# Unfinished folders of prepared data, .HASH-RANDOM, also as earlier releases named them.
+# Unfinished folders of prepared data, .HASH-RANDOM.
 _UNFINISHED = re.compile(r"\.(trajectories-)?[0-9a-f]{20}-\w+")
-_ABANDONED_SECONDS = 7 * 24 * 3600  # an unfinished folder without a lock, as earlier releases made them, is left for so long
+_ABANDONED_SECONDS = 7 * 24 * 3600  # how long one without a lock is left alone
 HASHED_AT_START = 1 << 24  # bytes; array_record has checksums of its own, which are compared when a record is read
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -190,15 +190,9 @@ def read(folder: Path) -> Stored:
     try:
         with np.load(folder / INDEX) as stored:
             index = {column: stored[column] for column in stored.files}
-        # Earlier releases recorded no files: their documents are opened, so that at least what is missing is found.
-        files = str(index.pop("files")) if "files" in index else None
-        if files is not None:
-            check_files(folder, files)
+        check_files(folder, str(index.pop("files")))
         name = REPORT
         reports = [SourceReport.from_dict(state) for state in json.loads((folder / REPORT).read_text(encoding="utf-8"))]
-        name = DOCUMENTS
-        if files is None:
-            open_records(folder, DOCUMENTS)[len(index["length"]) - 1]
         return Stored(index, reports)
     except (PermissionError, UserError):
         raise

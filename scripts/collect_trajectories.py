@@ -290,8 +290,6 @@ def claim(path: Path, description: dict[str, Any]) -> None:
         begun = json.loads(path.read_text(encoding="utf-8")) if path.exists() else description
     except ValueError:
         raise UserError(f"{path}: is no JSON, so what the folder holds is not known; another --output would work") from None
-    if "search" in description:
-        begun["search"] = {"paired": False} | begun["search"]  # earlier releases had no pairs
     different = [name for name in description if name != "episodes" and begun.get(name) != description[name]]
     if different:
         name = different[0]

@@ -143,12 +143,8 @@ class _Training:
         base = self._placed(self.objective.read_params()) if self.builder.saves_trainable_only else {}
         self._set_params({**base, **restored.model})
         self.optimizer_state = restored.optimizer
-        self.step, self.evaluated = data["step"], data.get("evaluated", True)
-        self.updates = data.get("updates", self.step)
-        # Earlier releases did not record these two.
-        self.tokens_seen = data.get("tokens_seen") or sum(int(self.objective.lengths(step).sum()) for step in range(self.step))
-        self.earlier_seconds = data.get("wall_seconds", 0.0)
-        self.logged = data.get("logged", {})
+        self.step, self.evaluated, self.updates = data["step"], data["evaluated"], data["updates"]
+        self.tokens_seen, self.earlier_seconds, self.logged = data["tokens_seen"], data["wall_seconds"], data["logged"]
         self.best = BestCheckpoint.restored(self.config.checkpoint, data)
         self.store.protected = self.best.step
         if self.best.exhausted:

@@ -137,7 +137,7 @@ def write(path: str, context_length: int, count: Callable[[str], int], tokenizer
     parts = json.dumps([RULES, spec._replace(like=like), context_length, tokenizer])
     folder = cache_folder("synthetic")
     file = folder / f"{spec.task}-{hashlib.sha256(parts.encode()).hexdigest()[:20]}.jsonl"
-    if not file.exists() or not file.stat().st_size:  # earlier releases' files may be empty after a loss of power
+    if not file.exists():
         records = generate(path, context_length, count)
         folder.mkdir(parents=True, exist_ok=True)
         scratch = file.with_suffix(f".{secrets.token_hex(4)}")  # hosts that share the cache may have processes of one number

@@ -125,8 +125,7 @@ def _read(folder: Path) -> PreparedTrajectories:
     """Reads a prepared folder. Raises UserError if it is damaged, as far as that is known without reading all of it."""
     try:
         with np.load(folder / INDEX) as index:
-            if "files" in index:  # earlier releases recorded none
-                check_files(folder, str(index["files"]))
+            check_files(folder, str(index["files"]))
             dropped = json.loads((folder / "dropped.json").read_text(encoding="utf-8"))
             return PreparedTrajectories(folder, index["returns"], index["lengths"], tuple(dropped))
     except (PermissionError, UserError):

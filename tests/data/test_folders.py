@@ -61,7 +61,7 @@ def test_what_a_killed_process_left_is_removed_and_what_another_one_builds_is_no
         build(tmp_path / NAME)
         assert os.path.isdir(scratch)
         process.kill()
-    earlier = [tmp_path / f".{NAME}-old_{age}" for age in (1, 8)]  # without a lock, as earlier releases made them
+    earlier = [tmp_path / f".{NAME}-old_{age}" for age in (1, 8)]  # without a lock
     for path, days in zip(earlier, (1, 8), strict=True):
         path.mkdir()
         os.utime(path, (time.time() - days * 86_400,) * 2)

@@ -396,21 +396,6 @@ def test_damaged_prepared_data_is_named_and_made_again(prepared, small, tokenize
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
 
 
-@pytest.mark.parametrize("name", ["documents/dataset_info.json", _PREPARED_FILES[-1]])
-def test_prepared_data_of_earlier_releases_are_read_and_checked_as_far_as_possible(
-    prepared, small, tokenizer, tmp_path, name, capfd
-):
-    folder = shutil.copytree(prepared.folder, tmp_path / prepared.folder.name)
-    with np.load(folder / "index.npz") as stored:
-        np.savez(folder / "index.npz", **{column: stored[column] for column in stored.files if column != "files"})
-    stamp = (folder / "index.npz").stat().st_mtime_ns
-    prepare([Source(str(small))], tokenizer, LENGTH, tmp_path, **OPTIONS)
-    assert (folder / "index.npz").stat().st_mtime_ns == stamp and not capfd.readouterr().err
-    (folder / name).unlink()
-    prepare([Source(str(small))], tokenizer, LENGTH, tmp_path, **OPTIONS)
-    assert f"{folder}: documents is damaged" in capfd.readouterr().err
-
-
 def test_documents_that_were_damaged_since_the_start_are_named(prepared, small, tokenizer, tmp_path, monkeypatch):
     """Files too large to be hashed at each start have checksums of their own."""
     monkeypatch.setattr("data.folders.HASHED_AT_START", 0)

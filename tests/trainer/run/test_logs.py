@@ -40,4 +40,4 @@ def test_lines_that_are_lost_or_changed_are_told_of(tmp_path, capfd, content, le
     [line] = capfd.readouterr().err.splitlines()
     assert line.startswith(f"warning: {path}: {told}")
     cut_back(path, 4)
-    assert capfd.readouterr().err == "", "a checkpoint of an earlier release says nothing of logs"
+    assert capfd.readouterr().err == "", "where a checkpoint says nothing of logs"
