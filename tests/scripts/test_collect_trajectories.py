@@ -98,19 +98,6 @@ def test_policies_that_are_collected_alone_are_the_same(collected, tmp_path):
     assert collected(tmp_path / "parts", "--episodes", "20") == everything
 
 
-def test_a_folder_of_an_earlier_release_goes_on(collected, tmp_path):
-    """Its records list all policies, and its search knows no pairs."""
-    collected(tmp_path, "--episodes", "10")
-    for record in tmp_path.glob("cartpole/*/collected.json"):
-        about = json.loads(record.read_text())
-        about["episodes"] = {"random": 1, "ou": 1, "search": 8}
-        about["search"] = {"directions": 2, "best": 1, "step": 0.1, "noise": 0.1}
-        record.write_text(json.dumps(about))
-    assert len(collected(tmp_path, "--episodes", "20")) == 2 + 2 + 16 + 1
-    record = json.loads((tmp_path / "cartpole/random_swingup/collected.json").read_text())
-    assert record["episodes"] == {"random": 2, "ou": 1, "search": 8}
-
-
 def test_pairs_start_from_the_same_state(collected, tmp_path):
     starts = {}
     for name, options in (("paired", ["--paired"]), ("apart", [])):
